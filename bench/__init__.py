@@ -1,0 +1,1 @@
+"""Benchmarks, and the mock LLM server that tests and benchmarks talk to."""

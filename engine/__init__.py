@@ -1,0 +1,1 @@
+"""The engine: log and cursor, scheduler, policies, journal. Imports kernels/, never serving/."""

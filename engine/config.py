@@ -1,0 +1,79 @@
+"""Every setting, validated once. The environment (prefix UNDERTOW_) is read here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Profile = Literal["companion", "assistant"]
+
+# theta (sim and merge), theta_count: paper, sections 3.6 and 4.1
+PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4)}
+
+
+class Settings(BaseSettings):
+    """Settings of one engine. Thresholds left out come from the profile."""
+
+    model_config = SettingsConfigDict(env_prefix="UNDERTOW_", frozen=True, extra="forbid")
+
+    profile: Profile = "companion"
+    theta_sim: float | None = Field(default=None, ge=-1.0, le=1.0)
+    theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
+    theta_count: int | None = Field(default=None, ge=1, le=1000)
+
+    # answer time, section 3.5; k_sem = 2 k_epi
+    k_sub: int = Field(default=10, ge=0, le=1000)
+    k_epi: int = Field(default=5, ge=0, le=1000)
+
+    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
+    device: Literal["auto", "cpu"] = "auto"
+    embed_timestamp: bool = False
+    encode_cache_texts: int = Field(default=65_536, ge=0)
+
+    durability: Literal["commit", "fsync"] = "commit"
+    batch_turns: int = Field(default=512, ge=1, le=65_536)
+    queue_turns: int = Field(default=8_192, ge=1)
+    gate_lookahead_turns: int = Field(default=64, ge=1)
+    max_message_bytes: int = Field(default=1_000_000, ge=1)
+    arena_bytes: int = Field(default=16 << 30, ge=1 << 20)
+
+    llm_url: str | None = None
+    llm_model: str | None = None
+    llm_api_key: str = "none"
+    llm_in_flight: int = Field(default=64, ge=1)
+    llm_timeout_s: float = Field(default=300.0, gt=0)
+    llm_patience_s: float = Field(default=60.0, gt=0)
+    context_tokens: int = Field(default=8_192, ge=1_024)
+    reply_tokens: int = Field(default=1_024, ge=64)
+    tenant_token_budget: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _reply_fits(self) -> Self:
+        if self.reply_tokens >= self.context_tokens:
+            raise ValueError(
+                f"reply_tokens ({self.reply_tokens}) must be smaller than context_tokens ({self.context_tokens})"
+            )
+        return self
+
+    @property
+    def similarity_threshold(self) -> float:
+        return PROFILES[self.profile][0] if self.theta_sim is None else self.theta_sim
+
+    @property
+    def merge_threshold(self) -> float:
+        return self.similarity_threshold if self.theta_merge is None else self.theta_merge
+
+    @property
+    def recurrence_count(self) -> int:
+        return PROFILES[self.profile][1] if self.theta_count is None else self.theta_count
+
+    @property
+    def k_gate(self) -> int:
+        """How many nearest live turns the gate looks at: 2 * theta_count (spec, the algorithm, 2)."""
+        return 2 * self.recurrence_count
+
+    @property
+    def k_sem(self) -> int:
+        return 2 * self.k_epi

@@ -1,0 +1,169 @@
+"""The nouns of the engine: messages, turns, memories, decisions, and how their ids are made.
+
+Vocabulary: spec of RecMem, section 3. A *turn* is one interaction unit u_i = (user message,
+assistant message, timestamp) of equation 3; an *episode* and a *fact* are what the LLM writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Literal
+
+UNDATED = "undated"
+
+MemoryKind = Literal["episode", "fact"]
+
+
+class Decision(StrEnum):
+    """What became of a turn. The last two are states of the cursor, never stored."""
+
+    WAITS = "waits"
+    MERGED = "merged"
+    FIRED = "fired"
+    PARKED = "parked"
+    PENDING = "pending"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One utterance of one speaker. `timestamp` is ISO 8601, as normalised by `parse_timestamp`."""
+
+    role: str
+    content: str
+    name: str | None = None
+    timestamp: str | None = None
+
+    @property
+    def speaker(self) -> str:
+        return self.name or self.role
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange, the atom of ingestion. It has no seq yet: the engine gives it one on arrival.
+
+    `dedupe_key`: the client's idempotency key, or one made from (source, session, position) and
+    the content, so that reading the same log twice changes nothing.
+    """
+
+    tenant: str
+    messages: tuple[Message, ...]
+    dedupe_key: str
+    session_id: str = ""
+    timestamp: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """What is embedded: speakers and words, no timestamp."""
+        return spoken(self.messages)
+
+
+def spoken(messages: Sequence[Message]) -> str:
+    """The words of a turn, one line a message, each with its speaker's name."""
+    return "\n".join(f"{m.speaker}: {m.content}" for m in messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One version of an episode or a fact, as stored.
+
+    `made_at_seq` is the log record whose decision made this version, `born_at_seq` that of the
+    first version. `superseded_at_seq` is known only once a later version (or a deletion) exists.
+    """
+
+    id: str
+    kind: MemoryKind
+    tenant: str
+    text: str
+    version: int
+    born_at_seq: int
+    made_at_seq: int
+    ordinal: int
+    source_seqs: tuple[int, ...]
+    timestamp: str | None = None
+    episode_id: str | None = None
+    fact_kind: str | None = None
+    supersedes: tuple[str, ...] = ()
+    prompt_version: str | None = None
+    model: str | None = None
+    deleted: bool = False
+    superseded_at_seq: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens and calls of one or more LLM requests; adds up."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_prompt_tokens + other.cached_prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BadInput:
+    """Why one piece of input was not taken: where it stands, what is wrong, what cures it."""
+
+    source: str
+    line: int | None
+    field: str | None
+    reason: str
+    cure: str
+
+    def __str__(self) -> str:
+        where = self.source if self.line is None else f"{self.source}:{self.line}"
+        what = f"field '{self.field}': {self.reason}" if self.field else self.reason
+        return f"{where}: {what}. {self.cure}"
+
+
+class UndertowError(Exception):
+    """Base of every error that a user can meet; its text says what to do about it."""
+
+
+class InputError(UndertowError, ValueError):
+    """Input that cannot be taken."""
+
+    def __init__(self, problem: BadInput) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+def memory_id(tenant: str, generation: int, seq: int, operation: str, ordinal: int) -> str:
+    """The id of whatever `operation` made as its `ordinal`-th result at log record `seq`.
+
+    A hash, so that a step replayed after a crash writes the same rows again.
+    """
+    parts = "\x1f".join((tenant, str(generation), str(seq), operation, str(ordinal)))
+    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+
+def dedupe_key(source: str, session_id: str, position: str, messages: Sequence[Message]) -> str:
+    """Key of a turn that carries no idempotency key of its own."""
+    digest = hashlib.blake2b(digest_size=12)
+    for part in (source, session_id, position):
+        digest.update(part.encode(errors="surrogatepass") + b"\x1f")
+    for m in messages:
+        digest.update(f"{m.speaker}\x1e{m.content}\x1e{m.timestamp}\x1f".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def time_key(timestamp: str | None) -> datetime:
+    """Sort key of a stored timestamp: zoned times in UTC, zoneless as they are, undated first."""
+    if timestamp is None:
+        return datetime.min
+    moment = datetime.fromisoformat(timestamp)
+    return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo else moment

@@ -1,0 +1,1 @@
+"""The faces of the engine: the command line, and the local servers it can start."""

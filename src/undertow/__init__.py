@@ -1,0 +1,1 @@
+"""Undertow: long-term memory for LLM agents."""
