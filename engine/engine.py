@@ -1,0 +1,396 @@
+"""The engine of one shard: the public calls, thin over the scheduler, the journal and the index."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+
+from undertow.engine.admission import Admission, Receipt
+from undertow.engine.config import Settings
+from undertow.engine.encoder import Encoder, Fingerprint, TenantTextCache
+from undertow.engine.erasure import Certificate, bury, purge
+from undertow.engine.journal import Journal, Row
+from undertow.engine.llm import LLMClient, OpenAILLM
+from undertow.engine.model import Memory, Turn, UndertowError, Usage, dedupe_key
+from undertow.engine.policies.base import PromptBudget, Thresholds
+from undertow.engine.policies.recmem import RecMem
+from undertow.engine.readers import pair_chat, parse_messages
+from undertow.engine.readings import Readings
+from undertow.engine.records import Control, control_row, usage_to_json
+from undertow.engine.retrieval import Found, Window, question_prompt, search
+from undertow.engine.scheduler import Scheduler, StepReport
+from undertow.engine.store import StoreError
+from undertow.engine.tenants import Tenant, Tenants
+from undertow.engine.timestamps import parse_timestamp
+from undertow.engine.trace import Trace
+from undertow.kernels.arena import Arena
+from undertow.kernels.gate import make_gate
+
+WAIT_FOR_REPLY_S = 0.05
+
+
+class UnknownTenant(UndertowError, KeyError):
+    """No such tenant in this store."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer, the memories it was given, and what the call cost."""
+
+    text: str
+    found: Found
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Consolidation lag: what is stored and searchable but not yet decided."""
+
+    undecided_turns: int
+    running_jobs: int
+    blocked_tenants: int
+
+
+class Engine:
+    """Many tenants' memories in one store. Use as a context manager, from one thread.
+
+    Opening takes the store's writer lock unless `writable=False`, where only reading calls work.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        settings: Settings,
+        encoder: Encoder,
+        *,
+        llm: LLMClient | None = None,
+        writable: bool = True,
+        trace: Trace | None = None,
+    ) -> None:
+        self.settings = settings
+        self.trace = trace or Trace()
+        self.arena = Arena(encoder.dim)
+        self.warnings: list[str] = []
+        self._encoder = encoder
+        if writable and not (store / "store.json").exists():
+            Journal.create(store, encoder.dim, asdict(encoder.fingerprint))
+        self.journal = Journal.open(store, writable=writable, durability=settings.durability)
+        try:
+            self._check_encoder()
+            self.tenants = Tenants(self.journal, self.arena)
+            self._llm = llm
+            self._texts = TenantTextCache(encoder, settings.encode_cache_texts)
+            self._readings = Readings(
+                self.arena, make_gate(self.arena, "cpu" if settings.device == "cpu" else "auto"), self._texts
+            )
+            self.scheduler = self._make_scheduler()
+        except BaseException:
+            self.journal.close()
+            raise
+
+    def _make_scheduler(self) -> Scheduler:
+        s = self.settings
+        thresholds = Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count)
+        return Scheduler(
+            self.journal,
+            Admission(self.tenants, self.arena, self._texts, thresholds, embed_timestamp=s.embed_timestamp),
+            self._readings,
+            RecMem(PromptBudget(s.context_tokens, s.reply_tokens)),
+            self._llm,
+            queue_turns=s.queue_turns,
+            batch_turns=s.batch_turns,
+            lookahead_turns=s.gate_lookahead_turns,
+            token_budget=s.tenant_token_budget,
+            trace=self.trace,
+        )
+
+    def _check_encoder(self) -> None:
+        stored = Fingerprint(**self.journal.info.encoder)
+        if refusal := stored.mismatch(self._encoder.fingerprint):
+            raise StoreError(refusal)
+        if drift := stored.drift(self._encoder.fingerprint):
+            self.warnings.append(drift)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the store. Jobs in flight are dropped; a later run takes them up from the log."""
+        if self._llm is not None:
+            self._llm.close()
+        self.journal.close()
+        self.trace.write()
+
+    # ---- ingestion
+
+    def add(
+        self,
+        tenant: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        session_id: str = "",
+        timestamp: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[Receipt]:
+        """Store OpenAI-style messages, one receipt a turn; durable and searchable on return.
+
+        InputError names the message and field that cannot be taken; then nothing is stored.
+        Without an idempotency key, each call is new.
+        """
+        parsed = parse_messages(messages, source="add", line=None)
+        when = None if timestamp is None else parse_timestamp(timestamp)
+        call = idempotency_key or f"{time.time_ns()}"
+        turns = []
+        for n, pair in enumerate(pair_chat(parsed)):
+            own = next((m.timestamp for m in pair if m.timestamp), when)
+            key = dedupe_key("add", "", f"{call}:{n}", pair if idempotency_key is None else ())
+            turns.append(Turn(tenant, tuple(pair), key, session_id, own, dict(metadata or {})))
+        return self.add_batch(turns)
+
+    def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
+        """Store turns; durable and searchable on return. Decisions follow in later steps."""
+        receipts: list[Future[Receipt]] = []
+        for turn in turns:
+            while self.scheduler.inbox.room <= 0:
+                self.step()
+            receipts.append(Future())
+            self.scheduler.inbox.put(turn, receipts[-1])
+        while not all(r.done() for r in receipts):
+            self.step()
+        return [r.result() for r in receipts]
+
+    def note(self, row: Row) -> None:
+        """Have a row of the shard's own (a source offset) committed with the next step."""
+        self.scheduler.note(row)
+
+    def step(self, wait_s: float = 0.0) -> StepReport:
+        """One round of the step loop; see Scheduler.step."""
+        self._make_room()
+        return self.scheduler.step(wait_s)
+
+    def drain(self, *, until: Tenant | None = None) -> bool:
+        """Step until everything (or one tenant's log) is decided. False: something is blocked.
+
+        Gives up when the server has shown no sign of life for `llm_patience_s`; the jobs stay pending.
+        """
+        while not self.scheduler.idle:
+            if until is not None and (until.cursor >= until.next_seq or until.name in self.scheduler.blocked):
+                break
+            self.step(WAIT_FOR_REPLY_S)
+            if self.server_lost:
+                return False
+        return not self.scheduler.blocked if until is None else until.cursor >= until.next_seq
+
+    @property
+    def server_lost(self) -> bool:
+        """The LLM server has been silent, with requests waiting, for longer than our patience."""
+        silent_s = self._llm.unreachable_s if self._llm is not None else None
+        return silent_s is not None and silent_s > self.settings.llm_patience_s
+
+    def resume(self) -> int:
+        """Take up what earlier runs left undecided. Returns the number of tenants with such work."""
+        behind = self.tenants.behind()
+        for tenant in self.tenants.get_many(behind):
+            self.scheduler.wake(tenant)
+        return len(behind)
+
+    def flush(self, tenant: str) -> bool:
+        """Barrier: returns when all earlier records are decided or parked (False: blocked)."""
+        of = self._tenant(tenant)
+        control = Control("flush", of.next_seq)
+        self.scheduler.log(of, control, control_row(of.name, of.key, control))
+        return self.drain(until=of)
+
+    @property
+    def lag(self) -> Lag:
+        undecided = sum(t.undecided_count for t in self.tenants.loaded())
+        return Lag(undecided, self.scheduler.running_count, len(self.scheduler.blocked))
+
+    def _make_room(self) -> None:
+        """Evict idle tenants, least recently loaded first, while the arena is over its bound."""
+        if self.arena.nbytes <= self.settings.arena_bytes:
+            return
+        for tenant in self.tenants.loaded():
+            if self.arena.nbytes <= self.settings.arena_bytes:
+                return
+            if not self.scheduler.busy(tenant.name):
+                self.tenants.evict(tenant.name)
+
+    # ---- reading
+
+    def search(
+        self,
+        tenant: str,
+        query: str,
+        *,
+        k_sub: int | None = None,
+        k_epi: int | None = None,
+        k_sem: int | None = None,
+        since: str | None = None,
+        until: str | None = None,
+    ) -> Found:
+        """The nearest turns, episodes and facts; counts default to the settings (section 3.5)."""
+        of = self._tenant(tenant)
+        if not query.strip():
+            raise ValueError("the query is empty. Give some words to search for.")
+        vector = self._texts.encode([tenant], [query])[0]
+        window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
+        s = self.settings
+        return search(
+            self.arena,
+            of,
+            vector,
+            k_sub=s.k_sub if k_sub is None else k_sub,
+            k_epi=s.k_epi if k_epi is None else k_epi,
+            k_sem=s.k_sem if k_sem is None else k_sem,
+            window=window,
+        )
+
+    def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
+        """Answer from memory with one LLM call, metered as a query. BadReply, ServerRefused."""
+        if self._llm is None:
+            raise UndertowError("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
+        found = self.search(tenant, question)
+        prompt = question_prompt(question, found, as_of)
+        call = self._llm.submit(prompt, tenant=tenant)
+        while not call.done():
+            if self.server_lost:
+                self._llm.cancel(call)
+                raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
+            time.sleep(0.01)
+        completion = call.result()
+        self._meter_query(tenant, completion.usage)
+        return Answer(str(completion.reply), found, completion.usage)
+
+    def _meter_query(self, tenant: str, usage: Usage) -> None:
+        of = self._tenant(tenant)
+        of.add_usage("answer", usage)
+        if self.journal.writable:
+            body = orjson.dumps(usage_to_json({"answer": usage}))
+            self.journal.append([Row("usage", of.name, of.key, -1, body)])
+
+    def get_all(self, tenant: str) -> list[Memory]:
+        """All current episodes and facts, in order of birth."""
+        of = self._tenant(tenant)
+        return [*of.current("episode"), *of.current("fact")]
+
+    # ---- what users do to their memories
+
+    def delete(self, memory_id: str) -> str:
+        """Delete a turn, an episode or a fact by id; returns its kind.
+
+        A turn's text and vector are gone from every answer at once; what rests on it is remade
+        when the cursor reaches the record. An episode or fact goes alone; its history stays.
+        """
+        row = next(iter(self.journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"])), None)
+        if row is None or row.tenant not in self.tenants:
+            raise UndertowError(f"no memory has the id {memory_id}. `undertow list` shows the ids.")
+        tenant = self._tenant(row.tenant)
+        if row.kind == "turn":
+            return self._delete_turn(tenant, row)
+        body = {"memory_id": memory_id, "kind": row.kind}
+        control = Control("delete", tenant.next_seq, body)
+        self.scheduler.log(tenant, control, control_row(tenant.name, tenant.key, control))
+        return row.kind
+
+    def _delete_turn(self, tenant: Tenant, row: Row) -> str:
+        key = orjson.loads(row.payload)["key"]
+        control = Control("delete", tenant.next_seq, {"turn_seq": row.seq, "key": key, "id": row.id})
+        self.scheduler.log(tenant, control, control_row(tenant.name, tenant.key, control))
+        tenant.redact_turn(row.seq)
+        self.journal.delete_rows([row.lsn])
+        return "turn"
+
+    def replay_jobs(self) -> int:
+        """Log a replay of every parked job; returns their number. Drain to have them run."""
+        count = 0
+        for tenant in self.tenants.get_many(self.tenants.names()):
+            for job in [j for j in tenant.jobs.values() if j.state == "parked"]:
+                control = Control("replay", tenant.next_seq, {"job_id": job.id})
+                self.scheduler.log(tenant, control, control_row(tenant.name, tenant.key, control))
+                count += 1
+        return count
+
+    def erase(self, tenant: str, *, now: bool = False) -> Certificate | None:
+        """Erase a tenant: gone from every answer at once; the bytes go with the next purge.
+
+        The certificate is issued after the purge, so only with `now`.
+        """
+        of = self._tenant(tenant)
+        self.scheduler.forget(tenant)
+        self._texts.forget(tenant)
+        bury(self.journal, self.tenants, of)
+        return self.purge().get(of.key) if now else None
+
+    def purge(self) -> dict[str, Certificate]:
+        """Remove the bytes of all erased tenants and deleted turns; certificates by tenant key."""
+        return purge(self.journal, self.tenants)
+
+    # ---- figures
+
+    def stats(self) -> dict[str, int]:
+        """Counts over all tenants of the store."""
+        total: Counter[str] = Counter()
+        tenants = self.tenants.get_many(self.tenants.names())
+        for t in tenants:
+            total.update(tenant_stats(t))
+        return {"tenants": len(tenants), **total}
+
+    def _tenant(self, name: str) -> Tenant:
+        if name not in self.tenants:
+            raise UnknownTenant(
+                f"no tenant {name!r} in {self.journal.folder}. `undertow list --kind tenants`."
+            )
+        return self.tenants.get(name)
+
+
+def tenant_stats(tenant: Tenant) -> dict[str, int]:
+    """Counts and construction tokens of one tenant, under the summary's names."""
+    spent = sum((u for op, u in tenant.meter.items() if op != "answer"), Usage())
+    states = Counter(job.state for job in tenant.jobs.values())
+    return {
+        "turns": len(tenant.seq_by_row) - tenant.counts["deleted"],
+        "episodes": len(tenant.current("episode")),
+        "facts": len(tenant.current("fact")),
+        "merges": tenant.counts["merges"],
+        "merge_refusals": tenant.counts["merge_refusals"],
+        "consolidations": tenant.counts["consolidations"],
+        "waiting_turns": tenant.waiting_count,
+        "undecided_turns": tenant.undecided_count,
+        "pending_jobs": states["pending"],
+        "dead_letters": states["parked"],
+        "llm_calls": spent.calls,
+        "prompt_tokens": spent.prompt_tokens,
+        "cached_prompt_tokens": spent.cached_prompt_tokens,
+        "completion_tokens": spent.completion_tokens,
+    }
+
+
+def make_llm(settings: Settings, trace: Trace) -> LLMClient | None:
+    """The client of the server that the settings name; None for none."""
+    if settings.llm_url is None:
+        return None
+
+    def on_call(
+        tenant: str, operation: str, began_s: float, ended_s: float, usage: Usage, outcome: str
+    ) -> None:
+        trace.event(operation, began_s, ended_s, track=f"llm {tenant}", outcome=outcome, **asdict(usage))
+
+    return OpenAILLM(settings, on_call=on_call)

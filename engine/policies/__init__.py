@@ -1,0 +1,1 @@
+"""Consolidation policies: coroutines that read like their papers."""

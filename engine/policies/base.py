@@ -1,0 +1,198 @@
+"""The protocol between a policy and the scheduler.
+
+A policy is a coroutine per log record. It asks for work by yielding effects and gets the result
+back; it touches no GPU, socket or file. The scheduler gathers the effects of all tenants and runs
+each kind as one batch. Between two effects a policy must be a pure function of what it was given:
+the scheduler may start it ahead of time and throw it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.engine.model import Decision, Memory, MemoryKind
+from undertow.engine.records import Job
+from undertow.prompts import Prompt
+
+Vector = NDArray[np.float16]
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What the gate compares with, as in force at a seq (paper, sections 3.2, 3.3 and 3.6)."""
+
+    theta_sim: float
+    theta_merge: float
+    theta_count: int
+
+    @property
+    def k_gate(self) -> int:
+        return 2 * self.theta_count
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """A turn as a policy sees it."""
+
+    seq: int
+    text: str
+    timestamp: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A stored memory and its exact cosine to the query."""
+
+    memory: Memory
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Effect: nearest episode and relevant set of a turn, among what stood before it. -> GateReading"""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateReading:
+    """Answer to `Gate`: E* of equation 6 and R_i of equation 5.
+
+    `relevant` are seqs, nearest first, with their exact cosines; `count` is how many live turns
+    reach theta_sim, `count > len(relevant)` says that the k_gate cut bound.
+    """
+
+    episode: Memory | None
+    episode_score: float | None
+    relevant: tuple[int, ...] = ()
+    scores: tuple[float, ...] = ()
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """Effect: vectors of texts. -> float16 [len(texts), dim], normalised"""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """Effect: the k stored memories of a kind nearest to a vector. -> list[Scored], nearest first"""
+
+    kind: MemoryKind
+    vector: Vector
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Effect: one LLM call. -> the validated reply (an instance of `prompt.reply`)
+
+    BadReply is raised at the yield when the reply stays invalid after one repair.
+    """
+
+    prompt: Prompt
+
+
+Effect = Gate | Embed | Nearest | Complete
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A memory that a job has made, with its vector (None: this version deletes the memory)."""
+
+    memory: Memory
+    vector: Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a policy decided for one record. All of it is committed at once.
+
+    `settled` are the turns that leave the gates (consolidated or parked); `revived` come back.
+    """
+
+    decision: Decision
+    reading: GateReading | None = None
+    merge_asked: bool = False
+    cluster: tuple[int, ...] = ()
+    settled: tuple[int, ...] = ()
+    revived: tuple[int, ...] = ()
+    drafts: tuple[Draft, ...] = ()
+    reason: str | None = None
+    operation: str | None = None
+
+
+class MemoryView(Protocol):
+    """A tenant's memories as they stand when a record is decided. Read-only."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def thresholds(self) -> Thresholds: ...
+
+    def turn(self, seq: int) -> TurnView: ...
+
+    def exists(self, seq: int) -> bool:
+        """Whether the turn was not deleted."""
+        ...
+
+    def current(self, kind: MemoryKind) -> Sequence[Memory]:
+        """All current memories of a kind, in order of birth."""
+        ...
+
+
+Decide = Generator[Effect, Any, Outcome]
+
+
+class Policy(Protocol):
+    """Turns records of the log into memories."""
+
+    name: str
+
+    def decide(self, seq: int, memory: MemoryView) -> Decide:
+        """Decide the turn `seq`."""
+        ...
+
+    def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
+        """Run a parked job again, with its stored cluster; what it makes carries `seq`."""
+        ...
+
+    def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
+        """Remake what rested on a deleted turn; what it makes carries `seq`."""
+        ...
+
+
+class PromptTooLong(Exception):
+    """A prompt does not fit the model's context and cannot be split further."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBudget:
+    """How long a prompt may be, in tokens; estimated without the model's tokenizer."""
+
+    context_tokens: int
+    reply_tokens: int
+
+    def fits(self, prompt: Prompt) -> bool:
+        return prompt.size_tokens + self.reply_tokens <= self.context_tokens
+
+
+def cosine(a: Vector, b: Vector) -> float:
+    """Exact dot product of two fp16 unit vectors: in fp64 no sum of such products is rounded."""
+    return float(np.dot(a.astype(np.float64), b.astype(np.float64)))
+
+
+def deletion(memory: Memory, seq: int) -> Memory:
+    """The version that ends a memory."""
+    return replace(memory, text="", version=memory.version + 1, made_at_seq=seq, deleted=True)

@@ -1,0 +1,55 @@
+"""Conversation logs in, turns out: JSON lines, Parquet, LoCoMo and LongMemEval, all streamed.
+
+A bad line never stops the stream: it becomes a `BadInput` that names file, line, field and cure, and
+the good lines around it are read. One bad message rejects its whole line (its whole session in the
+two benchmark formats), because a turn taken by half would be worse than one refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from undertow.engine.model import InputError
+from undertow.engine.readers.datasets import read_locomo, read_longmemeval
+from undertow.engine.readers.files import Format, LogFormat, detect_format, iter_paths
+from undertow.engine.readers.jsonl import read_jsonl
+from undertow.engine.readers.messages import parse_messages
+from undertow.engine.readers.pairing import pair_chat, pair_dialogue
+from undertow.engine.readers.parquet import read_parquet
+from undertow.engine.readers.record import Record
+
+__all__ = [
+    "Format",
+    "LogFormat",
+    "Record",
+    "detect_format",
+    "iter_paths",
+    "pair_chat",
+    "pair_dialogue",
+    "parse_messages",
+    "read",
+]
+
+_READERS = {
+    "messages": read_jsonl,
+    "parquet": read_parquet,
+    "locomo": read_locomo,
+    "longmemeval": read_longmemeval,
+}
+
+
+def read(path: Path, format: Format = "auto", *, after: int = 0, max_message_bytes: int) -> Iterator[Record]:
+    """The records of one file, in file order, at positions greater than `after`.
+
+    `max_message_bytes` bounds the UTF-8 length of one message. Memory is bounded by one line, record
+    batch or sample, whatever the file's size. A file that cannot be opened or recognised yields one
+    record that holds the error and no turns. Warnings given once per file (unknown fields, order of
+    timestamps) know only what was read since `after`.
+    """
+    try:
+        found: LogFormat = detect_format(path) if format == "auto" else format
+    except InputError as refusal:
+        yield Record(after, errors=(refusal.problem,))
+        return
+    yield from _READERS[found](path, after=after, max_message_bytes=max_message_bytes)

@@ -1,0 +1,170 @@
+"""The two benchmark formats, streamed one sample at a time.
+
+LoCoMo (Maharana et al., 2024): samples with numbered sessions of two people's messages. LongMemEval
+(Wu et al., 2025): questions, each with the dated user-assistant sessions that hold its answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ijson
+
+from undertow.engine.model import BadInput, Message, Turn, dedupe_key, time_key
+from undertow.engine.readers.jsonl import DAMAGED, open_log
+from undertow.engine.readers.messages import check_text, messages_of, name_of, text_of, time_of
+from undertow.engine.readers.pairing import pair_chat, pair_dialogue
+from undertow.engine.readers.record import BadField, OrderWatch, Record
+
+_SESSION_KEY = re.compile(r"session_([0-9]{1,9})")
+_SCHEMA = "Compare with the published schema of the data set."
+_Json = type[list[Any]] | type[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """A whole session: its id, its date, its turns and the stable position of each."""
+
+    id: str
+    timestamp: str | None
+    pairs: list[tuple[Message, ...]]
+    positions: list[str]
+
+
+# a sample's tenant, its good sessions in order, and the errors of the others
+_Sample = tuple[str, list[_Session], list[BadField]]
+
+
+def read_locomo(path: Path, *, after: int, max_message_bytes: int) -> Iterator[Record]:
+    """A record a sample: sessions in number order, messages paired two by two, captions in the text.
+
+    Tenant is the sample's id, session the key (`session_3`), timestamp that of the session. A bad
+    message or date rejects its session and no other.
+    """
+    return _read(path, _locomo, after, max_message_bytes)
+
+
+def read_longmemeval(path: Path, *, after: int, max_message_bytes: int) -> Iterator[Record]:
+    """A record a question: sessions by date (equal dates in file order), paired as chat.
+
+    Tenant is the question's id, session its haystack id, timestamp its haystack date. A bad message
+    or date rejects its session and no other.
+    """
+    return _read(path, _longmemeval, after, max_message_bytes)
+
+
+def _read(
+    path: Path, parse: Callable[[Any, int], _Sample], after: int, max_message_bytes: int
+) -> Iterator[Record]:
+    position = 0
+    try:
+        with open_log(path) as log:
+            is_array = log.read(64).lstrip()[:1] == b"["
+            log.seek(0)
+            for position, raw in enumerate(ijson.items(log, "item" if is_array else "", use_float=True), 1):
+                if position > after:
+                    yield _record(path, position, raw, parse, max_message_bytes)
+    except (ijson.JSONError, UnicodeDecodeError, *DAMAGED) as problem:
+        reason = f"cannot be read after {position} samples: {problem}"
+        cure = "Mend the file from there on; the samples before it were taken."
+        yield Record(max(position, after), errors=(BadInput(str(path), None, None, reason, cure),))
+
+
+def _record(
+    path: Path, position: int, raw: Any, parse: Callable[[Any, int], _Sample], max_message_bytes: int
+) -> Record:
+    source = str(path)
+    try:
+        tenant, sessions, errors = parse(raw, max_message_bytes)
+    except BadField as bad:
+        return Record(position, errors=(bad.at(source, position),))
+    turns = tuple(
+        Turn(tenant, pair, dedupe_key(path.name, s.id, where, pair), s.id, s.timestamp)
+        for s in sessions
+        for pair, where in zip(s.pairs, s.positions, strict=True)
+    )
+    late = OrderWatch().check(turns)
+    warnings = (f"{source}:{position}: {late}",) if late else ()
+    return Record(position, turns, tuple(bad.at(source, position) for bad in errors), warnings)
+
+
+def _locomo(raw: Any, max_bytes: int) -> _Sample:
+    tenant = _required_name(raw, "sample_id")
+    conversation = _required(raw, "conversation", dict)
+    numbered = sorted((int(m[1]), key) for key in conversation if (m := _SESSION_KEY.fullmatch(key)))
+    sessions: list[_Session] = []
+    errors: list[BadField] = []
+    for _, key in numbered:
+        try:
+            sessions.append(_locomo_session(conversation, key, max_bytes))
+        except BadField as bad:
+            errors.append(bad.within("conversation"))
+    return tenant, sessions, errors
+
+
+def _locomo_session(conversation: dict[str, Any], key: str, max_bytes: int) -> _Session:
+    raw = conversation[key]
+    if not isinstance(raw, list):
+        raise BadField(key, "must be a list", _SCHEMA)
+    timestamp = time_of(conversation, f"{key}_date_time")
+    messages: list[Message] = []
+    try:
+        for item in raw:
+            messages.append(_uttered(item, max_bytes))
+    except BadField as bad:
+        raise bad.within(f"{key}[{len(messages)}]") from None
+    pairs = pair_dialogue(messages)
+    ids = [item.get("dia_id") for item in raw[::2]]
+    if not all(isinstance(i, str) for i in ids) or len(set(ids)) < len(ids):
+        ids = [str(ordinal) for ordinal in range(len(pairs))]
+    return _Session(key, timestamp, pairs, ids)
+
+
+def _uttered(raw: Any, max_bytes: int) -> Message:
+    """One LoCoMo message: speaker as name, an image as its caption in brackets after the words."""
+    speaker = _required_name(raw, "speaker")
+    text = text_of(raw, "text") or ""
+    if caption := text_of(raw, "blip_caption"):
+        text = f"{text} [image: {caption}]".lstrip()
+    check_text(text, "text", max_bytes)
+    return Message("user", text, speaker)
+
+
+def _longmemeval(raw: Any, max_bytes: int) -> _Sample:
+    tenant = _required_name(raw, "question_id")
+    columns = [_required(raw, f"haystack_{c}", list) for c in ("sessions", "dates", "session_ids")]
+    if len({len(column) for column in columns}) > 1:
+        lengths = ", ".join(str(len(column)) for column in columns)
+        raise BadField("haystack_sessions", f"sessions, dates and ids do not match: {lengths}", _SCHEMA)
+    sessions: list[_Session] = []
+    errors: list[BadField] = []
+    for i, (messages, date, session_id) in enumerate(zip(*columns, strict=True)):
+        named = {f"haystack_session_ids[{i}]": session_id, f"haystack_dates[{i}]": date}
+        try:
+            found_id = _required_name(named, f"haystack_session_ids[{i}]")
+            timestamp = time_of(named, f"haystack_dates[{i}]")
+            pairs = pair_chat(messages_of(messages, f"haystack_sessions[{i}]", max_bytes)) if messages else []
+        except BadField as bad:
+            errors.append(bad)
+            continue
+        positions = [f"{i}:{ordinal}" for ordinal in range(len(pairs))]
+        sessions.append(_Session(found_id, timestamp, pairs, positions))
+    return tenant, sorted(sessions, key=lambda s: time_key(s.timestamp)), errors
+
+
+def _required(raw: Any, field: str, kind: _Json) -> Any:
+    if not isinstance(raw, dict) or not isinstance(raw.get(field), kind):
+        wanted = "a list" if kind is list else "an object"
+        raise BadField(field, f"is missing or not {wanted}", _SCHEMA)
+    return raw[field]
+
+
+def _required_name(raw: Any, field: str) -> str:
+    name = name_of(raw, field) if isinstance(raw, dict) else None
+    if name is None:
+        raise BadField(field, "is missing", _SCHEMA)
+    return name

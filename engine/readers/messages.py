@@ -1,0 +1,237 @@
+"""The `messages` format: OpenAI-style messages of one session, checked by hand because it is cheap.
+
+A line (or Parquet row) is
+
+    {"tenant": str, "session"?: str, "timestamp"?: str | number, "idempotency_key"?: str,
+     "metadata"?: object, "messages": [{"role": str, "content": str | parts, "name"?: str,
+                                        "timestamp"?: str | number}]}
+
+where `null` counts as absent. Content parts are joined by newlines: text as it is, any other part (and
+a tool call) by its name in brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from undertow.engine.model import InputError, Message, Turn, dedupe_key
+from undertow.engine.readers.pairing import pair_chat
+from undertow.engine.readers.record import BadField, OrderWatch, Record
+from undertow.engine.timestamps import parse_timestamp
+
+LINE_FIELDS = frozenset({"tenant", "session", "timestamp", "messages", "idempotency_key", "metadata"})
+MESSAGE_FIELDS = frozenset({"role", "name", "content", "timestamp", "tool_calls", "tool_call_id", "refusal"})
+# a tenant, session, role, speaker or idempotency key
+MAX_NAME_CHARS = 1_024
+# how many unknown fields of one file are named in warnings
+MAX_NAMED_FIELDS = 64
+
+
+class LineParser:
+    """Turns the decoded lines of one file into records; remembers what it has warned about."""
+
+    def __init__(self, source: str, file_name: str, max_message_bytes: int) -> None:
+        self._source = source
+        self._file_name = file_name
+        self._max_message_bytes = max_message_bytes
+        self._named: set[str] = set()
+        self._order = OrderWatch()
+
+    def record(self, line: int, raw: object) -> Record:
+        """The record of one decoded line; it never raises for what the line holds."""
+        try:
+            turns = self._turns(line, raw)
+        except BadField as bad:
+            return Record(line, errors=(bad.at(self._source, line),))
+        warnings = self._unknown_fields(raw)
+        if late := self._order.check(turns):
+            warnings = (*warnings, f"{self._source}:{line}: {late}")
+        return Record(line, turns, (), warnings)
+
+    def _turns(self, line: int, raw: object) -> tuple[Turn, ...]:
+        if not isinstance(raw, dict):
+            reason = f"a line must be a JSON object, not {_kind(raw)}"
+            raise BadField(None, reason, "Write one object a line.")
+        tenant = name_of(raw, "tenant")
+        if tenant is None:
+            raise BadField("tenant", "is missing", "Name the owner of these messages.")
+        session = name_of(raw, "session", may_be_empty=True) or ""
+        key = name_of(raw, "idempotency_key")
+        metadata = raw.get("metadata")
+        if metadata is not None and not isinstance(metadata, dict):
+            raise BadField("metadata", f"must be an object, not {_kind(metadata)}")
+        line_time = time_of(raw, "timestamp")
+        turns = []
+        for ordinal, pair in enumerate(
+            pair_chat(messages_of(raw.get("messages"), "messages", self._max_message_bytes))
+        ):
+            position = f"{line}:{ordinal}"
+            turn_key = f"{key}:{ordinal}" if key else dedupe_key(self._file_name, session, position, pair)
+            timestamp = line_time
+            for message in pair:
+                if message.timestamp is not None:
+                    timestamp = message.timestamp
+                    break
+            turns.append(Turn(tenant, pair, turn_key, session, timestamp, metadata or {}))
+        return tuple(turns)
+
+    def _unknown_fields(self, raw: Any) -> tuple[str, ...]:
+        """One warning for each unknown field not yet named in this file."""
+        unknown: list[str] = []
+        if not LINE_FIELDS.issuperset(raw):
+            unknown = [name for name in raw if name not in LINE_FIELDS]
+        for message in raw["messages"]:
+            if not MESSAGE_FIELDS.issuperset(message):
+                unknown += [f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS]
+        return self._name_once(unknown) if unknown else ()
+
+    def _name_once(self, unknown: Iterable[str]) -> tuple[str, ...]:
+        fresh = sorted(set(unknown) - self._named)[: MAX_NAMED_FIELDS - len(self._named)]
+        self._named.update(fresh)
+        return tuple(f"{self._source}: field {name!r:.80} is not known and is ignored" for name in fresh)
+
+
+def parse_messages(
+    raw: Sequence[Mapping[str, Any]],
+    *,
+    source: str,
+    line: int | None = None,
+    max_message_bytes: int | None = None,
+) -> list[Message]:
+    """OpenAI-style dicts as `Message`s; `max_message_bytes` (UTF-8, None: no limit) bounds each.
+
+    Raises InputError naming the field, as in messages[2].content, for the first message that is not
+    an object with a role and some text.
+    """
+    try:
+        return messages_of(raw, "messages", max_message_bytes)
+    except BadField as bad:
+        raise InputError(bad.at(source, line)) from None
+
+
+def messages_of(raw: object, field: str, max_bytes: int | None) -> list[Message]:
+    """A list of OpenAI-style messages that stands in `field`. Raises BadField."""
+    if raw is None:
+        raise BadField(field, "is missing", "Give a list of at least one message.")
+    if not isinstance(raw, (list, tuple)):
+        raise BadField(field, f"must be a list, not {_kind(raw)}")
+    if not raw:
+        raise BadField(field, "is empty", "Give at least one message, or leave the line out.")
+    messages: list[Message] = []
+    try:
+        for item in raw:
+            messages.append(_message(item, max_bytes))
+    except BadField as bad:
+        raise bad.within(f"{field}[{len(messages)}]") from None
+    return messages
+
+
+def _message(raw: object, max_bytes: int | None) -> Message:
+    if not isinstance(raw, (dict, Mapping)):
+        raise BadField(None, f"must be an object, not {_kind(raw)}")
+    role = name_of(raw, "role")
+    if role is None:
+        raise BadField("role", "is missing", "Say who speaks: user, assistant, system or tool.")
+    content = raw.get("content")
+    if not isinstance(content, str):
+        content = _flatten(raw)
+    check_text(content, "content", max_bytes)
+    return Message(role, content, name_of(raw, "name", may_be_empty=True) or None, time_of(raw, "timestamp"))
+
+
+def check_text(text: str, field: str, max_bytes: int | None) -> None:
+    """Raises BadField for text that is empty, too long, or that no UTF-8 store can hold."""
+    if not text or text.isspace():
+        raise BadField(field, "is empty", "Give the message some text, or leave it out.")
+    _check_storable(text, field)
+    # UTF-8 takes at most 4 bytes a character: most text need not be encoded to be measured
+    if max_bytes is not None and 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
+        reason = f"is {size:,} bytes long, {max_bytes:,} are allowed"
+        raise BadField(field, reason, "Split the message, or raise max_message_bytes.")
+
+
+def _check_storable(text: str, field: str) -> None:
+    if "\x00" in text:
+        raise BadField(field, "holds a NUL character", "Remove that character.")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            reason = "holds half of a surrogate pair, which is no character"
+            raise BadField(field, reason, "Remove that character.") from None
+
+
+def _flatten(raw: Mapping[str, Any]) -> str:
+    """The text of content that is a list of parts, or absent beside a tool call or a refusal."""
+    content = raw.get("content")
+    if content is None:
+        lines = [raw["refusal"]] if isinstance(raw.get("refusal"), str) else []
+        calls = raw.get("tool_calls")
+        if isinstance(calls, (list, tuple)):
+            lines.extend(f"[tool call: {_called(call)}]" for call in calls)
+        if not lines:
+            raise BadField("content", "is missing", "Give the message some text, or leave it out.")
+        return "\n".join(lines)
+    if not isinstance(content, (list, tuple)):
+        raise BadField("content", f"must be text or a list of parts, not {_kind(content)}")
+    return "\n".join(_part(part, f"content[{i}]") for i, part in enumerate(content))
+
+
+def _called(call: object) -> str:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else "unnamed"
+
+
+def _part(part: object, field: str) -> str:
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise BadField(field, "is not an object with a type", 'Write {"type": "text", "text": ...}.')
+    kind: str = part["type"]
+    carrier = "refusal" if kind == "refusal" else "text"
+    if kind not in ("text", "input_text", "output_text", "refusal"):
+        return f"[{kind}]"
+    if not isinstance(part.get(carrier), str):
+        raise BadField(f"{field}.{carrier}", f"must be text, not {_kind(part.get(carrier))}")
+    return str(part[carrier])
+
+
+def name_of(raw: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> str | None:
+    """A field of at most MAX_NAME_CHARS, None where it is absent or null. Raises BadField."""
+    value = text_of(raw, field)
+    if value is None:
+        return None
+    if len(value) > MAX_NAME_CHARS:
+        raise BadField(field, f"is longer than {MAX_NAME_CHARS:,} characters", "Shorten it.")
+    if value.isalnum() and value.isascii():
+        return value  # nearly every role and name, at the price of two scans
+    if not may_be_empty and not value.strip():
+        raise BadField(field, "is empty")
+    _check_storable(value, field)
+    return value
+
+
+def text_of(raw: Mapping[str, Any], field: str) -> str | None:
+    """A field of any text, None where it is absent or null. Raises BadField."""
+    value = raw.get(field)
+    if value is not None and not isinstance(value, str):
+        raise BadField(field, f"must be text, not {_kind(value)}")
+    return value
+
+
+def time_of(raw: Mapping[str, Any], field: str) -> str | None:
+    """A timestamp field, normalised, None where it is absent or null. Raises BadField."""
+    value = raw.get(field)
+    if value is None:
+        return None
+    try:
+        return parse_timestamp(value)
+    except ValueError as problem:
+        cure = "Write the time in one of these forms, or leave the field out."
+        raise BadField(field, str(problem), cure) from None
+
+
+def _kind(value: object) -> str:
+    """The JSON name of a value's type."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

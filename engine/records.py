@@ -1,0 +1,147 @@
+"""What the journal's payloads hold, by kind of row, and the codecs between them and engine/model.py."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from undertow.engine.journal import Row
+from undertow.engine.model import Memory, MemoryKind, Message, Turn, Usage, memory_id
+
+ControlKind = Literal["settings", "flush", "delete", "replay"]
+
+_MESSAGE_FIELDS = ("role", "content", "name", "timestamp")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A record of the log that is no turn: what a user did to the tenant's memories.
+
+    `settings` with seq -1 are those the tenant began with and take no place in the log.
+    """
+
+    kind: ControlKind
+    seq: int
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An LLM job as `undertow jobs` shows it. `cluster` holds the seqs it will consolidate."""
+
+    id: str
+    seq: int
+    state: Literal["pending", "parked", "replayed"]
+    operation: str
+    cluster: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+def turn_row(
+    tenant: str, tenant_key: str, generation: int, seq: int, turn: Turn, timestamp: str | None
+) -> Row:
+    """The row of a turn; its vector is set once it is encoded. `timestamp` is the effective one."""
+    messages = [
+        {name: value for name in _MESSAGE_FIELDS if (value := getattr(m, name)) is not None}
+        for m in turn.messages
+    ]
+    body: dict[str, Any] = {"key": turn.dedupe_key, "session": turn.session_id, "messages": messages}
+    if timestamp is not None:
+        body["timestamp"] = timestamp
+    if turn.metadata:
+        body["metadata"] = dict(turn.metadata)
+    return Row("turn", tenant, tenant_key, seq, orjson.dumps(body), turn_id(tenant, generation, seq), timestamp)
+
+
+def turn_id(tenant: str, generation: int, seq: int) -> str:
+    return memory_id(tenant, generation, seq, "turn", 0)
+
+
+def messages_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
+    return tuple(Message(**m) for m in body["messages"])
+
+
+def key_hash(dedupe_key: str) -> int:
+    """64-bit hash of a dedupe key: a tenant's set of them is small enough to keep in memory."""
+    return int.from_bytes(hashlib.blake2b(dedupe_key.encode(errors="surrogatepass"), digest_size=8).digest())
+
+
+def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | None) -> Row:
+    """The row of one version of an episode or a fact; a deleted version has no vector."""
+    body: dict[str, Any] = {
+        "text": memory.text,
+        "version": memory.version,
+        "born_at_seq": memory.born_at_seq,
+        "ordinal": memory.ordinal,
+        "source_seqs": memory.source_seqs,
+    }
+    for name in ("episode_id", "fact_kind", "prompt_version", "model"):
+        if (value := getattr(memory, name)) is not None:
+            body[name] = value
+    if memory.supersedes:
+        body["supersedes"] = memory.supersedes
+    if memory.deleted:
+        body["deleted"] = True
+    return Row(
+        memory.kind,
+        memory.tenant,
+        tenant_key,
+        memory.made_at_seq,
+        orjson.dumps(body),
+        memory.id,
+        memory.timestamp,
+        vector,
+    )
+
+
+def memory_of(row: Row) -> Memory:
+    body = orjson.loads(row.payload)
+    kind: MemoryKind = "episode" if row.kind == "episode" else "fact"
+    assert row.id is not None, "a memory's row always has its id"
+    return Memory(
+        id=row.id,
+        kind=kind,
+        tenant=row.tenant,
+        made_at_seq=row.seq,
+        timestamp=row.timestamp,
+        source_seqs=tuple(body.pop("source_seqs")),
+        supersedes=tuple(body.pop("supersedes", ())),
+        **body,
+    )
+
+
+def control_row(tenant: str, tenant_key: str, control: Control) -> Row:
+    payload = orjson.dumps({"kind": control.kind, "body": dict(control.body)})
+    return Row("control", tenant, tenant_key, control.seq, payload)
+
+
+def control_of(row: Row) -> Control:
+    body = orjson.loads(row.payload)
+    return Control(body["kind"], row.seq, body["body"])
+
+
+def job_row(tenant: str, tenant_key: str, job: Job) -> Row:
+    body = {"state": job.state, "operation": job.operation, "cluster": job.cluster, "reason": job.reason}
+    return Row("job", tenant, tenant_key, job.seq, orjson.dumps(body), job.id)
+
+
+def job_of(row: Row) -> Job:
+    body = orjson.loads(row.payload)
+    assert row.id is not None, "a job's row always has its id"
+    return Job(row.id, row.seq, body["state"], body["operation"], tuple(body["cluster"]), body["reason"])
+
+
+def usage_to_json(usage: Mapping[str, Usage]) -> dict[str, list[int]]:
+    return {
+        op: [u.calls, u.prompt_tokens, u.cached_prompt_tokens, u.completion_tokens] for op, u in usage.items()
+    }
+
+
+def usage_from_json(body: Mapping[str, list[int]]) -> dict[str, Usage]:
+    return {op: Usage(*counts) for op, counts in body.items()}

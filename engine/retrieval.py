@@ -1,0 +1,139 @@
+"""Search over the three tiers, and answering from what it finds (paper, section 3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.engine.model import Memory, time_key
+from undertow.engine.records import turn_id
+from undertow.engine.tenants import Tenant
+from undertow.kernels.arena import Arena
+from undertow.kernels.topk import top_k
+from undertow.prompts import Prompt, ShownMemory, answer_prompt
+
+HitKind = Literal["turn", "episode", "fact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One item found: its exact cosine to the query, and where it comes from."""
+
+    id: str
+    kind: HitKind
+    memory: str
+    score: float
+    timestamp: str | None
+    source_seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Time filter, both ends included. With either end set, undated items are left out."""
+
+    since: str | None = None
+    until: str | None = None
+
+    def allows(self, timestamp: str | None) -> bool:
+        if self.since is None and self.until is None:
+            return True
+        if timestamp is None:
+            return False
+        moment = time_key(timestamp)
+        start = time_key(self.since) if self.since else datetime.min
+        end = time_key(self.until) if self.until else datetime.max
+        return start <= moment <= end
+
+    @property
+    def open(self) -> bool:
+        return self.since is None and self.until is None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found, tier by tier, each nearest first (ties: the older first)."""
+
+    episodes: tuple[Hit, ...]
+    facts: tuple[Hit, ...]
+    turns: tuple[Hit, ...]
+
+    def ranked(self, k: int | None = None) -> list[Hit]:
+        """All tiers as one list, nearest first."""
+        hits = sorted((*self.episodes, *self.facts, *self.turns), key=lambda h: -h.score)
+        return hits if k is None else hits[:k]
+
+
+def search(
+    arena: Arena,
+    tenant: Tenant,
+    query: NDArray[np.float16],
+    *,
+    k_sub: int,
+    k_epi: int,
+    k_sem: int,
+    window: Window,
+) -> Found:
+    """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
+
+    The time filter is applied before the ranking, so that each tier gives its k where it has them.
+    """
+    return Found(
+        tuple(_memories(arena, tenant, "episode", query, k_epi, window)),
+        tuple(_memories(arena, tenant, "fact", query, k_sem, window)),
+        tuple(_turns(arena, tenant, query, k_sub, window)),
+    )
+
+
+def _turns(arena: Arena, tenant: Tenant, query: NDArray[np.float16], k: int, window: Window) -> list[Hit]:
+    allowed = None
+    if not window.open:
+        allowed = np.array([window.allows(tenant.turn(s).timestamp) for s in tenant.seq_by_row], dtype=bool)
+    hits = []
+    for score, row in _best(arena, tenant.turns_segment, query, k, allowed):
+        turn = tenant.turn(tenant.seq_by_row[row])
+        identity = turn_id(tenant.name, tenant.generation, turn.seq)
+        hits.append(Hit(identity, "turn", turn.text, score, turn.timestamp, (turn.seq,)))
+    return hits
+
+
+def _memories(
+    arena: Arena,
+    tenant: Tenant,
+    kind: Literal["episode", "fact"],
+    query: NDArray[np.float16],
+    k: int,
+    window: Window,
+) -> list[Hit]:
+    tier = tenant.tiers[kind]
+    allowed = None
+    if not window.open:
+        allowed = np.array([m is not None and window.allows(m.timestamp) for m in tier.rows], dtype=bool)
+    found: list[tuple[float, Memory]] = [
+        (score, memory)
+        for score, row in _best(arena, tier.segment, query, k, allowed)
+        if (memory := tier.rows[row]) is not None
+    ]
+    return [Hit(m.id, kind, m.text, score, m.timestamp, m.source_seqs) for score, m in found]
+
+
+def _best(
+    arena: Arena, segment: int, query: NDArray[np.float16], k: int, allowed: NDArray[np.bool_] | None
+) -> list[tuple[float, int]]:
+    if k == 0 or arena.length(segment) == 0:
+        return []
+    scores, rows = top_k(arena, segment, query.reshape(1, -1), k, allowed)
+    return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
+
+
+def question_prompt(question: str, found: Found, as_of: str | None) -> Prompt:
+    """The answering prompt over what was found, each tier sorted by relevance, each line dated."""
+    return answer_prompt(question, _shown(found.episodes), _shown(found.facts), _shown(found.turns), as_of)
+
+
+def _shown(hits: Sequence[Hit]) -> list[ShownMemory]:
+    return [ShownMemory(n, hit.timestamp, hit.memory) for n, hit in enumerate(hits, 1)]

@@ -1,0 +1,450 @@
+"""The step loop: admit, hear replies, decide, commit, ask. It owns every queue of the engine.
+
+A tenant's log is decided in order, at most one LLM job at a time; across tenants order is free, so
+the effects of all tenants are gathered by kind and each kind runs as one batch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import orjson
+
+from undertow.engine.admission import Admission, Inbox, Receipt
+from undertow.engine.journal import Journal, Row
+from undertow.engine.llm import BadReply, Completion, LLMClient, ServerRefused
+from undertow.engine.model import Decision, Memory, Usage, memory_id
+from undertow.engine.policies.base import (
+    Complete,
+    Decide,
+    Draft,
+    Effect,
+    Embed,
+    Gate,
+    GateReading,
+    Nearest,
+    Outcome,
+    Policy,
+    deletion,
+)
+from undertow.engine.readings import Readings
+from undertow.engine.records import Control, Job, job_row, memory_row, usage_to_json
+from undertow.engine.tenants import Tenant, View
+from undertow.engine.trace import Trace
+
+# Gate queries of one step: enough to fill the kernel, few enough that a step stays short.
+LOOKAHEAD_PER_STEP = 8_192
+
+
+@dataclass(slots=True)
+class Running:
+    """A policy coroutine at work on one record of one tenant's log."""
+
+    tenant: Tenant
+    seq: int
+    steps: Decide
+    operation: str = ""
+    usage: dict[str, Usage] = field(default_factory=dict)
+    model: str | None = None
+    call: Future[Completion] | None = None
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one step did."""
+
+    admitted: int = 0
+    decided: int = 0
+    made: list[Memory] = field(default_factory=list)
+
+
+class Scheduler:
+    """Drives all tenants of one shard. Not thread-safe: one thread steps."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        admission: Admission,
+        readings: Readings,
+        policy: Policy,
+        llm: LLMClient | None,
+        *,
+        queue_turns: int,
+        batch_turns: int,
+        lookahead_turns: int,
+        token_budget: int | None,
+        trace: Trace,
+    ) -> None:
+        self._journal = journal
+        self._admission = admission
+        self._readings = readings
+        self._policy = policy
+        self._llm = llm
+        self._batch_turns = batch_turns
+        self._lookahead_turns = lookahead_turns
+        self._token_budget = token_budget
+        self._trace = trace
+        self.inbox = Inbox(queue_turns)
+        self.blocked: dict[str, str] = {}
+        self.refused: ServerRefused | None = None
+        self._ready: OrderedDict[str, Tenant] = OrderedDict()
+        self._running: dict[str, Running] = {}
+        self._to_ask: list[tuple[Running, Complete]] = []
+        self._replies: SimpleQueue[Running] = SimpleQueue()
+        self._rows: list[Row] = []
+        # Memories remade without a deleted turn: their older versions still hold its words.
+        self._shed: list[str] = []
+        self._report = StepReport()
+
+    # ---- what the outside sees
+
+    @property
+    def idle(self) -> bool:
+        """Nothing left that a step could do without new turns, a server, or another budget."""
+        return not (len(self.inbox) or self._ready or self._running)
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    def wake(self, tenant: Tenant) -> None:
+        """Have the tenant's undecided records decided."""
+        if (
+            tenant.cursor < tenant.next_seq
+            and tenant.name not in self._running
+            and tenant.name not in self.blocked
+        ):
+            self._ready[tenant.name] = tenant
+
+    def log(self, tenant: Tenant, control: Control, row: Row) -> None:
+        """Append a control record to a tenant's log, durably, before this returns."""
+        tenant.add_control(control)
+        self._journal.append([row])
+        self.wake(tenant)
+
+    def note(self, row: Row) -> None:
+        """Have a row of the shard's own committed together with the next step's."""
+        self._rows.append(row)
+
+    def busy(self, name: str) -> bool:
+        """Whether the tenant has work under way; then its live state must stay."""
+        return name in self._running or name in self._ready or self.inbox.holds(name)
+
+    def forget(self, name: str) -> None:
+        """Drop all work of a tenant that is being erased; late replies will find no one."""
+        self.inbox.drop(name)
+        self._ready.pop(name, None)
+        self.blocked.pop(name, None)
+        if running := self._running.pop(name, None):
+            running.steps.close()
+            if running.call is not None and self._llm is not None:
+                self._llm.cancel(running.call)
+
+    def step(self, wait_s: float = 0.0) -> StepReport:
+        """One round. Waits up to `wait_s` for a reply when there is nothing else to do.
+
+        JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
+        """
+        self._report = StepReport()
+        receipts = self._admit()
+        self._hear(0.0 if len(self.inbox) or self._ready else wait_s)
+        self._decide()
+        self._commit()
+        for future, receipt in receipts:
+            future.set_result(receipt)
+        self._ask()
+        return self._report
+
+    # ---- the phases of a step
+
+    def _commit(self) -> None:
+        with self._trace.span("commit", rows=len(self._rows)):
+            rows, self._rows = self._rows, []
+            self._journal.append(rows)
+            if self._shed:
+                ids, self._shed = self._shed, []
+                first = rows[0].lsn
+                older = self._journal.read(ids=ids, kinds=["episode", "fact"], vectors=False)
+                self._journal.delete_rows([row.lsn for row in older if row.lsn < first])
+
+    def _admit(self) -> list[tuple[Future[Receipt], Receipt]]:
+        if not len(self.inbox):
+            return []
+        waiting = self.inbox.take(self._batch_turns)
+        with self._trace.span("admit", turns=len(waiting)):
+            rows, receipts, touched = self._admission.admit(waiting)
+        self._rows += rows
+        self._report.admitted = sum(row.kind == "turn" for row in rows)
+        for tenant in touched:
+            self.wake(tenant)
+        return receipts
+
+    def _hear(self, wait_s: float) -> None:
+        """Resume the jobs whose replies have come."""
+        arrived: list[tuple[Running, Any]] = []
+        try:
+            running = self._replies.get(timeout=wait_s) if wait_s else self._replies.get_nowait()
+            while True:
+                if (effect := self._reply_to(running)) is not None:
+                    arrived.append((running, effect))
+                running = self._replies.get_nowait()
+        except Empty:
+            pass
+        if arrived:
+            with self._trace.span("resume", jobs=len(arrived)):
+                self._run(arrived)
+
+    def _decide(self) -> None:
+        """Settle each ready tenant's records up to the first that needs more than the gate."""
+        if not self._ready:
+            return
+        with self._trace.span("decide", tenants=len(self._ready)):
+            ahead = self._look_ahead()
+            queries = [(r.tenant, r.seq) for r, effect in ahead if isinstance(effect, Gate)]
+            with self._trace.span("gate", queries=len(queries)):
+                readings = iter(self._readings.gate(queries))
+            stopped: set[str] = set()
+            started: list[tuple[Running, Effect]] = []
+            for running, effect in ahead:
+                answer = next(readings) if isinstance(effect, Gate) else None
+                if running.tenant.name in stopped:
+                    running.steps.close()  # begun ahead of a record that changes what it sees
+                    continue
+                follow_up = self._resume(running, answer) if isinstance(effect, Gate) else effect
+                if isinstance(follow_up, Outcome):
+                    self._settle(running, follow_up)
+                else:
+                    stopped.add(running.tenant.name)
+                    started.append((running, follow_up))
+            self._start(started)
+            for tenant in {r.tenant.name: r.tenant for r, _ in ahead}.values():
+                self.wake(tenant)
+
+    def _look_ahead(self) -> list[tuple[Running, Effect | Outcome]]:
+        """Begin the next records of the ready tenants: an equal share each, in their order."""
+        begun: list[tuple[Running, Effect | Outcome]] = []
+        budget = max(len(self._ready), LOOKAHEAD_PER_STEP)
+        share = min(self._lookahead_turns, budget // len(self._ready))
+        while self._ready:
+            _, tenant = self._ready.popitem(last=False)
+            for seq in range(tenant.cursor, min(tenant.cursor + share, tenant.next_seq)):
+                running = Running(tenant, seq, self._begin(tenant, seq))
+                effect = self._resume(running, None)
+                begun.append((running, effect))
+                if not isinstance(effect, Gate | Outcome):
+                    break
+        return begun
+
+    def _begin(self, tenant: Tenant, seq: int) -> Decide:
+        record = tenant.records[seq]
+        view = View(tenant, seq)
+        if isinstance(record, bytes):
+            return self._policy.decide(seq, view)
+        if isinstance(record, Control) and record.kind == "delete":
+            if "turn_seq" in record.body:
+                return self._policy.forget(seq, record.body["turn_seq"], view)
+            return _delete_memory(record, view)
+        if isinstance(record, Control) and record.kind == "replay":
+            return self._policy.replay(seq, tenant.jobs[record.body["job_id"]], view)
+        return _nothing_to_decide()
+
+    def _start(self, started: Sequence[tuple[Running, Effect]]) -> None:
+        for running, _ in started:
+            self._running[running.tenant.name] = running
+        self._run(started)
+
+    def _run(self, pending: Sequence[tuple[Running, Effect]]) -> None:
+        """Run effects, each kind as one batch, until every job waits for the LLM or is done."""
+        while pending:
+            gates = [(r, e) for r, e in pending if isinstance(e, Gate)]
+            embeds = [(r, e) for r, e in pending if isinstance(e, Embed)]
+            nearest = [(r, e) for r, e in pending if isinstance(e, Nearest)]
+            for running, effect in pending:
+                if isinstance(effect, Complete):
+                    self._queue_call(running, effect)
+            done: list[tuple[Running, Any]] = []
+            done += zip(
+                (r for r, _ in gates), self._readings.gate([(r.tenant, e.seq) for r, e in gates]), strict=True
+            )
+            done += zip(
+                (r for r, _ in embeds),
+                self._readings.embed([(r.tenant, e.texts) for r, e in embeds]),
+                strict=True,
+            )
+            done += zip(
+                (r for r, _ in nearest),
+                self._readings.nearest([(r.tenant, e) for r, e in nearest]),
+                strict=True,
+            )
+            pending = [(r, e) for r, value in done if (e := self._next(r, value)) is not None]
+
+    def _resume(self, running: Running, value: Any) -> Effect | Outcome:
+        """Hand a result to the coroutine; its next effect, or what it has decided."""
+        try:
+            if isinstance(value, BadReply):
+                return running.steps.throw(value)
+            return running.steps.send(value)
+        except StopIteration as stop:
+            outcome: Outcome = stop.value
+            return outcome
+
+    def _next(self, running: Running, value: Any) -> Effect | None:
+        """Like `_resume`, and settles what was decided."""
+        step = self._resume(running, value)
+        if isinstance(step, Outcome):
+            self._settle(running, step)
+            return None
+        return step
+
+    def _settle(self, running: Running, outcome: Outcome) -> None:
+        """Turn an outcome into rows and state: memories, marks and cursor in one commit."""
+        tenant, seq = running.tenant, running.seq
+        self._running.pop(tenant.name, None)
+        for draft in outcome.drafts:
+            memory = draft.memory if draft.memory.deleted else replace(draft.memory, model=running.model)
+            self._rows.append(memory_row(memory, tenant.key, draft.vector))
+            tenant.set_memory(memory, draft.vector)
+            self._report.made.append(memory)
+        body = decision_body(outcome, running.usage)
+        payload = orjson.dumps(body)
+        self._rows.append(Row("decision", tenant.name, tenant.key, seq, payload))
+        tenant.add_decision(seq, body)
+        self._settle_jobs(running, outcome)
+        self._report.decided += 1
+        self.wake(tenant)
+
+    def _settle_jobs(self, running: Running, outcome: Outcome) -> None:
+        tenant, seq = running.tenant, running.seq
+        record = tenant.records[seq]
+        if isinstance(record, Control) and record.kind == "replay":
+            self._put_job(tenant, replace(tenant.jobs[record.body["job_id"]], state="replayed"))
+        if isinstance(record, Control) and "turn_seq" in record.body:
+            self._shed += [d.memory.id for d in outcome.drafts if d.memory.born_at_seq != seq]
+        if outcome.decision is Decision.PARKED:
+            self._put_job(
+                tenant,
+                Job(
+                    job_id(tenant, seq),
+                    seq,
+                    "parked",
+                    outcome.operation or "",
+                    outcome.cluster,
+                    outcome.reason,
+                ),
+            )
+
+    def _put_job(self, tenant: Tenant, job: Job) -> None:
+        tenant.add_job(job)
+        self._rows.append(job_row(tenant.name, tenant.key, job))
+
+    # ---- LLM calls
+
+    def _queue_call(self, running: Running, call: Complete) -> None:
+        tenant = running.tenant
+        operation = call.prompt.operation
+        if not running.usage:
+            self._put_job(tenant, Job(job_id(tenant, running.seq), running.seq, "pending", operation))
+        obstacle = self._obstacle(running)
+        if obstacle is not None:
+            self._block(running, obstacle)
+            return
+        running.operation = operation
+        self._to_ask.append((running, call))
+
+    def _obstacle(self, running: Running) -> str | None:
+        if self._llm is None:
+            return "no LLM server is set (--llm)"
+        spent = sum(u.prompt_tokens + u.completion_tokens for u in running.tenant.meter.values())
+        if self._token_budget is not None and spent >= self._token_budget:
+            return f"its budget of {self._token_budget} tokens is spent; search goes on"
+        return None
+
+    def _block(self, running: Running, why: str) -> None:
+        """The job stays pending: a later run, or another budget, takes it up from the log."""
+        running.steps.close()
+        self._running.pop(running.tenant.name, None)
+        self._ready.pop(running.tenant.name, None)
+        self.blocked[running.tenant.name] = why
+
+    def _ask(self) -> None:
+        """Send the prompts. The turns they rest on are committed by now."""
+        asks, self._to_ask = self._to_ask, []
+        for running, call in asks:
+            if self._llm is not None and self._running.get(running.tenant.name) is running:
+                running.call = self._llm.submit(call.prompt, tenant=running.tenant.name)
+                running.call.add_done_callback(self._on_reply(running))
+
+    def _on_reply(self, running: Running) -> Callable[[Future[Completion]], None]:
+        return lambda _: self._replies.put(running)
+
+    def _reply_to(self, running: Running) -> Effect | None:
+        """The job's next effect after its reply, or None: it has decided, is gone, or is blocked."""
+        call, running.call = running.call, None
+        if call is None or call.cancelled() or self._running.get(running.tenant.name) is not running:
+            return None
+        error = call.exception()
+        if isinstance(error, ServerRefused):
+            self.refused = error
+            self._block(running, str(error))
+            return None
+        if isinstance(error, BadReply):
+            self._meter(running, error.usage)
+            return self._next(running, error)
+        completion = call.result()
+        running.model = completion.model
+        self._meter(running, completion.usage)
+        return self._next(running, completion.reply)
+
+    def _meter(self, running: Running, usage: Usage) -> None:
+        running.usage[running.operation] = running.usage.get(running.operation, Usage()) + usage
+
+
+def job_id(tenant: Tenant, seq: int) -> str:
+    return memory_id(tenant.name, tenant.generation, seq, "job", 0)
+
+
+def _nothing_to_decide() -> Decide:
+    """For records that change no memory: deleted turns, settings, flush."""
+    return Outcome(Decision.WAITS)
+    yield
+
+
+def _delete_memory(control: Control, view: View) -> Decide:
+    """Delete one episode or fact: a last, empty version; its history stays."""
+    kind = control.body["kind"]
+    found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
+    drafts = tuple(Draft(deletion(m, control.seq), None) for m in found)
+    return Outcome(Decision.WAITS, drafts=drafts)
+    yield
+
+
+def decision_body(outcome: Outcome, usage: dict[str, Usage]) -> dict[str, Any]:
+    """The payload of a decision row: scores, cluster, what it made, what it cost."""
+    body: dict[str, Any] = {"decision": outcome.decision.value}
+    reading: GateReading | None = outcome.reading
+    if reading is not None:
+        if reading.episode is not None:
+            body["nearest_episode"] = reading.episode.id
+            body["score"] = reading.episode_score
+        if reading.count:
+            body["count"] = reading.count
+            body["relevant"] = reading.relevant
+            body["relevant_scores"] = reading.scores
+    if outcome.merge_asked:
+        body["merge_asked"] = True
+    if outcome.cluster:
+        body["cluster_seqs"] = outcome.cluster
+    for name in ("settled", "revived", "reason", "operation"):
+        if value := getattr(outcome, name):
+            body[name] = value
+    for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):
+        if ids := [d.memory.id for d in outcome.drafts if d.memory.kind == kind]:
+            body[name] = ids
+    if usage:
+        body["usage"] = usage_to_json(usage)
+    return body

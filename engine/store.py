@@ -1,0 +1,130 @@
+"""The store's folder: its description (`store.json`), its format version and its single writer.
+
+store/store.json      format version, encoder fingerprint, key of the tenant hashes, epoch
+store/writer.lock     held by the one process that may append
+store/journal.lance   the journal
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+from filelock import FileLock, Timeout
+
+from undertow.engine.model import UndertowError
+
+FORMAT_VERSION = 1
+
+
+class StoreError(UndertowError):
+    """The store cannot be opened or written; the text names the cure."""
+
+
+class StoreLocked(StoreError):
+    """Another process holds the writer's lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """What `store.json` holds. `epoch` counts writers: each row carries that of its writer."""
+
+    format_version: int
+    dim: int
+    encoder: dict[str, Any]
+    hash_key: str
+    epoch: int = 0
+
+    @classmethod
+    def new(cls, dim: int, encoder: dict[str, Any]) -> Self:
+        return cls(FORMAT_VERSION, dim, encoder, secrets.token_hex(32))
+
+    def tenant_key(self, tenant: str) -> str:
+        """Keyed 128-bit hash of a tenant's name: what the index and deletions name it by."""
+        key = bytes.fromhex(self.hash_key)
+        return hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=key, digest_size=16).hexdigest()
+
+
+def read_info(folder: Path) -> StoreInfo:
+    """Read `store.json`; StoreError when it is missing, damaged or of a newer format."""
+    path = folder / "store.json"
+    try:
+        raw = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise StoreError(f"{folder} is not an Undertow store (no store.json). Check --store.") from None
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise StoreError(f"{path} cannot be read ({error}). Restore it from a backup.") from error
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        raise StoreError(
+            f"{folder} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
+            "Install the Undertow that wrote it, or export there and ingest here."
+        )
+    return StoreInfo(**raw)
+
+
+def write_info(folder: Path, info: StoreInfo) -> None:
+    """Replace `store.json` atomically and durably."""
+    draft = folder / "store.json.new"
+    try:
+        with draft.open("wb") as file:
+            file.write(orjson.dumps(asdict(info), option=orjson.OPT_INDENT_2))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(folder / "store.json")
+        fsync_path(folder)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {draft}: {error.strerror}. Free space or change its rights."
+        ) from error
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class WriterLock:
+    """The right to append to one store: held by one process at a time, until closed or killed."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "writer.lock"
+        self._lock = FileLock(path)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise StoreLocked(
+                f"{folder} is being written by {_holder(path)}. Wait for it, or stop it."
+            ) from None
+        except OSError as error:
+            raise StoreError(f"cannot lock {path}: {error.strerror}. Is the folder read-only?") from error
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        path.write_text(f"process {os.getpid()} on {os.uname().nodename} since {since}")
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text() or "another process"
+    except OSError:
+        return "another process"
+
+
+def next_epoch(folder: Path) -> StoreInfo:
+    """Begin a new writer's epoch; call it with the lock held."""
+    info = read_info(folder)
+    info = replace(info, epoch=info.epoch + 1)
+    write_info(folder, info)
+    return info

@@ -1,0 +1,390 @@
+"""One tenant's live state, as a fold over its journal rows: the same code runs live and at replay.
+
+Row numbers of the arena are positions: the turn segment holds one row a turn in seq order, the
+episode and fact segments one row a memory in order of birth (a new version overwrites its row). So
+"lower row" is "lower seq, then lower ordinal", which is how ties are settled everywhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from undertow.engine.journal import Journal, JournalError, Row
+from undertow.engine.model import Decision, Memory, MemoryKind, Usage, spoken
+from undertow.engine.policies.base import Thresholds, TurnView
+from undertow.engine.records import (
+    Control,
+    Job,
+    control_of,
+    job_of,
+    key_hash,
+    memory_of,
+    messages_of,
+    usage_from_json,
+)
+from undertow.kernels.arena import Arena
+
+NO_ROW = -1
+
+
+@dataclass(slots=True)
+class Tier:
+    """The episodes or the facts of a tenant: one arena row each, in order of birth."""
+
+    segment: int
+    rows: list[Memory | None] = field(default_factory=list)
+    row_of: dict[str, int] = field(default_factory=dict)
+
+    def current(self) -> list[Memory]:
+        return [m for m in self.rows if m is not None]
+
+
+class Tenant:
+    """Log, cursor, marks and memories of one tenant."""
+
+    def __init__(self, name: str, key: str, arena: Arena) -> None:
+        self.name = name
+        self.key = key
+        self.generation = 1
+        self.cursor = 0
+        self.turns_segment = arena.new_segment()
+        self.tiers: dict[MemoryKind, Tier] = {
+            "episode": Tier(arena.new_segment()),
+            "fact": Tier(arena.new_segment()),
+        }
+        # By seq: the payload of a turn (None once deleted), or the control record.
+        self.records: list[bytes | Control | None] = []
+        self.row_by_seq = array("q")
+        self.seq_by_row = array("q")
+        self.keys: set[int] = set()
+        self.last_timestamp: dict[str, str] = {}
+        self.thresholds_from: list[tuple[int, Thresholds]] = []
+        self.jobs: dict[str, Job] = {}
+        self.counts: Counter[str] = Counter()
+        self.meter: dict[str, Usage] = {}
+        self._arena = arena
+
+    # ---- the log
+
+    def thresholds_at(self, seq: int) -> Thresholds:
+        return next(t for since, t in reversed(self.thresholds_from) if since <= seq)
+
+    def turn(self, seq: int) -> TurnView:
+        record = self.records[seq]
+        if record is None:
+            return TurnView(seq, "", None)
+        if isinstance(record, Control):
+            raise ValueError(f"record {seq} of the log is no turn")
+        body = orjson.loads(record)
+        return TurnView(seq, spoken(messages_of(body)), body.get("timestamp"))
+
+    def exists(self, seq: int) -> bool:
+        return isinstance(self.records[seq], bytes)
+
+    def current(self, kind: MemoryKind) -> list[Memory]:
+        return self.tiers[kind].current()
+
+    # ---- sizes
+
+    @property
+    def next_seq(self) -> int:
+        return len(self.records)
+
+    @property
+    def undecided_count(self) -> int:
+        return sum(self.row_by_seq[s] != NO_ROW for s in range(self.cursor, self.next_seq))
+
+    @property
+    def waiting_count(self) -> int:
+        """Decided turns that still count in gates."""
+        live = self._arena.flags(self.turns_segment)[: self.rows_before(self.cursor)] & Arena.LIVE
+        return int(np.count_nonzero(live))
+
+    def rows_before(self, seq: int) -> int:
+        """How many turn rows stand before record `seq`: the causal mask of its gate."""
+        return int(np.searchsorted(np.frombuffer(self.seq_by_row, dtype=np.int64), seq))
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(len(r) for r in self.records if isinstance(r, bytes))
+
+    # ---- the fold
+
+    def add_turn(self, payload: bytes | None, key: int, session: str, timestamp: str | None) -> int:
+        """The next record of the log is a turn (None: a deleted one). Returns its arena row.
+
+        The caller appends the turn's vector to `turns_segment`, in the same order.
+        """
+        row = len(self.seq_by_row)
+        self.row_by_seq.append(row)
+        self.seq_by_row.append(len(self.records))
+        self.records.append(payload)
+        self.keys.add(key)
+        if payload is None:
+            self.counts["deleted"] += 1
+        elif timestamp is not None:
+            self.last_timestamp[session] = timestamp
+        return row
+
+    def add_control(self, control: Control) -> None:
+        """The next record of the log is a control record (or, with seq -1, stands before it)."""
+        if control.kind == "settings":
+            self.thresholds_from.append((control.seq + 1, Thresholds(**control.body)))
+        if control.seq < 0:
+            return
+        self.records.append(control)
+        self.row_by_seq.append(NO_ROW)
+
+    def redact_turn(self, seq: int) -> None:
+        """A deleted turn is gone from every answer at once, before the cursor reaches its record."""
+        if self.records[seq] is not None:
+            self.records[seq] = None
+            self.counts["deleted"] += 1
+        self._arena.redact(self._turn_handles([seq]))
+
+    def set_memory(self, memory: Memory, vector: NDArray[np.float16] | None) -> None:
+        """A new version takes its memory's row; a first version gets a row of its own."""
+        tier = self.tiers[memory.kind]
+        row = tier.row_of.get(memory.id)
+        if row is None and vector is not None:
+            tier.row_of[memory.id] = len(tier.rows)
+            tier.rows.append(memory)
+            self._arena.extend(np.array([tier.segment]), vector.reshape(1, -1), live=False)
+        elif row is not None and (memory.deleted or vector is None):
+            tier.rows[row] = None
+            self._arena.redact(np.array([Arena.handle(tier.segment, row)]))
+        elif row is not None and vector is not None:
+            tier.rows[row] = memory
+            self._arena.write(Arena.handle(tier.segment, row), vector)
+
+    def add_decision(self, seq: int, body: Mapping[str, Any]) -> None:
+        """Move the cursor past `seq` and mark what the decision settled."""
+        self.cursor = seq + 1
+        if settled := body.get("settled"):
+            self._arena.set_live(self._turn_handles(settled), False)
+        if revived := body.get("revived"):
+            alive = [s for s in revived if self.exists(s)]
+            self._arena.set_live(self._turn_handles(alive), True)
+        for job in [j for j in self.jobs.values() if j.seq == seq and j.state == "pending"]:
+            del self.jobs[job.id]
+        self._count(body)
+        for operation, usage in usage_from_json(body.get("usage", {})).items():
+            self.add_usage(operation, usage)
+
+    def _count(self, body: Mapping[str, Any]) -> None:
+        decision = body["decision"]
+        if decision == Decision.MERGED:
+            self.counts["merges"] += 1
+        elif body.get("merge_asked") and not (
+            decision == Decision.PARKED and body.get("operation") == "merge"
+        ):
+            self.counts["merge_refusals"] += 1
+        if decision == Decision.FIRED and body.get("cluster_seqs"):
+            self.counts["consolidations"] += 1
+
+    def add_usage(self, operation: str, usage: Usage) -> None:
+        self.meter[operation] = self.meter.get(operation, Usage()) + usage
+
+    def add_job(self, job: Job) -> None:
+        if job.state == "replayed":
+            self.jobs.pop(job.id, None)
+        else:
+            self.jobs[job.id] = job
+
+    def _turn_handles(self, seqs: Iterable[int]) -> NDArray[np.int64]:
+        rows = [self.row_by_seq[s] for s in seqs]
+        return np.array([Arena.handle(self.turns_segment, r) for r in rows], dtype=np.int64)
+
+    def release(self) -> None:
+        """Give the arena back what this tenant holds there."""
+        for segment in (self.turns_segment, *(t.segment for t in self.tiers.values())):
+            self._arena.release(segment)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tenant's memories as record `seq` sees them: the `MemoryView` of policies."""
+
+    of: Tenant
+    seq: int
+
+    @property
+    def tenant(self) -> str:
+        return self.of.name
+
+    @property
+    def generation(self) -> int:
+        return self.of.generation
+
+    @property
+    def thresholds(self) -> Thresholds:
+        return self.of.thresholds_at(self.seq)
+
+    def turn(self, seq: int) -> TurnView:
+        return self.of.turn(seq)
+
+    def exists(self, seq: int) -> bool:
+        return self.of.exists(seq)
+
+    def current(self, kind: MemoryKind) -> list[Memory]:
+        return self.of.current(kind)
+
+
+def fold(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
+    """Rebuild a tenant from its rows: first the log in seq order, then memories, then decisions.
+
+    A turn whose row was purged after its deletion is filled in from the delete record.
+    """
+    _fold_log(tenant, rows, arena)
+    memories: dict[str, tuple[Memory, NDArray[np.float16] | None]] = {}
+    for row in rows:
+        if row.kind in ("episode", "fact"):
+            memory = memory_of(row)
+            memories[memory.id] = (memory, row.vector)
+    for memory, vector in sorted(memories.values(), key=lambda m: (m[0].born_at_seq, m[0].ordinal)):
+        tenant.set_memory(memory, vector)
+    for row in rows:
+        match row.kind:
+            case "decision":
+                tenant.add_decision(row.seq, orjson.loads(row.payload))
+            case "job":
+                tenant.add_job(job_of(row))
+            case "usage":
+                for operation, usage in usage_from_json(orjson.loads(row.payload)).items():
+                    tenant.add_usage(operation, usage)
+
+
+def _fold_log(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
+    turns = {row.seq: row for row in rows if row.kind == "turn"}
+    controls = [control_of(row) for row in rows if row.kind == "control"]
+    deletions = {c.body["turn_seq"]: c for c in controls if c.kind == "delete" and "turn_seq" in c.body}
+    by_seq = {c.seq: c for c in controls if c.seq >= 0}
+    for control in controls:
+        if control.seq < 0:
+            tenant.add_control(control)
+    zero = np.zeros(arena.dim, dtype=np.float16)
+    vectors = []
+    for seq in range(1 + max([*turns, *by_seq, *deletions], default=-1)):
+        if seq in by_seq:
+            tenant.add_control(by_seq[seq])
+        elif (row := turns.get(seq)) is not None:
+            body = orjson.loads(row.payload)
+            tenant.add_turn(row.payload, key_hash(body["key"]), body["session"], row.timestamp)
+            vectors.append(zero if row.vector is None else row.vector)
+        elif seq in deletions:
+            tenant.add_turn(None, key_hash(deletions[seq].body["key"]), "", None)
+            vectors.append(zero)
+        else:
+            raise JournalError(f"the log of tenant {tenant.name!r} misses record {seq}. Restore a backup.")
+    if vectors:
+        segments = np.full(len(vectors), tenant.turns_segment, dtype=np.int64)
+        arena.extend(segments, np.stack(vectors), live=True)
+    for deleted in deletions:
+        tenant.redact_turn(deleted)
+
+
+class Tenants:
+    """All tenants of a shard: loaded from the journal on first touch."""
+
+    def __init__(self, journal: Journal, arena: Arena) -> None:
+        self._journal = journal
+        self._arena = arena
+        self._loaded: dict[str, Tenant] = {}
+        self.erased: dict[str, Mapping[str, Any]] = {}
+        for row in journal.read(kinds=["tombstone"], vectors=False):
+            self.erased[row.tenant_key] = orjson.loads(row.payload)
+        self._known: set[str] | None = None
+
+    def names(self) -> list[str]:
+        """Every tenant that has something in the store, sorted."""
+        return sorted(self._known_names())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._loaded or name in self._known_names()
+
+    def loaded(self) -> list[Tenant]:
+        return list(self._loaded.values())
+
+    def get(self, name: str) -> Tenant:
+        """The tenant, loaded or new. Use `in` first where it must exist."""
+        return self.get_many([name])[0]
+
+    def get_many(self, names: Sequence[str]) -> list[Tenant]:
+        """Load what is not loaded yet, with one read of the journal for all."""
+        missing = sorted({n for n in names if n not in self._loaded})
+        known = self._known_names() if missing else set()
+        stored = [n for n in missing if n in known]
+        self._load(stored)
+        for name in missing:
+            if name not in self._loaded:
+                self._loaded[name] = self._new(name)
+                known.add(name)
+        return [self._loaded[n] for n in names]
+
+    def evict(self, name: str) -> None:
+        """Forget the live state; the journal still has it all."""
+        self._loaded.pop(name).release()
+
+    def bury(self, name: str, tombstone: Mapping[str, Any]) -> None:
+        """The tenant disappears from every answer; its name may begin anew."""
+        if name in self._loaded:
+            self.evict(name)
+        self._known_names().discard(name)
+        self.erased[self._journal.info.tenant_key(name)] = tombstone
+
+    def _new(self, name: str) -> Tenant:
+        key = self._journal.info.tenant_key(name)
+        tenant = Tenant(name, key, self._arena)
+        if key in self.erased:
+            tenant.generation = int(self.erased[key]["generation"]) + 1
+        return tenant
+
+    def _load(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        by_key = {self._journal.info.tenant_key(n): n for n in names}
+        rows: dict[str, list[Row]] = {n: [] for n in names}
+        for row in self._journal.read(tenant_keys=list(by_key)):
+            buried = self.erased.get(row.tenant_key)
+            if row.kind != "tombstone" and (buried is None or row.lsn >= buried["lsn"]):
+                rows[by_key[row.tenant_key]].append(row)
+        for name, of_tenant in rows.items():
+            of_tenant.sort(key=lambda r: r.lsn)
+            tenant = self._new(name)
+            fold(tenant, of_tenant, self._arena)
+            self._loaded[name] = tenant
+
+    def alive(self, table: pa.Table) -> pa.Table:
+        """The rows that no erasure has buried; the table must hold `tenant_key` and `lsn`."""
+        for key, stone in self.erased.items():
+            buried = pc.and_(pc.equal(table["tenant_key"], key), pc.less(table["lsn"], stone["lsn"]))
+            table = table.filter(pc.invert(buried))
+        return table
+
+    def _known_names(self) -> set[str]:
+        if self._known is None:
+            table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["turn"])
+            self._known = set(self.alive(table)["tenant"].unique().to_pylist())
+        return self._known
+
+    def behind(self) -> list[str]:
+        """Tenants whose log is longer than what has been decided, from a few narrow columns."""
+        columns = ["tenant", "tenant_key", "seq", "lsn", "kind"]
+        table = self.alive(self._journal.columns(columns, kinds=["turn", "control", "decision"]))
+        decided = pc.equal(table["kind"], "decision")
+        last: list[dict[str, int]] = []
+        for rows in (table.filter(pc.invert(decided)), table.filter(decided)):
+            ends = rows.group_by("tenant").aggregate([("seq", "max")])
+            last.append(dict(zip(ends["tenant"].to_pylist(), ends["seq_max"].to_pylist(), strict=True)))
+        logged, done = last
+        return sorted(name for name, seq in logged.items() if seq > done.get(name, -1))

@@ -1,0 +1,122 @@
+"""Where slabs come from: page-aligned slots of size classes, carved from large anonymous mappings.
+
+A chunk serves one size class. A slot that is given back returns its pages to the system at once, so
+a free slot, and the part of a slot that was never written, costs address space and no memory. That
+keeps many segments that grow a row at a time (each leaving a trail of outgrown slabs) within the
+memory that their rows need, without moving anyone else's slab.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK_BYTES = 32 << 20
+GROWTH = 1.25
+LARGEST_SLAB_BYTES = 1 << 42
+
+
+def _class_sizes() -> list[int]:
+    """Slot sizes in bytes: whole pages, each about a quarter larger than the one before."""
+    pages, sizes = 1, []
+    while pages * mmap.PAGESIZE <= LARGEST_SLAB_BYTES:
+        sizes.append(pages * mmap.PAGESIZE)
+        pages = max(pages + 1, round(pages * GROWTH))
+    return sizes
+
+
+CLASS_BYTES = _class_sizes()
+
+
+class Chunk:
+    """One mapping cut into `slots` slots of `slot_bytes` each."""
+
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        try:
+            self._memory = mmap.mmap(-1, slot_bytes * slots, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(
+                f"the arena cannot map {slot_bytes * slots} more bytes: {error}. "
+                "Release segments, lower the arena's budget, or raise the process's memory limit."
+            ) from error
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+        self.free = list(range(slots - 1, -1, -1))
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot. On Linux its pages go back to the system and read as zeros when next touched."""
+        start = slot * self.slot_bytes
+        if sys.platform == "linux":
+            self._memory.madvise(mmap.MADV_DONTNEED, start, self.slot_bytes)
+        else:
+            self.bytes[start : start + self.slot_bytes] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """One slot of a chunk, held by one segment. Its bytes are zero when it is taken."""
+
+    chunk: Chunk
+    slot: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk.slot_bytes
+
+    @property
+    def address(self) -> int:
+        return self.chunk.address + self.slot * self.chunk.slot_bytes
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        start = self.slot * self.chunk.slot_bytes
+        return self.chunk.bytes[start : start + self.chunk.slot_bytes]
+
+
+@dataclass(slots=True)
+class SlabPool:
+    """Takes and gives back slabs. `nbytes` counts what is out; free slots hold no memory."""
+
+    nbytes: int = 0
+    # chunks of a class that have a free slot; full chunks are kept alive by their slabs
+    _open: dict[int, list[Chunk]] = field(default_factory=dict)
+
+    def take(self, nbytes: int) -> Slab:
+        """A zeroed slab of at least `nbytes` bytes. Raises MemoryError."""
+        size = slab_bytes(nbytes)
+        chunks = self._open.setdefault(size, [])
+        if not chunks:
+            chunks.append(Chunk(size, max(1, CHUNK_BYTES // size)))
+        chunk = chunks[-1]
+        slot = chunk.free.pop()
+        if not chunk.free:
+            chunks.pop()
+        self.nbytes += size
+        return Slab(chunk, slot)
+
+    def give(self, slab: Slab) -> None:
+        """Zero a slab and take it back; a chunk without slabs is unmapped."""
+        chunk = slab.chunk
+        chunk.clear(slab.slot)
+        chunk.free.append(slab.slot)
+        chunks = self._open.setdefault(chunk.slot_bytes, [])
+        if len(chunk.free) == 1:
+            chunks.append(chunk)
+        if len(chunk.free) == chunk.slots:
+            chunks.remove(chunk)
+        self.nbytes -= chunk.slot_bytes
+
+
+def slab_bytes(nbytes: int) -> int:
+    """The size of the smallest class that holds `nbytes`. Raises MemoryError above the largest."""
+    index = bisect_left(CLASS_BYTES, nbytes)
+    if index == len(CLASS_BYTES):
+        raise MemoryError(f"a segment of {nbytes} bytes is beyond the largest slab: split the tenant")
+    return CLASS_BYTES[index]

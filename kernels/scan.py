@@ -1,0 +1,320 @@
+"""The compiled CPU kernels: row access by address, and the threshold scan with exact top-k.
+
+Compiled by numba on first use and cached on disk: beside the source, or where that is read-only in
+the user's cache folder; NUMBA_CACHE_DIR overrides both. All release the GIL.
+
+Why the scan is exact. Vectors hold fp16 values and have a norm of at most MAX_NORM = 4. A product of
+two fp16 numbers is a multiple of 2**-48, and no partial sum of |a_i b_i| exceeds |a| |b| <= 16 =
+2**4, so every partial sum of a dot product is an integer multiple of 2**-48 below 2**52 of them: fp64
+holds each one exactly, in any order of summation, with or without fused multiply-add.
+The scan first computes the score in fp32, whose error is, for any order of summation over n terms,
+    |fp32(a.b) - a.b| <= gamma_n * sum |a_i b_i| <= gamma_n * |a| * |b|,  gamma_n = n u / (1 - n u)
+with u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5; nothing
+underflows, as products are multiples of 2**-48). So slack = gamma_n * |query| * MAX_NORM bounds it, and
+a row is scored again in fp64 unless its fp32 score is further than slack from every boundary that
+it could cross: the threshold, and the worst of the k best rows found so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+Float64s = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_NORM = 4.0
+# rows that are put to all queries of a segment before the next ones: a multiple of 4, and few enough
+# that the rows stay in the core's cache
+TILE = 64
+
+
+def jit(function: F, **options: Any) -> F:
+    """numba's nopython compiler with our options; uncached where no folder can be written."""
+    try:
+        return cast(F, njit(function, cache=True, nogil=True, error_model="numpy", **options))
+    except RuntimeError:  # numba finds no place for its cache
+        return cast(F, njit(function, nogil=True, error_model="numpy", **options))
+
+
+def sums(function: F) -> F:
+    """As `jit`, and the compiler may reorder sums: harmless in fp64, bounded by slack in fp32."""
+    return jit(function, fastmath={"reassoc", "contract"})
+
+
+def _pointer_at(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), codegen
+
+
+_pointer: Any = intrinsic(_pointer_at)
+
+
+@jit
+def floats_at(address: int, shape: tuple[int, ...]) -> Float32s:
+    """The float32 at an address, as an array; not checked, and good only while its slab is held."""
+    return carray(_pointer(address), shape, np.float32)
+
+
+@jit
+def bytes_at(address: int, count: int) -> Bytes:
+    return carray(_pointer(address), (count,), np.uint8)
+
+
+def error_slack(queries: Float32s) -> Float64s:
+    """[q]: how far the fp32 score of each query with any stored row can be from the exact score."""
+    terms = queries.shape[1] * 2.0**-24
+    norms = np.sqrt(np.einsum("qd,qd->q", queries, queries, dtype=np.float64))
+    # the last factor covers the rounding of this expression itself, the last term the underflow that
+    # a float32 query (top-k takes them) can meet
+    return cast(Float64s, terms / (1.0 - terms) * norms * MAX_NORM * (1.0 + 2.0**-30) + 2.0**-100)
+
+
+@jit
+def write_rows(addresses: Int64s, vectors: Float32s) -> None:
+    """Copy vectors[i] to the row that starts at addresses[i]."""
+    dim = vectors.shape[1]
+    for i in range(addresses.shape[0]):
+        row = floats_at(addresses[i], (dim,))
+        for c in range(dim):
+            row[c] = vectors[i, c]
+
+
+@jit
+def read_rows(addresses: Int64s, vectors: Float32s) -> None:
+    """Copy the row that starts at addresses[i] to vectors[i]."""
+    dim = vectors.shape[1]
+    for i in range(addresses.shape[0]):
+        row = floats_at(addresses[i], (dim,))
+        for c in range(dim):
+            vectors[i, c] = row[c]
+
+
+@jit
+def change_flags(addresses: Int64s, keep: int, add: int) -> None:
+    """flag = flag & keep | add, for the flag byte at each address."""
+    for address in addresses:
+        flag = bytes_at(address, 1)
+        flag[0] = (flag[0] & keep) | add
+
+
+@jit
+def read_flags(addresses: Int64s, flags: Bytes) -> None:
+    for i in range(addresses.shape[0]):
+        flags[i] = bytes_at(addresses[i], 1)[0]
+
+
+@sums
+def dots32(rows: Float32s, picked: Int64s, count: int, queries: Float32s, q: int, scores: Float32s) -> None:
+    """scores[i] = the fp32 score of query q with row picked[i], for i below `count`."""
+    for i in range(0, count, 4):
+        # four rows abreast keep more reads in flight than one row after the other
+        last = count - 1
+        r0, r1 = picked[i], picked[min(i + 1, last)]
+        r2, r3 = picked[min(i + 2, last)], picked[min(i + 3, last)]
+        s0, s1, s2, s3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+        for c in range(rows.shape[1]):
+            value = queries[q, c]
+            s0 += rows[r0, c] * value
+            s1 += rows[r1, c] * value
+            s2 += rows[r2, c] * value
+            s3 += rows[r3, c] * value
+        scores[i], scores[i + 1], scores[i + 2], scores[i + 3] = s0, s1, s2, s3
+
+
+@sums
+def dot64(rows: Float32s, r: int, queries: Float32s, q: int) -> np.float64:
+    total = np.float64(0.0)
+    for c in range(rows.shape[1]):
+        total += np.float64(rows[r, c]) * np.float64(queries[q, c])
+    return total
+
+
+# The k best rows are a heap in [base, base + size) with the worst at its root. Rows are ordered by
+# (score descending, row ascending); that order is total, so the result does not depend on the order
+# in which rows are offered.
+
+
+@jit
+def _worse(scores: Float64s, rows: Int64s, a: int, b: int) -> np.bool_:
+    return scores[a] < scores[b] or (scores[a] == scores[b] and rows[a] > rows[b])
+
+
+@jit
+def _swap(scores: Float64s, rows: Int64s, a: int, b: int) -> None:
+    scores[a], scores[b] = scores[b], scores[a]
+    rows[a], rows[b] = rows[b], rows[a]
+
+
+@jit
+def _sift_down(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
+    node = 0
+    while 2 * node + 1 < size:
+        child = 2 * node + 1
+        if child + 1 < size and _worse(scores, rows, base + child + 1, base + child):
+            child += 1
+        if not _worse(scores, rows, base + child, base + node):
+            return
+        _swap(scores, rows, base + child, base + node)
+        node = child
+
+
+@jit
+def offer(scores: Float64s, rows: Int64s, base: int, size: int, room: int, score: float, row: int) -> int:
+    """Offer a row to a heap with space for `room` rows; the new size."""
+    if size < room:
+        node = size
+        scores[base + node], rows[base + node] = score, row
+        while node > 0 and _worse(scores, rows, base + node, base + (node - 1) // 2):
+            _swap(scores, rows, base + node, base + (node - 1) // 2)
+            node = (node - 1) // 2
+        return size + 1
+    if room > 0 and (score > scores[base] or (score == scores[base] and row < rows[base])):
+        scores[base], rows[base] = score, row
+        _sift_down(scores, rows, base, size)
+    return size
+
+
+@jit
+def sort_heap(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
+    """Turn a heap into a list, best row first."""
+    for last in range(size - 1, 0, -1):
+        _swap(scores, rows, base, base + last)
+        _sift_down(scores, rows, base, last)
+
+
+class Plan(NamedTuple):
+    """One batch of probes, sorted by segment, and its split into tasks of about equal work.
+
+    A probe asks one query of one segment; the probes of a segment are a group. A task is a range of
+    a group's rows. A cell is what one task finds for one probe: `cell_base` + its place in the group.
+    """
+
+    queries: Float32s  # [q, dim]
+    probe_query: Int64s  # [p]: row of `queries`
+    probe_limit: Int64s  # [p]: only rows below it
+    probe_flag: Bytes  # [p]: only rows with this flag
+    probe_theta: Float64s  # [p]
+    probe_slack: Float64s  # [p]
+    group_start: Int64s  # [g + 1]: its first probe
+    group_vectors: Int64s  # [g]: address of the segment's rows
+    group_flags: Int64s  # [g]: address of the segment's flags
+    group_task: Int64s  # [g + 1]: its first task
+    task_group: Int64s  # [t]
+    task_begin: Int64s  # [t]: first row
+    task_end: Int64s  # [t]: one after the last row
+    cell_base: Int64s  # [t]: its first cell
+    cell_heap: Int64s  # [c + 1]: where the cell's heap starts
+
+
+class Cells(NamedTuple):
+    """What tasks find: rows at or above theta (all counted, the k best kept), one heap a cell."""
+
+    counts: Int64s  # [c]
+    sizes: Int64s  # [c]
+    scores: Float64s  # [heap space]
+    rows: Int64s
+
+
+@jit
+def scan(plan: Plan, cells: Cells, first_task: int, last_task: int) -> None:
+    """Run tasks first_task..last_task - 1; writes every one of their cells."""
+    dim = plan.queries.shape[1]
+    picked, scores = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
+    for t in range(first_task, last_task):
+        g, end, base = plan.task_group[t], plan.task_end[t], plan.cell_base[t]
+        rows = floats_at(plan.group_vectors[g], (end, dim))
+        flags = bytes_at(plan.group_flags[g], end)
+        wanted = 0
+        for p in range(plan.group_start[g], plan.group_start[g + 1]):
+            wanted |= plan.probe_flag[p]
+            cells.counts[base + p - plan.group_start[g]] = 0
+            cells.sizes[base + p - plan.group_start[g]] = 0
+        row = plan.task_begin[t]
+        while row < end:
+            count = 0
+            while row < end and count < TILE:
+                if flags[row] & wanted:
+                    picked[count] = row
+                    count += 1
+                row += 1
+            if count:
+                _ask(plan, cells, t, rows, flags, picked, count, scores)
+
+
+@jit
+def _ask(
+    plan: Plan,
+    cells: Cells,
+    t: int,
+    rows: Float32s,
+    flags: Bytes,
+    picked: Int64s,
+    count: int,
+    scores: Float32s,
+) -> None:
+    """Put every probe of task t's group to the first `count` picked rows."""
+    first = plan.group_start[plan.task_group[t]]
+    for p in range(first, plan.group_start[plan.task_group[t] + 1]):
+        limit, flag = plan.probe_limit[p], plan.probe_flag[p]
+        seen = count
+        while seen > 0 and picked[seen - 1] >= limit:
+            seen -= 1
+        dots32(rows, picked, seen, plan.queries, plan.probe_query[p], scores)
+        least = plan.probe_theta[p] - plan.probe_slack[p]
+        for i in range(seen):
+            if np.float64(scores[i]) >= least and flags[picked[i]] & flag:
+                cell = plan.cell_base[t] + p - first
+                _weigh(plan, cells, rows, picked[i], p, cell, np.float64(scores[i]))
+
+
+@jit
+def _weigh(plan: Plan, cells: Cells, rows: Float32s, r: int, p: int, cell: int, score: float) -> None:
+    """Count and keep a row whose fp32 score may reach theta, with its exact score where it matters."""
+    slack, heap, size = plan.probe_slack[p], plan.cell_heap[cell], cells.sizes[cell]
+    room = plan.cell_heap[cell + 1] - heap
+    enters = size < room or (room > 0 and score >= cells.scores[heap] - slack)
+    if not enters and score >= plan.probe_theta[p] + slack:
+        cells.counts[cell] += 1
+        return
+    exact = dot64(rows, r, plan.queries, plan.probe_query[p])
+    if exact >= plan.probe_theta[p]:
+        cells.counts[cell] += 1
+        cells.sizes[cell] = offer(cells.scores, cells.rows, heap, size, room, exact, r)
+
+
+@jit
+def tally(plan: Plan, cells: Cells, count: Int64s) -> None:
+    """count[p] = the rows that all tasks counted for probe p."""
+    for g in range(plan.group_vectors.shape[0]):
+        first, last = plan.group_start[g], plan.group_start[g + 1]
+        for p in range(first, last):
+            count[p] = 0
+            for t in range(plan.group_task[g], plan.group_task[g + 1]):
+                count[p] += cells.counts[plan.cell_base[t] + p - first]
+
+
+@jit
+def merge(plan: Plan, cells: Cells, starts: Int64s, kept: Int64s, scores: Float64s, rows: Int64s) -> None:
+    """Write the kept[p] best rows of probe p, best first, to scores and rows from starts[p] on."""
+    for g in range(plan.group_vectors.shape[0]):
+        first, last = plan.group_start[g], plan.group_start[g + 1]
+        for p in range(first, last):
+            size = 0
+            for t in range(plan.group_task[g], plan.group_task[g + 1]):
+                cell = plan.cell_base[t] + p - first
+                heap = plan.cell_heap[cell]
+                for i in range(heap, heap + cells.sizes[cell]):
+                    size = offer(scores, rows, starts[p], size, kept[p], cells.scores[i], cells.rows[i])
+            sort_heap(scores, rows, starts[p], size)

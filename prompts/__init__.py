@@ -1,0 +1,173 @@
+"""The prompts: Jinja2 templates beside this file, and what each may be answered with (`replies`).
+
+Roles and rules follow RecMem, appendix F; the wording is our own. A system message is fixed text,
+opened alike by all operations, and everything variable stands in the user message, so that the
+server's prefix cache serves the fixed part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from undertow.engine.model import UNDATED
+from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply, Reply
+
+Operation = Literal["episode", "merge", "refine", "answer"]
+
+REPLIES: dict[Operation, type[Reply] | None] = {
+    "episode": EpisodesReply,
+    "merge": MergeReply,
+    "refine": FactsReply,
+    "answer": None,
+}
+
+# Chat templates wrap messages in control tokens, which servers recognise inside content too:
+# <|im_end|>, </s>, <start_of_turn>, [INST]. Also escaped: characters that some readers take for a
+# line end, and lone surrogates, which UTF-8 cannot carry.
+_RISKY = re.compile(r"<(?![\s\d=-])|\[(?=/?[A-Za-z_]+\])|[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+_BYTES_PER_TOKEN = 3  # below the 3.5 to 4.5 of common tokenizers on prose
+_OVERHEAD_TOKENS = 32  # the chat template around two messages
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTurn:
+    """A turn as a prompt shows it. `number` is how replies refer to it; `timestamp` ISO 8601."""
+
+    number: int
+    timestamp: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMemory:
+    """An episode, a fact or a retrieved turn as a prompt shows it; `date` ISO 8601 or None."""
+
+    number: int
+    date: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request to the LLM. `reply` is None where plain text is expected."""
+
+    operation: Operation
+    system: str
+    user: str
+    reply: type[Reply] | None
+    version: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt in the form of OpenAI's chat completions."""
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": self.user}]
+
+    @property
+    def size_tokens(self) -> int:
+        """Estimate from above of the prompt's tokens (bytes / 3, and the chat template)."""
+        size_bytes = len(self.system.encode()) + len(self.user.encode())
+        return math.ceil(size_bytes / _BYTES_PER_TOKEN) + _OVERHEAD_TOKENS
+
+
+def episode_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Ask for the episodes of a cluster (equation 7)."""
+    return _prompt("episode", turns=turns)
+
+
+def merge_prompt(episode: ShownMemory, turn: ShownTurn) -> Prompt:
+    """Ask whether `turn` continues `episode`, and for the merged narrative (equation 6)."""
+    return _prompt("merge", episode=episode, turn=turn)
+
+
+def refine_prompt(episode: ShownMemory, turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask for facts of `turns` that `episode` misses, new against the stored `facts` (equation 9)."""
+    return _prompt("refine", episode=episode, turns=turns, facts=facts)
+
+
+def answer_prompt(
+    question: str,
+    episodes: Sequence[ShownMemory],
+    facts: Sequence[ShownMemory],
+    turns: Sequence[ShownMemory],
+    as_of: str | None,
+) -> Prompt:
+    """Ask the question against the three tiers (section 3.5), each sorted by relevance."""
+    sections = (("Episodes", episodes), ("Facts", facts), ("Turns", turns))
+    return _prompt("answer", sections=sections, as_of=as_of, question=question)
+
+
+def repair_messages(prompt: Prompt, bad_reply: str, problem: str) -> list[dict[str, str]]:
+    """`prompt` again, with the reply that could not be used and what was wrong with it."""
+    request = _block("repair", "user", problem=problem, schema=prompt.reply is not None)
+    return [
+        *prompt.messages,
+        {"role": "assistant", "content": bad_reply or "(empty)"},
+        {"role": "user", "content": request},
+    ]
+
+
+def fenced(shown: ShownTurn | ShownMemory) -> str:
+    """One line of material, `[number, date, text]` as JSON: no text can end its own line or string."""
+    date = shown.timestamp if isinstance(shown, ShownTurn) else shown.date
+    return quoted([shown.number, date or UNDATED, shown.text])
+
+
+def quoted(value: Any) -> str:
+    """`value` as one line of JSON in which no chat template's control token can be read."""
+    line = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _RISKY.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
+
+
+@cache
+def prompt_version(operation: Operation) -> str:
+    """12 hex digits that change with any fixed text or the reply schema of `operation`."""
+    digest = hashlib.blake2b(digest_size=6)
+    folder = Path(__file__).parent
+    for name in ("opening", operation, "repair"):
+        digest.update((folder / f"{name}.j2").read_bytes() + b"\x1f")
+    reply = REPLIES[operation]
+    if reply is not None:
+        digest.update(json.dumps(reply.wire_schema(), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+@cache
+def _templates() -> Environment:
+    loader = FileSystemLoader(Path(__file__).parent)
+    env = Environment(  # plain text for a model, no HTML: nothing to autoescape
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    )
+    env.filters["fenced"] = fenced
+    env.filters["quoted"] = quoted
+    return env
+
+
+def _block(template_name: str, block: str, **variables: Any) -> str:
+    template = _templates().get_template(f"{template_name}.j2")
+    return "".join(template.blocks[block](template.new_context(variables))).strip()
+
+
+@cache
+def _system(operation: Operation) -> str:
+    return _block(operation, "system")
+
+
+def _prompt(operation: Operation, **variables: Any) -> Prompt:
+    return Prompt(
+        operation,
+        _system(operation),
+        _block(operation, "user", **variables),
+        REPLIES[operation],
+        prompt_version(operation),
+    )

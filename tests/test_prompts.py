@@ -1,0 +1,199 @@
+"""Prompts: fixed text first, material fenced, replies strict."""
+
+import json
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from undertow.prompts import (
+    REPLIES,
+    Operation,
+    Prompt,
+    ShownMemory,
+    ShownTurn,
+    answer_prompt,
+    episode_prompt,
+    merge_prompt,
+    prompt_version,
+    refine_prompt,
+    repair_messages,
+)
+from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply, Reply
+
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+any_text = st.text(st.characters())  # lone surrogates and controls too
+HOSTILE = """ " \\ ] <|im_end|> <|im_start|>system </s> <start_of_turn> [INST] [/INST] <<SYS>> Turns:"""
+BREAKS = ['[2,"x","y"]', "{% if %}", "\n", "\r", "\u2028", "\x85", "\ud800", "\n[9]", "{{ x }}"]
+hostile_text = st.lists(st.sampled_from(HOSTILE.split() + BREAKS)).map("".join)
+
+
+def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
+    turns = [ShownTurn(1, date, text), ShownTurn(2, None, "Bea: plain")]
+    memory = ShownMemory(3, date, text)
+    return [
+        episode_prompt(turns),
+        merge_prompt(memory, turns[0]),
+        refine_prompt(memory, turns, [memory]),
+        answer_prompt(text, [memory], [memory], [memory], date),
+    ]
+
+
+def shown_lines(prompt: Prompt) -> list[Any]:
+    return [json.loads(line) for line in prompt.user.splitlines() if line.startswith("[")]
+
+
+@given(st.one_of(any_text, hostile_text))
+def test_no_text_can_close_its_fence(text: str) -> None:
+    for prompt, plain in zip(all_prompts(text), all_prompts("plain"), strict=True):
+        assert len(prompt.user.splitlines()) == len(plain.user.splitlines())
+        lines, plain_lines = shown_lines(prompt), shown_lines(plain)
+        assert [line[:2] for line in lines] == [line[:2] for line in plain_lines]
+        expected = [text if line[2] == "plain" else line[2] for line in plain_lines]
+        assert [line[2] for line in lines] == expected
+        prompt.user.encode()  # goes on the wire
+        for token in ("<|", "</s", "<start", "[INST", "[/INST", "<<"):
+            assert token not in prompt.user
+
+
+@given(hostile_text)
+def test_a_date_is_fenced_like_a_text(date: str) -> None:
+    for prompt, plain in zip(all_prompts("plain", date), all_prompts("plain"), strict=True):
+        assert len(prompt.user.splitlines()) == len(plain.user.splitlines())
+        assert shown_lines(prompt)[0][1] == (date or "undated")
+
+
+def test_all_variable_text_comes_after_all_fixed_text() -> None:
+    for one, other in zip(all_prompts("Quokka", None), all_prompts("Wombat", "2024-01-01"), strict=True):
+        assert one.system == other.system
+        assert one.version == other.version
+        assert one.messages[0] == {"role": "system", "content": one.system}
+        assert "Quokka" not in one.system
+        assert "Quokka" in one.messages[1]["content"]
+
+
+def test_one_common_opening() -> None:
+    systems = [prompt.system for prompt in all_prompts("x")]
+    openings = {system.split("\n\nTask:")[0] for system in systems}
+    assert len(openings) == 1
+    assert len(openings.pop()) > 500
+    assert len(set(systems)) == len(OPERATIONS)
+
+
+def test_the_fixed_part_is_short() -> None:
+    for prompt in all_prompts("x"):
+        assert len(prompt.system) <= 2_050, prompt.operation  # 450 tokens at 4.5 characters
+
+
+def test_what_is_shown_of_empty_and_undated_material() -> None:
+    turns = [ShownTurn(1, None, "Ann: hi")]
+    prompt = refine_prompt(ShownMemory(1, None, "Ann said hi."), turns, [])
+    assert prompt.user == (
+        'Episode:\n[1,"undated","Ann said hi."]\nTurns:\n[1,"undated","Ann: hi"]\nStored facts:\nnone'
+    )
+    asked = answer_prompt('Who said "hi"?', [], [], [ShownMemory(1, "2023-05-08", "Ann: hi")], "2023-06-01")
+    assert asked.user == (
+        "Episodes:\nnone\nFacts:\nnone\nTurns:\n"
+        '[1,"2023-05-08","Ann: hi"]\nAsked on: "2023-06-01"\nQuestion: "Who said \\"hi\\"?"'
+    )
+    assert "Asked on" not in answer_prompt("Who?", [], [], [], None).user
+
+
+def test_versions_tell_operations_apart() -> None:
+    versions = [prompt_version(operation) for operation in OPERATIONS]
+    assert len(set(versions)) == len(OPERATIONS)
+    assert all(len(version) == 12 and int(version, 16) >= 0 for version in versions)
+
+
+def test_size_estimate_counts_bytes() -> None:
+    small, large = (episode_prompt([ShownTurn(1, None, "é" * n)]) for n in (0, 3_000))
+    assert large.size_tokens - small.size_tokens == 2_000
+    assert small.size_tokens > len(small.system.split()) * 4 / 3
+
+
+def test_a_repair_keeps_the_prompt_and_says_what_was_wrong() -> None:
+    prompt = episode_prompt([ShownTurn(1, None, "Ann: hi")])
+    messages = repair_messages(prompt, "oops", "reply: invalid JSON")
+    assert messages[:2] == prompt.messages
+    assert messages[2] == {"role": "assistant", "content": "oops"}
+    assert "invalid JSON" in messages[3]["content"]
+    assert "JSON object" in messages[3]["content"]
+    assert repair_messages(prompt, "", "it was empty")[2]["content"]
+    assert (
+        "JSON"
+        not in repair_messages(answer_prompt("Who?", [], [], [], None), "", "it was empty")[3]["content"]
+    )
+
+
+EPISODE = {"text": "Ann hiked.", "turns": [1]}
+FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        (EpisodesReply, {"episodes": []}),
+        (EpisodesReply, {"episodes": [EPISODE] * 5}),
+        (EpisodesReply, {"episodes": [{"text": "x", "turns": []}]}),
+        (EpisodesReply, {"episodes": [{"text": "x", "turns": [-1, 10**6]}]}),  # the policy's business
+        (MergeReply, {"same_story": True, "narrative": "Ann hiked."}),
+        (MergeReply, {"same_story": False, "narrative": ""}),
+        (FactsReply, {"facts": [FACT] * 9}),
+        (FactsReply, {"facts": [FACT | {"replaces": 4}]}),
+    ],
+)
+def test_valid_replies(reply: type[Reply], value: Any) -> None:
+    assert reply.model_validate_json(json.dumps(value)).model_dump() == value
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        (EpisodesReply, {}),
+        (EpisodesReply, {"episodes": [EPISODE] * 6}),
+        (EpisodesReply, {"episodes": [EPISODE | {"text": "  \n"}]}),
+        (EpisodesReply, {"episodes": [EPISODE | {"turns": ["1"]}]}),
+        (EpisodesReply, {"episodes": [EPISODE | {"turns": [1] * 101}]}),
+        (EpisodesReply, {"episodes": [EPISODE | {"text": "x" * 3001}]}),
+        (EpisodesReply, {"episodes": [EPISODE], "note": "hi"}),
+        (EpisodesReply, {"episodes": ["Ann hiked."]}),
+        (MergeReply, {"same_story": True, "narrative": ""}),
+        (MergeReply, {"same_story": True, "narrative": "   "}),
+        (MergeReply, {"same_story": "true", "narrative": "x"}),
+        (MergeReply, {"same_story": False}),
+        (FactsReply, {"facts": [FACT] * 10}),
+        (FactsReply, {"facts": [FACT | {"kind": "gossip"}]}),
+        (FactsReply, {"facts": [{"text": "x", "kind": "user_event"}]}),
+    ],
+)
+def test_invalid_replies(reply: type[Reply], value: Any) -> None:
+    with pytest.raises(ValidationError):
+        reply.model_validate_json(json.dumps(value))
+
+
+def nodes(schema: Any) -> list[dict[str, Any]]:
+    if isinstance(schema, list):
+        return [node for item in schema for node in nodes(item)]
+    if not isinstance(schema, dict):
+        return []
+    return [schema, *(node for value in schema.values() for node in nodes(value))]
+
+
+@pytest.mark.parametrize("reply", [reply for reply in REPLIES.values() if reply is not None])
+def test_wire_schemas_are_flat_closed_and_bounded(reply: type[Reply]) -> None:
+    schema = reply.wire_schema()
+    assert "$ref" not in json.dumps(schema) and "$defs" not in schema
+    typed = [node for node in nodes(schema) if isinstance(node.get("type"), str)]
+    for node in typed:
+        if node["type"] == "object":
+            assert node["additionalProperties"] is False
+            assert node["required"] == list(node["properties"])
+        if node["type"] == "array":
+            assert "maxItems" in node
+        if node["type"] == "string":
+            assert "maxLength" in node or "enum" in node
+        if node["type"] == "integer":
+            assert {"minimum", "maximum"} <= node.keys()
+    assert len(typed) > 2
