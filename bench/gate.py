@@ -31,7 +31,7 @@ K_GATE = 10
 
 
 @sums
-def sum_slabs(addresses: NDArray[np.int64], values: NDArray[np.int64], first: int, last: int) -> float:
+def sum_slabs(addresses: NDArray[np.int64], values: NDArray[np.int64], first: int, last: int) -> np.float32:
     """Sum of all float32 of slabs first..last - 1."""
     total = np.float32(0.0)
     for s in range(first, last):
@@ -74,7 +74,8 @@ class Load:
 
 
 def _normalised(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    lengths: NDArray[np.float32] = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / lengths
 
 
 def faiss_loop(load: Load, threads: int) -> Callable[[], int]:
@@ -111,7 +112,7 @@ def bandwidth_probe(load: Load, threads: int) -> Callable[[], float]:
         parts = workers.map(
             lambda a, b: sum_slabs(addresses, lengths * load.dim, a, b), bounds[:-1], bounds[1:]
         )
-        return sum(parts)
+        return float(sum(parts))
 
     return run
 

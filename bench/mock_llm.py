@@ -44,6 +44,8 @@ __all__ = ["MODEL", "MockLLM", "MockReplies", "MockServer", "spawn_server"]
 
 MODEL = "mock-llm"
 
+_MOST_FAULTS = 5  # of one request in a row: the client's backoff grows, and runs should end
+
 
 @dataclass(order=True, slots=True)
 class _Due:
@@ -267,7 +269,7 @@ class MockServer:
         digest = hashlib.blake2b(body, digest_size=16).digest()
         attempt = self._attempts.get(digest, 0)
         key = b"%d\x1f%d\x1f" % (self.replies.seed, attempt) + digest
-        if share(key, "fault") >= self.error_rate:
+        if attempt >= _MOST_FAULTS or share(key, "fault") >= self.error_rate:
             self._attempts.pop(digest, None)
             return None
         self._attempts[digest] = attempt + 1
@@ -353,7 +355,7 @@ def main(
     latency_ms: float = 0.0,
     jitter_ms: float = 0.0,
     refusal_rate: Rate = 0.0,
-    error_rate: Annotated[float, typer.Option(min=0.0, max=0.95)] = 0.0,
+    error_rate: Rate = 0.0,
     empty_rate: Rate = 0.0,
     malformed_rate: Rate = 0.0,
     malformed_sticky: bool = False,

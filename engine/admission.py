@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,12 @@ class Receipt:
     duplicate: bool
 
 
-Waiting = tuple[Turn, "Future[Receipt] | None"]
+@dataclass(slots=True)
+class Ticket:
+    """A turn in the queue; its receipt comes once the turn is durable and searchable."""
+
+    turn: Turn
+    receipt: Receipt | None = None
 
 
 class Inbox:
@@ -40,7 +44,7 @@ class Inbox:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lines: OrderedDict[str, deque[Waiting]] = OrderedDict()
+        self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
         self._len = 0
 
     def __len__(self) -> int:
@@ -50,16 +54,18 @@ class Inbox:
     def room(self) -> int:
         return self._limit - self._len
 
-    def put(self, turn: Turn, receipt: Future[Receipt] | None = None) -> None:
+    def put(self, turn: Turn) -> Ticket:
         """QueueFull at the bound: nothing was taken."""
         if self.room <= 0:
             raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
-        self._lines.setdefault(turn.tenant, deque()).append((turn, receipt))
+        ticket = Ticket(turn)
+        self._lines.setdefault(turn.tenant, deque()).append(ticket)
         self._len += 1
+        return ticket
 
-    def take(self, count: int) -> list[Waiting]:
+    def take(self, count: int) -> list[Ticket]:
         """Up to `count` turns: an equal share of each tenant's line, in its order."""
-        taken: list[Waiting] = []
+        taken: list[Ticket] = []
         share = max(1, count // max(1, len(self._lines)))
         while self._lines and len(taken) < count:
             name, line = self._lines.popitem(last=False)
@@ -95,31 +101,28 @@ class Admission:
         self._thresholds = thresholds
         self._embed_timestamp = embed_timestamp
 
-    def admit(
-        self, waiting: list[Waiting]
-    ) -> tuple[list[Row], list[tuple[Future[Receipt], Receipt]], list[Tenant]]:
-        """Rows for the journal, the receipts to give once they are committed, the tenants touched.
+    def admit(self, tickets: list[Ticket]) -> tuple[list[Row], list[Receipt], list[Tenant]]:
+        """Rows for the journal, receipts (one a ticket) to give once they are committed, and tenants.
 
         The turns are in the tenants' logs and in the arena when this returns.
         """
-        names = list(dict.fromkeys(turn.tenant for turn, _ in waiting))
+        names = list(dict.fromkeys(ticket.turn.tenant for ticket in tickets))
         by_name = dict(zip(names, self._tenants.get_many(names), strict=True))
         rows: list[Row] = []
         for tenant in by_name.values():
             rows += self.settle_thresholds(tenant)
-        receipts: list[tuple[Future[Receipt], Receipt]] = []
+        receipts: list[Receipt] = []
         turns: list[tuple[Row, Tenant, str]] = []
-        for turn, future in waiting:
+        for ticket in tickets:
+            turn = ticket.turn
             tenant = by_name[turn.tenant]
             key = key_hash(turn.dedupe_key)
-            duplicate = key in tenant.keys
-            receipt = Receipt(turn.tenant, None, None, duplicate)
-            if not duplicate:
-                row, text = self._append(tenant, turn, key)
-                turns.append((row, tenant, text))
-                receipt = Receipt(turn.tenant, row.id, row.seq, duplicate)
-            if future is not None:
-                receipts.append((future, receipt))
+            if key in tenant.keys:
+                receipts.append(Receipt(turn.tenant, None, None, duplicate=True))
+                continue
+            row, text = self._append(tenant, turn, key)
+            turns.append((row, tenant, text))
+            receipts.append(Receipt(turn.tenant, row.id, row.seq, duplicate=False))
         self._embed(turns)
         return rows + [row for row, _, _ in turns], receipts, list(by_name.values())
 

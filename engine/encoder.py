@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
@@ -203,7 +204,7 @@ class SentenceEncoder:
         return windows, first
 
     def _batches(self, lengths: Sequence[int]) -> list[tuple[NDArray[np.intp], Shape]]:
-        """(indices of windows, shape) of each batch, the widest first so that no long one is left to the end."""
+        """(indices of windows, shape) of each batch, the widest first: no long one is left to the end."""
         # side="right": a window is always shorter than its width. A batch without any padding would make
         # transformers drop the attention mask and take another kernel, and that is company.
         bucket = np.searchsorted(self._widths, lengths, side="right")
@@ -277,7 +278,7 @@ class HashingEncoder:
 
     def _encode(self, texts: Sequence[str], table: _WordTable) -> NDArray[np.float64]:
         words = [_WORD.findall(text.lower()) or [""] for text in texts]
-        ids = [table[word] for text in words for word in text]
+        ids = list(map(table.__getitem__, chain.from_iterable(words)))
         rows = np.repeat(np.arange(len(texts)), [len(text) for text in words])
         bins = rows[:, None] * (2 * self._dim) + table.bins[ids]
         sums = np.bincount(bins.ravel(), minlength=2 * self._dim * len(texts))

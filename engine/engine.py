@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,13 +34,6 @@ from undertow.kernels.arena import Arena
 from undertow.kernels.gate import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
-
-
-class UnknownTenant(UndertowError, KeyError):
-    """No such tenant in this store."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +158,14 @@ class Engine:
 
     def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
         """Store turns; durable and searchable on return. Decisions follow in later steps."""
-        receipts: list[Future[Receipt]] = []
+        tickets = []
         for turn in turns:
             while self.scheduler.inbox.room <= 0:
                 self.step()
-            receipts.append(Future())
-            self.scheduler.inbox.put(turn, receipts[-1])
-        while not all(r.done() for r in receipts):
+            tickets.append(self.scheduler.inbox.put(turn))
+        while len(self.scheduler.inbox):
             self.step()
-        return [r.result() for r in receipts]
+        return [ticket.receipt for ticket in tickets if ticket.receipt is not None]
 
     def note(self, row: Row) -> None:
         """Have a row of the shard's own (a source offset) committed with the next step."""
@@ -203,6 +194,11 @@ class Engine:
         """The LLM server has been silent, with requests waiting, for longer than our patience."""
         silent_s = self._llm.unreachable_s if self._llm is not None else None
         return silent_s is not None and silent_s > self.settings.llm_patience_s
+
+    @property
+    def llm_error(self) -> str | None:
+        """The last trouble with the LLM server."""
+        return self._llm.last_error if self._llm is not None else None
 
     def resume(self) -> int:
         """Take up what earlier runs left undecided. Returns the number of tenants with such work."""
@@ -354,11 +350,7 @@ class Engine:
         return {"tenants": len(tenants), **total}
 
     def _tenant(self, name: str) -> Tenant:
-        if name not in self.tenants:
-            raise UnknownTenant(
-                f"no tenant {name!r} in {self.journal.folder}. `undertow list --kind tenants`."
-            )
-        return self.tenants.get(name)
+        return self.tenants.existing(name)
 
 
 def tenant_stats(tenant: Tenant) -> dict[str, int]:

@@ -16,8 +16,6 @@ from undertow.engine.model import Memory, MemoryKind, Message, Turn, Usage, memo
 
 ControlKind = Literal["settings", "flush", "delete", "replay"]
 
-_MESSAGE_FIELDS = ("role", "content", "name", "timestamp")
-
 
 @dataclass(frozen=True, slots=True)
 class Control:
@@ -47,16 +45,24 @@ def turn_row(
     tenant: str, tenant_key: str, generation: int, seq: int, turn: Turn, timestamp: str | None
 ) -> Row:
     """The row of a turn; its vector is set once it is encoded. `timestamp` is the effective one."""
-    messages = [
-        {name: value for name in _MESSAGE_FIELDS if (value := getattr(m, name)) is not None}
-        for m in turn.messages
-    ]
+    messages = [_message_body(m) for m in turn.messages]
     body: dict[str, Any] = {"key": turn.dedupe_key, "session": turn.session_id, "messages": messages}
     if timestamp is not None:
         body["timestamp"] = timestamp
     if turn.metadata:
         body["metadata"] = dict(turn.metadata)
-    return Row("turn", tenant, tenant_key, seq, orjson.dumps(body), turn_id(tenant, generation, seq), timestamp)
+    return Row(
+        "turn", tenant, tenant_key, seq, orjson.dumps(body), turn_id(tenant, generation, seq), timestamp
+    )
+
+
+def _message_body(message: Message) -> dict[str, str]:
+    body = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        body["name"] = message.name
+    if message.timestamp is not None:
+        body["timestamp"] = message.timestamp
+    return body
 
 
 def turn_id(tenant: str, generation: int, seq: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from undertow.engine.admission import Admission, Inbox, Receipt
+from undertow.engine.admission import Admission, Inbox, Receipt, Ticket
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import BadReply, Completion, LLMClient, ServerRefused
 from undertow.engine.model import Decision, Memory, Usage, memory_id
@@ -151,12 +151,12 @@ class Scheduler:
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
         self._report = StepReport()
-        receipts = self._admit()
+        tickets, receipts = self._admit()
         self._hear(0.0 if len(self.inbox) or self._ready else wait_s)
         self._decide()
         self._commit()
-        for future, receipt in receipts:
-            future.set_result(receipt)
+        for ticket, receipt in zip(tickets, receipts, strict=True):
+            ticket.receipt = receipt
         self._ask()
         return self._report
 
@@ -172,17 +172,17 @@ class Scheduler:
                 older = self._journal.read(ids=ids, kinds=["episode", "fact"], vectors=False)
                 self._journal.delete_rows([row.lsn for row in older if row.lsn < first])
 
-    def _admit(self) -> list[tuple[Future[Receipt], Receipt]]:
+    def _admit(self) -> tuple[list[Ticket], list[Receipt]]:
         if not len(self.inbox):
-            return []
-        waiting = self.inbox.take(self._batch_turns)
-        with self._trace.span("admit", turns=len(waiting)):
-            rows, receipts, touched = self._admission.admit(waiting)
+            return [], []
+        tickets = self.inbox.take(self._batch_turns)
+        with self._trace.span("admit", turns=len(tickets)):
+            rows, receipts, touched = self._admission.admit(tickets)
         self._rows += rows
-        self._report.admitted = sum(row.kind == "turn" for row in rows)
+        self._report.admitted = sum(not receipt.duplicate for receipt in receipts)
         for tenant in touched:
             self.wake(tenant)
-        return receipts
+        return tickets, receipts
 
     def _hear(self, wait_s: float) -> None:
         """Resume the jobs whose replies have come."""

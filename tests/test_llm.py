@@ -65,7 +65,7 @@ def odd_server(handle: Handler) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
-    server.handle_error = lambda request, address: None  # type: ignore[method-assign]  # clients that left
+    server.handle_error = lambda request, address: None  # type: ignore[assignment]  # clients that left
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -354,16 +354,17 @@ def test_the_most_urgent_of_the_waiting_goes_first() -> None:
 
 
 def test_cancelling_frees_the_slot() -> None:
-    stuck = threading.Event()
+    arrived, stuck = threading.Event(), threading.Event()
 
     def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
         if number == 0:
+            arrived.set()
             stuck.wait(30)
         return 200, completion('{"same_story": false, "narrative": ""}')
 
     with odd_server(handle) as url, client(url, llm_in_flight=1) as llm:
         first, waiting, last = (llm.submit(merge(n), tenant="t") for n in range(3))
-        wait_until(lambda: llm.in_flight == 1)
+        assert arrived.wait(30)
         llm.cancel(waiting)
         llm.cancel(first)
         last.result(30)
@@ -377,6 +378,13 @@ def test_missing_usage_is_said_once_and_not_made_up(caplog: pytest.LogCaptureFix
         done = results([llm.submit(merge(n), tenant="t") for n in range(3)])
     assert [c.usage for c in done] == [Usage(calls=1)] * 3
     assert caplog.text.count("reports no token usage") == 1
+
+
+def test_a_reply_that_utf8_cannot_carry_is_made_storable() -> None:
+    content = '{"same_story": true, "narrative": "a\ud800b"}'
+    with odd_server(lambda body, n: (200, completion(content))) as url, client(url) as llm:
+        reply = llm.submit(merge(), tenant="t").result(30).reply
+    assert reply == MergeReply(same_story=True, narrative="a?b")
 
 
 def test_health_in_words(mock_url: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any, Literal
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,7 +101,6 @@ class Tree(BaseModel):
 def test_any_schema_is_satisfied(seed: int) -> None:
     schema = Tree.model_json_schema()
     value = json.loads(MockReplies(seed).reply(episode_prompt(turns(3)).messages, schema))
-    jsonschema.validate(value, schema)
     Tree.model_validate(value)
 
 

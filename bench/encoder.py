@@ -1,0 +1,133 @@
+"""How fast the encoder is: `python -m undertow.bench.encoder --data LOCOMO_JSON`.
+
+LoCoMo exchanges through `SentenceTransformer.encode` (one call, its defaults, fp32) and through
+`SentenceEncoder`, in one process and in turns, so that both meet the same machine. Medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sentence_transformers import SentenceTransformer
+
+from undertow.engine.encoder import DEFAULT_MODEL, HashingEncoder, SentenceEncoder
+from undertow.engine.readers import read
+from undertow.engine.sentence_model import model_folder
+
+BASELINE = "SentenceTransformer.encode"
+OURS = "SentenceEncoder"
+QUERY = "When did she go to the pottery class?"
+
+
+def exchanges(path: Path, count: int) -> list[str]:
+    """`count` texts spread evenly over the file's conversations; all of them if it has fewer."""
+    texts = [turn.text for record in read(path, "locomo", max_message_bytes=1 << 20) for turn in record.turns]
+    return [texts[i] for i in np.linspace(0, len(texts) - 1, min(count, len(texts))).astype(int)]
+
+
+def timed(work: Callable[[Sequence[str]], object], texts: Sequence[str]) -> tuple[float, float]:
+    """(wall seconds, CPU seconds of all threads)"""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work(texts)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def in_turns(
+    works: dict[str, Callable[[Sequence[str]], object]], texts: Sequence[str], repeats: int
+) -> dict[str, tuple[float, float]]:
+    """Median wall and CPU seconds of each, after one unmeasured round."""
+    for work in works.values():
+        work(texts)
+    rounds = [{name: timed(work, texts) for name, work in works.items()} for _ in range(repeats)]
+    return {
+        name: (statistics.median(r[name][0] for r in rounds), statistics.median(r[name][1] for r in rounds))
+        for name in works
+    }
+
+
+def cosines(vectors: NDArray[Any]) -> NDArray[np.float64]:
+    """Cosines of all pairs of rows, float64 [pairs]."""
+    exact = vectors.astype(np.float64)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    pairs: NDArray[np.float64] = (exact @ exact.T)[np.triu_indices(len(exact), 1)]
+    return pairs
+
+
+def measure(texts: list[str], model: str, repeats: int) -> dict[str, Any]:
+    reference = SentenceTransformer(str(model_folder(model)), device="cpu", local_files_only=True)
+    ours = {OURS: SentenceEncoder(model), f"{OURS}, fp32": SentenceEncoder(model, dtype="float32")}
+    hashing = HashingEncoder()
+    lengths = [len(ids) for ids in reference.tokenizer(texts, truncation=False)["input_ids"]]
+    works: dict[str, Callable[[Sequence[str]], object]] = {
+        BASELINE: lambda t: reference.encode(list(t)),
+        **{name: encoder.encode for name, encoder in ours.items()},
+        "HashingEncoder": hashing.encode,
+    }
+    seconds = in_turns(works, texts, repeats)
+    query_s = in_turns(works, [QUERY], 5 * repeats)
+    # the baseline cuts texts at the window, so only those that fit are compared
+    fits = [t for t, n in zip(texts, lengths, strict=True) if n <= reference.max_seq_length]
+    exact = cosines(reference.encode(fits))
+    rows: dict[str, dict[str, Any]] = {}
+    for name, (wall_s, cpu_s) in seconds.items():
+        rows[name] = {
+            "turns_per_s": len(texts) / wall_s,
+            "tokens_per_s": sum(lengths) / wall_s,
+            "cpu_ms_per_turn": 1000 * cpu_s / len(texts),
+            "one_query_ms": 1000 * query_s[name][0],
+            "times_baseline": seconds[BASELINE][0] / wall_s,
+        }
+        if name in ours:
+            rows[name]["dtype"] = ours[name].fingerprint.dtype
+            rows[name]["padding_share"] = ours[name].padding_share(texts)
+            rows[name]["max_cosine_difference"] = float(
+                np.abs(cosines(ours[name].encode(fits)) - exact).max()
+            )
+    return {"turns": len(texts), "tokens": sum(lengths), "rows": rows}
+
+
+def machine() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0].split(':', 1)[1].strip()}, {len(names)} CPUs, torch {torch.__version__}, {platform.system()}"
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['turns']} LoCoMo exchanges, {result['tokens']} tokens; {result['machine']}\n")
+    print(
+        f"{'':28}{'turns/s':>9}{'ktok/s':>8}{'CPU ms/turn':>13}{'ratio':>7}{'padding':>9}{'d cos':>9}{'query ms':>10}"
+    )
+    for name, row in result["rows"].items():
+        label = f"{name} ({row['dtype']})" if name == OURS else name
+        padding = f"{row['padding_share']:.1%}" if "padding_share" in row else ""
+        difference = f"{row['max_cosine_difference']:.5f}" if "max_cosine_difference" in row else ""
+        print(
+            f"{label:28}{row['turns_per_s']:9.1f}{row['tokens_per_s'] / 1000:8.1f}{row['cpu_ms_per_turn']:13.2f}"
+            f"{row['times_baseline']:7.2f}{padding:>9}{difference:>9}{row['one_query_ms']:10.1f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="LoCoMo in its published JSON")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--turns", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    result = measure(exchanges(options.data, options.turns), options.model, options.repeats)
+    result = {"benchmark": "encoder", "machine": machine(), "threads": torch.get_num_threads(), **result}
+    show(result)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

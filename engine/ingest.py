@@ -1,0 +1,184 @@
+"""Files into an engine: read, offer, step, and remember how far each file was taken."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine
+from undertow.engine.journal import Row
+from undertow.engine.model import BadInput, Turn
+from undertow.engine.readers import Format, Record, read
+from undertow.engine.scheduler import StepReport
+
+HEAD_BYTES = 4096
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What one run took in. `admit_s` runs from the first read to the last turn's commit."""
+
+    read_turns: int = 0
+    new_turns: int = 0
+    errors: int = 0
+    warnings: int = 0
+    admit_s: float = 0.0
+    interrupted: bool = False
+    stopped_by: BadInput | None = None
+
+    @property
+    def turns_per_s(self) -> float:
+        return self.new_turns / self.admit_s if self.admit_s > 0 else 0.0
+
+
+class Ingest:
+    """Feeds files to an engine in steps of at most `batch_turns` turns.
+
+    A file's position is committed in the very step that stores the last turn before it, so a kill at
+    any moment loses no turn and `resume` reads none twice but those of one batch, which dedupe drops.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        format: Format = "auto",
+        resume: bool = False,
+        strict: bool = False,
+        on_error: Callable[[BadInput], None] = lambda _: None,
+        on_warning: Callable[[str], None] = lambda _: None,
+        on_step: Callable[[StepReport], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`stop` is asked between steps: once it says so, the run ends after a whole commit.
+
+        `strict`: the first refused input ends the run; nothing of the batch it stood in is stored.
+        """
+        self.report = IngestReport()
+        self._engine = engine
+        self._format: Format = format
+        self._resume = resume
+        self._strict = strict
+        self._on_error, self._on_warning, self._on_step, self._stop = on_error, on_warning, on_step, stop
+        self._batch_turns = min(engine.settings.batch_turns, engine.settings.queue_turns)
+        self._batch: list[Turn] = []
+        self._reached: dict[str, dict[str, Any]] = {}
+        self._stored = self._stored_offsets() if resume else {}
+
+    def feed(self, paths: Sequence[Path]) -> None:
+        """Store every turn of the files; decisions go on alongside. JournalError: reopen the engine."""
+        began_s = time.perf_counter()
+        for path in paths:
+            if not self._ended:
+                self._feed_file(path)
+        if not self._ended:
+            self._flush()
+        self._batch.clear()
+        self._reached.clear()
+        self.report.admit_s += time.perf_counter() - began_s
+
+    def settle(self) -> bool:
+        """Step until all is decided. False: something waits (see `obstacles`), or `stop` said so."""
+        while not self._engine.scheduler.idle:
+            if self._stopping():
+                return False
+            self._on_step(self._engine.step(WAIT_FOR_REPLY_S))
+            if self._engine.server_lost:
+                return False
+        return not self._engine.scheduler.blocked
+
+    @property
+    def _ended(self) -> bool:
+        return self.report.interrupted or self.report.stopped_by is not None
+
+    def _stopping(self) -> bool:
+        self.report.interrupted = self.report.interrupted or self._stop()
+        return self.report.interrupted
+
+    def _feed_file(self, path: Path) -> None:
+        source = self._engine.journal.info.tenant_key(str(path.resolve()))
+        head = _head(path)
+        after = self._start(path, source)
+        bound = self._engine.settings.max_message_bytes
+        for record in read(path, self._format, after=after, max_message_bytes=bound):
+            self._note_problems(record)
+            for turn in record.turns:
+                if len(self._batch) == self._batch_turns:
+                    self._flush()
+                if self._ended:
+                    return
+                self._batch.append(turn)
+            if self._ended or self._stopping():
+                return
+            self._reached[source] = {"source": source, "position": record.position, **head}
+
+    def _note_problems(self, record: Record) -> None:
+        self.report.warnings += len(record.warnings)
+        self.report.errors += len(record.errors)
+        for warning in record.warnings:
+            self._on_warning(warning)
+        for error in record.errors:
+            self._on_error(error)
+            if self._strict:
+                self.report.stopped_by = error
+                return
+
+    def _flush(self) -> None:
+        """One step: the batch and the positions that it completes, in one commit."""
+        batch, self._batch = self._batch, []
+        reached, self._reached = self._reached, {}
+        if not batch and not reached:
+            return
+        for body in reached.values():
+            self._engine.note(Row("source_offset", "", "", -1, orjson.dumps(body)))
+        for turn in batch:
+            self._engine.scheduler.inbox.put(turn)
+        step = self._engine.step()
+        self.report.read_turns += len(batch)
+        self.report.new_turns += step.admitted
+        self._on_step(step)
+        self._stopping()
+
+    def _start(self, path: Path, source: str) -> int:
+        """After which position to read: the stored one where the file still begins as it did."""
+        stored = self._stored.get(source)
+        if stored is None:
+            return 0
+        if _head(path, stored["head_bytes"]) == {k: stored[k] for k in ("head", "head_bytes")}:
+            return int(stored["position"])
+        self.report.warnings += 1
+        self._on_warning(f"{path}: has changed since it was last read; reading it from the start")
+        return 0
+
+    def _stored_offsets(self) -> dict[str, dict[str, Any]]:
+        rows = sorted(
+            self._engine.journal.read(kinds=["source_offset"], vectors=False), key=lambda row: row.lsn
+        )
+        return {body["source"]: body for body in (orjson.loads(row.payload) for row in rows)}
+
+
+def obstacles(engine: Engine) -> list[str]:
+    """Why work is pending, in words: one line for each reason."""
+    blocked = Counter(engine.scheduler.blocked.values())
+    lines = [f"{count} tenant{'s' * (count > 1)}: {why}" for why, count in blocked.most_common()]
+    if engine.server_lost:
+        lines.insert(0, f"the LLM server does not answer: {engine.llm_error}")
+    return lines
+
+
+def _head(path: Path, size_bytes: int = HEAD_BYTES) -> dict[str, Any]:
+    """Digest of how a file begins, to tell later whether it is still the same log, grown."""
+    try:
+        with path.open("rb") as file:
+            begins = file.read(size_bytes)
+    except OSError:  # the reader will say what is wrong with it
+        begins = b""
+    digest = hashlib.blake2b(begins, digest_size=16).hexdigest()
+    return {"head": digest, "head_bytes": len(begins)}

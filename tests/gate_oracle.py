@@ -1,0 +1,64 @@
+"""The gate and top-k as the spec words them, in plain loops and sorts: nothing of the kernels is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass
+class Row:
+    vector: NDArray[np.float16]
+    present: bool = True
+    live: bool = True
+
+
+@dataclass
+class Store:
+    """Segments as lists of rows."""
+
+    segments: list[list[Row]] = field(default_factory=list)
+
+
+def cosine(a: NDArray[np.float16], b: NDArray[np.float16]) -> float:
+    """Dot product by exact rational arithmetic; the conversion to float must lose nothing."""
+    exact = sum((Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a, b, strict=True)), Fraction(0))
+    assert Fraction(float(exact)) == exact
+    return float(exact)
+
+
+def nearest(store: Store, segment: int, query: NDArray[np.float16]) -> tuple[int, float]:
+    """The nearest present row, the lower one of equals; (-1, -inf) without one."""
+    best = (-1, float("-inf"))
+    for row, item in enumerate(store.segments[segment] if segment >= 0 else []):
+        if item.present and cosine(query, item.vector) > best[1]:
+            best = (row, cosine(query, item.vector))
+    return best
+
+
+def relevant(
+    store: Store, segment: int, query: NDArray[np.float16], visible: int, theta: float
+) -> list[tuple[float, int]]:
+    """All live visible rows with a score of at least theta, best first, the lower row first of equals."""
+    found = []
+    for row, item in enumerate(store.segments[segment]):
+        if row < visible and item.live and (score := cosine(query, item.vector)) >= theta:
+            found.append((score, row))
+    return sorted(found, key=lambda hit: (-hit[0], hit[1]))
+
+
+def top_k(
+    store: Store, segment: int, query: NDArray[np.float16], k: int, allowed: Any = None
+) -> tuple[list[float], list[int]]:
+    """Scores and rows of the k nearest present rows, padded with -inf and -1."""
+    hits = sorted(
+        (-cosine(query, item.vector), row)
+        for row, item in enumerate(store.segments[segment])
+        if item.present and (allowed is None or allowed[row])
+    )[:k]
+    short = k - len(hits)
+    return [-s for s, _ in hits] + [float("-inf")] * short, [row for _, row in hits] + [-1] * short

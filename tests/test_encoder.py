@@ -1,0 +1,312 @@
+"""The encoders: what they compute, and that a text's bits do not depend on anything else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from sentence_transformers import SentenceTransformer
+
+from undertow.engine.config import Settings
+from undertow.engine.encoder import (
+    DEFAULT_MODEL,
+    Encoder,
+    EncoderError,
+    Fingerprint,
+    Float16,
+    HashingEncoder,
+    SentenceEncoder,
+    TenantTextCache,
+    make_encoder,
+)
+from undertow.engine.sentence_model import model_folder
+
+_VOCABULARY = """
+    I you we they went saw made painted bought pottery class lake hike mountain yesterday tomorrow my
+    sister brother dog with for and the a of new old really great thanks how was it to support group
+    adoption agency piano concert recipe camping weekend marathon kindergarten
+""".split()  # noqa: SIM905
+
+
+def _text(words: int, rng: random.Random) -> str:
+    return f"Ana: {' '.join(rng.choices(_VOCABULARY, k=words))}\nBo: {rng.choice(_VOCABULARY)}"
+
+
+def _texts(count: int, seed: int) -> list[str]:
+    """Exchanges from a few words up to just below the window, so that every batch shape occurs."""
+    rng = random.Random(seed)
+    return [_text(n, rng) for n in np.linspace(2, 240, count).astype(int)]
+
+
+TEXTS = [*_texts(26, 1), "", "where did Ana hike?", "héllo wörld 你好 🙂", _text(600, random.Random(2))]
+
+
+def _unit(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+    scaled: NDArray[np.float64] = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return scaled
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def encoder(request: pytest.FixtureRequest) -> SentenceEncoder:
+    return SentenceEncoder(dtype=request.param, threads=2)
+
+
+@pytest.fixture(scope="module")
+def fp32() -> SentenceEncoder:
+    return SentenceEncoder(dtype="float32", threads=2)
+
+
+@pytest.fixture(scope="module")
+def reference() -> SentenceTransformer:
+    return SentenceTransformer(str(model_folder(DEFAULT_MODEL)), device="cpu", local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def vectors(encoder: SentenceEncoder) -> Float16:
+    return encoder.encode(TEXTS)
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
+
+
+def test_fp32_agrees_with_sentence_transformers(
+    fp32: SentenceEncoder, reference: SentenceTransformer
+) -> None:
+    short = TEXTS[:-1]  # sentence-transformers would cut the last one
+    expected = reference.encode(short, normalize_embeddings=True, show_progress_bar=False)
+    assert np.abs(fp32.encode(short).astype(np.float32) - expected).max() < 2**-12  # fp16 rounding below 0.5
+
+
+def test_bf16_stays_near_fp32(fp32: SentenceEncoder) -> None:
+    near = SentenceEncoder(dtype="bfloat16", threads=1).encode(TEXTS).astype(np.float64)
+    cosines = (near * fp32.encode(TEXTS).astype(np.float64)).sum(axis=1)
+    assert cosines.min() > 0.999
+
+
+def test_long_text_is_the_mean_of_its_windows(fp32: SentenceEncoder, reference: SentenceTransformer) -> None:
+    words = random.Random(5).choices([w for w in _VOCABULARY if w.isalpha()], k=700)
+    pieces = [reference.tokenizer.tokenize(w) for w in words]
+    tokens = [p for piece in pieces for p in piece]
+    room = fp32.window - 2
+    windows = [
+        reference.tokenizer.convert_tokens_to_string(tokens[i : i + room]).strip()
+        for i in range(0, len(tokens), room)
+    ]
+    assert len(windows) >= 3
+    parts = reference.encode(windows, normalize_embeddings=True, show_progress_bar=False)
+    expected = _unit(parts.astype(np.float64).mean(axis=0))
+    assert np.abs(fp32.encode([" ".join(words)])[0] - expected).max() < 2**-11
+
+
+def test_every_width_is_used_and_a_full_window_is_not_cut(fp32: SentenceEncoder) -> None:
+    # 254 words of one token each and two special tokens fill the window; one word more makes a second
+    full, over = "lake " * 254, "lake " * 254 + "piano"
+    assert [len(w) for w in fp32._windows([full])[0]] == [256]
+    assert [len(w) for w in fp32._windows([over])[0]] == [256, 3]
+    lone = fp32.encode(["piano"])[0].astype(np.float64)
+    both = _unit(_unit(fp32.encode([full])[0].astype(np.float64)) + lone)
+    assert np.abs(fp32.encode([over])[0] - both).max() < 2**-10
+    used = {shape for _, shape in fp32._batches([len(w) for w in fp32._windows(TEXTS)[0]])}
+    assert used == set(fp32._shapes)
+
+
+def test_shape_dtype_and_length(encoder: SentenceEncoder, vectors: Float16) -> None:
+    assert vectors.shape == (len(TEXTS), encoder.dim) == (len(TEXTS), 384)
+    assert vectors.dtype == np.float16
+    assert np.abs(np.linalg.norm(vectors.astype(np.float64), axis=1) - 1).max() < 1e-3
+    assert encoder.encode([]).shape == (0, 384)
+
+
+def test_bits_do_not_depend_on_company(encoder: SentenceEncoder, vectors: Float16) -> None:
+    for i in [0, 7, 19, 26, 28, 29]:  # alone
+        assert np.array_equal(encoder.encode([TEXTS[i]])[0], vectors[i]), i
+    order = list(range(len(TEXTS)))
+    for seed in (1, 2):  # in any order, so at any position of a batch
+        random.Random(seed).shuffle(order)
+        assert np.array_equal(encoder.encode([TEXTS[i] for i in order]), vectors[order])
+    with_others = encoder.encode([*_texts(7, 9), *TEXTS, *_texts(5, 10)])
+    assert np.array_equal(with_others[7 : 7 + len(TEXTS)], vectors)
+
+
+@pytest.mark.parametrize("size", [1, 3, 13])
+def test_bits_do_not_depend_on_the_batch_size(encoder: SentenceEncoder, vectors: Float16, size: int) -> None:
+    some = TEXTS[: 2 * size + 1]
+    parts = [encoder.encode(some[i : i + size]) for i in range(0, len(some), size)]
+    assert np.array_equal(np.concatenate(parts), vectors[: len(some)])
+
+
+def test_bits_do_not_depend_on_equal_lengths(encoder: SentenceEncoder) -> None:
+    """A batch in which every row has the width's greatest length against one with short rows."""
+    full = ["lake " * n for n in (13, 13, 13)] * 6
+    assert np.array_equal(encoder.encode(full)[0], encoder.encode([full[0], "dog"])[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_threads(
+    encoder: SentenceEncoder, vectors: Float16, torch_threads: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    dtype = encoder.fingerprint.dtype
+    other = SentenceEncoder(dtype="bfloat16" if dtype == "bfloat16" else "float32", threads=3 - threads % 3)
+    assert np.array_equal(other.encode(TEXTS), vectors)
+    assert np.array_equal(encoder.encode(TEXTS), vectors)
+
+
+def test_torch_is_left_as_it_was(torch_threads: int) -> None:
+    torch.set_num_threads(2)
+    SentenceEncoder(threads=1).encode(["a text"])
+    assert torch.get_num_threads() == 2
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    SentenceEncoder(threads=1).encode(TEXTS[:3])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_lone_surrogates_are_taken(encoder: SentenceEncoder) -> None:
+    broken = json.loads('"a \\ud83d dog"')
+    assert np.array_equal(encoder.encode([broken]), encoder.encode(["a � dog"]))
+
+
+def test_importing_loads_no_torch() -> None:
+    code = "import sys, undertow.engine.encoder; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_digest_follows_the_model(tmp_path: Path) -> None:
+    here = SentenceEncoder(threads=1).fingerprint
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(DEFAULT_MODEL), folder)
+    (folder / "README.md").write_text("other words")
+    copy = SentenceEncoder(str(folder), threads=1).fingerprint
+    assert (copy.digest, copy.dim) == (here.digest, here.dim)
+    assert here.mismatch(copy) is None  # though the names differ
+    settings = folder / "sentence_bert_config.json"
+    settings.write_text(settings.read_text().replace("256", "128"))
+    narrow = SentenceEncoder(str(folder), threads=1)
+    assert narrow.window == 128
+    assert narrow.fingerprint.digest != here.digest
+
+
+def test_missing_model_names_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(EncoderError, match=r"no-such/model.*UNDERTOW_ENCODER.*undertow\[offline\]"):
+        SentenceEncoder("no-such/model")
+    with pytest.raises(EncoderError, match=r"modules\.json"):
+        SentenceEncoder(str(tmp_path))
+
+
+def test_fingerprints_refuse_and_warn() -> None:
+    store = Fingerprint("mini", "ab" * 16, 384, "bfloat16", "cpu")
+    assert store.mismatch(store) is None
+    assert store.drift(store) is None
+    for other in (replace(store, digest="cd" * 16), replace(store, dim=768)):
+        assert "undertow reindex" in (store.mismatch(other) or "")
+    for other in (replace(store, dtype="float32"), replace(store, device="cuda")):
+        assert store.mismatch(other) is None
+        assert other.dtype in (store.drift(other) or "")
+
+
+def test_hashing_encoder_by_hand() -> None:
+    """One word: 16 hashed places, each +-1 (a place hit twice adds up)."""
+    vector = HashingEncoder(64).encode(["Lake"])[0].astype(np.float64)
+    again = HashingEncoder(64).encode(["  lake!"])[0]
+    steps = vector / np.abs(vector[vector != 0]).min()
+    assert np.array_equal(vector, again)
+    assert np.abs(steps - np.round(steps)).max() < 1e-2
+    assert np.abs(np.round(steps)).sum() <= 16
+    assert (np.abs(np.round(steps)).sum() - 16) % 2 == 0
+
+
+def test_hashing_encoder_bits_are_fixed() -> None:
+    """The same on every machine: a change of these numbers is a change of format."""
+    vectors = HashingEncoder().encode(TEXTS)
+    assert hashlib.blake2b(vectors.tobytes(), digest_size=8).hexdigest() == "9ee5d799d094aa7f"
+
+
+def test_hashing_encoder_is_invariant_and_shared_words_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = HashingEncoder()
+    vectors = encoder.encode(TEXTS)
+    assert vectors.dtype == np.float16
+    assert encoder.encode([]).shape == (0, 384)
+    order = random.Random(3).sample(range(len(TEXTS)), len(TEXTS))
+    fresh = HashingEncoder()
+    assert np.array_equal(np.concatenate([fresh.encode([TEXTS[i]]) for i in order]), vectors[order])
+    monkeypatch.setattr(HashingEncoder, "MAX_WORDS", 3)  # the table of words is dropped at every call
+    assert np.array_equal(encoder.encode(TEXTS), vectors)
+    a, b, c = encoder.encode(
+        ["we hike at the lake", "we hike at the mountain", "piano concert tonight"]
+    ).astype(np.float64)
+    assert a @ b > 0.6 > 0.3 > a @ c
+
+
+def test_make_encoder_reads_the_name() -> None:
+    assert make_encoder(Settings(encoder="hash:128")).fingerprint.model == "hash:128"
+    assert make_encoder(Settings()).fingerprint.model == DEFAULT_MODEL
+    for name in ("hash:", "hash:x", "hash:7", "hash:-384"):
+        with pytest.raises(ValueError, match=r"hash|dimensions"):
+            make_encoder(Settings(encoder=name))
+
+
+class _Counting:
+    """An encoder that notes which texts it was asked for."""
+
+    def __init__(self) -> None:
+        self._inner = HashingEncoder(32)
+        self.asked: list[list[str]] = []
+        self.dim = self._inner.dim
+        self.fingerprint = self._inner.fingerprint
+
+    def encode(self, texts: Sequence[str]) -> Float16:
+        self.asked.append(list(texts))
+        return self._inner.encode(texts)
+
+
+def test_cache_encodes_a_tenants_text_once_and_shares_nothing() -> None:
+    counting = _Counting()
+    inner: Encoder = counting
+    cache = TenantTextCache(inner, 10)
+    got = cache.encode(["a", "a", "b", "a"], ["x y", "z", "x y", "x y"])
+    assert counting.asked == [["x y", "z", "x y"]]
+    assert np.array_equal(got, HashingEncoder(32).encode(["x y", "z", "x y", "x y"]))
+    assert np.array_equal(cache.encode(["b", "a", "b"], ["x y", "x y", "z"]), got[[0, 0, 1]])
+    assert counting.asked[1:] == [["z"]]  # known of tenant a, but not of b
+    assert cache.encode([], []).shape == (0, 32)
+
+
+def test_cache_forgets_the_text_used_longest_ago() -> None:
+    counting = _Counting()
+    cache = TenantTextCache(counting, 2)
+    for text in ("one", "two", "one", "three", "one", "two"):
+        cache.encode(["t"], [text])
+    assert counting.asked == [["one"], ["two"], ["three"], ["two"]]
+    assert len(cache) == 2
+
+
+def test_cache_of_no_capacity_dedupes_within_a_call_only() -> None:
+    counting = _Counting()
+    cache = TenantTextCache(counting, 0)
+    cache.encode(["t", "t"], ["one", "one"])
+    cache.encode(["t"], ["one"])
+    assert counting.asked == [["one"], ["one"]]
+    with pytest.raises(ValueError, match="capacity"):
+        TenantTextCache(counting, -1)
+    with pytest.raises(ValueError, match="one tenant a text"):
+        cache.encode(["t"], ["one", "two"])

@@ -1,0 +1,264 @@
+"""The central promise: any batching, interleaving, interruption or delay gives what one-by-one gives."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from undertow.bench.mock_llm import MockReplies
+from undertow.engine.config import Settings
+from undertow.engine.encoder import Encoder, HashingEncoder
+from undertow.engine.engine import Engine
+from undertow.engine.model import Turn
+from undertow.engine.readers import read
+
+from .engine_harness import (
+    RecordingLLM,
+    Run,
+    TableEncoder,
+    assert_same,
+    engine_run,
+    ingest,
+    interleaved,
+    opened,
+    oracle_run,
+    read_back,
+    settings_of,
+    turn_of,
+)
+
+LOCOMO = Path(__file__).parents[2] / "shared" / "data" / "locomo_dev.json"
+REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.15, malformed_rate=0.08, malformed_sticky=True)
+THETA = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}
+SHORT = ("conv-26", "conv-30")
+
+Turns = dict[str, list[Turn]]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> HashingEncoder:
+    return HashingEncoder(384)
+
+
+@pytest.fixture(scope="module")
+def locomo() -> Turns:
+    if not LOCOMO.exists():
+        pytest.skip("the LoCoMo development conversations may not be copied into the project: no locomo_dev.json")
+    turns: Turns = {}
+    for record in read(LOCOMO, max_message_bytes=1_000_000):
+        assert not record.errors
+        for turn in record.turns:
+            turns.setdefault(turn.tenant, []).append(turn)
+    assert len(turns) == 5
+    return turns
+
+
+@pytest.fixture(scope="module")
+def expected(locomo: Turns, encoder: HashingEncoder) -> Run:
+    return oracle_run(settings_of(**THETA), encoder, REPLIES, locomo)
+
+
+def only(run: Run, names: tuple[str, ...]) -> Run:
+    return Run(*({n: part[n] for n in names} for part in (run.decisions, run.versions, run.prompts)))
+
+
+# ---- the LoCoMo conversations
+
+
+def test_the_runs_contain_every_kind_of_decision(expected: Run) -> None:
+    for tenant, decisions in expected.decisions.items():
+        seen = Counter(d.decision for d in decisions)
+        assert all(seen[kind] > 0 for kind in ("waits", "merged", "fired", "parked")), tenant
+        refusals = [d for d in decisions if d.merge_asked and d.decision in ("waits", "fired")]
+        assert refusals, tenant
+    every = [d for decisions in expected.decisions.values() for d in decisions]
+    empty = [d for d in every if d.decision == "fired" and not d.settled]
+    refires = [d for d in every for e in empty if d.seq > e.seq and set(d.cluster) > set(e.cluster)]
+    assert empty and refires
+    assert any(d.decision == "parked" and d.merge_asked and d.cluster == (d.seq,) for d in every)
+    assert any(d.decision == "parked" and len(d.cluster) > 1 for d in every)
+    versions = [m for of_tenant in expected.versions.values() for m in of_tenant]
+    assert any(m.version > 2 for m in versions)
+    assert any(m.supersedes for m in versions)
+
+
+@pytest.mark.parametrize(("batch_turns", "seed"), [(7, 1), (512, None), (512, 2)])
+def test_any_batch_and_interleaving_gives_what_one_by_one_gives(
+    batch_turns: int, seed: int | None, locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path
+) -> None:
+    settings = settings_of(**THETA, batch_turns=batch_turns)
+    assert_same(engine_run(tmp_path, settings, encoder, REPLIES, interleaved(locomo, seed)), expected)
+
+
+def test_turns_added_one_at_a_time(locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path) -> None:
+    turns = interleaved({name: locomo[name] for name in SHORT}, seed=3)
+    run = engine_run(tmp_path, settings_of(**THETA, batch_turns=1), encoder, REPLIES, turns)
+    assert_same(run, only(expected, SHORT))
+
+
+def test_late_and_out_of_order_replies(
+    locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path
+) -> None:
+    llm = RecordingLLM(REPLIES, latency_s=0.001, jitter_s=0.02)
+    with opened(tmp_path, settings_of(**THETA, batch_turns=64), encoder, llm) as engine:
+        ingest(engine, interleaved(locomo, seed=4), 64)
+        assert engine.drain()
+    assert llm.max_in_flight > 1
+    assert_same(read_back(tmp_path, llm.prompts), expected)
+
+
+def figures(engine: Engine, tenants: Turns) -> tuple[dict[str, int], list[Any]]:
+    return engine.stats(), [engine.search(name, "a trip to the beach with the kids") for name in tenants]
+
+
+def test_closing_and_reopening_in_the_middle_changes_nothing(
+    locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path
+) -> None:
+    """The first session ends with replies outstanding: those prompts are sent again, and only those."""
+    settings = settings_of(**THETA, batch_turns=32)
+    turns = interleaved(locomo, seed=5)
+    first, second = RecordingLLM(REPLIES, latency_s=0.005, jitter_s=0.05), RecordingLLM(REPLIES)
+    with opened(tmp_path, settings, encoder, first) as engine:
+        ingest(engine, turns[:600], 32)
+        assert engine.lag.undecided_turns > 0
+        assert engine.lag.running_jobs > 0
+    with opened(tmp_path, settings, encoder, second) as engine:
+        ingest(engine, turns[500:], 32)  # a hundred turns once more: they are duplicates
+        assert engine.drain()
+        live = figures(engine, locomo)
+    run = read_back(tmp_path, {})
+    assert_same(replace_prompts(run, expected), expected)
+    for name in locomo:
+        sent, wanted = first.prompts[name] + second.prompts[name], expected.prompts[name]
+        assert Counter(sent).keys() == Counter(wanted).keys(), name
+    with opened(tmp_path, settings, encoder, None) as engine:
+        assert figures(engine, locomo) == live
+
+
+def replace_prompts(run: Run, other: Run) -> Run:
+    return replace(run, prompts=other.prompts)
+
+
+def test_without_an_llm_at_first_the_end_state_is_the_same(
+    locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path
+) -> None:
+    settings = settings_of(**THETA)
+    with opened(tmp_path, settings, encoder, None) as engine:
+        ingest(engine, interleaved(locomo, seed=6), 512)
+        assert not engine.drain()
+        assert engine.stats()["pending_jobs"] == len(locomo)
+        assert engine.stats()["llm_calls"] == 0
+        assert all(engine.search(name, "a trip to the beach").turns for name in locomo)
+    llm = RecordingLLM(REPLIES)
+    with opened(tmp_path, settings, encoder, llm) as engine:
+        assert engine.drain()
+        assert engine.stats()["pending_jobs"] == 0
+    assert_same(read_back(tmp_path, llm.prompts), expected)
+
+
+def test_live_state_equals_state_read_back(locomo: Turns, encoder: Encoder, tmp_path: Path) -> None:
+    """What search and stats say while running is what they say after a restart."""
+    settings = settings_of(**THETA)
+    turns = {name: locomo[name] for name in SHORT}
+    with opened(tmp_path, settings, encoder, RecordingLLM(REPLIES)) as engine:
+        ingest(engine, interleaved(turns, seed=7), 512)
+        engine.drain()
+        live = figures(engine, turns)
+        memories = {name: engine.get_all(name) for name in turns}
+    with opened(tmp_path, settings, encoder, None) as engine:
+        assert figures(engine, turns) == live
+        assert {name: engine.get_all(name) for name in turns} == memories
+    assert live[0]["episodes"] and live[0]["facts"] and live[0]["dead_letters"]
+
+
+# ---- random vectors, near thresholds and tied
+
+DIM = 16
+Vectors = NDArray[np.float16]
+
+
+def exact(a: Vectors, b: Vectors) -> float:
+    return float(np.dot(a.astype(np.float64), b.astype(np.float64)))
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Vectors:
+    """Unit vectors with many equal or all but equal cosines, some of them twice."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows: list[Vectors] = []
+    for _ in range(draw(st.integers(3, 8))):
+        signs = rng.choice([-1.0, 1.0, 1.0, 1.0], DIM)
+        if rng.random() < 0.5:  # four halves, within few places: dot products are exact quarters
+            row = np.zeros(DIM)
+            row[rng.permutation(6)[:4]] = 0.5
+            row *= signs
+        else:
+            row = np.zeros(DIM)
+            row[:3] = rng.normal(size=3) + 1.0
+            row /= np.linalg.norm(row)
+        rows.append(row.astype(np.float16))
+    for row in list(rows):  # neighbours in the last bit
+        near = row.copy()
+        place = int(np.argmax(np.abs(near)))
+        near[place] = np.nextafter(near[place], np.float16(0))
+        rows.append(near)
+    return np.stack(rows)
+
+
+@st.composite
+def thresholds(draw: st.DrawFn, pool: Vectors) -> float:
+    """A quarter, or the very cosine of a pair, or the next number above or below it."""
+    pair = draw(st.tuples(*[st.integers(0, len(pool) - 1)] * 2))
+    met = exact(pool[pair[0]], pool[pair[1]])
+    theta = draw(st.sampled_from([0.25, 0.5, 0.75, met, np.nextafter(met, 2.0), np.nextafter(met, -2.0)]))
+    return float(np.clip(theta, -1.0, 1.0))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]:
+    pool = draw(pools())
+    rate = st.sampled_from([0.0, 0.3, 0.7])
+    replies = MockReplies(
+        draw(st.integers(0, 99)), draw(rate), draw(rate), draw(st.sampled_from([0.0, 0.1, 0.3])), True
+    )
+    turns: Turns = {}
+    for tenant in range(draw(st.integers(1, 3))):
+        count = draw(st.integers(1, 40))
+        texts = [f"tenant {tenant} says {n}, {draw(st.integers(0, 2))} times" for n in range(count)]
+        stamps = [f"2026-03-{draw(st.integers(1, 28)):02d}T10:00:00" for _ in range(count)]
+        name = f"t{tenant}"
+        turns[name] = [turn_of(name, n, texts[n], timestamp=stamps[n]) for n in range(count)]
+    table = {
+        turn.text: pool[draw(st.integers(0, len(pool) - 1))]
+        for of_tenant in turns.values()
+        for turn in of_tenant
+    }
+    settings = settings_of(
+        theta_sim=draw(thresholds(pool)),
+        theta_merge=draw(thresholds(pool)),
+        theta_count=draw(st.integers(1, 6)),
+        batch_turns=draw(st.sampled_from([1, 2, 5, 512])),
+        gate_lookahead_turns=draw(st.sampled_from([1, 3, 64])),
+    )
+    return settings, TableEncoder(table, pool), replies, turns
+
+
+@hypothesis_settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(world=worlds(), seed=st.integers(0, 99))
+def test_engine_equals_oracle_on_ties_and_near_ties(
+    world: tuple[Settings, TableEncoder, MockReplies, Turns], seed: int
+) -> None:
+    settings, encoder, replies, turns = world
+    with tempfile.TemporaryDirectory() as store:
+        run = engine_run(Path(store), settings, encoder, replies, interleaved(turns, seed))
+    assert_same(run, oracle_run(settings, encoder, replies, turns))
