@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from undertow.engine.admission import Admission, Receipt
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint, TenantTextCache
 from undertow.engine.erasure import Certificate, bury, purge
+from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import LLMClient, OpenAILLM
 from undertow.engine.model import Memory, Turn, UndertowError, Usage, dedupe_key
@@ -103,6 +103,7 @@ class Engine:
             queue_turns=s.queue_turns,
             batch_turns=s.batch_turns,
             lookahead_turns=s.gate_lookahead_turns,
+            llm_in_flight=s.llm_in_flight,
             token_budget=s.tenant_token_budget,
             trace=self.trace,
         )
@@ -194,6 +195,11 @@ class Engine:
         """The LLM server has been silent, with requests waiting, for longer than our patience."""
         silent_s = self._llm.unreachable_s if self._llm is not None else None
         return silent_s is not None and silent_s > self.settings.llm_patience_s
+
+    @property
+    def llm_in_flight(self) -> int:
+        """Requests at the LLM server now."""
+        return self._llm.in_flight if self._llm is not None else 0
 
     @property
     def llm_error(self) -> str | None:
@@ -343,36 +349,10 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Counts over all tenants of the store."""
-        total: Counter[str] = Counter()
-        tenants = self.tenants.get_many(self.tenants.names())
-        for t in tenants:
-            total.update(tenant_stats(t))
-        return {"tenants": len(tenants), **total}
+        return store_stats(self.tenants)
 
     def _tenant(self, name: str) -> Tenant:
         return self.tenants.existing(name)
-
-
-def tenant_stats(tenant: Tenant) -> dict[str, int]:
-    """Counts and construction tokens of one tenant, under the summary's names."""
-    spent = sum((u for op, u in tenant.meter.items() if op != "answer"), Usage())
-    states = Counter(job.state for job in tenant.jobs.values())
-    return {
-        "turns": len(tenant.seq_by_row) - tenant.counts["deleted"],
-        "episodes": len(tenant.current("episode")),
-        "facts": len(tenant.current("fact")),
-        "merges": tenant.counts["merges"],
-        "merge_refusals": tenant.counts["merge_refusals"],
-        "consolidations": tenant.counts["consolidations"],
-        "waiting_turns": tenant.waiting_count,
-        "undecided_turns": tenant.undecided_count,
-        "pending_jobs": states["pending"],
-        "dead_letters": states["parked"],
-        "llm_calls": spent.calls,
-        "prompt_tokens": spent.prompt_tokens,
-        "cached_prompt_tokens": spent.cached_prompt_tokens,
-        "completion_tokens": spent.completion_tokens,
-    }
 
 
 def make_llm(settings: Settings, trace: Trace) -> LLMClient | None:

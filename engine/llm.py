@@ -18,15 +18,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 import openai
 import orjson
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from undertow.engine.config import Settings
 from undertow.engine.llm_slots import Slots, backoff_s
+from undertow.engine.llm_wire import ChatCompletion, ModelList
 from undertow.engine.model import UndertowError, Usage
 from undertow.prompts import Operation, Prompt, repair_messages
 from undertow.prompts.replies import Reply
@@ -132,46 +133,6 @@ class _Rejected(Exception):
 
 
 _OUTCOMES: dict[type[Exception], str] = {_Trouble: "retry", _Rejected: "rejected", ServerRefused: "refused"}
-
-
-def _storable(content: object) -> object:
-    """Text without lone surrogates, which JSON can carry but UTF-8, and so the journal, cannot."""
-    return content.encode(errors="replace").decode() if isinstance(content, str) else content
-
-
-class _Message(BaseModel):
-    content: Annotated[str | None, BeforeValidator(_storable)] = None
-
-
-class _Choice(BaseModel):
-    message: _Message
-    finish_reason: str | None = None
-
-
-class _CachedTokens(BaseModel):
-    cached_tokens: int | None = None
-
-
-class _TokenCounts(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int | None = None
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _Completion(BaseModel):
-    """What we read of a chat completion; anything more is ignored."""
-
-    choices: list[_Choice] = Field(min_length=1)
-    model: str | None = None
-    usage: _TokenCounts | None = None
-
-
-class _Model(BaseModel):
-    id: str
-
-
-class _ModelList(BaseModel):
-    data: list[_Model] = Field(min_length=1)
 
 
 _Form = TypeVar("_Form", bound=BaseModel)
@@ -360,7 +321,7 @@ class OpenAILLM:
             raise _Trouble(f"{self.url}: {error.message} ({error.__cause__!r})") from error
         except json.JSONDecodeError as invalid:
             raise self._not_openai("no JSON") from invalid
-        return self._answer(prompt, self._read(_Completion, completion))
+        return self._answer(prompt, self._read(ChatCompletion, completion))
 
     def _read(self, form: type[_Form], body: object) -> _Form:
         try:
@@ -384,7 +345,7 @@ class OpenAILLM:
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         return body
 
-    def _answer(self, prompt: Prompt, completion: _Completion) -> _Answer:
+    def _answer(self, prompt: Prompt, completion: ChatCompletion) -> _Answer:
         choice = completion.choices[0]
         content = choice.message.content or ""
         try:
@@ -393,7 +354,7 @@ class OpenAILLM:
             reply, problem = None, str(invalid)
         return _Answer(content, reply, problem, self._usage(completion), completion.model or str(self._model))
 
-    def _usage(self, completion: _Completion) -> Usage:
+    def _usage(self, completion: ChatCompletion) -> Usage:
         used = completion.usage
         if used is None:
             if not self._told_no_usage:
@@ -413,7 +374,7 @@ class OpenAILLM:
         return ServerRefused(f"{self.url} refuses requests for model {self._model}: {text}. {_CURE}")
 
     async def _models(self) -> list[str]:
-        listed = self._read(_ModelList, await self._client.get("/models", cast_to=object))
+        listed = self._read(ModelList, await self._client.get("/models", cast_to=object))
         return [model.id for model in listed.data]
 
     async def _probe(self) -> Health:

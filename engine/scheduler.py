@@ -77,6 +77,7 @@ class Scheduler:
         queue_turns: int,
         batch_turns: int,
         lookahead_turns: int,
+        llm_in_flight: int,
         token_budget: int | None,
         trace: Trace,
     ) -> None:
@@ -87,6 +88,7 @@ class Scheduler:
         self._llm = llm
         self._batch_turns = batch_turns
         self._lookahead_turns = lookahead_turns
+        self._llm_in_flight = llm_in_flight
         self._token_budget = token_budget
         self._trace = trace
         self.inbox = Inbox(queue_turns)
@@ -201,7 +203,7 @@ class Scheduler:
 
     def _decide(self) -> None:
         """Settle each ready tenant's records up to the first that needs more than the gate."""
-        if not self._ready:
+        if not self._ready or (len(self.inbox) and self._server_is_full):
             return
         with self._trace.span("decide", tenants=len(self._ready)):
             ahead = self._look_ahead()
@@ -224,6 +226,11 @@ class Scheduler:
             self._start(started)
             for tenant in {r.tenant.name: r.tenant for r, _ in ahead}.values():
                 self.wake(tenant)
+
+    @property
+    def _server_is_full(self) -> bool:
+        """While turns queue up to be stored, deciding more of them can wait for the LLM to catch up."""
+        return self._llm is None or len(self._running) >= 2 * self._llm_in_flight
 
     def _look_ahead(self) -> list[tuple[Running, Effect | Outcome]]:
         """Begin the next records of the ready tenants: an equal share each, in their order."""
@@ -256,6 +263,7 @@ class Scheduler:
     def _start(self, started: Sequence[tuple[Running, Effect]]) -> None:
         for running, _ in started:
             self._running[running.tenant.name] = running
+            self._ready.pop(running.tenant.name, None)  # settling the records before it has woken it
         self._run(started)
 
     def _run(self, pending: Sequence[tuple[Running, Effect]]) -> None:

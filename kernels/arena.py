@@ -8,7 +8,7 @@ One owner calls an arena; it takes no locks.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -259,31 +259,33 @@ class Arena:
             raise ValueError(f"row {row} of segment {segment} was redacted: append a new row instead")
 
     def _check_vectors(self, vectors: Float16s, count: int) -> None:
-        check_vectors(vectors, self.dim)
+        _check_form(vectors, self.dim)
         if len(vectors) != count:
             raise ValueError(f"{len(vectors)} vectors for {count} rows")
+        # block by block, and again when they are written: a bulk load must not exist twice in fp32
+        for start in range(0, count, _BLOCK_ROWS):
+            widened(vectors[start : start + _BLOCK_ROWS], self.dim)
 
 
-def check_vectors(vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]]) -> None:
-    """Refuse (ValueError) anything but [n, dim] of finite values, with norms of at most 4.
+def widened(vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]]) -> NDArray[np.float32]:
+    """The vectors as float32 [n, dim], after refusing (ValueError) what no kernel may meet.
 
-    dtypes: what is taken; float16 where none is named.
+    dtypes: what is taken; float16 where none is named. Values must be finite, norms at most 4.
     """
+    _check_form(vectors, dim, *dtypes)
+    wide = np.ascontiguousarray(vectors, np.float32)
+    # written so that NaN fails it
+    bad = np.flatnonzero(~(np.einsum("nd,nd->n", wide, wide) <= MAX_NORM * MAX_NORM))
+    if len(bad):
+        problem = "has a norm above 4" if np.isfinite(wide[bad[0]]).all() else "is not finite"
+        raise ValueError(f"vector {bad[0]} {problem}: L2-normalise it first")
+    return wide
+
+
+def _check_form(vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]]) -> None:
     names = [np.dtype(dtype).name for dtype in dtypes or (np.float16,)]
     if not isinstance(vectors, np.ndarray) or vectors.dtype.name not in names:
         found = getattr(vectors, "dtype", type(vectors).__name__)
-        _refuse(f"vectors must be an array of {' or '.join(names)}, not {found}")
+        raise ValueError(f"vectors must be an array of {' or '.join(names)}, not {found}")
     if vectors.ndim != 2 or vectors.shape[1] != dim:
-        _refuse(f"vectors must have shape [n, {dim}], not {list(vectors.shape)}")
-    for start in range(0, len(vectors), _BLOCK_ROWS):
-        block = vectors[start : start + _BLOCK_ROWS].astype(np.float32)
-        squares = np.einsum("nd,nd->n", block, block)
-        # written so that NaN fails it
-        bad = np.flatnonzero(~(squares <= MAX_NORM * MAX_NORM))
-        if len(bad):
-            problem = "has a norm above 4" if np.isfinite(block[bad[0]]).all() else "is not finite"
-            _refuse(f"vector {start + bad[0]} {problem}: L2-normalise it first")
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise ValueError(problem)
+        raise ValueError(f"vectors must have shape [n, {dim}], not {list(vectors.shape)}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.kernels.arena import LIVE, PRESENT, Arena, check_vectors
+from undertow.kernels.arena import LIVE, PRESENT, Arena, widened
 from undertow.kernels.device import Device, cpu_count, resolve
 from undertow.kernels.scan import Cells, Plan, error_slack, merge, scan, tally
 
@@ -55,9 +55,9 @@ class GateReadings:
 
 @dataclass(frozen=True)
 class Probes:
-    """Checked input of one call: all as in `Gate.read`, `visible` and `k` cut to the segment's rows."""
+    """Checked input of one call, as in `Gate.read`; `visible` and `k` are cut to the segment's rows."""
 
-    queries: NDArray[np.float16]
+    queries: NDArray[np.float32]
     turn_segments: Int64s
     episode_segments: Int64s
     visible: Int64s
@@ -99,7 +99,7 @@ class Gate:
         theta: ArrayLike,
         k: ArrayLike,
     ) -> Probes:
-        check_vectors(queries, self.arena.dim)
+        wide = widened(queries, self.arena.dim)
         count = len(queries)
         turns = _column("turn_segments", turn_segments, count)
         episodes = _column("episode_segments", episode_segments, count)
@@ -111,7 +111,7 @@ class Gate:
             raise ValueError("visible and k must not be negative")
         self.arena.locate(episodes[episodes != NO_SEGMENT])
         limits = np.minimum(limits, self.arena.locate(turns)[2])
-        return Probes(queries, turns, episodes, limits, thetas, np.minimum(cuts, limits))
+        return Probes(wide, turns, episodes, limits, thetas, np.minimum(cuts, limits))
 
     def _read(self, probes: Probes) -> GateReadings:
         count = len(probes.queries)
@@ -168,7 +168,7 @@ class NumbaGate(Gate):
         episodes = probes.episode_segments[asks]
         # the nearest episode is the same scan with k = 1 and no threshold
         found = self._run(
-            probes.queries.astype(np.float32),
+            probes.queries,
             query=np.concatenate((np.arange(count), asks)),
             segment=np.concatenate((probes.turn_segments, episodes)),
             limit=np.concatenate((probes.visible, self.arena.locate(episodes)[2])),
@@ -208,7 +208,7 @@ class NumbaGate(Gate):
             probe_limit=limit[order],
             probe_flag=flag[order],
             probe_theta=theta[order],
-            probe_slack=error_slack(queries)[query[order]],
+            slack=error_slack(self.arena.dim),
             group_start=groups.start,
             group_vectors=vectors,
             group_flags=flags,

@@ -10,9 +10,9 @@ holds each one exactly, in any order of summation, with or without fused multipl
 The scan first computes the score in fp32, whose error is, for any order of summation over n terms,
     |fp32(a.b) - a.b| <= gamma_n * sum |a_i b_i| <= gamma_n * |a| * |b|,  gamma_n = n u / (1 - n u)
 with u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5; nothing
-underflows, as products are multiples of 2**-48). So slack = gamma_n * |query| * MAX_NORM bounds it, and
-a row is scored again in fp64 unless its fp32 score is further than slack from every boundary that
-it could cross: the threshold, and the worst of the k best rows found so far.
+underflows, as products are multiples of 2**-48). So slack = gamma_n * MAX_NORM**2 (3.7e-4 for n = 384)
+bounds it, and a row is scored again in fp64 unless its fp32 score is further than slack from every
+boundary that it could cross: the threshold, and the worst of the k best rows found so far.
 """
 
 from __future__ import annotations
@@ -72,13 +72,11 @@ def bytes_at(address: int, count: int) -> Bytes:
     return carray(_pointer(address), (count,), np.uint8)
 
 
-def error_slack(queries: Float32s) -> Float64s:
-    """[q]: how far the fp32 score of each query with any stored row can be from the exact score."""
-    terms = queries.shape[1] * 2.0**-24
-    norms = np.sqrt(np.einsum("qd,qd->q", queries, queries, dtype=np.float64))
-    # the last factor covers the rounding of this expression itself, the last term the underflow that
-    # a float32 query (top-k takes them) can meet
-    return cast(Float64s, terms / (1.0 - terms) * norms * MAX_NORM * (1.0 + 2.0**-30) + 2.0**-100)
+def error_slack(dim: int) -> float:
+    """How far the fp32 score of two vectors can be from the exact one."""
+    terms = dim * 2.0**-24
+    # the last term covers the underflow that a float32 query (top-k takes them) can meet
+    return terms / (1.0 - terms) * MAX_NORM**2 + 2.0**-100
 
 
 @jit
@@ -206,7 +204,7 @@ class Plan(NamedTuple):
     probe_limit: Int64s  # [p]: only rows below it
     probe_flag: Bytes  # [p]: only rows with this flag
     probe_theta: Float64s  # [p]
-    probe_slack: Float64s  # [p]
+    slack: float
     group_start: Int64s  # [g + 1]: its first probe
     group_vectors: Int64s  # [g]: address of the segment's rows
     group_flags: Int64s  # [g]: address of the segment's flags
@@ -272,7 +270,7 @@ def _ask(
         while seen > 0 and picked[seen - 1] >= limit:
             seen -= 1
         dots32(rows, picked, seen, plan.queries, plan.probe_query[p], scores)
-        least = plan.probe_theta[p] - plan.probe_slack[p]
+        least = plan.probe_theta[p] - plan.slack
         for i in range(seen):
             if np.float64(scores[i]) >= least and flags[picked[i]] & flag:
                 cell = plan.cell_base[t] + p - first
@@ -282,7 +280,7 @@ def _ask(
 @jit
 def _weigh(plan: Plan, cells: Cells, rows: Float32s, r: int, p: int, cell: int, score: float) -> None:
     """Count and keep a row whose fp32 score may reach theta, with its exact score where it matters."""
-    slack, heap, size = plan.probe_slack[p], plan.cell_heap[cell], cells.sizes[cell]
+    slack, heap, size = plan.slack, plan.cell_heap[cell], cells.sizes[cell]
     room = plan.cell_heap[cell + 1] - heap
     enters = size < room or (room > 0 and score >= cells.scores[heap] - slack)
     if not enters and score >= plan.probe_theta[p] + slack:

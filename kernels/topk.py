@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.kernels.arena import PRESENT, Arena, check_vectors
+from undertow.kernels.arena import PRESENT, Arena, widened
 from undertow.kernels.device import load_faiss
 from undertow.kernels.scan import error_slack
 
@@ -36,18 +36,18 @@ def top_k(
     fp16-valued queries; for other float32 queries they are fp64 sums. Raises ValueError for wrong
     shapes, dtypes or segments, ImportError without FAISS.
     """
-    check_vectors(queries, arena.dim, np.float16, np.float32)
+    wide = widened(queries, arena.dim, np.float16, np.float32)
     vectors, present = arena.vectors(segment), arena.flags(segment) & PRESENT != 0
     if allowed is not None:
         if np.shape(allowed) != present.shape or np.asarray(allowed).dtype != np.bool_:
             raise ValueError(f"allowed must be bool [{len(present)}], one entry a row of segment {segment}")
         present = present & allowed
-    return _search(vectors, present, queries.astype(np.float32), k)
+    return _search(vectors, present, wide, k)
 
 
 def top_k_many(arena: Arena, segments: ArrayLike, queries: Queries, k: int) -> tuple[Float64s, Int64s]:
     """`top_k` of queries[i] in segments[i]: segments int64 [q], queries [q, dim]; results as there."""
-    check_vectors(queries, arena.dim, np.float16, np.float32)
+    queries = widened(queries, arena.dim, np.float16, np.float32)
     owners = np.asarray(segments)
     if owners.shape != (len(queries),) or (len(owners) and owners.dtype.kind not in "iu"):
         raise ValueError(f"segments must be {len(queries)} integers, one a query")
@@ -88,7 +88,8 @@ def _search(
 def _block(block: Float32s, queries: Float32s, k: int) -> tuple[Float64s, Int64s]:
     """Exact scores and rows [q, k] within one block of at least k rows."""
     scores, rows = _padded(len(queries), k)
-    pending, slack, take = np.arange(len(queries)) if k else np.arange(0), error_slack(queries), k + _SPARE
+    pending = np.arange(len(queries) if k else 0)
+    slack, take = error_slack(block.shape[1]), k + _SPARE
     while len(pending) and take * 4 < len(block):
         near, found = load_faiss().knn(
             queries[pending], block, take, metric=load_faiss().METRIC_INNER_PRODUCT
@@ -96,7 +97,7 @@ def _block(block: Float32s, queries: Float32s, k: int) -> tuple[Float64s, Int64s
         for i, candidates in zip(pending, found, strict=True):
             scores[i], rows[i] = _best(block, candidates, queries[i], k)
         # a row left out has an fp32 score of at most near[:, -1], so an exact one of at most slack more
-        pending = pending[near[:, -1] + slack[pending] >= scores[pending, -1]]
+        pending = pending[near[:, -1] + slack >= scores[pending, -1]]
         take *= 4
     for i in pending:
         scores[i], rows[i] = _best(block, np.arange(len(block)), queries[i], k)

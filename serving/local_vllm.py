@@ -320,7 +320,7 @@ def main() -> None:
     try:
         with server:
             sys.stderr.write(
-                f"vLLM server: {server.url} serves {server.served_name}, log {server.log_path}\n"
+                f"vLLM server: {server.url} serves {server.served_name}; log {server.log_path}\n"
             )
             status = server.wait()
             sys.exit(f"vLLM server: ended with status {status}; see {server.log_path}")

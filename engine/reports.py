@@ -1,0 +1,234 @@
+"""What a store holds and why, read from its journal: no encoder, no LLM, no writer's lock.
+
+Every report is plain data (str, int, float, list, dict, None), ready to be written as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import orjson
+import pyarrow.compute as pc
+
+from undertow.engine.journal import Journal, Row
+from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, spoken
+from undertow.engine.records import control_of, job_of, memory_of, messages_of
+from undertow.engine.tenants import Tenants
+from undertow.kernels.arena import Arena
+
+Report = dict[str, Any]
+
+MADE_IDS = ("episode_ids", "fact_ids")
+
+
+class Reports:
+    """The reports of one open journal."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.tenants = Tenants(journal, Arena(journal.info.dim))
+
+    def tenant_sizes(self) -> list[Report]:
+        """One record a tenant, by name: how many turns it has. Loads no tenant."""
+        table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["turn"])
+        counted = self.tenants.alive(table).group_by("tenant").aggregate([("lsn", "count")])
+        pairs = zip(counted["tenant"].to_pylist(), counted["lsn_count"].to_pylist(), strict=True)
+        return [{"tenant": name, "turns": turns} for name, turns in sorted(pairs)]
+
+    def turns(self, tenant: str, *, every: bool = False) -> list[Report]:
+        """The turns in seq order. `every`: with a stub for each deleted one, whose words are gone."""
+        rows = self._rows(tenant, ["turn", "control"])
+        deleted = _deleted_turns(rows)
+        turns = {row.seq: _turn_report(row) for row in rows if row.kind == "turn" and row.seq not in deleted}
+        if every:
+            for seq, row in deleted.items():
+                body = control_of(row).body
+                turns[seq] = {
+                    "id": body["id"],
+                    "kind": "turn",
+                    "tenant": tenant,
+                    "seq": seq,
+                    "made_at_seq": seq,
+                    "superseded_at_seq": row.seq,
+                    "deleted": True,
+                }
+        return [turns[seq] for seq in sorted(turns)]
+
+    def memories(self, tenant: str, kind: MemoryKind, *, every: bool = False) -> list[Report]:
+        """Episodes or facts in order of birth; `every`: with all their earlier versions."""
+        versions = _versions(self._rows(tenant, [kind]))
+        shown = [m for m in versions if not m.deleted and (every or m.superseded_at_seq is None)]
+        shown.sort(key=lambda m: (m.born_at_seq, m.ordinal, m.version))
+        return [_memory_report(m) for m in shown]
+
+    def explain(self, tenant: str) -> list[Report]:
+        """One record a turn in seq order: what was decided, on what grounds, and what it made.
+
+        `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
+        fire (a replay of a parked job included). Deleted turns say so.
+        """
+        rows = self._rows(tenant, ["turn", "control", "decision", "job"])
+        decisions = {row.seq: orjson.loads(row.payload) for row in rows if row.kind == "decision"}
+        cursor = max(decisions, default=-1) + 1
+        pending = {row.seq for row in rows if row.kind == "job" and job_of(row).state == "pending"}
+        consolidated = {
+            seq: at
+            for at, body in sorted(decisions.items())
+            if body.get("episode_ids")
+            for seq in body.get("cluster_seqs", ())
+        }
+        deleted = _deleted_turns(rows)
+        records = []
+        for seq in sorted({row.seq for row in rows if row.kind == "turn"} | set(deleted)):
+            undecided = Decision.PENDING if seq == cursor and seq in pending else Decision.UNDECIDED
+            body = decisions.get(seq, {"decision": undecided.value})
+            record = _explanation(seq, body, consolidated.get(seq))
+            records.append({**record, "deleted": True} if seq in deleted else record)
+        return records
+
+    def history(self, memory_id: str) -> list[Report]:
+        """Every version of one memory, its deletion included, oldest first. UndertowError: unknown id."""
+        rows = self._alive(self._journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"]))
+        if rows and rows[0].kind == "turn":
+            return [_turn_report(rows[0])]
+        if not rows:
+            raise UndertowError(
+                f"no memory has the id {memory_id!r}. `undertow list` shows the ids; a deleted turn has none."
+            )
+        return [_memory_report(m) for m in _versions(rows)]
+
+    def export(self, tenant: str, *, vectors: bool = False) -> Iterator[Report]:
+        """Everything of a tenant in the order of its commits, every version; streamed.
+
+        `kind` is turn, episode, fact, decision or control; `vector` is a list of floats.
+        """
+        self.tenants.require(tenant)
+        return self._export(tenant, vectors)
+
+    def _export(self, tenant: str, vectors: bool) -> Iterator[Report]:
+        key = self._journal.info.tenant_key(tenant)
+        replaced = {
+            (m.id, m.version): m.superseded_at_seq for m in _versions(self._rows(tenant, ["episode", "fact"]))
+        }
+        kinds = ["turn", "episode", "fact", "decision", "control"]
+        for row in self._journal.read(tenant_keys=[key], kinds=kinds, vectors=vectors):
+            if not self._is_alive(row):
+                continue
+            report = _row_report(row)
+            if row.kind in ("episode", "fact"):
+                report["superseded_at_seq"] = replaced.get((row.id or "", report["version"]))
+            if vectors and row.kind in ("turn", "episode", "fact"):
+                report["vector"] = None if row.vector is None else row.vector.tolist()
+            yield report
+
+    def jobs(self) -> list[Report]:
+        """Pending and parked jobs of all tenants, by tenant and seq."""
+        latest: dict[str, Row] = {}
+        for row in self._alive(self._journal.read(kinds=["job"], vectors=False)):
+            if row.id is not None:
+                latest[row.id] = row
+        pending = [row.tenant_key for row in latest.values() if job_of(row).state == "pending"]
+        decided = self._decided(sorted(set(pending)))
+        open_jobs = [
+            {"id": job.id, "tenant": row.tenant, "seq": job.seq, "state": job.state}
+            | {"operation": job.operation, "cluster_seqs": list(job.cluster), "reason": job.reason}
+            for row in latest.values()
+            for job in [job_of(row)]
+            if job.state == "parked"
+            or (job.state == "pending" and (row.tenant_key, job.seq) not in decided)
+        ]
+        return sorted(open_jobs, key=lambda job: (job["tenant"], job["seq"]))
+
+    def _decided(self, tenant_keys: Sequence[str]) -> set[tuple[str, int]]:
+        if not tenant_keys:
+            return set()
+        table = self.tenants.alive(
+            self._journal.columns(["tenant_key", "seq", "lsn"], kinds=["decision"])
+        )
+        table = table.filter(pc.is_in(table["tenant_key"], pc.SetLookupOptions(tenant_keys)))
+        return set(zip(table["tenant_key"].to_pylist(), table["seq"].to_pylist(), strict=True))
+
+    def _rows(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
+        """A tenant's rows of some kinds, oldest first. UnknownTenant."""
+        self.tenants.require(tenant)
+        key = self._journal.info.tenant_key(tenant)
+        return self._alive(self._journal.read(tenant_keys=[key], kinds=kinds, vectors=False))
+
+    def _alive(self, rows: Iterator[Row]) -> list[Row]:
+        return sorted((row for row in rows if self._is_alive(row)), key=lambda row: row.lsn)
+
+    def _is_alive(self, row: Row) -> bool:
+        stone = self.tenants.erased.get(row.tenant_key)
+        return stone is None or row.lsn >= int(stone["lsn"])
+
+
+def _deleted_turns(rows: Sequence[Row]) -> dict[int, Row]:
+    """The control row that deleted it, by seq of the deleted turn."""
+    found = {}
+    for row in rows:
+        if row.kind == "control":
+            control = control_of(row)
+            if control.kind == "delete" and "turn_seq" in control.body:
+                found[int(control.body["turn_seq"])] = row
+    return found
+
+
+def _versions(rows: Sequence[Row]) -> list[Memory]:
+    """The versions in `rows` (oldest first), each with the seq of the one that replaced it."""
+    found = [memory_of(row) for row in rows]
+    next_seq: dict[str, int] = {}
+    for i in range(len(found) - 1, -1, -1):
+        memory = found[i]
+        found[i] = replace(memory, superseded_at_seq=next_seq.get(memory.id))
+        next_seq[memory.id] = memory.made_at_seq
+    return found
+
+
+def _turn_report(row: Row) -> Report:
+    body = orjson.loads(row.payload)
+    return {
+        "id": row.id,
+        "kind": "turn",
+        "tenant": row.tenant,
+        "seq": row.seq,
+        "made_at_seq": row.seq,
+        "superseded_at_seq": None,
+        "session": body["session"],
+        "timestamp": row.timestamp,
+        "text": spoken(messages_of(body)),
+        "messages": body["messages"],
+        "metadata": body.get("metadata", {}),
+    }
+
+
+def _memory_report(memory: Memory) -> Report:
+    report = asdict(memory)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in report.items()}
+
+
+def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | None) -> Report:
+    return {
+        "seq": seq,
+        "decision": body["decision"],
+        "merge_asked": bool(body.get("merge_asked", False)),
+        "nearest_episode": body.get("nearest_episode"),
+        "score": body.get("score"),
+        "cluster_seqs": body.get("cluster_seqs", []),
+        "consolidated_at_seq": consolidated_at_seq,
+        **{name: body.get(name, []) for name in MADE_IDS},
+    }
+
+
+def _row_report(row: Row) -> Report:
+    if row.kind == "turn":
+        return _turn_report(row)
+    if row.kind in ("episode", "fact"):
+        return _memory_report(memory_of(row))
+    body = orjson.loads(row.payload)
+    head: Report = {"kind": row.kind, "tenant": row.tenant, "seq": row.seq}
+    if row.kind == "control":
+        return {**head, "control": body["kind"], "body": body["body"]}
+    return {**head, **body}
+

@@ -1,0 +1,54 @@
+"""The command line: `undertow COMMAND`, and `main` behind it.
+
+torch, lance and the rest are imported inside the commands that need them, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from undertow.serving.cli import changing, checking, ingesting, reading
+from undertow.serving.cli.errors import EXIT_CODES, Guarded
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    cls=Guarded,
+    name="undertow",
+    help="Long-term memory for LLM agents: every turn in a cheap store, an LLM call only when a topic recurs.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+) -> None:
+    """Options of every command; see `Guarded`."""
+
+
+app.command()(ingesting.ingest)
+app.command()(reading.search)
+app.command()(reading.ask)
+app.command(name="list")(reading.list_)
+app.command()(reading.explain)
+app.command()(reading.history)
+app.command()(reading.export)
+app.command()(reading.stats)
+app.command()(changing.delete)
+app.command()(changing.erase)
+app.command()(changing.jobs)
+app.command()(changing.reindex)
+app.command()(checking.calibrate)
+app.command()(checking.doctor)
+app.command()(checking.demo)
+
+
+def main() -> None:
+    """Entry point of the `undertow` program."""
+    app(prog_name="undertow")

@@ -1,0 +1,3 @@
+from undertow.serving.cli import main
+
+main()

@@ -1,0 +1,149 @@
+"""The commands that change a store: delete, erase, jobs, reindex."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.ingesting import tell_pending
+from undertow.serving.cli.opening import (
+    AsJson,
+    EncoderName,
+    Llm,
+    Model,
+    Store,
+    Tenant,
+    open_engine,
+    open_reports,
+    settings_of,
+)
+from undertow.serving.cli.output import console, put_json, put_json_lines, put_pairs, put_table, put_text, say
+
+if TYPE_CHECKING:
+    from undertow.engine.config import Settings
+    from undertow.engine.engine import Engine
+
+
+def delete(
+    memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
+    store: Store,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete one memory.
+
+    The words of a turn are gone from every answer at once, and what rests on it is remade without it,
+    which needs an LLM: without one that work stays pending. An episode or fact goes alone.
+    """
+    settings = settings_of(llm=llm, model=model, encoder=encoder)
+    with open_engine(store, settings, encodes=settings.llm_url is not None) as engine:
+        kind = engine.delete(memory_id)
+        settled, code = _settle(engine, settings)
+    if as_json:
+        put_json({"id": memory_id, "kind": kind, "deleted": True, "settled": settled})
+    else:
+        put_text(f"Deleted {kind} {memory_id}.")
+    raise typer.Exit(code)
+
+
+def _settle(engine: Engine, settings: Settings) -> tuple[bool, Exit]:
+    """Decide what can be decided; whether that was all, and the exit code that says so."""
+    if engine.drain():
+        return True, Exit.DONE
+    unusable = tell_pending(engine)
+    return False, Exit.LLM if unusable else Exit.DONE
+
+
+def erase(
+    tenant: Tenant,
+    store: Store,
+    now: Annotated[bool, typer.Option("--now", help="Remove the bytes at once, not at the next purge.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Erase a tenant: gone from every answer at once; --now removes every byte and prints a certificate."""
+    if as_json and not yes:
+        raise typer.BadParameter("--json cannot ask: add --yes")
+    with open_engine(store, settings_of(llm="off"), encodes=False) as engine:
+        key = engine.journal.info.tenant_key(tenant)
+        buried = tenant not in engine.tenants and not engine.tenants.erased.get(key, {"purged": True})["purged"]
+        if not buried:
+            engine.tenants.require(tenant)
+            if not yes:
+                typer.confirm(f"Erase all memories of {tenant!r} in {store}?", abort=True, err=True)
+            engine.erase(tenant)
+        certificates = engine.purge() if now else {}
+    certificate = certificates.pop(key, None)
+    others = [asdict(c) for c in certificates.values()]
+    if as_json:
+        document = {"erased": True, "purged": now}
+        put_json(document if certificate is None else {**document, **asdict(certificate), "also_purged": others})
+    elif certificate is None:
+        put_text(
+            f"{tenant!r} is gone from every answer. Its bytes are still on the disk until the next purge, "
+            "which also issues the certificate: run this command again with --now."
+        )
+    else:
+        for issued in (asdict(certificate), *others):
+            put_pairs(issued, title="Certificate of erasure")
+
+
+def jobs(
+    store: Store,
+    replay: Annotated[bool, typer.Option("--replay", help="Run the parked jobs again (needs an LLM).")] = False,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """List LLM jobs that are pending (waiting for a server) or parked (no usable reply)."""
+    code = Exit.DONE
+    if replay:
+        settings = settings_of(llm=llm, model=model, encoder=encoder)
+        if settings.llm_url is None:
+            raise typer.BadParameter("--replay needs an LLM server: give --llm URL or set UNDERTOW_LLM_URL")
+        with open_engine(store, settings) as engine:
+            engine.resume()
+            say(f"{engine.replay_jobs()} parked jobs run again.")
+            _, code = _settle(engine, settings)
+    with open_reports(store) as reports:
+        records = reports.jobs()
+    if as_json:
+        put_json_lines(records)
+    else:
+        columns = ("tenant", "seq", "state", "operation", "cluster_seqs", "reason")
+        put_table(records, columns, title=f"{len(records)} open jobs")
+    raise typer.Exit(code)
+
+
+def reindex(
+    store: Store,
+    encoder: Annotated[str, typer.Option("--encoder", metavar="NAME", help="The new embedding model.")],
+    as_json: AsJson = False,
+) -> None:
+    """Embed a whole store again with another encoder. Decisions stay as they were made.
+
+    Interrupted, the store is as before, and the same command goes on where it stopped.
+    """
+    from undertow.engine.encoder import make_encoder
+    from undertow.engine.reindex import reindex as embed_again
+    from undertow.engine.store import read_info
+
+    settings = settings_of(llm="off", encoder=encoder)
+    read_info(store)
+    with console(stderr=True).status("reading") as status:
+        count = embed_again(
+            store,
+            make_encoder(settings),
+            embed_timestamp=settings.embed_timestamp,
+            on_rows=lambda done, total: status.update(f"{done:,} of {total:,} rows"),
+        )
+    if as_json:
+        put_json({"encoder": encoder, "embedded": count})
+    else:
+        put_text(f"{count:,} vectors made with {encoder}. From now on use --encoder {encoder} with this store.")

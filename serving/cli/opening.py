@@ -1,0 +1,89 @@
+"""Settings from flags and environment, and opening stores with no more than a command needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from undertow.engine.config import Settings
+    from undertow.engine.engine import Engine
+    from undertow.engine.reports import Reports
+    from undertow.engine.trace import Trace
+
+Store = Annotated[Path, typer.Option("--store", help="Folder of the store.", show_default=False)]
+Tenant = Annotated[str, typer.Option("--tenant", help="Whose memories.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output and nothing else.")]
+Llm = Annotated[
+    str | None,
+    typer.Option("--llm", metavar="URL|off", help="OpenAI-compatible server [default: UNDERTOW_LLM_URL]."),
+]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Model at the server [default: its first].")
+]
+EncoderName = Annotated[
+    str | None,
+    typer.Option("--encoder", metavar="NAME", help="Embedding model [default: UNDERTOW_ENCODER or MiniLM]."),
+]
+
+
+def settings_of(*, llm: str | None = None, model: str | None = None, **flags: Any) -> Settings:
+    """Settings of the environment, overruled by the flags that were given. ValueError says which is wrong."""
+    from undertow.engine.config import Settings
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    if llm is not None:
+        given["llm_url"] = None if llm.lower() == "off" else llm
+    if model is not None:
+        given["llm_model"] = model
+    return Settings(**given)
+
+
+@contextmanager
+def open_reports(store: Path) -> Iterator[Reports]:
+    """The reports of a store, while others may be writing it."""
+    from undertow.engine.journal import Journal
+    from undertow.engine.reports import Reports
+
+    journal = Journal.open(store, writable=False)
+    try:
+        yield Reports(journal)
+    finally:
+        journal.close()
+
+
+@contextmanager
+def open_engine(
+    store: Path,
+    settings: Settings,
+    *,
+    writable: bool = True,
+    create: bool = False,
+    encodes: bool = True,
+    trace: Trace | None = None,
+) -> Iterator[Engine]:
+    """An engine with the settings' encoder and LLM client. StoreError before any model is loaded.
+
+    `encodes=False` is a promise that no text will be embedded: no model is loaded.
+    """
+    from undertow.engine.encoder import make_encoder
+    from undertow.engine.engine import Engine, make_llm
+    from undertow.engine.store import read_info
+    from undertow.engine.trace import Trace
+    from undertow.serving.cli.output import say
+    from undertow.serving.cli.unloaded import UnloadedEncoder
+
+    trace = trace or Trace()
+    if not create or (store / "store.json").exists():
+        info = read_info(store)
+    encoder = make_encoder(settings) if encodes else UnloadedEncoder(info)
+    with Engine(
+        store, settings, encoder, llm=make_llm(settings, trace), writable=writable, trace=trace
+    ) as engine:
+        for warning in engine.warnings:
+            say(f"warning: {warning}")
+        yield engine

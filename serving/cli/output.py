@@ -1,0 +1,80 @@
+"""What the commands write: JSON and tables to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+# rich falls back to 80 columns where the output is no terminal
+PIPED_WIDTH = 120
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on the current standard output or error, without colours off a terminal."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PIPED_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def say(text: str) -> None:
+    """One line for people, on standard error; never cut or coloured."""
+    sys.stderr.write(text + "\n")
+
+
+def put_text(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def put_json(document: Mapping[str, Any]) -> None:
+    """One JSON document on one line."""
+    put_text(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+
+
+def put_json_lines(records: Iterable[Mapping[str, Any]]) -> None:
+    for record in records:
+        put_json(record)
+
+
+def put_table(records: Sequence[Mapping[str, Any]], columns: Sequence[str], *, title: str = "") -> None:
+    """Some columns of the records as a table; the last column takes what width is left."""
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for name in columns:
+        numeric = bool(records) and all(isinstance(r.get(name), int | float | None) for r in records)
+        table.add_column(
+            name.replace("_", " "), justify="right" if numeric else "left", no_wrap=name in ("id", "seq")
+        )
+    for record in records:
+        table.add_row(*(_cell(record.get(name)) for name in columns))
+    console().print(table, markup=False)
+
+
+def put_pairs(pairs: Mapping[str, Any], *, title: str = "") -> None:
+    """Names and values, one a line."""
+    table = Table(title=title or None, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in pairs.items():
+        table.add_row(name.replace("_", " "), _cell(value))
+    console().print(table, markup=False)
+
+
+def _cell(value: Any) -> Any:
+    from rich.text import Text
+
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4f}"
+        case int():
+            return f"{value:,}"
+        case list() | tuple():
+            return Text(", ".join(map(str, value)))
+    return Text(str(value))

@@ -1,0 +1,213 @@
+"""The commands that only read: they work while another process ingests."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.opening import (
+    AsJson,
+    EncoderName,
+    Llm,
+    Model,
+    Store,
+    Tenant,
+    open_engine,
+    open_reports,
+    settings_of,
+)
+from undertow.serving.cli.output import put_json, put_json_lines, put_pairs, put_table, put_text, say
+
+if TYPE_CHECKING:
+    from undertow.engine.retrieval import Found, Hit
+
+Since = Annotated[str | None, typer.Option("--since", help="Only what is dated at or after this.")]
+Until = Annotated[str | None, typer.Option("--until", help="Only what is dated at or before this.")]
+
+SHOWN_FIELDS = {
+    "turns": ("seq", "id", "timestamp", "text"),
+    "episodes": ("id", "version", "made_at_seq", "superseded_at_seq", "timestamp", "source_seqs", "text"),
+    "facts": ("id", "made_at_seq", "superseded_at_seq", "timestamp", "fact_kind", "text"),
+}
+WHY_FIELDS = (
+    "seq",
+    "decision",
+    "merge_asked",
+    "score",
+    "cluster_seqs",
+    "consolidated_at_seq",
+    "nearest_episode",
+    "episode_ids",
+    "fact_ids",
+)
+
+
+class ListKind(StrEnum):
+    TENANTS = "tenants"
+    TURNS = "turns"
+    EPISODES = "episodes"
+    FACTS = "facts"
+
+
+def search(
+    query: Annotated[str, typer.Argument(help="What to look for.")],
+    tenant: Tenant,
+    store: Store,
+    k: Annotated[int | None, typer.Option("-k", min=1, max=1000, help="How many results.")] = None,
+    since: Since = None,
+    until: Until = None,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find a tenant's turns, episodes and facts nearest to a query."""
+    settings = settings_of(llm="off", encoder=encoder)
+    with open_engine(store, settings, writable=False) as engine:
+        engine.tenants.require(tenant)
+        found = engine.search(tenant, query, k_sub=k, k_epi=k, k_sem=k, since=since, until=until)
+    hits = [asdict(hit) for hit in found.ranked(k)]
+    if as_json:
+        put_json_lines(hits)
+    else:
+        put_table(hits, ("score", "kind", "timestamp", "memory"), title=f"{len(hits)} results for {tenant}")
+
+
+def ask(
+    question: Annotated[str, typer.Argument(help="What to answer from memory.")],
+    tenant: Tenant,
+    store: Store,
+    as_of: Annotated[
+        str | None, typer.Option("--as-of", help="When the question is asked, for relative dates.")
+    ] = None,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a question from a tenant's memory, with one LLM call."""
+    from undertow.engine.model import UndertowError
+    from undertow.engine.store import StoreLocked
+
+    settings = settings_of(llm=llm, model=model, encoder=encoder)
+
+    def answer(writable: bool) -> None:
+        with open_engine(store, settings, writable=writable) as engine:
+            engine.tenants.require(tenant)
+            try:
+                given = engine.answer(tenant, question, as_of=as_of)
+            except UndertowError as error:
+                if not engine.server_lost:
+                    raise
+                say(f"undertow: {error}")
+                raise typer.Exit(Exit.LLM) from None
+        usage = asdict(given.usage)
+        if as_json:
+            document = {"tenant": tenant, "question": question, "answer": given.text}
+            put_json({**document, "memories": [asdict(h) for h in _all(given.found)], "usage": usage})
+        else:
+            put_text(given.text)
+            say(f"({usage['prompt_tokens']} prompt and {usage['completion_tokens']} completion tokens)")
+
+    try:
+        answer(writable=True)
+    except StoreLocked:
+        answer(writable=False)
+        say("The store is being written by another process, so the cost of this call is not recorded.")
+
+
+def _all(found: Found) -> list[Hit]:
+    return [*found.episodes, *found.facts, *found.turns]
+
+
+def list_(
+    store: Store,
+    kind: Annotated[ListKind, typer.Option("--kind", help="What to list.")],
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Whose; not with --kind tenants.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="With earlier versions and deleted turns.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List tenants, or one tenant's turns, episodes or facts."""
+    if (kind is ListKind.TENANTS) != (tenant is None):
+        need = "takes no --tenant" if tenant is not None else "needs --tenant"
+        raise typer.BadParameter(f"--kind {kind.value} {need}")
+    with open_reports(store) as reports:
+        match kind:
+            case ListKind.TENANTS:
+                records = reports.tenant_sizes()
+            case ListKind.TURNS:
+                records = reports.turns(str(tenant), every=every)
+            case ListKind.EPISODES:
+                records = reports.memories(str(tenant), "episode", every=every)
+            case ListKind.FACTS:
+                records = reports.memories(str(tenant), "fact", every=every)
+    if as_json:
+        put_json_lines(records)
+    else:
+        columns = SHOWN_FIELDS.get(kind.value, ("tenant", "turns"))
+        put_table(records, [c for c in columns if every or c != "superseded_at_seq"])
+
+
+def explain(tenant: Tenant, store: Store, as_json: AsJson = False) -> None:
+    """Why each memory exists: what was decided for each turn, and on what grounds."""
+    with open_reports(store) as reports:
+        records = reports.explain(tenant)
+    if as_json:
+        put_json_lines(records)
+        return
+    put_table([_short(r) for r in records], WHY_FIELDS, title=f"Decisions of {tenant}")
+
+
+def _short(record: dict[str, Any]) -> dict[str, Any]:
+    """The first digits of ids are enough for people; `list` and `history` take the whole id."""
+    decision = record["decision"] + (" (deleted)" if record.get("deleted") else "")
+    ids = {name: [i[:8] for i in record[name]] for name in ("episode_ids", "fact_ids")}
+    return {**record, **ids, "decision": decision, "nearest_episode": (record["nearest_episode"] or "")[:8]}
+
+
+def history(
+    memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
+    store: Store,
+    as_json: AsJson = False,
+) -> None:
+    """Every version of one memory, oldest first."""
+    with open_reports(store) as reports:
+        records = reports.history(memory_id)
+    if as_json:
+        put_json_lines(records)
+    else:
+        columns = ("kind", "version", "made_at_seq", "superseded_at_seq", "deleted", "timestamp", "text")
+        put_table(records, columns, title=f"History of {memory_id}")
+
+
+def export(
+    tenant: Tenant,
+    store: Store,
+    vectors: Annotated[bool, typer.Option("--vectors", help="With the embeddings.")] = False,
+    as_json: AsJson = True,
+) -> None:
+    """Write all that is kept of a tenant as JSON lines: turns, memories in every version, decisions."""
+    with open_reports(store) as reports:
+        put_json_lines(reports.export(tenant, vectors=vectors))
+
+
+def stats(
+    store: Store,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Counts, pending work and LLM cost of a store, or of one tenant in it."""
+    from undertow.engine.figures import store_stats, store_usage, tenant_stats
+
+    with open_reports(store) as reports:
+        tenants = reports.tenants
+        counts = store_stats(tenants) if tenant is None else tenant_stats(tenants.existing(tenant))
+        usage = store_usage(tenants, tenant)
+    if as_json:
+        put_json({**({} if tenant is None else {"tenant": tenant}), **counts, "usage": usage})
+        return
+    put_pairs(counts, title=str(store) if tenant is None else f"{tenant} in {store}")
+    columns = ("operation", "calls", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
+    put_table([{"operation": name, **used} for name, used in usage.items()], columns, title="LLM cost")
