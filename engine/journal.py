@@ -90,6 +90,7 @@ class Journal:
         self._lock = lock
         self._durability = durability
         self._commits = 0
+        self._failure: str | None = None
         self._uri = folder / "journal.lance"
         try:
             self._dataset = lance.dataset(str(self._uri))
@@ -101,18 +102,24 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, dim: int, encoder: dict[str, Any]) -> None:
-        """Make an empty store in `folder`. Safe to repeat after a kill half-way."""
+        """Make an empty store in `folder`, if there is none. Safe to repeat after a kill half-way."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_create(folder, error) from error
+        lock = WriterLock(folder)
+        try:
+            if (folder / "store.json").exists():  # another process was quicker; its hash key must stay
+                return
             uri = folder / "journal.lance"
             if not uri.exists() or not any((uri / "_versions").glob("*.manifest")):
                 dataset = lance.write_dataset(SCHEMA.empty_table(), str(uri), mode="create")
                 dataset.create_scalar_index("tenant_key", "BTREE")
+            write_info(folder, StoreInfo.new(dim, encoder))
         except OSError as error:
-            raise StoreError(
-                f"cannot create a store in {folder}: {error}. Check its rights and space."
-            ) from error
-        write_info(folder, StoreInfo.new(dim, encoder))
+            raise _cannot_create(folder, error) from error
+        finally:
+            lock.close()
 
     @classmethod
     def open(cls, folder: Path, *, writable: bool, durability: Durability = "commit") -> Journal:
@@ -137,7 +144,13 @@ class Journal:
             self._lock = None
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Write all rows as one atomic version. JournalError: none of them is stored."""
+        """Write all rows as one atomic version. JournalError: none of them is acknowledged.
+
+        After a failure every later append fails too: the state in memory is ahead of the log by then,
+        and only opening the store again brings them together.
+        """
+        if self._failure is not None:
+            raise JournalError(f"an earlier write failed: {self._failure}")
         if not rows:
             return
         if not self.writable:
@@ -151,14 +164,22 @@ class Journal:
             else:
                 self._dataset.insert(table)
         except (OSError, ValueError, RuntimeError) as error:
-            raise JournalError(
+            self._failure = (
                 f"cannot write to {self._uri}: {error}. Nothing of this step was acknowledged; "
                 "free space or fix the disk, then run again."
-            ) from error
+            )
+            raise JournalError(self._failure) from error
         self._next_lsn += len(rows)
         self._commits += 1
         if self._commits % COMMITS_PER_COMPACTION == 0:
+            self._try_to_compact()
+
+    def _try_to_compact(self) -> None:
+        """The rows of the append are stored by now: that a disk is too full for more must not undo that."""
+        try:
             self.compact()
+        except (OSError, ValueError, RuntimeError) as error:
+            log.warning("cannot compact %s: %s. It goes on uncompacted; free some space.", self._uri, error)
 
     def _append_synced(self, table: pa.Table) -> None:
         """Like insert, but every file of the new version is on the disk before this returns."""
@@ -251,6 +272,10 @@ class Journal:
             if len(lsns):
                 return int(lsns.max())
         return -1
+
+
+def _cannot_create(folder: Path, error: OSError) -> StoreError:
+    return StoreError(f"cannot create a store in {folder}: {error}. Check its rights and space.")
 
 
 def _any_of(column: str, values: Sequence[str] | None) -> str | None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import orjson
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from undertow.engine.journal import Journal, Row
@@ -147,7 +148,7 @@ class Reports:
         table = self.tenants.alive(
             self._journal.columns(["tenant_key", "seq", "lsn"], kinds=["decision"])
         )
-        table = table.filter(pc.is_in(table["tenant_key"], pc.SetLookupOptions(tenant_keys)))
+        table = table.filter(pc.is_in(table["tenant_key"], pa.array(tenant_keys, pa.string())))
         return set(zip(table["tenant_key"].to_pylist(), table["seq"].to_pylist(), strict=True))
 
     def _rows(self, tenant: str, kinds: Sequence[str]) -> list[Row]:

@@ -100,16 +100,19 @@ class WriterLock:
     def __init__(self, folder: Path) -> None:
         path = folder / "writer.lock"
         self._lock = FileLock(path)
+        since = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self._lock.acquire(timeout=0)
+            path.write_text(f"process {os.getpid()} on {os.uname().nodename} since {since}")
         except Timeout:
             raise StoreLocked(
                 f"{folder} is being written by {_holder(path)}. Wait for it, or stop it."
             ) from None
         except OSError as error:
-            raise StoreError(f"cannot lock {path}: {error.strerror}. Is the folder read-only?") from error
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        path.write_text(f"process {os.getpid()} on {os.uname().nodename} since {since}")
+            self._lock.release()
+            raise StoreError(
+                f"cannot lock {path}: {error.strerror}. Is the folder read-only, or the disk full?"
+            ) from error
 
     def close(self) -> None:
         self._lock.release()

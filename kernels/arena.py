@@ -264,13 +264,16 @@ class Arena:
             raise ValueError(f"{len(vectors)} vectors for {count} rows")
         # block by block, and again when they are written: a bulk load must not exist twice in fp32
         for start in range(0, count, _BLOCK_ROWS):
-            widened(vectors[start : start + _BLOCK_ROWS], self.dim)
+            widened(vectors[start : start + _BLOCK_ROWS], self.dim, first=start)
 
 
-def widened(vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]]) -> NDArray[np.float32]:
+def widened(
+    vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]], first: int = 0
+) -> NDArray[np.float32]:
     """The vectors as float32 [n, dim], after refusing (ValueError) what no kernel may meet.
 
     dtypes: what is taken; float16 where none is named. Values must be finite, norms at most 4.
+    first: the number of the first vector in error texts.
     """
     _check_form(vectors, dim, *dtypes)
     wide = np.ascontiguousarray(vectors, np.float32)
@@ -278,7 +281,7 @@ def widened(vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]]) ->
     bad = np.flatnonzero(~(np.einsum("nd,nd->n", wide, wide) <= MAX_NORM * MAX_NORM))
     if len(bad):
         problem = "has a norm above 4" if np.isfinite(wide[bad[0]]).all() else "is not finite"
-        raise ValueError(f"vector {bad[0]} {problem}: L2-normalise it first")
+        raise ValueError(f"vector {first + bad[0]} {problem}: L2-normalise it first")
     return wide
 
 

@@ -109,10 +109,10 @@ def answer_prompt(
 
 def repair_messages(prompt: Prompt, bad_reply: str, problem: str) -> list[dict[str, str]]:
     """`prompt` again, with the reply that could not be used and what was wrong with it."""
-    request = _block("repair", "user", problem=problem, schema=prompt.reply is not None)
+    request = _block("repair", "user", problem=_defused(problem), schema=prompt.reply is not None)
     return [
         *prompt.messages,
-        {"role": "assistant", "content": bad_reply or "(empty)"},
+        {"role": "assistant", "content": _defused(bad_reply) or "(empty)"},
         {"role": "user", "content": request},
     ]
 
@@ -125,8 +125,11 @@ def fenced(shown: ShownTurn | ShownMemory) -> str:
 
 def quoted(value: Any) -> str:
     """`value` as one line of JSON in which no chat template's control token can be read."""
-    line = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return _RISKY.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
+    return _defused(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def _defused(text: str) -> str:
+    return _RISKY.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 @cache

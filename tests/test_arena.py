@@ -201,6 +201,16 @@ def test_bad_vectors_are_refused_and_change_nothing(vectors: NDArray[np.float16]
     assert arena.vectors(segment).tolist() == numbered(7, 1).astype(np.float32).tolist()
 
 
+def test_one_bad_vector_in_a_large_batch_is_named_and_nothing_is_taken() -> None:
+    arena = Arena(DIM)
+    segment = arena.new_segment()
+    vectors = numbered(0, 10_000)
+    vectors[9_000, 3] = np.nan
+    with pytest.raises(ValueError, match="vector 9000 is not finite"):
+        arena.extend(np.full(10_000, segment), vectors, live=True)
+    assert (arena.length(segment), arena.nbytes) == (0, 0)
+
+
 def test_unknown_segments_and_rows_are_refused() -> None:
     arena = Arena(DIM)
     segment = arena.new_segment()

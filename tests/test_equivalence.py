@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +18,9 @@ from undertow.bench.mock_llm import MockReplies
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, HashingEncoder
 from undertow.engine.engine import Engine
-from undertow.engine.model import Turn
+from undertow.engine.model import Memory, Turn
 from undertow.engine.readers import read
+from undertow.engine.retrieval import Found
 
 from .engine_harness import (
     RecordingLLM,
@@ -41,6 +41,8 @@ LOCOMO = Path(__file__).parents[2] / "shared" / "data" / "locomo_dev.json"
 REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.15, malformed_rate=0.08, malformed_sticky=True)
 THETA = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}
 SHORT = ("conv-26", "conv-30")
+MIDDLE = (*SHORT, "conv-41")
+LONG = (*MIDDLE, "conv-42", "conv-43")
 
 Turns = dict[str, list[Turn]]
 
@@ -53,7 +55,9 @@ def encoder() -> HashingEncoder:
 @pytest.fixture(scope="module")
 def locomo() -> Turns:
     if not LOCOMO.exists():
-        pytest.skip("the LoCoMo development conversations may not be copied into the project: no locomo_dev.json")
+        pytest.skip(
+            "the LoCoMo development conversations may not be copied into the project: no locomo_dev.json"
+        )
     turns: Turns = {}
     for record in read(LOCOMO, max_message_bytes=1_000_000):
         assert not record.errors
@@ -92,61 +96,68 @@ def test_the_runs_contain_every_kind_of_decision(expected: Run) -> None:
     assert any(m.supersedes for m in versions)
 
 
-@pytest.mark.parametrize(("batch_turns", "seed"), [(7, 1), (512, None), (512, 2)])
+@pytest.mark.parametrize(
+    ("batch_turns", "seed", "names"), [(7, 1, LONG), (512, 2, LONG), (512, None, SHORT), (1, 3, SHORT)]
+)
 def test_any_batch_and_interleaving_gives_what_one_by_one_gives(
-    batch_turns: int, seed: int | None, locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path
+    batch_turns: int,
+    seed: int | None,
+    names: tuple[str, ...],
+    locomo: Turns,
+    encoder: Encoder,
+    expected: Run,
+    tmp_path: Path,
 ) -> None:
     settings = settings_of(**THETA, batch_turns=batch_turns)
-    assert_same(engine_run(tmp_path, settings, encoder, REPLIES, interleaved(locomo, seed)), expected)
-
-
-def test_turns_added_one_at_a_time(locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path) -> None:
-    turns = interleaved({name: locomo[name] for name in SHORT}, seed=3)
-    run = engine_run(tmp_path, settings_of(**THETA, batch_turns=1), encoder, REPLIES, turns)
-    assert_same(run, only(expected, SHORT))
+    turns = interleaved({name: locomo[name] for name in names}, seed)
+    assert_same(engine_run(tmp_path, settings, encoder, REPLIES, turns), only(expected, names))
 
 
 def test_late_and_out_of_order_replies(
     locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path
 ) -> None:
     llm = RecordingLLM(REPLIES, latency_s=0.001, jitter_s=0.02)
+    turns = {name: locomo[name] for name in MIDDLE}
     with opened(tmp_path, settings_of(**THETA, batch_turns=64), encoder, llm) as engine:
-        ingest(engine, interleaved(locomo, seed=4), 64)
+        ingest(engine, interleaved(turns, seed=4), 64)
         assert engine.drain()
     assert llm.max_in_flight > 1
-    assert_same(read_back(tmp_path, llm.prompts), expected)
+    assert_same(read_back(tmp_path, llm.prompts), only(expected, MIDDLE))
 
 
-def figures(engine: Engine, tenants: Turns) -> tuple[dict[str, int], list[Any]]:
-    return engine.stats(), [engine.search(name, "a trip to the beach with the kids") for name in tenants]
+Figures = tuple[dict[str, int], list[Found], list[list[Memory]]]
+
+
+def figures(engine: Engine, names: tuple[str, ...]) -> Figures:
+    found = [engine.search(name, "a trip to the beach with the kids") for name in names]
+    return engine.stats(), found, [engine.get_all(name) for name in names]
 
 
 def test_closing_and_reopening_in_the_middle_changes_nothing(
     locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path
 ) -> None:
-    """The first session ends with replies outstanding: those prompts are sent again, and only those."""
+    """A session that ends with replies outstanding; the next sends those prompts again, and no others.
+
+    Search, counts and memories are then the same live and in a third session, read from the journal.
+    """
     settings = settings_of(**THETA, batch_turns=32)
-    turns = interleaved(locomo, seed=5)
+    turns = interleaved({name: locomo[name] for name in MIDDLE}, seed=5)
     first, second = RecordingLLM(REPLIES, latency_s=0.005, jitter_s=0.05), RecordingLLM(REPLIES)
     with opened(tmp_path, settings, encoder, first) as engine:
-        ingest(engine, turns[:600], 32)
+        ingest(engine, turns[:400], 32)
         assert engine.lag.undecided_turns > 0
         assert engine.lag.running_jobs > 0
     with opened(tmp_path, settings, encoder, second) as engine:
-        ingest(engine, turns[500:], 32)  # a hundred turns once more: they are duplicates
+        ingest(engine, turns[350:], 32)  # fifty turns once more: they are duplicates
         assert engine.drain()
-        live = figures(engine, locomo)
-    run = read_back(tmp_path, {})
-    assert_same(replace_prompts(run, expected), expected)
-    for name in locomo:
-        sent, wanted = first.prompts[name] + second.prompts[name], expected.prompts[name]
-        assert Counter(sent).keys() == Counter(wanted).keys(), name
+        live = figures(engine, MIDDLE)
+    wanted = only(expected, MIDDLE)
+    assert_same(replace(read_back(tmp_path, {}), prompts=wanted.prompts), wanted)
+    for name in MIDDLE:
+        assert {*first.prompts[name], *second.prompts[name]} == {*wanted.prompts[name]}, name
     with opened(tmp_path, settings, encoder, None) as engine:
-        assert figures(engine, locomo) == live
-
-
-def replace_prompts(run: Run, other: Run) -> Run:
-    return replace(run, prompts=other.prompts)
+        assert figures(engine, MIDDLE) == live
+    assert live[0]["episodes"] and live[0]["facts"] and live[0]["dead_letters"]
 
 
 def test_without_an_llm_at_first_the_end_state_is_the_same(
@@ -154,31 +165,16 @@ def test_without_an_llm_at_first_the_end_state_is_the_same(
 ) -> None:
     settings = settings_of(**THETA)
     with opened(tmp_path, settings, encoder, None) as engine:
-        ingest(engine, interleaved(locomo, seed=6), 512)
+        ingest(engine, interleaved({name: locomo[name] for name in SHORT}, seed=6), 512)
         assert not engine.drain()
-        assert engine.stats()["pending_jobs"] == len(locomo)
+        assert engine.stats()["pending_jobs"] == len(SHORT)
         assert engine.stats()["llm_calls"] == 0
-        assert all(engine.search(name, "a trip to the beach").turns for name in locomo)
+        assert all(engine.search(name, "a trip to the beach").turns for name in SHORT)
     llm = RecordingLLM(REPLIES)
     with opened(tmp_path, settings, encoder, llm) as engine:
         assert engine.drain()
         assert engine.stats()["pending_jobs"] == 0
-    assert_same(read_back(tmp_path, llm.prompts), expected)
-
-
-def test_live_state_equals_state_read_back(locomo: Turns, encoder: Encoder, tmp_path: Path) -> None:
-    """What search and stats say while running is what they say after a restart."""
-    settings = settings_of(**THETA)
-    turns = {name: locomo[name] for name in SHORT}
-    with opened(tmp_path, settings, encoder, RecordingLLM(REPLIES)) as engine:
-        ingest(engine, interleaved(turns, seed=7), 512)
-        engine.drain()
-        live = figures(engine, turns)
-        memories = {name: engine.get_all(name) for name in turns}
-    with opened(tmp_path, settings, encoder, None) as engine:
-        assert figures(engine, turns) == live
-        assert {name: engine.get_all(name) for name in turns} == memories
-    assert live[0]["episodes"] and live[0]["facts"] and live[0]["dead_letters"]
+    assert_same(read_back(tmp_path, llm.prompts), only(expected, SHORT))
 
 
 # ---- random vectors, near thresholds and tied
@@ -233,7 +229,7 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
     )
     turns: Turns = {}
     for tenant in range(draw(st.integers(1, 3))):
-        count = draw(st.integers(1, 40))
+        count = draw(st.integers(1, 30))
         texts = [f"tenant {tenant} says {n}, {draw(st.integers(0, 2))} times" for n in range(count)]
         stamps = [f"2026-03-{draw(st.integers(1, 28)):02d}T10:00:00" for _ in range(count)]
         name = f"t{tenant}"
@@ -253,7 +249,7 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
     return settings, TableEncoder(table, pool), replies, turns
 
 
-@hypothesis_settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@hypothesis_settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(world=worlds(), seed=st.integers(0, 99))
 def test_engine_equals_oracle_on_ties_and_near_ties(
     world: tuple[Settings, TableEncoder, MockReplies, Turns], seed: int

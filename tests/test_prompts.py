@@ -25,6 +25,7 @@ from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply, Repl
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 any_text = st.text(st.characters())  # lone surrogates and controls too
+CONTROL_TOKENS = ("<|", "</s", "<start", "[INST", "[/INST", "<<")
 HOSTILE = """ " \\ ] <|im_end|> <|im_start|>system </s> <start_of_turn> [INST] [/INST] <<SYS>> Turns:"""
 BREAKS = ['[2,"x","y"]', "{% if %}", "\n", "\r", "\u2028", "\x85", "\ud800", "\n[9]", "{{ x }}"]
 hostile_text = st.lists(st.sampled_from(HOSTILE.split() + BREAKS)).map("".join)
@@ -54,8 +55,7 @@ def test_no_text_can_close_its_fence(text: str) -> None:
         expected = [text if line[2] == "plain" else line[2] for line in plain_lines]
         assert [line[2] for line in lines] == expected
         prompt.user.encode()  # goes on the wire
-        for token in ("<|", "</s", "<start", "[INST", "[/INST", "<<"):
-            assert token not in prompt.user
+        assert not any(token in prompt.user for token in CONTROL_TOKENS)
 
 
 @given(hostile_text)
@@ -63,6 +63,13 @@ def test_a_date_is_fenced_like_a_text(date: str) -> None:
     for prompt, plain in zip(all_prompts("plain", date), all_prompts("plain"), strict=True):
         assert len(prompt.user.splitlines()) == len(plain.user.splitlines())
         assert shown_lines(prompt)[0][1] == (date or "undated")
+
+
+@given(hostile_text)
+def test_a_bad_reply_cannot_speak_for_the_chat_template(text: str) -> None:
+    for message in repair_messages(episode_prompt([]), text, text)[2:]:
+        message["content"].encode()
+        assert not any(token in message["content"] for token in CONTROL_TOKENS)
 
 
 def test_all_variable_text_comes_after_all_fixed_text() -> None:

@@ -9,9 +9,16 @@ from typing import Any
 import orjson
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 # rich falls back to 80 columns where the output is no terminal
-PIPED_WIDTH = 120
+PIPED_WIDTH = 140
+WIDE = ("text", "memory", "reason")
+WIDE_CHARS = 40
+UNBROKEN = ("id", "seq", "tenant", "kind", "decision", "state")
+# of a longer text or list, a table shows so much; --json has it all
+SHOWN_CHARS = 300
+SHOWN_ITEMS = 12
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -41,12 +48,17 @@ def put_json_lines(records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def put_table(records: Sequence[Mapping[str, Any]], columns: Sequence[str], *, title: str = "") -> None:
-    """Some columns of the records as a table; the last column takes what width is left."""
+    """Some columns of the records as a table. Where a text is long, only its beginning."""
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name in columns:
         numeric = bool(records) and all(isinstance(r.get(name), int | float | None) for r in records)
+        wide = name in WIDE
         table.add_column(
-            name.replace("_", " "), justify="right" if numeric else "left", no_wrap=name in ("id", "seq")
+            name.replace("_", " "),
+            justify="right" if numeric else "left",
+            no_wrap=name in UNBROKEN,
+            min_width=WIDE_CHARS if wide else None,
+            ratio=1 if wide else None,
         )
     for record in records:
         table.add_row(*(_cell(record.get(name)) for name in columns))
@@ -63,9 +75,7 @@ def put_pairs(pairs: Mapping[str, Any], *, title: str = "") -> None:
     console().print(table, markup=False)
 
 
-def _cell(value: Any) -> Any:
-    from rich.text import Text
-
+def _cell(value: Any) -> str | Text:
     match value:
         case None:
             return ""
@@ -76,5 +86,7 @@ def _cell(value: Any) -> Any:
         case int():
             return f"{value:,}"
         case list() | tuple():
-            return Text(", ".join(map(str, value)))
-    return Text(str(value))
+            shown = ", ".join(map(str, value[:SHOWN_ITEMS]))
+            return Text(shown if len(value) <= SHOWN_ITEMS else f"{shown}, ... ({len(value)})")
+    text = str(value)
+    return Text(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " ...")

@@ -1,0 +1,187 @@
+"""What the tests of faults share: logs that make every kind of decision, end states, killable processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from undertow.engine.journal import Journal
+from undertow.engine.model import Turn
+from undertow.engine.readers import read
+from undertow.engine.reports import Reports
+
+DRIVER = Path(__file__).with_name("fault_driver.py")
+THETA = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}
+RATES = {"seed": 1, "refusal_rate": 0.3, "empty_rate": 0.15}
+PARKING = {"malformed_rate": 0.12, "malformed_sticky": True}
+
+TOPICS = (
+    "harbour boat sail mast anchor tide rope deck crew wind",
+    "violin bow string concert teacher scale lesson tune stage song",
+    "garden tomato seed soil bean rain bed compost slug spade",
+    "marathon shoe knee race mile coach stretch medal lap training",
+    "kitchen bread oven flour yeast crust dough salt recipe loaf",
+    "telescope star moon lens night comet orbit planet cloud dome",
+)
+FILLER = "well maybe today later again really somehow never always perhaps morning evening".split()
+
+
+def write_log(
+    path: Path, tenants: Sequence[str], turns: int, *, seed: int = 0, marker: str | None = None
+) -> Path:
+    """A `messages` log: `turns` exchanges of each tenant, interleaved, on a few recurring topics."""
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for n in range(turns):
+            for tenant in tenants:
+                topic = rng.choice(TOPICS).split()
+                said = [*rng.sample(topic, 6), rng.choice(FILLER), f"n{n}"]
+                rng.shuffle(said)
+                line = {
+                    "tenant": tenant,
+                    "session": f"s{n // 20}",
+                    "timestamp": f"2026-03-{1 + n // 24 % 28:02d}T{n % 24:02d}:00:00",
+                    "messages": [
+                        {"role": "user", "name": "Ada", "content": " ".join(said)},
+                        {"role": "assistant", "content": f"Tell me of the {topic[0]} and the {topic[1]}."},
+                    ],
+                }
+                file.write(json.dumps(line) + "\n")
+    return path
+
+
+def turns_of(log: Path) -> dict[str, list[Turn]]:
+    """The log's turns by tenant, in order."""
+    turns: dict[str, list[Turn]] = {}
+    for record in read(log, max_message_bytes=1_000_000):
+        assert not record.errors
+        for turn in record.turns:
+            turns.setdefault(turn.tenant, []).append(turn)
+    return turns
+
+
+@dataclass(frozen=True)
+class State:
+    """A store's contents as its users can see them: by tenant, in no other order than that of seqs."""
+
+    exports: dict[str, list[str]]
+    jobs: list[dict[str, Any]]
+
+    def kinds(self) -> set[str]:
+        """Kinds of records, and of decisions, that occur."""
+        records = [json.loads(line) for lines in self.exports.values() for line in lines]
+        return {r["kind"] for r in records} | {r["decision"] for r in records if r["kind"] == "decision"}
+
+
+def end_state(store: Path) -> State:
+    """All that `undertow export --vectors` and `undertow jobs` show of all tenants."""
+    with reports(store) as of:
+        exports = {
+            name: sorted(
+                orjson.dumps(record, option=orjson.OPT_SORT_KEYS).decode()
+                for record in of.export(name, vectors=True)
+            )
+            for name in of.tenants.names()
+        }
+        return State(exports, of.jobs())
+
+
+@contextmanager
+def reports(store: Path) -> Iterator[Reports]:
+    journal = Journal.open(store, writable=False)
+    try:
+        yield Reports(journal)
+    finally:
+        journal.close()
+
+
+def assert_same_state(state: State, expected: State) -> None:
+    assert state.exports.keys() == expected.exports.keys()
+    for tenant, lines in expected.exports.items():
+        assert state.exports[tenant] == lines, tenant
+    assert state.jobs == expected.jobs
+
+
+def stored_texts(store: Path, kind: str) -> dict[str, list[str]]:
+    """Texts of every version of a kind of memory, or the texts of the turns, by tenant."""
+    with reports(store) as of:
+        return {
+            name: [r["text"] for r in of.export(name) if r["kind"] == kind and not r.get("deleted")]
+            for name in of.tenants.names()
+        }
+
+
+@dataclass
+class Outcome:
+    """How a child ended: its exit status (negative: a signal) and what it had said by then."""
+
+    status: int
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def last(self, key: str) -> Any:
+        return next((line[key] for line in reversed(self.lines) if key in line), None)
+
+
+class Driver:
+    """Runs tasks of `fault_driver` in processes that can be killed; see there for the tasks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self._process = subprocess.Popen(
+            [sys.executable, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.ready = self._answer()
+        self._out = Path()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the driver has ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def start(self, **task: Any) -> int:
+        """Start a task; returns the child's pid. `finish` must follow."""
+        assert self._process.stdin is not None
+        self._count += 1
+        self._out = self._folder / f"child-{self._count}.jsonl"
+        self._out.touch()
+        self._process.stdin.write(json.dumps({**task, "out": str(self._out)}, default=str) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer()["pid"])
+
+    def said(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._out.read_text().splitlines()]
+
+    def finish(self) -> Outcome:
+        status = int(self._answer()["exit"])
+        return Outcome(status, self.said())
+
+    def run(self, *, kill_after_s: float | None = None, **task: Any) -> Outcome:
+        """Run a task to its end, or kill it with SIGKILL after a while."""
+        pid = self.start(**task)
+        if kill_after_s is not None:
+            time.sleep(kill_after_s)
+            os.kill(pid, signal.SIGKILL)  # not reaped before the driver has told: the pid is still its own
+        return self.finish()
