@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
-from undertow.engine.encoder import DEFAULT_MODEL, HashingEncoder, SentenceEncoder
+from undertow.engine.encoder import HashingEncoder, SentenceEncoder
 from undertow.engine.readers import read
-from undertow.engine.sentence_model import model_folder
+from undertow.engine.sentence_model import DEFAULT_MODEL, model_folder
 
 BASELINE = "SentenceTransformer.encode"
 OURS = "SentenceEncoder"
@@ -76,7 +75,7 @@ def measure(texts: list[str], model: str, repeats: int) -> dict[str, Any]:
     seconds = in_turns(works, texts, repeats)
     query_s = in_turns(works, [QUERY], 5 * repeats)
     # the baseline cuts texts at the window, so only those that fit are compared
-    fits = [t for t, n in zip(texts, lengths, strict=True) if n <= reference.max_seq_length]
+    fits = [t for t, n in zip(texts, lengths, strict=True) if n <= ours[OURS].window]
     exact = cosines(reference.encode(fits))
     rows: dict[str, dict[str, Any]] = {}
     for name, (wall_s, cpu_s) in seconds.items():
@@ -98,22 +97,26 @@ def measure(texts: list[str], model: str, repeats: int) -> dict[str, Any]:
 
 def machine() -> str:
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0].split(':', 1)[1].strip()}, {len(names)} CPUs, torch {torch.__version__}, {platform.system()}"
+    return f"{names[0].split(':', 1)[1].strip()}, {len(names)} CPUs, torch {torch.__version__}"
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "turns/s": lambda row: f"{row['turns_per_s']:.1f}",
+    "ktok/s": lambda row: f"{row['tokens_per_s'] / 1000:.1f}",
+    "CPU ms/turn": lambda row: f"{row['cpu_ms_per_turn']:.2f}",
+    "ratio": lambda row: f"{row['times_baseline']:.2f}",
+    "query ms": lambda row: f"{row['one_query_ms']:.1f}",
+    "padding": lambda row: f"{row['padding_share']:.1%}" if "padding_share" in row else "",
+    "cos diff": lambda row: f"{row['max_cosine_difference']:.5f}" if "padding_share" in row else "",
+    "dtype": lambda row: row.get("dtype", ""),
+}
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"{result['turns']} LoCoMo exchanges, {result['tokens']} tokens; {result['machine']}\n")
-    print(
-        f"{'':28}{'turns/s':>9}{'ktok/s':>8}{'CPU ms/turn':>13}{'ratio':>7}{'padding':>9}{'d cos':>9}{'query ms':>10}"
-    )
+    print(" " * 28 + "".join(f"{title:>13}" for title in COLUMNS))
     for name, row in result["rows"].items():
-        label = f"{name} ({row['dtype']})" if name == OURS else name
-        padding = f"{row['padding_share']:.1%}" if "padding_share" in row else ""
-        difference = f"{row['max_cosine_difference']:.5f}" if "max_cosine_difference" in row else ""
-        print(
-            f"{label:28}{row['turns_per_s']:9.1f}{row['tokens_per_s'] / 1000:8.1f}{row['cpu_ms_per_turn']:13.2f}"
-            f"{row['times_baseline']:7.2f}{padding:>9}{difference:>9}{row['one_query_ms']:10.1f}"
-        )
+        print(f"{name:28}" + "".join(f"{cell(row):>13}" for cell in COLUMNS.values()))
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """How fast the CPU gate reads: `python -m undertow.bench.gate`.
 
 Many small tenants, one query each. Measured in one process, on the same threads, in turns: a plain
-sum over the very bytes that the gate reads (the machine's read bandwidth), the gate, and a loop over one
-faiss IndexFlatIP a tenant, as one would write it without a ragged kernel. Medians of the repeats.
+sum over the very bytes that the gate reads (the machine's read bandwidth), the gate, and a loop over
+faiss IndexFlatIP indexes (turns and episodes of each tenant), as one would write it without a ragged
+kernel. Medians of the repeats. Other load on the machine distorts all of them, so it is reported too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import time
@@ -172,6 +174,7 @@ def report(given: argparse.Namespace, load: Load, medians: dict[str, float], res
         "bench": "gate",
         "cpu": cpu_name(),
         "threads": given.threads,
+        "load_average": round(os.getloadavg()[0], 2),
         "tenants": given.tenants,
         "rows": given.rows,
         "episodes": given.episodes,

@@ -301,7 +301,8 @@ class Engine:
         A turn's text and vector are gone from every answer at once; what rests on it is remade
         when the cursor reaches the record. An episode or fact goes alone; its history stays.
         """
-        row = next(iter(self.journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"])), None)
+        rows = self.journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"])
+        row = next((row for row in rows if not self.tenants.buried(row)), None)
         if row is None or row.tenant not in self.tenants:
             raise UndertowError(f"no memory has the id {memory_id}. `undertow list` shows the ids.")
         tenant = self._tenant(row.tenant)

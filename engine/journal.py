@@ -8,6 +8,7 @@ would spend a full vector on each of the many rows that have none (docs/decision
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,9 @@ from typing import Any, Literal
 
 import lance
 import numpy as np
+import orjson
 import pyarrow as pa
+from lance.optimize import Compaction
 from numpy.typing import NDArray
 
 from undertow.engine.store import (
@@ -91,7 +94,7 @@ class Journal:
         self._durability = durability
         self._commits = 0
         self._failure: str | None = None
-        self._uri = folder / "journal.lance"
+        self._uri = folder / info.journal
         try:
             self._dataset = lance.dataset(str(self._uri))
         except (OSError, ValueError) as error:
@@ -111,11 +114,9 @@ class Journal:
         try:
             if (folder / "store.json").exists():  # another process was quicker; its hash key must stay
                 return
-            uri = folder / "journal.lance"
-            if not uri.exists() or not any((uri / "_versions").glob("*.manifest")):
-                dataset = lance.write_dataset(SCHEMA.empty_table(), str(uri), mode="create")
-                dataset.create_scalar_index("tenant_key", "BTREE")
-            write_info(folder, StoreInfo.new(dim, encoder))
+            info = StoreInfo.new(dim, encoder)
+            _make_empty(folder / info.journal)
+            write_info(folder, info)
         except OSError as error:
             raise _cannot_create(folder, error) from error
         finally:
@@ -157,6 +158,13 @@ class Journal:
             raise JournalError(f"{self.folder} was opened for reading only.")
         for lsn, row in enumerate(rows, self._next_lsn):
             row.lsn, row.epoch = lsn, self.info.epoch
+        self._write(rows)
+
+    def append_copies(self, rows: Sequence[Row]) -> None:
+        """Append rows of another journal as they are, lsn and epoch kept; for `reindex`. JournalError."""
+        self._write(rows)
+
+    def _write(self, rows: Sequence[Row]) -> None:
         table = _to_table(rows)
         try:
             if self._durability == "fsync":
@@ -169,7 +177,7 @@ class Journal:
                 "free space or fix the disk, then run again."
             )
             raise JournalError(self._failure) from error
-        self._next_lsn += len(rows)
+        self._next_lsn = rows[-1].lsn + 1
         self._commits += 1
         if self._commits % COMMITS_PER_COMPACTION == 0:
             self._try_to_compact()
@@ -190,9 +198,7 @@ class Journal:
         self._dataset = lance.LanceDataset.commit(
             str(self._uri), lance.LanceOperation.Append(fragments), read_version=self._dataset.version
         )
-        manifest = f"{2**64 - 1 - self._dataset.version:020d}.manifest"
-        for path in (self._uri / "data", self._uri / "_versions" / manifest, self._uri / "_versions"):
-            fsync_path(path)
+        _sync_manifest(self._uri, self._dataset)
 
     def read(
         self,
@@ -236,26 +242,58 @@ class Journal:
         for i in range(0, len(tenant_keys), KEYS_PER_FILTER):
             keys = _any_of("tenant_key", tenant_keys[i : i + KEYS_PER_FILTER])
             self._dataset.delete(f"{keys} AND lsn < {before_lsn}")
+        self._sync()
         return before - int(rows())
 
     def delete_rows(self, lsns: Sequence[int]) -> None:
         """Delete single rows; bytes stay until `purge`."""
         if lsns:
             self._dataset.delete(f"lsn IN ({', '.join(map(str, lsns))})")
+            self._sync()
 
     def purge(self) -> None:
         """Rewrite what deletions touched and drop all old versions: no deleted byte stays behind."""
-        self._dataset.optimize.compact_files(
-            target_rows_per_fragment=ROWS_PER_FRAGMENT, materialize_deletions_threshold=0.0
-        )
+        self._merge_fragments(materialize_deletions_threshold=0.0)
         self._dataset.create_scalar_index("tenant_key", "BTREE", replace=True)
+        self._sync()
         self._dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True)
+        self.remove_others()
+
+    def sibling(self, info: StoreInfo) -> Journal:
+        """The journal `info.journal` in the same folder, made if need be, under this writer's lock."""
+        _make_empty(self.folder / info.journal)
+        return Journal(self.folder, info, self._lock, self._durability)
+
+    def remove_others(self) -> None:
+        """Remove every journal of this folder but this one: what a reindex replaced or did not finish."""
+        for path in self.folder.glob("journal*.lance"):
+            if path != self._uri:
+                shutil.rmtree(path)
 
     def compact(self) -> None:
         """Merge small fragments, refresh the tenant index, drop versions no reader can still hold."""
-        self._dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FRAGMENT)
+        self._merge_fragments()
         self._dataset.optimize.optimize_indices()
+        self._sync()
         self._dataset.cleanup_old_versions(older_than=READER_GRACE)
+
+    def _merge_fragments(self, **options: Any) -> None:
+        """Rewrite small fragments as large ones, in their order."""
+        options["target_rows_per_fragment"] = ROWS_PER_FRAGMENT
+        plan = Compaction.plan(self._dataset, options)
+        rewritten = [task.execute(self._dataset) for task in plan.tasks]
+        if self._durability == "fsync":
+            for result in rewritten:
+                # its attribute new_fragments holds the old ones (pylance 14.0.2)
+                for fragment in orjson.loads(result.json())["new_fragments"]:
+                    for file in fragment["files"]:
+                        fsync_path(self._uri / "data" / file["path"])
+        if rewritten:
+            Compaction.commit(self._dataset, rewritten, options)
+
+    def _sync(self) -> None:
+        if self._durability == "fsync":
+            _sync_version(self._uri, self._dataset)
 
     @property
     def row_count(self) -> int:
@@ -272,6 +310,30 @@ class Journal:
             if len(lsns):
                 return int(lsns.max())
         return -1
+
+
+def _make_empty(uri: Path) -> None:
+    """An empty dataset at `uri`, unless there is a whole one."""
+    if not uri.exists() or not any((uri / "_versions").glob("*.manifest")):
+        dataset = lance.write_dataset(SCHEMA.empty_table(), str(uri), mode="create")
+        dataset.create_scalar_index("tenant_key", "BTREE")
+
+
+def _sync_version(uri: Path, dataset: lance.LanceDataset) -> None:
+    """What a version holds beside data files must be on the disk: index, deletions, manifest."""
+    for folder in (uri / "_indices", uri / "_deletions"):
+        for path in [*folder.rglob("*"), folder] if folder.exists() else []:
+            fsync_path(path)
+    _sync_manifest(uri, dataset)
+    fsync_path(uri)
+
+
+def _sync_manifest(uri: Path, dataset: lance.LanceDataset) -> None:
+    manifest = f"{2**64 - 1 - dataset.version:020d}.manifest"
+    for path in (uri / "_versions" / manifest, uri / "_versions"):
+        fsync_path(path)
+    if (uri / "data").exists():  # an empty store has none yet
+        fsync_path(uri / "data")
 
 
 def _cannot_create(folder: Path, error: OSError) -> StoreError:

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from undertow.engine.journal import Journal, Row
 from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, spoken
@@ -56,6 +58,13 @@ class Reports:
                     "deleted": True,
                 }
         return [turns[seq] for seq in sorted(turns)]
+
+    def turn_vectors(self, tenant: str) -> Iterator[NDArray[np.float16]]:
+        """The vectors of a tenant's turns, float16 [dim] each, in seq order; streamed."""
+        self.tenants.require(tenant)
+        key = self._journal.info.tenant_key(tenant)
+        rows = self._journal.read(tenant_keys=[key], kinds=["turn"])
+        return (row.vector for row in rows if row.vector is not None and self._is_alive(row))
 
     def memories(self, tenant: str, kind: MemoryKind, *, every: bool = False) -> list[Report]:
         """Episodes or facts in order of birth; `every`: with all their earlier versions."""

@@ -33,7 +33,7 @@ from undertow.engine.policies.base import (
     deletion,
 )
 from undertow.engine.readings import Readings
-from undertow.engine.records import Control, Job, job_row, memory_row, usage_to_json
+from undertow.engine.records import Control, Job, job_row, memory_of, memory_row, usage_to_json
 from undertow.engine.tenants import Tenant, View
 from undertow.engine.trace import Trace
 
@@ -100,7 +100,7 @@ class Scheduler:
         self._replies: SimpleQueue[Running] = SimpleQueue()
         self._rows: list[Row] = []
         # Memories remade without a deleted turn: their older versions still hold its words.
-        self._shed: list[str] = []
+        self._shed: dict[str, int] = {}  # id -> first version without it
         self._report = StepReport()
 
     # ---- what the outside sees
@@ -169,10 +169,10 @@ class Scheduler:
             rows, self._rows = self._rows, []
             self._journal.append(rows)
             if self._shed:
-                ids, self._shed = self._shed, []
-                first = rows[0].lsn
-                older = self._journal.read(ids=ids, kinds=["episode", "fact"], vectors=False)
-                self._journal.delete_rows([row.lsn for row in older if row.lsn < first])
+                shed, self._shed = self._shed, {}
+                versions = self._journal.read(ids=list(shed), kinds=["episode", "fact"], vectors=False)
+                older = [row.lsn for row in versions if row.id and memory_of(row).version < shed[row.id]]
+                self._journal.delete_rows(older)
 
     def _admit(self) -> tuple[list[Ticket], list[Receipt]]:
         if not len(self.inbox):
@@ -207,7 +207,7 @@ class Scheduler:
             return
         with self._trace.span("decide", tenants=len(self._ready)):
             ahead = self._look_ahead()
-            queries = [(r.tenant, r.seq) for r, effect in ahead if isinstance(effect, Gate)]
+            queries = [(r.tenant, effect.seq) for r, effect in ahead if isinstance(effect, Gate)]
             with self._trace.span("gate", queries=len(queries)):
                 readings = iter(self._readings.gate(queries))
             stopped: set[str] = set()
@@ -220,6 +220,8 @@ class Scheduler:
                 follow_up = self._resume(running, answer) if isinstance(effect, Gate) else effect
                 if isinstance(follow_up, Outcome):
                     self._settle(running, follow_up)
+                    if follow_up.drafts or follow_up.settled or follow_up.revived:
+                        stopped.add(running.tenant.name)  # those behind it were read too early
                 else:
                     stopped.add(running.tenant.name)
                     started.append((running, follow_up))
@@ -257,7 +259,8 @@ class Scheduler:
                 return self._policy.forget(seq, record.body["turn_seq"], view)
             return _delete_memory(record, view)
         if isinstance(record, Control) and record.kind == "replay":
-            return self._policy.replay(seq, tenant.jobs[record.body["job_id"]], view)
+            job = tenant.jobs.get(record.body["job_id"])
+            return _nothing_to_decide() if job is None else self._policy.replay(seq, job, view)
         return _nothing_to_decide()
 
     def _start(self, started: Sequence[tuple[Running, Effect]]) -> None:
@@ -329,10 +332,11 @@ class Scheduler:
     def _settle_jobs(self, running: Running, outcome: Outcome) -> None:
         tenant, seq = running.tenant, running.seq
         record = tenant.records[seq]
-        if isinstance(record, Control) and record.kind == "replay":
-            self._put_job(tenant, replace(tenant.jobs[record.body["job_id"]], state="replayed"))
-        if isinstance(record, Control) and "turn_seq" in record.body:
-            self._shed += [d.memory.id for d in outcome.drafts if d.memory.born_at_seq != seq]
+        body = record.body if isinstance(record, Control) else {}
+        if (job := tenant.jobs.get(body.get("job_id", ""))) is not None:
+            self._put_job(tenant, replace(job, state="replayed"))
+        if "turn_seq" in body:
+            self._shed.update({d.memory.id: d.memory.version for d in outcome.drafts})
         if outcome.decision is Decision.PARKED:
             self._put_job(
                 tenant,

@@ -2,7 +2,7 @@
 
 store/store.json      format version, encoder fingerprint, key of the tenant hashes, epoch
 store/writer.lock     held by the one process that may append
-store/journal.lance   the journal
+store/journal.lance   the journal (after a reindex journal-EPOCH.lance)
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ class StoreLocked(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """What `store.json` holds. `epoch` counts writers: each row carries that of its writer."""
+    """What `store.json` holds. `epoch` counts writers: each row carries that of its writer.
+
+    `journal` names the dataset in force, so that replacing this one file puts another in its place.
+    """
 
     format_version: int
     dim: int
     encoder: dict[str, Any]
     hash_key: str
     epoch: int = 0
+    journal: str = "journal.lance"
 
     @classmethod
     def new(cls, dim: int, encoder: dict[str, Any]) -> Self:

@@ -374,14 +374,18 @@ class Tenants:
         by_key = {self._journal.info.tenant_key(n): n for n in names}
         rows: dict[str, list[Row]] = {n: [] for n in names}
         for row in self._journal.read(tenant_keys=list(by_key)):
-            buried = self.erased.get(row.tenant_key)
-            if row.kind != "tombstone" and (buried is None or row.lsn >= buried["lsn"]):
+            if row.kind != "tombstone" and not self.buried(row):
                 rows[by_key[row.tenant_key]].append(row)
         for name, of_tenant in rows.items():
             of_tenant.sort(key=lambda r: r.lsn)
             tenant = self._new(name)
             fold(tenant, of_tenant, self._arena)
             self._loaded[name] = tenant
+
+    def buried(self, row: Row) -> bool:
+        """Whether the row belongs to an erased life of its tenant."""
+        stone = self.erased.get(row.tenant_key)
+        return stone is not None and row.lsn < stone["lsn"]
 
     def alive(self, table: pa.Table) -> pa.Table:
         """The rows that no erasure has buried; the table must hold `tenant_key` and `lsn`."""

@@ -219,12 +219,12 @@ class Arena:
 
     def _move(self, segment: int, rows: int) -> None:
         """Put a segment into a slab with room for `rows` rows."""
-        vectors, flags, old = self.vectors(segment), self.flags(segment), self._slabs[segment]
-        slab = self._pool.take(rows * self._row_bytes)
-        capacity = min(slab.nbytes // self._row_bytes, _ROW_MASK)
-        slab.bytes[: vectors.nbytes].view(np.float32).reshape(vectors.shape)[:] = vectors
-        start = capacity * self.dim * 4
-        slab.bytes[start : start + len(flags)] = flags
+        old, slab = self._slabs[segment], self._pool.take(rows * self._row_bytes)
+        capacity, width = min(slab.nbytes // self._row_bytes, _ROW_MASK), self.dim * 4
+        if old is not None:
+            length, start = int(self._length[segment]), int(self._capacity[segment]) * width
+            slab.bytes[: length * width] = old.bytes[: length * width]
+            slab.bytes[capacity * width : capacity * width + length] = old.bytes[start : start + length]
         self._slabs[segment] = slab
         self._address[segment], self._capacity[segment] = slab.address, capacity
         if old is not None:

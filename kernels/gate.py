@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena import LIVE, PRESENT, Arena, widened
 from undertow.kernels.device import Device, cpu_count, resolve
-from undertow.kernels.scan import Cells, Plan, error_slack, merge, scan, tally
+from undertow.kernels.plan import Cells, Plan, group_probes, lay_out, split, starts_of
+from undertow.kernels.scan import error_slack, merge, scan, tally
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
 
 NO_SEGMENT = -1
 _BLOCK_ROWS = 4096
-# a task reads about this much or more, so that splitting costs little beside the work
-_TASK_BYTES = 256 << 10
 _SHARES_PER_THREAD = 8
 
 
@@ -198,9 +196,9 @@ class NumbaGate(Gate):
     ) -> tuple[Int64s, Int64s, Int64s, Float64s]:
         """Probe i asks `queries[query[i]]`: (count [p], starts [p + 1], rows, scores) in probe order."""
         order = np.argsort(segment, kind="stable")
-        groups = _groups(segment[order], limit[order])
-        tasks = _split(groups, self.threads * _SHARES_PER_THREAD, self.arena.dim * 4)
-        cell_base, cell_heap = _cells(groups, tasks, limit[order], k[order])
+        groups = group_probes(segment[order], limit[order])
+        tasks = split(groups, self.threads * _SHARES_PER_THREAD, self.arena.dim * 4)
+        cell_base, cell_heap = lay_out(groups, tasks, limit[order], k[order])
         vectors, flags, _ = self.arena.locate(groups.segment)
         plan = Plan(
             queries=queries,
@@ -231,7 +229,7 @@ class NumbaGate(Gate):
         count = np.empty(len(order), np.int64)
         count[order] = found
         kept = np.minimum(count, np.minimum(k, limit))
-        starts = _starts(kept)
+        starts = starts_of(kept)
         rows, scores = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.float64)
         merge(plan, cells, starts[order], kept[order], scores, rows)
         return count, starts, rows, scores
@@ -242,62 +240,6 @@ class NumbaGate(Gate):
             scan(plan, cells, 0, shares[1])
             return
         list(self._workers.map(lambda a, b: scan(plan, cells, a, b), shares[:-1], shares[1:]))
-
-
-class _Groups(NamedTuple):
-    """The probes of each segment: sorted probes [start[g], start[g + 1]) ask `rows[g]` rows of it."""
-
-    segment: Int64s
-    start: Int64s
-    rows: Int64s
-
-
-class _Tasks(NamedTuple):
-    start: Int64s  # [g + 1]: the first task of each group
-    group: Int64s  # [t]
-    begin: Int64s  # [t]: rows [begin, end)
-    end: Int64s
-    shares: Int64s  # [s + 1]: runs of consecutive tasks with about equal work
-
-
-def _groups(segment: Int64s, limit: Int64s) -> _Groups:
-    """Group probes sorted by segment; a group reads as many rows as its probe with the highest limit."""
-    ids, first = np.unique(segment, return_index=True)
-    rows = np.maximum.reduceat(limit, first) if len(first) else np.zeros(0, np.int64)
-    return _Groups(ids, np.append(first, len(segment)), rows)
-
-
-def _split(groups: _Groups, shares: int, row_bytes: int) -> _Tasks:
-    """Cut groups into tasks by rows, and all tasks into shares, by rows times probes."""
-    work = groups.rows * np.diff(groups.start)
-    total = int(work.sum())
-    target = max(_TASK_BYTES // row_bytes, -(-total // shares), 1)
-    pieces = np.clip(-(-work // target), 1, np.maximum(groups.rows, 1))
-    start = _starts(pieces)
-    group = np.repeat(np.arange(len(work)), pieces)
-    place = np.arange(len(group)) - start[group]
-    begin = groups.rows[group] * place // pieces[group]
-    end = groups.rows[group] * (place + 1) // pieces[group]
-    done = np.cumsum((end - begin) * np.diff(groups.start)[group])
-    cuts = np.searchsorted(done, np.arange(1, -(-total // target)) * target)
-    return _Tasks(start, group, begin, end, np.unique(np.concatenate(([0], cuts, [len(group)]))))
-
-
-def _cells(groups: _Groups, tasks: _Tasks, limit: Int64s, k: Int64s) -> tuple[Int64s, Int64s]:
-    """(first cell of each task, first heap entry of each cell); a heap holds at most the rows seen."""
-    probes = np.diff(groups.start)[tasks.group]
-    base = _starts(probes)
-    task = np.repeat(np.arange(len(probes)), probes)
-    probe = groups.start[tasks.group[task]] + np.arange(len(task)) - base[task]
-    seen = np.maximum(np.minimum(limit[probe], tasks.end[task]) - tasks.begin[task], 0)
-    return base[:-1], _starts(np.minimum(k[probe], seen))
-
-
-def _starts(sizes: Int64s) -> Int64s:
-    """[n + 1]: where each of n consecutive runs starts, and the total."""
-    starts = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=starts[1:])
-    return starts
 
 
 def _column(name: str, values: ArrayLike, count: int) -> Int64s:

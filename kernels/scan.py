@@ -18,13 +18,15 @@ boundary that it could cross: the threshold, and the worst of the k best rows fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
+
+from undertow.kernels.plan import Cells, Plan
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
@@ -190,39 +192,6 @@ def sort_heap(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
     for last in range(size - 1, 0, -1):
         _swap(scores, rows, base, base + last)
         _sift_down(scores, rows, base, last)
-
-
-class Plan(NamedTuple):
-    """One batch of probes, sorted by segment, and its split into tasks of about equal work.
-
-    A probe asks one query of one segment; the probes of a segment are a group. A task is a range of
-    a group's rows. A cell is what one task finds for one probe: `cell_base` + its place in the group.
-    """
-
-    queries: Float32s  # [q, dim]
-    probe_query: Int64s  # [p]: row of `queries`
-    probe_limit: Int64s  # [p]: only rows below it
-    probe_flag: Bytes  # [p]: only rows with this flag
-    probe_theta: Float64s  # [p]
-    slack: float
-    group_start: Int64s  # [g + 1]: its first probe
-    group_vectors: Int64s  # [g]: address of the segment's rows
-    group_flags: Int64s  # [g]: address of the segment's flags
-    group_task: Int64s  # [g + 1]: its first task
-    task_group: Int64s  # [t]
-    task_begin: Int64s  # [t]: first row
-    task_end: Int64s  # [t]: one after the last row
-    cell_base: Int64s  # [t]: its first cell
-    cell_heap: Int64s  # [c + 1]: where the cell's heap starts
-
-
-class Cells(NamedTuple):
-    """What tasks find: rows at or above theta (all counted, the k best kept), one heap a cell."""
-
-    counts: Int64s  # [c]
-    sizes: Int64s  # [c]
-    scores: Float64s  # [heap space]
-    rows: Int64s
 
 
 @jit

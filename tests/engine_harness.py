@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,19 @@ class HeldLLM(RecordingLLM):
         self.held.append((tenant, prompt, future))
         return future
 
-    def release(self, *, also_cancelled: bool = False) -> None:
-        """Answer all that is held; with `also_cancelled` even what the engine has given up."""
+    def release(self) -> None:
+        """Answer all that is held and not cancelled."""
         held, self.held = self.held, []
         for tenant, prompt, future in held:
-            answer = MockLLM.submit(self, prompt, tenant=tenant)
             if not future.cancelled():
-                future.set_result(answer.result())
-            elif also_cancelled:
-                future._invoke_callbacks()  # type: ignore[attr-defined]
+                MockLLM.submit(self, prompt, tenant=tenant).add_done_callback(partial(_pass_on, future))
+
+
+def _pass_on(future: Future[Completion], answer: Future[Completion]) -> None:
+    if (error := answer.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(answer.result())
 
 
 class DeafLLM(HeldLLM):

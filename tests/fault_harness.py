@@ -185,3 +185,18 @@ class Driver:
             time.sleep(kill_after_s)
             os.kill(pid, signal.SIGKILL)  # not reaped before the driver has told: the pid is still its own
         return self.finish()
+
+
+def assert_prefix_stored(store: Path, log: dict[str, list[Turn]], acked: dict[str, int]) -> dict[str, int]:
+    """Each tenant's stored turns are the first ones of its log, each once, at least `acked`. Their numbers."""
+    stored: dict[str, list[str]] = {name: [] for name in log}
+    if (store / "store.json").exists():
+        stored |= stored_texts(store, "turn")
+        with reports(store) as of:
+            for name in of.tenants.names():
+                seqs = [r["seq"] for r in of.turns(name)]
+                assert seqs == list(range(len(seqs))), name
+    for name, texts in stored.items():
+        assert texts == [turn.text for turn in log[name][: len(texts)]], name
+        assert len(texts) >= acked.get(name, 0), f"{name}: an acknowledged turn is lost"
+    return {name: len(texts) for name, texts in stored.items()}

@@ -73,7 +73,11 @@ def expected(locomo: Turns, encoder: HashingEncoder) -> Run:
 
 
 def only(run: Run, names: tuple[str, ...]) -> Run:
-    return Run(*({n: part[n] for n in names} for part in (run.decisions, run.versions, run.prompts)))
+    return Run(
+        {n: run.decisions[n] for n in names},
+        {n: run.versions[n] for n in names},
+        {n: run.prompts[n] for n in names},
+    )
 
 
 # ---- the LoCoMo conversations
@@ -203,8 +207,8 @@ def pools(draw: st.DrawFn) -> Vectors:
             row[:3] = rng.normal(size=3) + 1.0
             row /= np.linalg.norm(row)
         rows.append(row.astype(np.float16))
-    for row in list(rows):  # neighbours in the last bit
-        near = row.copy()
+    for known in list(rows):  # neighbours in the last bit
+        near = known.copy()
         place = int(np.argmax(np.abs(near)))
         near[place] = np.nextafter(near[place], np.float16(0))
         rows.append(near)

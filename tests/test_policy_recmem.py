@@ -101,7 +101,8 @@ def nearest(view: View, ask: Nearest) -> list[Scored]:
 
 
 def vector_of(text: str) -> NDArray[np.float16]:
-    return ENCODER.encode([text])[0]
+    vector: NDArray[np.float16] = ENCODER.encode([text])[0]
+    return vector
 
 
 def view_of(count: int, *, memories: Sequence[Memory] = (), words: int = 3) -> View:

@@ -10,7 +10,7 @@ import typer
 from undertow.serving.cli.errors import Exit
 from undertow.serving.cli.ingesting import ProfileName
 from undertow.serving.cli.opening import AsJson, EncoderName, Llm, Model, Store, open_reports, settings_of
-from undertow.serving.cli.output import put_json, put_pairs, put_table, put_text
+from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
 
 PROPOSAL_FIELDS = (
     "share",
@@ -47,7 +47,7 @@ def calibrate(
     if as_json:
         put_json(found)
         return
-    put_pairs({f"{p} %": value for p, value in found["percentiles"].items()}, title="Pair cosines, percentiles")
+    put_pairs({f"{p} %": value for p, value in found["percentiles"].items()}, title="Pair cosines")
     title = f"{found['turns']:,} turns of {found['tenants']:,} tenants, theta_count {found['theta_count']}"
     put_table(found["proposals"], PROPOSAL_FIELDS, title=title)
     put_text("proxy: cluster centroids stand for episodes, and every merge is taken as granted.")
@@ -85,4 +85,7 @@ def demo(
     """
     from undertow.serving.demo import run
 
-    run(settings_of(llm=llm, model=model, encoder=encoder, theta_sim=0.55, theta_count=4), as_json=as_json)
+    settings = settings_of(llm=llm, model=model, encoder=encoder, theta_sim=0.55, theta_count=4)
+    figures = run(settings, console(stderr=as_json))
+    if as_json:
+        put_json(figures)

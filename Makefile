@@ -1,0 +1,82 @@
+# `make` alone lists the targets. Two environments: .venv for the engine, .venv-vllm for the local LLM server.
+PYTHON ?= python3
+VENV := .venv
+VLLM_VENV := .venv-vllm
+MODEL := .models/qwen2.5-coder-1.5b-instruct
+PIP_FLAGS := --quiet --disable-pip-version-check
+TORCH := torch==2.13.0
+
+SETUP := $(VENV)/.stamp
+SETUP_VLLM := $(VLLM_VENV)/.stamp
+
+# make steps are announced; `|| $(call hint,...)` says what to do when one fails
+say = @echo "==> $(1)"
+hint = { echo "==> FAILED. $(1)" >&2; exit 1; }
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-vllm model demo test lint bench soak clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(SETUP) ## make .venv, the engine's environment
+
+setup-vllm: $(SETUP_VLLM) ## make .venv-vllm, the local LLM server's environment
+
+model: $(MODEL)/config.json ## make the small instruct model (1.1 GB to download, 3.6 GB on disk)
+
+demo: $(SETUP) $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## run the demo; UNDERTOW_LLM_URL names a server to use
+	$(call say,demo)
+	@$(VENV)/bin/undertow demo
+
+test: $(SETUP) $(SETUP_VLLM) ## set up, then run all tests but the soak
+	$(call say,tests)
+	@$(VENV)/bin/pytest -m "not soak"
+
+lint: $(SETUP) ## ruff and mypy
+	$(call say,ruff)
+	@$(VENV)/bin/ruff check . || $(call hint,Many findings go away with: $(VENV)/bin/ruff check --fix .)
+	@$(VENV)/bin/ruff format --check . || $(call hint,Run: $(VENV)/bin/ruff format .)
+	$(call say,mypy)
+	@$(VENV)/bin/mypy || $(call hint,The lines above name the places.)
+
+bench: $(SETUP) ## run the benchmarks (minutes; the machine should be idle)
+	$(call say,bench: gate)
+	@$(VENV)/bin/python -m undertow.bench.gate
+	$(call say,bench: encoder)
+	@$(VENV)/bin/python -m undertow.bench.encoder
+	$(call say,bench: ingest)
+	@$(VENV)/bin/python -m undertow.bench.ingest
+
+soak: $(SETUP) ## run the long loads
+	$(call say,soak)
+	@$(VENV)/bin/pytest -m soak --timeout 0
+
+clean: ## remove environments, caches and the model
+	rm -rf $(VENV) $(VLLM_VENV) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+
+$(SETUP): pyproject.toml constraints.txt
+	$(call say,engine environment in $(VENV))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| $(call hint,Python 3.11 or newer is needed; name one with: make PYTHON=python3.11 setup)
+	@$(PYTHON) -m venv $(VENV) || $(call hint,The venv module is missing; on Debian: apt-get install python3-venv)
+	$(call say,installing packages (about 2 GB on disk))
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]' \
+		|| $(call hint,Without network access nothing can be installed; what is already fetched is kept: try again.)
+	@touch $@
+
+$(SETUP_VLLM): serving/requirements-vllm.txt
+	$(call say,LLM server environment in $(VLLM_VENV))
+	@$(PYTHON) -m venv $(VLLM_VENV) || $(call hint,The venv module is missing; on Debian: apt-get install python3-venv)
+	$(call say,installing torch and vLLM (about 2 GB on disk))
+	@$(VLLM_VENV)/bin/pip install $(PIP_FLAGS) --no-deps --requirement serving/requirements-vllm.txt \
+		|| $(call hint,Without network access nothing can be installed; what is already fetched is kept: try again.)
+	@$(VLLM_VENV)/bin/python -P -c 'import torch; assert torch.version.cuda is None' \
+		|| $(call hint,$(VLLM_VENV) needs a CPU build of $(TORCH); the README says how to choose one.)
+	@touch $@
+
+$(MODEL)/config.json: | $(SETUP_VLLM)
+	$(call say,small instruct model in $(MODEL))
+	@$(VLLM_VENV)/bin/python serving/offline_model.py --out $(MODEL) \
+		|| $(call hint,The download resumes where it stopped: run make model again.)

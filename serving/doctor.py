@@ -1,0 +1,131 @@
+"""Looks at the machine, the encoder, the store and the LLM server, and says in words what it finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from undertow.engine.model import UndertowError
+
+if TYPE_CHECKING:
+    from undertow.engine.config import Settings
+
+PACKAGES = ("torch", "transformers", "sentence-transformers", "pylance", "faiss-cpu", "numba", "openai")
+LOW_DISK_BYTES = 2 << 30
+
+
+class Finding(NamedTuple):
+    """`ok` False asks for attention; `needed` says that Undertow cannot work so."""
+
+    what: str
+    ok: bool
+    text: str
+    needed: bool = False
+
+
+def examine(settings: Settings, store: Path | None) -> list[Finding]:
+    """Every check in order; none raises, none changes anything. The encoder and the server are tried."""
+    return [
+        _python(),
+        *_packages(),
+        _cpu(),
+        _cuda(),
+        _encoder(settings),
+        *([] if store is None else _store(settings, store)),
+        _server(settings),
+    ]
+
+
+def _python() -> Finding:
+    found = platform.python_version()
+    ok = sys.version_info >= (3, 11)
+    return Finding("python", ok, f"{found} on {platform.system()} {platform.machine()}", needed=True)
+
+
+def _packages() -> list[Finding]:
+    findings = []
+    for name in PACKAGES:
+        try:
+            findings.append(Finding(name, True, version(name)))
+        except PackageNotFoundError:
+            findings.append(Finding(name, False, f"is not installed: pip install {name}", needed=True))
+    return findings
+
+
+def _cpu() -> Finding:
+    cores = f"{len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count()} cores"
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return Finding("cpu", True, f"{cores}; its instruction sets cannot be read here")
+    if "amx_bf16" in flags:
+        return Finding("cpu", True, f"{cores}, AMX: the encoder runs in bf16")
+    vector = next((n for n in ("avx512f", "avx2") if n in flags), None)
+    if vector is None:
+        return Finding("cpu", False, f"{cores}, no AVX2 or AMX: the encoder runs in fp32 and is slow")
+    return Finding("cpu", True, f"{cores}, {vector.removesuffix('f').upper()}, no AMX: the encoder runs in fp32")
+
+
+def _cuda() -> Finding:
+    from undertow.kernels.device import CUDA_DEVICE_COUNT
+
+    if CUDA_DEVICE_COUNT:
+        return Finding("gpu", True, f"{CUDA_DEVICE_COUNT} CUDA devices for the gate")
+    why = "CuPy finds no CUDA device" if importlib.util.find_spec("cupy") else "CuPy is not installed"
+    return Finding("gpu", True, f"{why}: everything runs on the CPU")
+
+
+def _encoder(settings: Settings) -> Finding:
+    from undertow.engine.encoder import make_encoder
+
+    try:
+        encoder = make_encoder(settings)
+        encoder.encode(["a first sentence"])
+    except (UndertowError, ValueError, OSError, ImportError) as error:
+        return Finding("encoder", False, str(error), needed=True)
+    made = encoder.fingerprint
+    return Finding("encoder", True, f"{made.model}, {made.dim} dimensions, {made.dtype} on {made.device}")
+
+
+def _store(settings: Settings, store: Path) -> list[Finding]:
+    from undertow.engine.store import StoreError, read_info
+
+    findings = []
+    try:
+        info = read_info(store)
+        made_by = str(info.encoder["model"])
+        same = made_by == settings.encoder
+        text = f"format {info.format_version}, encoder {made_by}"
+        cure = "" if same else f"; give --encoder {made_by} or set UNDERTOW_ENCODER"
+        findings.append(Finding("store", same, text + cure))
+    except StoreError as error:
+        findings.append(Finding("store", False, str(error), needed=True))
+    place = next((p for p in (store, *store.absolute().parents) if p.is_dir()), Path.cwd())
+    writable = os.access(place, os.W_OK)
+    findings.append(
+        Finding("store folder", writable, f"{place} can{'' if writable else 'not'} be written", needed=True)
+    )
+    free_bytes = shutil.disk_usage(place).free
+    ok = free_bytes >= LOW_DISK_BYTES
+    findings.append(Finding("disk", ok, f"{free_bytes / 2**30:.1f} GiB free" + ("" if ok else ": free some")))
+    return findings
+
+
+def _server(settings: Settings) -> Finding:
+    if settings.llm_url is None:
+        text = "none is set: turns are stored and searchable, consolidation waits. Give --llm URL"
+        return Finding("llm server", False, text)
+    from undertow.engine.llm import OpenAILLM
+
+    try:
+        with OpenAILLM(settings) as llm:
+            health = llm.healthy()
+    except ValueError as error:
+        return Finding("llm server", False, str(error), needed=True)
+    return Finding("llm server", health.ok, health.text, needed=True)

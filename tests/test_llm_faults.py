@@ -1,0 +1,373 @@
+"""An LLM server that fails in every way: no turn is lost, no bad reply becomes a memory, work goes on later."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import uvicorn
+from starlette.responses import JSONResponse, Response
+
+from undertow.bench.mock_llm import MockReplies, MockServer, spawn_server
+from undertow.bench.mock_replies import Messages, share
+from undertow.engine.config import Settings
+from undertow.engine.encoder import HashingEncoder
+from undertow.engine.engine import Engine, make_llm
+from undertow.engine.llm import ServerRefused
+from undertow.engine.trace import Trace
+
+from .fault_harness import (
+    RATES,
+    THETA,
+    State,
+    assert_prefix_stored,
+    assert_same_state,
+    end_state,
+    reports,
+    stored_texts,
+    turns_of,
+    write_log,
+)
+
+TENANTS = ("ann", "bob", "cleo")
+POISON = "wormwood"  # in every text of every bad reply
+CUT, WITHHELD = f"{POISON} cut", f"{POISON} withheld"
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, 40)
+
+
+@contextmanager
+def opened(store: Path, url: str | None, **values: Any) -> Iterator[Engine]:
+    settings = Settings(device="cpu", **THETA, llm_url=url, **values)
+    with Engine(store, settings, HashingEncoder(384), llm=make_llm(settings, Trace())) as engine:
+        engine.resume()
+        yield engine
+
+
+def add_all(engine: Engine, log: Path) -> None:
+    of_tenants = turns_of(log).values()
+    engine.add_batch([turn for together in zip(*of_tenants, strict=True) for turn in together])
+
+
+@pytest.fixture(scope="module")
+def expected(log: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The end state with a server that never fails."""
+    store = tmp_path_factory.mktemp("expected")
+    with spawn_server(**RATES) as url, opened(store, url) as engine:
+        add_all(engine, log)
+        assert engine.drain()
+    state = end_state(store)
+    assert {"merged", "fired", "waits", "episode", "fact"} <= state.kinds()
+    assert state.jobs == []
+    return state
+
+
+# ---- bad replies
+
+
+def _poisoned(value: Any, word: str = POISON) -> Any:
+    """The same reply with the word in each of its texts."""
+    if isinstance(value, list):
+        return [_poisoned(item, word) for item in value]
+    if isinstance(value, dict):
+        return {
+            k: _text(v, word) if k in ("text", "narrative") else _poisoned(v, word) for k, v in value.items()
+        }
+    return value
+
+
+def _text(text: str, word: str) -> str:
+    return f"{word} {text}"
+
+
+def _one_item_broken(reply: dict[str, Any]) -> dict[str, Any]:
+    """The first items are fine: taking what can be read would be taking from a bad reply."""
+    name = next(iter(reply))
+    if isinstance(reply[name], list):
+        return {name: [*reply[name], {"text": ""}]}
+    return {"same_story": True, "narrative": " "}
+
+
+def _too_much(reply: dict[str, Any]) -> dict[str, Any]:
+    name = next(iter(reply))
+    if isinstance(reply[name], list):
+        return {name: (reply[name] or [{"text": POISON}]) * 10}
+    return {"same_story": True, "narrative": f"{POISON} " * 1000}
+
+
+WAYS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "truncated": lambda reply: json.dumps(reply)[:-4],
+    "one field more": lambda reply: json.dumps({**reply, "note": POISON}),
+    "fenced": lambda reply: f"```json\n{json.dumps(reply)}\n```",
+    "one item broken": lambda reply: json.dumps(_one_item_broken(reply)),
+    "too much": lambda reply: json.dumps(_too_much(reply)),
+    "an apology": lambda reply: f"I am sorry, I cannot help with {POISON}.",
+    "empty": lambda reply: "",
+    "a list": lambda reply: json.dumps([reply]),
+    "cut at the limit": lambda reply: json.dumps(_poisoned(reply, CUT)),
+    "withheld": lambda reply: json.dumps(_poisoned(reply, WITHHELD)),
+}
+
+
+@dataclass(frozen=True)
+class Replies(MockReplies):
+    """The mock's replies; a share of them spoilt in every way, half of those beyond repair."""
+
+    poison_rate: float = 0.0
+    given: set[str] = field(default_factory=set)
+    ways: Counter[str] = field(default_factory=Counter)
+
+    def reply(self, messages: Messages, schema: Any) -> str:
+        content = super().reply(messages, schema)
+        first = orjson.dumps([self.seed, [dict(m) for m in messages if m["role"] != "assistant"][:2], schema])
+        repairing = any(m["role"] == "assistant" for m in messages)
+        curable = share(first, "curable") < 0.5
+        if share(first, "poison") < self.poison_rate and not (repairing and curable):
+            way = list(WAYS)[int(len(WAYS) * share(first, "way"))]
+            self.ways[way] += 1
+            return WAYS[way](_poisoned(json.loads(content)))
+        self.given.update(_texts_in(json.loads(content)))
+        return content
+
+
+def _texts_in(reply: dict[str, Any]) -> Iterator[str]:
+    if reply.get("same_story"):
+        yield reply["narrative"].strip()
+    for item in [*reply.get("episodes", []), *reply.get("facts", [])]:
+        yield item["text"].strip()
+
+
+class Server(MockServer):
+    """Says so where a reply was cut or withheld, as a real server does."""
+
+    async def _completion(self, body: bytes) -> Response:
+        response = await super()._completion(body)
+        for word, reason in ((CUT, "length"), (WITHHELD, "content_filter")):
+            if word.encode() in bytes(response.body):
+                answer = orjson.loads(response.body)
+                answer["choices"][0]["finish_reason"] = reason
+                return JSONResponse(answer)
+        return response
+
+
+@contextmanager
+def served(server: MockServer) -> Iterator[str]:
+    """The server over HTTP, in a thread, so that the test can look at what it has said."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(server.app(), log_level="critical", access_log=False, lifespan="off")
+    http = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    finally:
+        http.should_exit = True
+        thread.join(timeout=30)
+
+
+def memories_of(store: Path) -> list[str]:
+    return [
+        text for kind in ("episode", "fact") for texts in stored_texts(store, kind).values() for text in texts
+    ]
+
+
+def settled_seqs(store: Path) -> dict[str, list[int]]:
+    with reports(store) as of:
+        return {
+            name: [r["seq"] for r in of.export(name) if r["kind"] == "decision"]
+            for name in of.tenants.names()
+        }
+
+
+def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(log: Path, tmp_path: Path) -> None:
+    bad = Replies(3, 0.3, 0.15, poison_rate=0.3)
+    server = Server(bad, error_rate=0.3)
+    with served(server) as url, opened(tmp_path, url) as engine:
+        add_all(engine, log)
+        assert engine.drain()
+        figures = engine.stats()
+        assert all(len(engine.search(name, "boat and tide").turns) == 10 for name in TENANTS)
+    assert {"500", "503", "429", "dropped"} <= server.faults.keys()
+    assert len(bad.ways) >= 7, "most ways of failing must occur"
+
+    turns = turns_of(log)
+    assert_prefix_stored(tmp_path, turns, {name: len(line) for name, line in turns.items()})
+    assert figures["undecided_turns"] == figures["pending_jobs"] == 0
+    assert {name: list(range(len(line))) for name, line in turns.items()} == settled_seqs(tmp_path)
+
+    texts = memories_of(tmp_path)
+    assert texts and all(POISON not in text for text in texts)
+    assert set(texts) <= bad.given
+
+    with reports(tmp_path) as of:
+        parked = of.jobs()
+    assert len(parked) == figures["dead_letters"] > 0
+    assert {job["state"] for job in parked} == {"parked"}
+    assert all(job["reason"] and job["cluster_seqs"] for job in parked)
+    assert {"merge", "episode"} <= {job["operation"] for job in parked}
+
+    replay_healthily(tmp_path, bad.given, len(parked))
+
+
+def replay_healthily(store: Path, given_before: set[str], parked: int) -> None:
+    """With a server that works the parked jobs run, at the log's tail, and lose their parked state."""
+    good = Replies(3)
+    with served(Server(good)) as url, opened(store, url) as engine:
+        first_new = {name: engine.tenants.existing(name).next_seq for name in TENANTS}
+        known = {m.id for name in TENANTS for m in engine.get_all(name)}
+        assert engine.replay_jobs() == parked
+        assert engine.drain()
+        assert engine.stats()["dead_letters"] == 0
+        made = [(name, m) for name in TENANTS for m in engine.get_all(name) if m.id not in known]
+    assert made
+    assert all(m.born_at_seq >= first_new[name] for name, m in made)
+    assert all(POISON not in text for text in memories_of(store))
+    assert set(memories_of(store)) <= given_before | good.given
+    assert end_state(store).jobs == []
+
+
+# ---- trouble on the way
+
+
+def test_requests_that_fail_change_nothing(log: Path, expected: State, tmp_path: Path) -> None:
+    with spawn_server(error_rate=0.3, **RATES) as url, opened(tmp_path, url) as engine:
+        add_all(engine, log)
+        assert engine.drain()
+    assert_same_state(end_state(tmp_path), expected)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def assert_all_searchable_and_pending(engine: Engine, log: Path) -> None:
+    figures, turns = engine.stats(), turns_of(log)
+    assert figures["turns"] == sum(len(line) for line in turns.values())
+    assert figures["pending_jobs"] == len(TENANTS)
+    assert figures["dead_letters"] == figures["episodes"] == figures["llm_calls"] == 0
+    for name, line in turns.items():
+        hits = engine.search(name, line[-1].text, k_sub=1).turns
+        assert hits[0].score == pytest.approx(1.0, abs=1e-3), "the last turn of the log is found"
+
+
+@pytest.fixture
+def gone() -> Iterator[str]:
+    yield f"http://127.0.0.1:{free_port()}/v1"
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+
+@pytest.mark.parametrize("trouble", ["gone", "hanging"])
+def test_no_server_for_a_whole_run(
+    trouble: str, log: Path, expected: State, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(trouble)
+    with opened(tmp_path, url, llm_timeout_s=0.2, llm_patience_s=0.6) as engine:
+        add_all(engine, log)
+        began_s = time.monotonic()
+        assert not engine.drain()
+        assert time.monotonic() - began_s > 0.5, "it waits as long as it was told to"
+        assert engine.server_lost
+        assert url.removesuffix("/v1") in (engine.llm_error or "")
+        assert_all_searchable_and_pending(engine, log)
+    assert all(job["state"] == "pending" for job in end_state(tmp_path).jobs)
+    with opened(tmp_path, None) as engine:
+        assert not engine.drain()
+        assert_all_searchable_and_pending(engine, log)
+    with spawn_server(**RATES) as url, opened(tmp_path, url) as engine:
+        assert engine.drain()
+    assert_same_state(end_state(tmp_path), expected)
+
+
+def test_a_server_that_comes_late_and_one_that_dies(log: Path, expected: State, tmp_path: Path) -> None:
+    port = free_port()
+    with opened(tmp_path, f"http://127.0.0.1:{port}/v1", llm_patience_s=60) as engine:
+        add_all(engine, log)
+        for _ in range(5):
+            engine.step(0.05)
+        assert engine.stats()["llm_calls"] == 0 and not engine.server_lost
+        with spawn_server(port=port, **RATES):
+            while engine.stats()["llm_calls"] < 40:
+                engine.step(0.05)
+        for _ in range(5):
+            engine.step(0.05)
+        assert engine.lag.undecided_turns > 0
+        with spawn_server(port=port, **RATES):
+            assert engine.drain(), "the same run goes on as soon as the server is back"
+    assert_same_state(end_state(tmp_path), expected)
+
+
+def test_a_server_lost_in_the_middle_of_a_job(log: Path, expected: State, tmp_path: Path) -> None:
+    with spawn_server(**RATES) as url, opened(tmp_path, url) as engine:
+        add_all(engine, log)
+        while engine.stats()["llm_calls"] < 30:
+            engine.step(0.05)
+        assert engine.lag.running_jobs > 0
+    with opened(tmp_path, None) as engine:
+        assert not engine.drain()
+        assert len(engine.scheduler.blocked) > 0
+    with spawn_server(**RATES) as url, opened(tmp_path, url) as engine:
+        assert engine.drain()
+    assert_same_state(end_state(tmp_path), expected)
+
+
+# ---- a server that turns us away
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "named"),
+    [
+        ({"api_key": "right"}, {"llm_api_key": "wrong"}, "UNDERTOW_LLM_API_KEY"),
+        ({}, {"llm_model": "no-such-model"}, "no-such-model"),
+    ],
+)
+def test_a_refusal_surfaces_and_parks_nothing(
+    options: dict[str, str], values: dict[str, str], named: str, log: Path, expected: State, tmp_path: Path
+) -> None:
+    with spawn_server(**options, **RATES) as url:
+        with opened(tmp_path, url, **values) as engine:
+            add_all(engine, log)
+            assert not engine.drain()
+            assert isinstance(engine.scheduler.refused, ServerRefused)
+            assert named in str(engine.scheduler.refused)
+            assert_all_searchable_and_pending(engine, log)
+            with pytest.raises(ServerRefused, match=named):
+                engine.answer("ann", "Who sails?")
+        right: dict[str, Any] = {"llm_api_key": options["api_key"]} if options else {}
+        with opened(tmp_path, url, **right) as engine:
+            assert engine.drain()
+    assert_same_state(end_state(tmp_path), expected)
+
+
+def test_refused_prompts_are_parked_one_by_one(log: Path, tmp_path: Path) -> None:
+    """A server with a smaller context than we believe rejects prompts, not us: the others go on."""
+    with (
+        spawn_server(context_tokens=1_560, **RATES) as url,
+        opened(tmp_path, url, reply_tokens=1_024) as engine,
+    ):
+        add_all(engine, log)
+        assert engine.drain()
+        figures = engine.stats()
+    assert figures["dead_letters"] > 0 and figures["pending_jobs"] == figures["undecided_turns"] == 0
+    with reports(tmp_path) as of:
+        assert all("rejects the prompt" in job["reason"] for job in of.jobs())
