@@ -16,7 +16,9 @@ PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0
 class Settings(BaseSettings):
     """Settings of one engine. Thresholds left out come from the profile."""
 
-    model_config = SettingsConfigDict(env_prefix="UNDERTOW_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix="UNDERTOW_", env_ignore_empty=True, frozen=True, extra="forbid"
+    )
 
     profile: Profile = "companion"
     theta_sim: float | None = Field(default=None, ge=-1.0, le=1.0)

@@ -226,7 +226,7 @@ class Engine:
         return Lag(undecided, self.scheduler.running_count, len(self.scheduler.blocked))
 
     def _make_room(self) -> None:
-        """Evict idle tenants, least recently loaded first, while the arena is over its bound."""
+        """Evict idle tenants, least recently used first, while the arena is over its bound."""
         if self.arena.nbytes <= self.settings.arena_bytes:
             return
         for tenant in self.tenants.loaded():

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import orjson
 
 from undertow.engine.journal import Journal, Row
+from undertow.engine.records import control_of
 from undertow.engine.tenants import Tenant, Tenants
 
 OUT_OF_REACH = (
@@ -33,12 +34,15 @@ class Certificate:
 
 def bury(journal: Journal, tenants: Tenants, tenant: Tenant) -> None:
     """Write the tombstone: from here on the tenant's older rows count for nothing."""
+    earlier = tenants.erased.get(tenant.key)  # an earlier life whose bytes are still there counts too
+    unpurged = earlier if earlier is not None and not earlier["purged"] else {}
     tombstone = {
         "generation": tenant.generation,
         "erased_at": _now(),
-        "turns": len(tenant.seq_by_row),
-        "episodes": len(tenant.current("episode")),
-        "facts": len(tenant.current("fact")),
+        "rows": journal.count([tenant.key]),
+        "turns": len(tenant.seq_by_row) + unpurged.get("turns", 0),
+        "episodes": len(tenant.current("episode")) + unpurged.get("episodes", 0),
+        "facts": len(tenant.current("fact")) + unpurged.get("facts", 0),
         "purged": False,
         "lsn": journal.next_lsn,  # what comes later belongs to a new life under the same name
     }
@@ -52,15 +56,33 @@ def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
     due = {key: stone for key, stone in tenants.erased.items() if not stone["purged"]}
     rows = []
     for key, stone in due.items():
-        removed = journal.delete([key], before_lsn=stone["lsn"])
+        # a purge that was killed has deleted some rows already: the tombstone knows how many there were
+        journal.delete([key], before_lsn=stone["lsn"])
         certificates[key] = Certificate(
-            key, stone["erased_at"], _now(), removed, stone["turns"], stone["episodes"], stone["facts"]
+            key, stone["erased_at"], _now(), stone["rows"], stone["turns"], stone["episodes"], stone["facts"]
         )
         tenants.erased[key] = {**stone, "purged": True}
         rows.append(Row("tombstone", "", key, -1, orjson.dumps(tenants.erased[key])))
+    journal.delete_rows(_rows_with_deleted_words(journal))
     journal.purge()
     journal.append(rows)
     return certificates
+
+
+def _rows_with_deleted_words(journal: Journal) -> list[int]:
+    """Lsns of deleted turns and of what was remade without them, where a crash left their rows behind."""
+    bodies = {
+        (row.tenant_key, row.seq): control_of(row).body
+        for row in journal.read(kinds=["control"], vectors=False)
+        if control_of(row).kind == "delete"
+    }
+    of_turns = {place: body["id"] for place, body in bodies.items() if "turn_seq" in body}
+    if not of_turns:
+        return []
+    left = [row.lsn for row in journal.read(kinds=["turn"], ids=list(of_turns.values()), vectors=False)]
+    memories = list(journal.read(kinds=["episode", "fact"], vectors=False))
+    remade = {row.id: row.lsn for row in memories if (row.tenant_key, row.seq) in of_turns}
+    return left + [row.lsn for row in memories if row.id in remade and row.lsn < remade[row.id]]
 
 
 def _now() -> str:

@@ -235,15 +235,16 @@ class Journal:
         names = self._dataset.to_table(columns=["tenant"])["tenant"].unique().to_pylist()
         return {name for name in names if name}
 
-    def delete(self, tenant_keys: Sequence[str], *, before_lsn: int) -> int:
-        """Delete the tenants' rows older than `before_lsn`; bytes stay until `purge`. Returns the count."""
-        rows = self._dataset.count_rows
-        before = int(rows())
+    def count(self, tenant_keys: Sequence[str]) -> int:
+        """How many rows the tenants have."""
+        return int(self._dataset.count_rows(filter=_any_of("tenant_key", tenant_keys)))
+
+    def delete(self, tenant_keys: Sequence[str], *, before_lsn: int) -> None:
+        """Delete the tenants' rows older than `before_lsn`; bytes stay until `purge`."""
         for i in range(0, len(tenant_keys), KEYS_PER_FILTER):
             keys = _any_of("tenant_key", tenant_keys[i : i + KEYS_PER_FILTER])
             self._dataset.delete(f"{keys} AND lsn < {before_lsn}")
         self._sync()
-        return before - int(rows())
 
     def delete_rows(self, lsns: Sequence[int]) -> None:
         """Delete single rows; bytes stay until `purge`."""

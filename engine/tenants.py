@@ -320,6 +320,7 @@ class Tenants:
         return name in self._loaded or name in self._known_names()
 
     def loaded(self) -> list[Tenant]:
+        """The tenants in memory, least recently used first."""
         return list(self._loaded.values())
 
     def get(self, name: str) -> Tenant:
@@ -348,6 +349,8 @@ class Tenants:
             if name not in self._loaded:
                 self._loaded[name] = self._new(name)
                 known.add(name)
+        for name in dict.fromkeys(names):
+            self._loaded[name] = self._loaded.pop(name)  # to the end: used last
         return [self._loaded[n] for n in names]
 
     def evict(self, name: str) -> None:

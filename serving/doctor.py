@@ -69,7 +69,9 @@ def _cpu() -> Finding:
     vector = next((n for n in ("avx512f", "avx2") if n in flags), None)
     if vector is None:
         return Finding("cpu", False, f"{cores}, no AVX2 or AMX: the encoder runs in fp32 and is slow")
-    return Finding("cpu", True, f"{cores}, {vector.removesuffix('f').upper()}, no AMX: the encoder runs in fp32")
+    return Finding(
+        "cpu", True, f"{cores}, {vector.removesuffix('f').upper()}, no AMX: the encoder runs in fp32"
+    )
 
 
 def _cuda() -> Finding:

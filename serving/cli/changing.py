@@ -62,7 +62,9 @@ def _settle(engine: Engine, settings: Settings) -> tuple[bool, Exit]:
 def erase(
     tenant: Tenant,
     store: Store,
-    now: Annotated[bool, typer.Option("--now", help="Remove the bytes at once, not at the next purge.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Remove the bytes at once, not at the next purge.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -71,7 +73,9 @@ def erase(
         raise typer.BadParameter("--json cannot ask: add --yes")
     with open_engine(store, settings_of(llm="off"), encodes=False) as engine:
         key = engine.journal.info.tenant_key(tenant)
-        buried = tenant not in engine.tenants and not engine.tenants.erased.get(key, {"purged": True})["purged"]
+        buried = (
+            tenant not in engine.tenants and not engine.tenants.erased.get(key, {"purged": True})["purged"]
+        )
         if not buried:
             engine.tenants.require(tenant)
             if not yes:
@@ -82,7 +86,9 @@ def erase(
     others = [asdict(c) for c in certificates.values()]
     if as_json:
         document = {"erased": True, "purged": now}
-        put_json(document if certificate is None else {**document, **asdict(certificate), "also_purged": others})
+        put_json(
+            document if certificate is None else {**document, **asdict(certificate), "also_purged": others}
+        )
     elif certificate is None:
         put_text(
             f"{tenant!r} is gone from every answer. Its bytes are still on the disk until the next purge, "
@@ -95,7 +101,9 @@ def erase(
 
 def jobs(
     store: Store,
-    replay: Annotated[bool, typer.Option("--replay", help="Run the parked jobs again (needs an LLM).")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Run the parked jobs again (needs an LLM).")
+    ] = False,
     llm: Llm = None,
     model: Model = None,
     encoder: EncoderName = None,
@@ -146,4 +154,6 @@ def reindex(
     if as_json:
         put_json({"encoder": encoder, "embedded": count})
     else:
-        put_text(f"{count:,} vectors made with {encoder}. From now on use --encoder {encoder} with this store.")
+        put_text(
+            f"{count:,} vectors made with {encoder}. From now on use --encoder {encoder} with this store."
+        )

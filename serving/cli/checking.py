@@ -31,7 +31,9 @@ def calibrate(
     tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant's turns.")] = None,
     profile: Annotated[ProfileName | None, typer.Option("--profile", help="For its theta_count.")] = None,
     theta_count: Annotated[int | None, typer.Option("--theta-count", help="Turns that make a topic.")] = None,
-    sample_turns: Annotated[int, typer.Option("--sample-turns", min=2, help="How many turns to look at.")] = 5_000,
+    sample_turns: Annotated[
+        int, typer.Option("--sample-turns", min=2, help="How many turns to look at.")
+    ] = 5_000,
     as_json: AsJson = False,
 ) -> None:
     """Propose theta_sim for a store's encoder and turns, with the triggers that it would give.
@@ -51,7 +53,9 @@ def calibrate(
     title = f"{found['turns']:,} turns of {found['tenants']:,} tenants, theta_count {found['theta_count']}"
     put_table(found["proposals"], PROPOSAL_FIELDS, title=title)
     put_text("proxy: cluster centroids stand for episodes, and every merge is taken as granted.")
-    put_text(f"Use: undertow ingest ... --theta-sim {found['theta_sim']} --theta-count {found['theta_count']}")
+    put_text(
+        f"Use: undertow ingest ... --theta-sim {found['theta_sim']} --theta-count {found['theta_count']}"
+    )
 
 
 def doctor(

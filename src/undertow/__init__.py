@@ -1,1 +1,50 @@
-"""Undertow: long-term memory for LLM agents."""
+"""Undertow: long-term memory for LLM agents, with an LLM call only when a topic recurs.
+
+The public names below are loaded on first use, so that `import undertow.kernels` needs no engine.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from undertow.engine.config import Settings as Settings
+    from undertow.engine.encoder import make_encoder as make_encoder
+    from undertow.engine.engine import Engine as Engine
+    from undertow.engine.engine import make_llm as make_llm
+    from undertow.engine.model import Memory as Memory
+    from undertow.engine.model import Message as Message
+    from undertow.engine.model import Turn as Turn
+    from undertow.engine.model import UndertowError as UndertowError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "engine",
+    "Memory": "model",
+    "Message": "model",
+    "Settings": "config",
+    "Turn": "model",
+    "UndertowError": "model",
+    "make_encoder": "encoder",
+    "make_llm": "engine",
+}
+
+__all__ = [
+    "Engine",
+    "Memory",
+    "Message",
+    "Settings",
+    "Turn",
+    "UndertowError",
+    "__version__",
+    "make_encoder",
+    "make_llm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'undertow' has no attribute {name!r}")
+    return getattr(import_module(f"undertow.engine.{_HOMES[name]}"), name)

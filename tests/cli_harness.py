@@ -1,0 +1,84 @@
+"""What the command-line tests share: running commands in process, and small logs whose topics recur."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from undertow.serving.cli import app
+
+ENV = {"UNDERTOW_ENCODER": "hash:384", "UNDERTOW_LLM_URL": "", "UNDERTOW_LLM_PATIENCE_S": "1"}
+THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.55", "--theta-count", "3")
+PROGRAM = (sys.executable, "-m", "undertow.serving.cli")
+
+SUMMARY_KEYS = (
+    "tenants turns episodes facts merges merge_refusals consolidations waiting_turns undecided_turns "
+    "pending_jobs dead_letters llm_calls prompt_tokens cached_prompt_tokens completion_tokens elapsed_s "
+    "turns_per_s"
+).split()
+
+TOPICS = (
+    "the old wooden boat in the harbour needs new planks and varnish before summer says the carpenter",
+    "my knee hurts when training for the marathon along the estuary with the running club on sundays",
+    "the wedding garden in lisbon must be booked with flowers and music for ninety guests by september",
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def doc(self) -> dict[str, Any]:
+        """Standard output as one JSON document; fails when there is anything else."""
+        document: dict[str, Any] = json.loads(self.out)
+        return document
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Standard output as JSON lines."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+def run(*args: str | Path, env: dict[str, str] | None = None, answer: str | None = None) -> Ran:
+    """One command in this process; whatever it raises counts as a failure of the test."""
+    done = CliRunner().invoke(
+        app, [str(a) for a in args], env=ENV | (env or {}), input=answer, catch_exceptions=False
+    )
+    return Ran(done.exit_code, done.stdout, done.stderr)
+
+
+def turn_line(tenant: str, n: int, text: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": f"noted {n}"}]
+    day = f"2026-{1 + n // 28:02d}-{1 + n % 28:02d}T10:00:00"
+    return {"tenant": tenant, "session": "s", "timestamp": day, "messages": messages, **more}
+
+
+def conversation(tenant: str, turns: int) -> list[dict[str, Any]]:
+    """Turns that go round three topics, each with words of its own: clusters form, merges follow."""
+    return [turn_line(tenant, n, f"{TOPICS[n % 3]} {tenant} day{n} item{n * 7}") for n in range(turns)]
+
+
+def write_log(path: Path, lines: Sequence[Any]) -> Path:
+    """A `messages` file; a line that is text already is written as it is."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def contents(store: Path, tenant: str) -> dict[str, list[dict[str, Any]]]:
+    """All that a tenant's reports say, for comparing stores."""
+    kinds = ("turns", "episodes", "facts")
+    found = {
+        kind: run("list", "--store", store, "--tenant", tenant, "--kind", kind, "--all", "--json").lines
+        for kind in kinds
+    }
+    return found | {"explain": run("explain", "--store", store, "--tenant", tenant, "--json").lines}

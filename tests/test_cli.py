@@ -1,0 +1,441 @@
+"""The command line as a user meets it: every command on small stores, its JSON and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from undertow.bench.mock_llm import spawn_server
+from undertow.engine.journal import Journal
+from undertow.engine.reports import Reports
+
+from .cli_harness import (
+    ENV,
+    PROGRAM,
+    SUMMARY_KEYS,
+    THETAS,
+    contents,
+    conversation,
+    run,
+    turn_line,
+    write_log,
+)
+
+LOCOMO = Path(__file__).resolve().parents[2] / "shared" / "data" / "locomo_dev.json"
+TURNS = 24
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with spawn_server(refusal_rate=0.2) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lines = [line for pair in zip(conversation("ada", TURNS), conversation("bo", TURNS), strict=True) for line in pair]
+    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", lines)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, log: Path, server: str) -> Path:
+    """A store with two tenants, decided to the end; not to be changed."""
+    store = tmp_path_factory.mktemp("built") / "store"
+    done = run("ingest", log, "--store", store, "--llm", server, *THETAS, "--json")
+    assert done.code == 0, done.err
+    counts = done.doc
+    assert counts["merges"] and counts["merge_refusals"] and counts["consolidations"] and counts["facts"]
+    return store
+
+
+@pytest.fixture
+def store(built: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(built, tmp_path / "store"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from undertow.serving.cli import app\n"
+        "heavy = {'torch', 'sentence_transformers', 'lance', 'pyarrow', 'numba', 'openai', 'pydantic'}\n"
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_command_of_the_contract_exists() -> None:
+    shown = run("--help").out
+    for command in (
+        "ingest search ask list explain history export delete erase jobs stats calibrate reindex doctor"
+    ).split():
+        assert f" {command} " in shown
+    assert "Exit codes" in shown
+
+
+def test_summary_has_the_contract_s_keys_and_stdout_nothing_else(tmp_path: Path, log: Path) -> None:
+    done = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    assert list(done.doc) == [*SUMMARY_KEYS, "errors", "warnings"]
+    assert done.out.count("\n") == 1
+    assert (done.code, done.doc["tenants"], done.doc["turns"], done.doc["llm_calls"]) == (0, 2, 2 * TURNS, 0)
+
+
+def test_the_same_log_twice_changes_nothing(store: Path, log: Path, server: str) -> None:
+    before = contents(store, "ada")
+    again = run("ingest", log, "--store", store, "--llm", server, *THETAS, "--json").doc
+    assert again["turns"] == 2 * TURNS
+    assert again["turns_per_s"] == 0
+    assert contents(store, "ada") == before
+
+
+def test_llm_off_then_a_server_is_as_if_it_had_always_been_there(
+    tmp_path: Path, log: Path, built: Path, server: str
+) -> None:
+    store = tmp_path / "s"
+    off = run("ingest", log, "--store", store, "--llm", "off", *THETAS, "--json")
+    assert (off.code, off.doc["pending_jobs"], off.doc["llm_calls"]) == (0, 2, 0)
+    assert "no LLM server" in off.err
+    why = run("explain", "--store", store, "--tenant", "ada", "--json").lines
+    decisions = [r["decision"] for r in why]
+    at = decisions.index("pending")
+    assert set(decisions[:at]) == {"waits"}
+    assert set(decisions[at + 1 :]) == {"undecided"}
+    waiting = run("jobs", "--store", store, "--json").lines
+    assert [(j["tenant"], j["seq"], j["state"]) for j in waiting if j["tenant"] == "ada"] == [("ada", at, "pending")]
+
+    on = run("ingest", log, "--store", store, "--llm", server, "--resume", *THETAS, "--json")
+    assert (on.code, on.doc["pending_jobs"], on.doc["undecided_turns"]) == (0, 0, 0)
+    for tenant in ("ada", "bo"):
+        assert contents(store, tenant) == contents(built, tenant)
+    assert run("jobs", "--store", store, "--json").lines == []
+
+
+def test_resume_reads_on_where_the_file_was_left(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", ["{broken", *conversation("ada", 5)])
+    first = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    assert (first.code, first.doc["errors"], first.doc["turns"]) == (3, 1, 5)
+    with log.open("a") as file:
+        file.write(json.dumps(turn_line("ada", 5, "one more turn")) + "\n")
+    resumed = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--resume", "--json")
+    assert (resumed.code, resumed.doc["errors"], resumed.doc["turns"]) == (0, 0, 6)
+    again = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    assert (again.code, again.doc["errors"], again.doc["turns"]) == (3, 1, 6)
+
+
+def test_resume_starts_over_when_the_file_is_another(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", conversation("ada", 3))
+    run("ingest", log, "--store", tmp_path / "s", "--llm", "off")
+    write_log(log, conversation("bo", 4))
+    done = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--resume", "--json")
+    assert "reading it from the start" in done.err
+    assert (done.doc["tenants"], done.doc["turns"], done.doc["warnings"]) == (2, 7, 1)
+
+
+def test_locomo_conversations_are_taken_whole(tmp_path: Path) -> None:
+    if not LOCOMO.exists():
+        pytest.skip("the LoCoMo development conversations are not here")
+    store = tmp_path / "s"
+    done = run("ingest", LOCOMO, "--store", store, "--llm", "off", "--batch-turns", "100", "--json")
+    assert (done.code, done.doc["tenants"], done.doc["turns"]) == (0, 5, 1414)
+    sizes = run("list", "--kind", "tenants", "--store", store, "--json").lines
+    assert [t["tenant"] for t in sizes] == ["conv-26", "conv-30", "conv-41", "conv-42", "conv-43"]
+    assert [t["turns"] for t in sizes] == [214, 188, 340, 323, 349]
+
+
+def test_search_ranks_and_bounds_and_filters_by_time(built: Path) -> None:
+    hits = run("search", "boat planks varnish", "--tenant", "ada", "--store", built, "-k", "4", "--json").lines
+    assert len(hits) == 4
+    assert [h["score"] for h in hits] == sorted((h["score"] for h in hits), reverse=True)
+    assert "boat" in hits[0]["memory"]
+    one_day = ("--since", "2026-01-05", "--until", "2026-01-05")
+    dated = run("search", "anything", "--tenant", "ada", "--store", built, *one_day, "--json").lines
+    assert dated
+    assert {h["timestamp"] for h in dated} == {"2026-01-05T10:00:00"}
+    assert "boat" in run("search", "boat planks", "--tenant", "ada", "--store", built).out
+
+
+def test_ask_answers_with_its_memories_and_cost(store: Path, server: str) -> None:
+    asked = ("ask", "what about the boat?", "--tenant", "ada", "--store", store, "--llm", server)
+    answer = run(*asked, "--json").doc
+    assert answer["answer"] and answer["memories"] and answer["usage"]["prompt_tokens"] > 0
+    assert run(*asked).out.strip() == answer["answer"].strip()
+    spent = run("stats", "--store", store, "--tenant", "ada", "--json").doc
+    assert spent["usage"]["answer"]["calls"] == 2
+    assert spent["prompt_tokens"] == run("stats", "--store", store, "--json").doc["prompt_tokens"] - (
+        run("stats", "--store", store, "--tenant", "bo", "--json").doc["prompt_tokens"]
+    )
+
+
+def test_memories_explain_and_history_agree(built: Path) -> None:
+    found = contents(built, "ada")
+    why = {record["seq"]: record for record in found["explain"]}
+    assert list(why) == list(range(TURNS))
+    for kind, field in (("episodes", "episode_ids"), ("facts", "fact_ids")):
+        assert found[kind]
+        for memory in found[kind]:
+            assert memory["id"] in why[memory["made_at_seq"]][field]
+    episodes = found["episodes"]
+    replaced = [m for m in episodes if m["superseded_at_seq"] is not None]
+    assert replaced
+    current = run("list", "--store", built, "--tenant", "ada", "--kind", "episodes", "--json").lines
+    assert current == [m for m in episodes if m["superseded_at_seq"] is None]
+    one = replaced[0]["id"]
+    assert run("history", one, "--store", built, "--json").lines == [m for m in episodes if m["id"] == one]
+
+
+def test_readable_output_holds_no_escape_codes(built: Path) -> None:
+    for args in (
+        ("list", "--kind", "tenants"),
+        ("list", "--kind", "episodes", "--tenant", "ada", "--all"),
+        ("explain", "--tenant", "ada"),
+        ("stats",),
+        ("jobs",),
+        ("calibrate",),
+    ):
+        done = run(*args, "--store", built)
+        assert (done.code, "\x1b" in done.out) == (0, False)
+        assert done.out.strip()
+
+
+def test_export_has_every_version_and_vectors_on_demand(built: Path) -> None:
+    lines = run("export", "--tenant", "ada", "--store", built).lines
+    assert {line["kind"] for line in lines} == {"turn", "episode", "fact", "decision", "control"}
+    assert {line["tenant"] for line in lines} == {"ada"}
+    found = contents(built, "ada")
+    for kind, listed in (("turn", "turns"), ("episode", "episodes"), ("fact", "facts")):
+        exported = sorted((m for m in lines if m["kind"] == kind), key=lambda m: (m["id"], m.get("version")))
+        assert exported == sorted(found[listed], key=lambda m: (m["id"], m.get("version")))
+        assert not any("vector" in m for m in exported)
+    for line in run("export", "--tenant", "ada", "--store", built, "--vectors").lines:
+        if line["kind"] in ("turn", "episode", "fact"):
+            assert len(line["vector"]) == 384
+            assert sum(x * x for x in line["vector"]) == pytest.approx(1.0, abs=1e-2)
+
+
+def test_a_deleted_turn_is_gone_and_its_memories_are_remade(store: Path, server: str) -> None:
+    source = next(
+        m for m in run("list", "--store", store, "--tenant", "ada", "--kind", "episodes", "--json").lines
+    )["source_seqs"][0]
+    turn = run("list", "--store", store, "--tenant", "ada", "--kind", "turns", "--json").lines[source]
+    done = run("delete", turn["id"], "--store", store, "--llm", server, "--json")
+    assert (done.code, done.doc["kind"], done.doc["settled"]) == (0, "turn", True)
+    after = contents(store, "ada")
+    assert source not in [t["seq"] for t in after["turns"] if not t.get("deleted")]
+    assert [t["id"] for t in after["turns"] if t.get("deleted")] == [turn["id"]]
+    assert after["explain"][source]["deleted"] is True
+    current = [m for m in after["episodes"] + after["facts"] if m["superseded_at_seq"] is None]
+    assert current
+    assert all(source not in m["source_seqs"] for m in current)
+    assert run("delete", turn["id"], "--store", store).code == 1
+
+
+def test_deleting_a_fact_needs_no_server_and_keeps_history(store: Path) -> None:
+    fact = run("list", "--store", store, "--tenant", "ada", "--kind", "facts", "--json").lines[0]
+    done = run("delete", fact["id"], "--store", store, "--llm", "off", "--json")
+    assert (done.code, done.doc) == (0, {"id": fact["id"], "kind": "fact", "deleted": True, "settled": True})
+    left = run("list", "--store", store, "--tenant", "ada", "--kind", "facts", "--json").lines
+    assert fact["id"] not in [f["id"] for f in left]
+    versions = run("history", fact["id"], "--store", store, "--json").lines
+    assert [v["deleted"] for v in versions] == [False, True]
+    assert versions[0]["superseded_at_seq"] == versions[1]["made_at_seq"] == TURNS
+
+
+def test_erase_asks_first_then_leaves_no_byte(store: Path, built: Path) -> None:
+    held = b"".join(p.read_bytes() for p in store.rglob("*") if p.is_file())
+    assert b"ada day3 item21" in held
+    assert run("erase", "--tenant", "ada", "--store", store, "--json").code == 2
+    assert run("erase", "--tenant", "ada", "--store", store, answer="n\n").code == 1
+    done = run("erase", "--tenant", "ada", "--store", store, "--now", "--yes", "--json")
+    assert done.code == 0
+    assert (done.doc["purged"], done.doc["turns_removed"]) == (True, TURNS)
+    assert done.doc["rows_removed"] > TURNS
+    for path in store.rglob("*"):
+        assert not path.is_file() or b"ada day" not in path.read_bytes()
+    assert [t["tenant"] for t in run("list", "--kind", "tenants", "--store", store, "--json").lines] == ["bo"]
+    assert run("explain", "--tenant", "ada", "--store", store).code == 1
+    assert contents(store, "bo") == contents(built, "bo")
+
+
+def test_erase_later_says_that_bytes_remain_and_now_certifies(store: Path) -> None:
+    first = run("erase", "--tenant", "ada", "--store", store, answer="y\n")
+    assert first.code == 0
+    assert "until the next purge" in first.out
+    assert run("search", "boat", "--tenant", "ada", "--store", store).code == 1
+    assert run("history", "0" * 32, "--store", store).code == 1
+    second = run("erase", "--tenant", "ada", "--store", store, "--now", "--yes", "--json")
+    assert (second.code, second.doc["turns_removed"]) == (0, TURNS)
+    assert run("erase", "--tenant", "ada", "--store", store, "--now", "--yes").code == 1
+
+
+def test_parked_jobs_are_listed_and_replayed(tmp_path: Path, log: Path, server: str) -> None:
+    store = tmp_path / "s"
+    with spawn_server(malformed_rate=0.5, malformed_sticky=True) as bad:
+        done = run("ingest", log, "--store", store, "--llm", bad, *THETAS, "--json")
+    parked = run("jobs", "--store", store, "--json").lines
+    assert len(parked) == done.doc["dead_letters"] > 0
+    assert {j["state"] for j in parked} == {"parked"}
+    assert all(j["cluster_seqs"] and "no usable reply" in j["reason"] for j in parked)
+    assert run("jobs", "--store", store, "--replay", "--llm", "off").code == 2
+    replayed = run("jobs", "--store", store, "--replay", "--llm", server, "--json")
+    assert (replayed.code, replayed.lines) == (0, [])
+    assert f"{len(parked)} parked jobs" in replayed.err
+    assert run("stats", "--store", store, "--json").doc["dead_letters"] == 0
+
+
+def test_a_server_that_is_gone_or_refuses_leaves_work_pending_with_exit_4(
+    tmp_path: Path, log: Path, built: Path, server: str
+) -> None:
+    gone = run("ingest", log, "--store", tmp_path / "s", "--llm", "http://127.0.0.1:9/v1", *THETAS, "--json")
+    assert (gone.code, gone.doc["turns"], gone.doc["pending_jobs"]) == (4, 2 * TURNS, 2)
+    assert "does not answer" in gone.err
+    refusing = ("--llm", server, "--model", "another")
+    refused = run("ingest", log, "--store", tmp_path / "s", *refusing, *THETAS, "--json")
+    assert (refused.code, refused.doc["pending_jobs"]) == (4, 2)
+    assert "UNDERTOW_LLM_MODEL" in refused.err
+    assert run("search", "boat", "--tenant", "ada", "--store", tmp_path / "s", "-k", "1", "--json").lines
+    fine = run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS)
+    assert fine.code == 0
+    assert contents(tmp_path / "s", "ada") == contents(built, "ada")
+
+
+def test_a_spent_budget_is_said_and_is_no_failure(tmp_path: Path, log: Path, server: str) -> None:
+    env = {"UNDERTOW_TENANT_TOKEN_BUDGET": "1"}
+    done = run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS, "--json", env=env)
+    assert (done.code, done.doc["pending_jobs"]) == (0, 2)
+    assert "budget of 1 tokens" in done.err
+
+
+def test_trace_holds_steps_and_calls(tmp_path: Path, log: Path, server: str) -> None:
+    trace = tmp_path / "trace.json"
+    run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS, "--trace", trace)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"admit", "decide", "gate", "commit", "episode", "merge", "refine"} <= {e["name"] for e in events}
+    assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
+
+
+def test_readers_work_beside_a_writer_and_a_second_writer_is_refused(store: Path, log: Path) -> None:
+    with_lock = Journal.open(store, writable=True)
+    try:
+        assert run("list", "--kind", "tenants", "--store", store, "--json").lines
+        assert run("search", "boat", "--tenant", "bo", "--store", store, "--json").lines
+        second = run("ingest", log, "--store", store, "--llm", "off")
+        assert (second.code, second.out) == (1, "")
+        assert "is being written by process" in second.err
+    finally:
+        with_lock.close()
+
+
+def test_calibrate_proposes_the_quantile_of_pair_cosines(built: Path) -> None:
+    wide = run("calibrate", "--store", built, "--share", "0.3", "--theta-count", "3", "--json").doc
+    tight = run("calibrate", "--store", built, "--share", "0.01", "--tenant", "bo", "--json").doc
+    assert wide["theta_sim"] < tight["theta_sim"]
+    assert (wide["tenants"], wide["turns"], wide["pairs"]) == (2, 2 * TURNS, TURNS * (TURNS - 1))
+    assert (tight["tenants"], tight["theta_count"]) == (1, 5)
+    assert all(p["triggers"] > 0 for p in wide["proposals"] if p["share"] >= 0.3)
+    assert run("calibrate", "--store", built, "--share", "2").code == 2
+
+
+def test_reindex_changes_vectors_and_nothing_else(store: Path, built: Path) -> None:
+    done = run("reindex", "--store", store, "--encoder", "hash:128", "--json")
+    assert (done.code, done.doc["encoder"]) == (0, "hash:128")
+    for tenant in ("ada", "bo"):
+        assert contents(store, tenant) == contents(built, tenant)
+    old = run("search", "boat", "--tenant", "ada", "--store", store)
+    assert old.code == 1
+    assert "hash:128" in old.err and "reindex" in old.err
+    new = run("search", "boat", "--tenant", "ada", "--store", store, "--encoder", "hash:128", "--json")
+    assert new.lines
+    assert sum(p.name.startswith("journal") for p in store.iterdir()) == 1
+
+
+def test_doctor_finds_what_is_wrong(built: Path, server: str) -> None:
+    def by_name(*args: str | Path) -> dict[str, bool]:
+        return {f["what"]: f["ok"] for f in run("doctor", *args, "--json").doc["findings"]}
+
+    fine = by_name("--store", built, "--llm", server)
+    assert fine["encoder"] and fine["store"] and fine["llm server"] and fine["python"]
+    wrong = run("doctor", "--store", built, "--llm", "http://127.0.0.1:9/v1", "--encoder", "hash:x", "--json")
+    found = {f["what"]: f for f in wrong.doc["findings"]}
+    assert wrong.code == 1
+    assert "cannot be reached" in found["llm server"]["text"]
+    assert "hash:384" in found["encoder"]["text"]
+    assert "attention" in run("doctor", "--llm", "off").out
+
+
+def test_wrong_usage_is_exit_2(tmp_path: Path, log: Path, built: Path) -> None:
+    for args in (
+        ("ingest", log, "--store", tmp_path / "s", "--theta-sim", "1.5"),
+        ("ingest", log, "--store", tmp_path / "s", "--llm", "not a url"),
+        ("ingest", tmp_path / "nothing.jsonl", "--store", tmp_path / "s"),
+        ("ingest", log, "--store", tmp_path / "s", "--format", "xml"),
+        ("list", "--kind", "turns", "--store", built),
+        ("list", "--kind", "tenants", "--tenant", "ada", "--store", built),
+        ("search", "boat", "--tenant", "ada", "--store", built, "--since", "yesterday"),
+        ("search", "  ", "--tenant", "ada", "--store", built),
+    ):
+        done = run(*args)
+        assert (done.code, done.out) == (2, ""), args
+        assert done.err.strip()
+    assert not (tmp_path / "s").exists()
+    bad_env = run("stats", "--store", built, env={"UNDERTOW_THETA_COUNT": "0"})
+    assert bad_env.code == 0  # reading needs no threshold
+    refused = run("ingest", log, "--store", tmp_path / "s", env={"UNDERTOW_THETA_COUNT": "0"})
+    assert (refused.code, "theta_count" in refused.err) == (2, True)
+
+
+def test_ctrl_c_ends_after_a_commit_and_resume_completes(tmp_path: Path, log: Path, built: Path) -> None:
+    store = tmp_path / "s"
+    with spawn_server(refusal_rate=0.2, latency_ms=150) as slow:
+        command = ["ingest", str(log), "--store", str(store), "--llm", slow, "--batch-turns", "8", *THETAS]
+        running = subprocess.Popen(
+            [*PROGRAM, *command, "--json"],
+            env=ENV | {"PATH": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        _wait_for_an_episode(store)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert "--resume" in err and "Traceback" not in err
+    assert json.loads(out)["undecided_turns"] > 0
+    with spawn_server(refusal_rate=0.2) as url:
+        done = run("ingest", log, "--store", store, "--llm", url, "--resume", *THETAS)
+    assert done.code == 0
+    for tenant in ("ada", "bo"):
+        assert contents(store, tenant) == contents(built, tenant)
+
+
+def _wait_for_an_episode(store: Path) -> None:
+    for _ in range(600):
+        time.sleep(0.05)
+        if (store / "store.json").exists():
+            journal = Journal.open(store, writable=False)
+            reports = Reports(journal)
+            if "ada" in reports.tenants and reports.memories("ada", "episode"):
+                return
+    pytest.fail("no episode came within 30 s")
+
+
+def test_the_program_runs_as_a_process(tmp_path: Path, log: Path) -> None:
+    command = [*PROGRAM, "ingest", str(log), "--store", str(tmp_path / "s"), "--llm", "off", "--json"]
+    done = subprocess.run(command, env=ENV | {"PATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["turns"] == 2 * TURNS
+    closed = subprocess.run(
+        f"{' '.join(PROGRAM)} export --tenant ada --store {tmp_path / 's'} --vectors | head -c 10",
+        shell=True,
+        env=ENV | {"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (len(closed.stdout), closed.stderr) == (10, "")
