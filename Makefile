@@ -3,18 +3,28 @@ PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
 MODEL := .models/qwen2.5-coder-1.5b-instruct
-PIP_FLAGS := --quiet --disable-pip-version-check
-TORCH := torch==2.13.0
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
+# bytecode is left to the first import: most modules of torch and vLLM are never imported
+PIP_FLAGS := --progress-bar off --no-compile
+# of pip's output, what shows that it moves: large downloads and the start of the last step
+PROGRESS := awk '/Downloading .* [MG]B\)/ {print "    " $$2, $$3, $$4; fflush()} \
+	/^Installing collected/ {print "    unpacking " NF - 3 " packages"; fflush()}'
+NO_INSTALL := pip says why, above. What is already fetched is kept, so just run make again.
+NO_VENV := The venv module is missing: on Debian, apt-get install python3-venv
 
 SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 
-# make steps are announced; `|| $(call hint,...)` says what to do when one fails
+# steps are announced with `say`; `|| $(call hint,...)` says what to do when one fails
 say = @echo "==> $(1)"
 hint = { echo "==> FAILED. $(1)" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONUNBUFFERED := 1
 .PHONY: help setup setup-vllm model demo test lint bench soak clean
 
 help: ## list the targets
@@ -60,20 +70,20 @@ $(SETUP): pyproject.toml constraints.txt
 	$(call say,engine environment in $(VENV))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| $(call hint,Python 3.11 or newer is needed; name one with: make PYTHON=python3.11 setup)
-	@$(PYTHON) -m venv $(VENV) || $(call hint,The venv module is missing; on Debian: apt-get install python3-venv)
-	$(call say,installing packages (about 2 GB on disk))
-	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]' \
-		|| $(call hint,Without network access nothing can be installed; what is already fetched is kept: try again.)
+	@$(PYTHON) -m venv $(VENV) || $(call hint,$(NO_VENV))
+	$(call say,installing packages: 2 GB on disk)
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]' | $(PROGRESS) \
+		|| $(call hint,$(NO_INSTALL))
 	@touch $@
 
 $(SETUP_VLLM): serving/requirements-vllm.txt
 	$(call say,LLM server environment in $(VLLM_VENV))
-	@$(PYTHON) -m venv $(VLLM_VENV) || $(call hint,The venv module is missing; on Debian: apt-get install python3-venv)
-	$(call say,installing torch and vLLM (about 2 GB on disk))
-	@$(VLLM_VENV)/bin/pip install $(PIP_FLAGS) --no-deps --requirement serving/requirements-vllm.txt \
-		|| $(call hint,Without network access nothing can be installed; what is already fetched is kept: try again.)
-	@$(VLLM_VENV)/bin/python -P -c 'import torch; assert torch.version.cuda is None' \
-		|| $(call hint,$(VLLM_VENV) needs a CPU build of $(TORCH); the README says how to choose one.)
+	@$(PYTHON) -m venv $(VLLM_VENV) || $(call hint,$(NO_VENV))
+	$(call say,installing torch and vLLM: 2 GB on disk)
+	@$(VLLM_VENV)/bin/pip install $(PIP_FLAGS) --no-deps --requirement serving/requirements-vllm.txt | $(PROGRESS) \
+		|| $(call hint,$(NO_INSTALL))
+	@$(VLLM_VENV)/bin/python -P -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
+		|| $(call hint,The server needs a CPU build of torch; the README says how to choose one. Then: make clean setup-vllm)
 	@touch $@
 
 $(MODEL)/config.json: | $(SETUP_VLLM)

@@ -117,7 +117,9 @@ def _sample(reports: Reports, tenant: str | None, sample_turns: int) -> list[Vec
     return sample
 
 
-def _proposal(sample: Sequence[Vectors], pairs: PairCosines, share: float, theta_count: int) -> dict[str, Any]:
+def _proposal(
+    sample: Sequence[Vectors], pairs: PairCosines, share: float, theta_count: int
+) -> dict[str, Any]:
     theta = pairs.quantile(1.0 - share)
     turns = sum(len(v) for v in sample)
     plain = sum((simulate(v, theta, theta_count) for v in sample), Triggers())

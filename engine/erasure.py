@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import orjson
 
@@ -51,22 +53,25 @@ def bury(journal: Journal, tenants: Tenants, tenant: Tenant) -> None:
 
 
 def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
-    """Remove the rows of all buried tenants and every old version of the store's files."""
-    certificates: dict[str, Certificate] = {}
+    """Remove the rows of all buried tenants and every old version of the store's files.
+
+    Certificates by tenant key. A purge that was cut off is done again by the next one: the counts are
+    those of the tombstones, so that a certificate does not depend on how many attempts it took.
+    """
     due = {key: stone for key, stone in tenants.erased.items() if not stone["purged"]}
-    rows = []
     for key, stone in due.items():
-        # a purge that was killed has deleted some rows already: the tombstone knows how many there were
         journal.delete([key], before_lsn=stone["lsn"])
-        certificates[key] = Certificate(
-            key, stone["erased_at"], _now(), stone["rows"], stone["turns"], stone["episodes"], stone["facts"]
-        )
-        tenants.erased[key] = {**stone, "purged": True}
-        rows.append(Row("tombstone", "", key, -1, orjson.dumps(tenants.erased[key])))
     journal.delete_rows(_rows_with_deleted_words(journal))
     journal.purge()
-    journal.append(rows)
-    return certificates
+    purged = {key: {**stone, "purged": True} for key, stone in due.items()}
+    journal.append([Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()])
+    tenants.erased.update(purged)
+    return {key: _certificate(key, stone) for key, stone in purged.items()}
+
+
+def _certificate(key: str, stone: Mapping[str, Any]) -> Certificate:
+    counts = (stone["rows"], stone["turns"], stone["episodes"], stone["facts"])
+    return Certificate(key, stone["erased_at"], _now(), *counts)
 
 
 def _rows_with_deleted_words(journal: Journal) -> list[int]:

@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 import lance
 import numpy as np
-import orjson
 import pyarrow as pa
-from lance.optimize import Compaction
+from lance.optimize import Compaction, CompactionOptions
 from numpy.typing import NDArray
 
 from undertow.engine.store import (
@@ -254,7 +253,7 @@ class Journal:
 
     def purge(self) -> None:
         """Rewrite what deletions touched and drop all old versions: no deleted byte stays behind."""
-        self._merge_fragments(materialize_deletions_threshold=0.0)
+        self._merge_fragments({"materialize_deletions_threshold": 0.0})
         self._dataset.create_scalar_index("tenant_key", "BTREE", replace=True)
         self._sync()
         self._dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True)
@@ -278,19 +277,18 @@ class Journal:
         self._sync()
         self._dataset.cleanup_old_versions(older_than=READER_GRACE)
 
-    def _merge_fragments(self, **options: Any) -> None:
+    def _merge_fragments(self, options: CompactionOptions | None = None) -> None:
         """Rewrite small fragments as large ones, in their order."""
-        options["target_rows_per_fragment"] = ROWS_PER_FRAGMENT
-        plan = Compaction.plan(self._dataset, options)
+        chosen: CompactionOptions = {"target_rows_per_fragment": ROWS_PER_FRAGMENT, **(options or {})}
+        data = self._uri / "data"
+        before = set(data.glob("*"))
+        plan = Compaction.plan(self._dataset, chosen)
         rewritten = [task.execute(self._dataset) for task in plan.tasks]
         if self._durability == "fsync":
-            for result in rewritten:
-                # its attribute new_fragments holds the old ones (pylance 14.0.2)
-                for fragment in orjson.loads(result.json())["new_fragments"]:
-                    for file in fragment["files"]:
-                        fsync_path(self._uri / "data" / file["path"])
+            for path in set(data.glob("*")) - before:
+                fsync_path(path)
         if rewritten:
-            Compaction.commit(self._dataset, rewritten, options)
+            Compaction.commit(self._dataset, rewritten, chosen)
 
     def _sync(self) -> None:
         if self._durability == "fsync":
@@ -338,7 +336,9 @@ def _sync_manifest(uri: Path, dataset: lance.LanceDataset) -> None:
 
 
 def _cannot_create(folder: Path, error: OSError) -> StoreError:
-    return StoreError(f"cannot create a store in {folder}: {error}. Check its rights and space.")
+    return StoreError(
+        f"cannot create a store in {folder}: {error}. Check --store, its rights and the disk's space."
+    )
 
 
 def _any_of(column: str, values: Sequence[str] | None) -> str | None:

@@ -38,7 +38,8 @@ def reindex(
     Takes the writer's lock; readers that have the store open must open it again afterwards. StoreError.
     """
     epoch_before = read_info(store).epoch
-    journal = Journal.open(store, writable=True)
+    # the old vectors are deleted afterwards, so the new ones must be on the disk by then
+    journal = Journal.open(store, writable=True, durability="fsync")
     try:
         if Fingerprint(**journal.info.encoder).mismatch(encoder.fingerprint) is None:
             return 0

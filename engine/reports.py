@@ -146,17 +146,14 @@ class Reports:
             | {"operation": job.operation, "cluster_seqs": list(job.cluster), "reason": job.reason}
             for row in latest.values()
             for job in [job_of(row)]
-            if job.state == "parked"
-            or (job.state == "pending" and (row.tenant_key, job.seq) not in decided)
+            if job.state == "parked" or (job.state == "pending" and (row.tenant_key, job.seq) not in decided)
         ]
         return sorted(open_jobs, key=lambda job: (job["tenant"], job["seq"]))
 
     def _decided(self, tenant_keys: Sequence[str]) -> set[tuple[str, int]]:
         if not tenant_keys:
             return set()
-        table = self.tenants.alive(
-            self._journal.columns(["tenant_key", "seq", "lsn"], kinds=["decision"])
-        )
+        table = self.tenants.alive(self._journal.columns(["tenant_key", "seq", "lsn"], kinds=["decision"]))
         table = table.filter(pc.is_in(table["tenant_key"], pa.array(tenant_keys, pa.string())))
         return set(zip(table["tenant_key"].to_pylist(), table["seq"].to_pylist(), strict=True))
 
@@ -241,4 +238,3 @@ def _row_report(row: Row) -> Report:
     if row.kind == "control":
         return {**head, "control": body["kind"], "body": body["body"]}
     return {**head, **body}
-

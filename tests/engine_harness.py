@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,9 @@ import orjson
 from numpy.typing import NDArray
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
+from undertow.engine.admission import Ticket
 from undertow.engine.config import Settings
-from undertow.engine.encoder import Encoder, Fingerprint
+from undertow.engine.encoder import Encoder, Fingerprint, HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import Completion, LLMClient
@@ -126,11 +126,11 @@ def interleaved(turns: Mapping[str, Sequence[Turn]], seed: int | None) -> list[T
     return [next(lines[name]) for name in names]
 
 
-@contextmanager
-def opened(store: Path, settings: Settings, encoder: Encoder, llm: LLMClient | None) -> Iterator[Engine]:
-    with Engine(store, settings, encoder, llm=llm) as engine:
-        engine.resume()
-        yield engine
+def opened(store: Path, settings: Settings, encoder: Encoder, llm: LLMClient | None) -> Engine:
+    """An engine that has taken up what earlier sessions left undecided; close it (`with`)."""
+    engine = Engine(store, settings, encoder, llm=llm)
+    engine.resume()
+    return engine
 
 
 def ingest(engine: Engine, turns: Iterable[Turn], chunk: int) -> None:
@@ -225,3 +225,32 @@ def assert_same(run: Run, expected: Run) -> None:
 def by_birth(versions: Iterable[OracleMemory]) -> list[OracleMemory]:
     """A job's rows may be written in any order; versions of one memory may not."""
     return sorted(versions, key=lambda m: (m.kind, m.made_at_seq, m.born_at_seq, m.ordinal))
+
+
+# ---- small worlds
+
+ENCODER = HashingEncoder(64)
+# each turn fires, none merges
+ALONE: dict[str, Any] = {"theta_sim": 1.0, "theta_merge": 1.0, "theta_count": 1}
+NEVER: dict[str, Any] = {"theta_sim": 1.0, "theta_merge": 1.0, "theta_count": 99}
+MARKER = "xylophonist"
+
+
+def open_engine(store: Path, llm: LLMClient | None = None, **settings: Any) -> Engine:
+    return opened(store, settings_of(**settings), ENCODER, llm)
+
+
+def turns_of(tenant: str, count: int, start: int = 0, text: str = "word{n} other{n}") -> list[Turn]:
+    return [turn_of(tenant, n, text.format(n=n)) for n in range(start, start + count)]
+
+
+def put(engine: Engine, turns: list[Turn]) -> list[Ticket]:
+    return [engine.scheduler.inbox.put(turn) for turn in turns]
+
+
+def cursors(engine: Engine, *tenants: str) -> list[int]:
+    return [t.cursor for t in engine.tenants.get_many(tenants)]
+
+
+def bytes_hold(store: Path, text: str) -> bool:
+    return any(text.encode() in p.read_bytes() for p in store.rglob("*") if p.is_file())

@@ -1,8 +1,8 @@
 """A process that runs engine work in forked children, for tests that kill them. Run as a script.
 
 Importing the engine takes seconds, a fork of a process that has imported it milliseconds. Each line of
-standard input is a task (JSON); the answers are one line with the child's pid once it runs and one with
-its exit status (negative: the signal that ended it).
+standard input is a task (JSON); the answer is one line with its child's exit status (negative: the signal
+that ended it). A task with `kill_after_s` is killed by SIGKILL then, unless it has ended.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import resource
 import signal
 import sys
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from undertow.engine.encoder import make_encoder
 from undertow.engine.engine import Engine, make_llm
 from undertow.engine.ingest import Ingest
 from undertow.engine.journal import Journal
-from undertow.engine.model import UndertowError
+from undertow.engine.model import Message, Turn, UndertowError
 from undertow.engine.trace import Trace
 
 Say = Callable[[dict[str, Any]], None]
@@ -44,26 +46,22 @@ def erase(engine: Engine, task: dict[str, Any], say: Say) -> None:
     say({"certificate": engine.erase(task["tenant"], now=True) is not None})
 
 
-def hold(engine: Engine, task: dict[str, Any], say: Say) -> None:
-    say({"holding": True})
-    signal.pause()
+def delete(engine: Engine, task: dict[str, Any], say: Say) -> None:
+    say({"deleted": engine.delete(task["memory_id"])})
 
 
-def give_log(engine: Engine, task: dict[str, Any], say: Say) -> None:
-    """Turns by the call that a program makes, going on after an error as a program might."""
-    from undertow.engine.model import Message, Turn
-
-    for n in range(task["turns"]):
-        turn = Turn("t", (Message("user", f"{n} " + "wide words " * task["words"]),), f"k{n}")
+def add_each(engine: Engine, task: dict[str, Any], say: Say) -> None:
+    """One call a text, going on after an error as a careless program might: it tries each twice."""
+    for n, text in enumerate(task["texts"]):
+        turn = Turn("t", (Message("user", text),), f"key {n}")
         for _ in range(2):
             try:
-                receipts = engine.add_batch([turn])
-                say({"stored": [n] * bool(receipts)})
+                say({"text": n, "receipts": len(engine.add_batch([turn]))})
             except UndertowError as error:
-                say({"error": str(error), "kind": type(error).__name__})
+                say({"text": n, "error": str(error), "kind": type(error).__name__})
 
 
-TASKS = {"ingest": ingest, "erase": erase, "hold": hold, "give_log": give_log}
+TASKS = {"ingest": ingest, "erase": erase, "delete": delete, "add_each": add_each}
 
 
 def arm(kill: dict[str, Any]) -> None:
@@ -107,16 +105,30 @@ def child(task: dict[str, Any]) -> int:
     return 0
 
 
+def wait(pid: int, kill_after_s: float | None) -> int:
+    """Until the child has ended, by itself or by our signal."""
+    if kill_after_s is not None:
+        deadline_s = time.monotonic() + kill_after_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.005))
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still the child's
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
 def main() -> None:
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    print(json.dumps({"ready": True, "threads": threads}), flush=True)
+    # a fork takes along the calling thread alone; engines begin theirs in the child, where they are used
+    warnings.filterwarnings("ignore", "lance is not fork-safe")
+    print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
+        task = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            os._exit(child(json.loads(line)))
-        print(json.dumps({"pid": pid}), flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(json.dumps({"exit": os.waitstatus_to_exitcode(status)}), flush=True)
+            os._exit(child(task))
+        print(json.dumps({"exit": wait(pid, task.get("kill_after_s"))}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
@@ -23,9 +23,9 @@ from undertow.engine.readers import read
 from undertow.engine.reports import Reports
 
 DRIVER = Path(__file__).with_name("fault_driver.py")
-THETA = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}
-RATES = {"seed": 1, "refusal_rate": 0.3, "empty_rate": 0.15}
-PARKING = {"malformed_rate": 0.12, "malformed_sticky": True}
+THETA: dict[str, Any] = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}
+RATES: dict[str, Any] = {"seed": 1, "refusal_rate": 0.3, "empty_rate": 0.15}
+PARKING: dict[str, Any] = {"malformed_rate": 0.12, "malformed_sticky": True}
 
 TOPICS = (
     "harbour boat sail mast anchor tide rope deck crew wind",
@@ -35,12 +35,10 @@ TOPICS = (
     "kitchen bread oven flour yeast crust dough salt recipe loaf",
     "telescope star moon lens night comet orbit planet cloud dome",
 )
-FILLER = "well maybe today later again really somehow never always perhaps morning evening".split()
+FILLER = ("well", "maybe", "today", "later", "again", "somehow", "never", "always", "morning", "evening")
 
 
-def write_log(
-    path: Path, tenants: Sequence[str], turns: int, *, seed: int = 0, marker: str | None = None
-) -> Path:
+def write_log(path: Path, tenants: Sequence[str], turns: int, *, seed: int = 0) -> Path:
     """A `messages` log: `turns` exchanges of each tenant, interleaved, on a few recurring topics."""
     rng = random.Random(seed)
     with path.open("w") as file:
@@ -123,6 +121,13 @@ def stored_texts(store: Path, kind: str) -> dict[str, list[str]]:
         }
 
 
+def memories_of(store: Path) -> list[str]:
+    """Texts of all episodes and facts in every version."""
+    return [
+        text for kind in ("episode", "fact") for texts in stored_texts(store, kind).values() for text in texts
+    ]
+
+
 @dataclass
 class Outcome:
     """How a child ended: its exit status (negative: a signal) and what it had said by then."""
@@ -143,13 +148,9 @@ class Driver:
         self._process = subprocess.Popen(
             [sys.executable, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.ready = self._answer()
-        self._out = Path()
+        self._answer()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
@@ -161,34 +162,30 @@ class Driver:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def start(self, **task: Any) -> int:
-        """Start a task; returns the child's pid. `finish` must follow."""
+    def run(self, **task: Any) -> Outcome:
+        """Run a task to its end, or until it is killed."""
         assert self._process.stdin is not None
         self._count += 1
-        self._out = self._folder / f"child-{self._count}.jsonl"
-        self._out.touch()
-        self._process.stdin.write(json.dumps({**task, "out": str(self._out)}, default=str) + "\n")
+        out = self._folder / f"child-{self._count}.jsonl"
+        out.touch()
+        self._process.stdin.write(json.dumps({**task, "out": str(out)}, default=str) + "\n")
         self._process.stdin.flush()
-        return int(self._answer()["pid"])
-
-    def said(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._out.read_text().splitlines()]
-
-    def finish(self) -> Outcome:
         status = int(self._answer()["exit"])
-        return Outcome(status, self.said())
+        return Outcome(status, [json.loads(line) for line in out.read_text().splitlines()])
 
-    def run(self, *, kill_after_s: float | None = None, **task: Any) -> Outcome:
-        """Run a task to its end, or kill it with SIGKILL after a while."""
-        pid = self.start(**task)
-        if kill_after_s is not None:
-            time.sleep(kill_after_s)
-            os.kill(pid, signal.SIGKILL)  # not reaped before the driver has told: the pid is still its own
-        return self.finish()
+
+@cache
+def shared_driver() -> Driver:
+    """One for all tests of a session: its start takes seconds."""
+    folder = tempfile.TemporaryDirectory(prefix="fault-driver-")
+    driver = Driver(Path(folder.name))
+    atexit.register(folder.cleanup)
+    atexit.register(driver.close)
+    return driver
 
 
 def assert_prefix_stored(store: Path, log: dict[str, list[Turn]], acked: dict[str, int]) -> dict[str, int]:
-    """Each tenant's stored turns are the first ones of its log, each once, at least `acked`. Their numbers."""
+    """Each tenant's stored turns are the first ones of its log, each once, `acked` or more; how many."""
     stored: dict[str, list[str]] = {name: [] for name in log}
     if (store / "store.json").exists():
         stored |= stored_texts(store, "turn")

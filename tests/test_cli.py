@@ -41,7 +41,11 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    lines = [line for pair in zip(conversation("ada", TURNS), conversation("bo", TURNS), strict=True) for line in pair]
+    lines = [
+        line
+        for pair in zip(conversation("ada", TURNS), conversation("bo", TURNS), strict=True)
+        for line in pair
+    ]
     return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", lines)
 
 
@@ -74,9 +78,22 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_every_command_of_the_contract_exists() -> None:
     shown = run("--help").out
-    for command in (
-        "ingest search ask list explain history export delete erase jobs stats calibrate reindex doctor"
-    ).split():
+    for command in [
+        "ingest",
+        "search",
+        "ask",
+        "list",
+        "explain",
+        "history",
+        "export",
+        "delete",
+        "erase",
+        "jobs",
+        "stats",
+        "calibrate",
+        "reindex",
+        "doctor",
+    ]:
         assert f" {command} " in shown
     assert "Exit codes" in shown
 
@@ -109,7 +126,9 @@ def test_llm_off_then_a_server_is_as_if_it_had_always_been_there(
     assert set(decisions[:at]) == {"waits"}
     assert set(decisions[at + 1 :]) == {"undecided"}
     waiting = run("jobs", "--store", store, "--json").lines
-    assert [(j["tenant"], j["seq"], j["state"]) for j in waiting if j["tenant"] == "ada"] == [("ada", at, "pending")]
+    assert [(j["tenant"], j["seq"], j["state"]) for j in waiting if j["tenant"] == "ada"] == [
+        ("ada", at, "pending")
+    ]
 
     on = run("ingest", log, "--store", store, "--llm", server, "--resume", *THETAS, "--json")
     assert (on.code, on.doc["pending_jobs"], on.doc["undecided_turns"]) == (0, 0, 0)
@@ -151,7 +170,9 @@ def test_locomo_conversations_are_taken_whole(tmp_path: Path) -> None:
 
 
 def test_search_ranks_and_bounds_and_filters_by_time(built: Path) -> None:
-    hits = run("search", "boat planks varnish", "--tenant", "ada", "--store", built, "-k", "4", "--json").lines
+    hits = run(
+        "search", "boat planks varnish", "--tenant", "ada", "--store", built, "-k", "4", "--json"
+    ).lines
     assert len(hits) == 4
     assert [h["score"] for h in hits] == sorted((h["score"] for h in hits), reverse=True)
     assert "boat" in hits[0]["memory"]
@@ -169,8 +190,10 @@ def test_ask_answers_with_its_memories_and_cost(store: Path, server: str) -> Non
     assert run(*asked).out.strip() == answer["answer"].strip()
     spent = run("stats", "--store", store, "--tenant", "ada", "--json").doc
     assert spent["usage"]["answer"]["calls"] == 2
-    assert spent["prompt_tokens"] == run("stats", "--store", store, "--json").doc["prompt_tokens"] - (
-        run("stats", "--store", store, "--tenant", "bo", "--json").doc["prompt_tokens"]
+    assert (
+        spent["prompt_tokens"]
+        == run("stats", "--store", store, "--json").doc["prompt_tokens"]
+        - (run("stats", "--store", store, "--tenant", "bo", "--json").doc["prompt_tokens"])
     )
 
 
@@ -321,11 +344,19 @@ def test_trace_holds_steps_and_calls(tmp_path: Path, log: Path, server: str) -> 
     assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
 
 
-def test_readers_work_beside_a_writer_and_a_second_writer_is_refused(store: Path, log: Path) -> None:
+def test_readers_work_beside_a_writer_and_a_second_writer_is_refused(
+    store: Path, log: Path, server: str
+) -> None:
     with_lock = Journal.open(store, writable=True)
     try:
         assert run("list", "--kind", "tenants", "--store", store, "--json").lines
         assert run("search", "boat", "--tenant", "bo", "--store", store, "--json").lines
+        asked = run("ask", "the boat?", "--tenant", "bo", "--store", store, "--llm", server)
+        assert (asked.code, bool(asked.out.strip()), "cost of this call is not recorded" in asked.err) == (
+            0,
+            True,
+            True,
+        )
         second = run("ingest", log, "--store", store, "--llm", "off")
         assert (second.code, second.out) == (1, "")
         assert "is being written by process" in second.err

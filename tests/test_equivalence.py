@@ -21,6 +21,7 @@ from undertow.engine.engine import Engine
 from undertow.engine.model import Memory, Turn
 from undertow.engine.readers import read
 from undertow.engine.retrieval import Found
+from undertow.engine.tenants import Tenants
 
 from .engine_harness import (
     RecordingLLM,
@@ -129,6 +130,29 @@ def test_late_and_out_of_order_replies(
     assert_same(read_back(tmp_path, llm.prompts), only(expected, MIDDLE))
 
 
+def test_tenants_put_out_of_memory_and_taken_back(
+    locomo: Turns, encoder: Encoder, expected: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evicted: list[str] = []
+    evict = Tenants.evict
+
+    def noted(self: Tenants, name: str) -> None:
+        evicted.append(name)
+        evict(self, name)
+
+    monkeypatch.setattr(Tenants, "evict", noted)
+    llm = RecordingLLM(REPLIES)
+    turns = {name: locomo[name] for name in MIDDLE}
+    with opened(tmp_path, settings_of(**THETA, arena_bytes=1 << 20), encoder, llm) as engine:
+        for part in range(4):  # a quarter of each tenant's turns at a time, one tenant after the other
+            for of_tenant in turns.values():
+                size = -(-len(of_tenant) // 4)
+                ingest(engine, of_tenant[part * size : (part + 1) * size], 64)
+                assert engine.drain()
+    assert len(evicted) > len(set(evicted)) == len(MIDDLE), "each of them, and not only once"
+    assert_same(read_back(tmp_path, llm.prompts), only(expected, MIDDLE))
+
+
 Figures = tuple[dict[str, int], list[Found], list[list[Memory]]]
 
 
@@ -191,23 +215,18 @@ def exact(a: Vectors, b: Vectors) -> float:
     return float(np.dot(a.astype(np.float64), b.astype(np.float64)))
 
 
-@st.composite
-def pools(draw: st.DrawFn) -> Vectors:
-    """Unit vectors with many equal or all but equal cosines, some of them twice."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+def pool_of(rng: np.random.Generator, count: int) -> Vectors:
+    """Unit vectors with many equal or all but equal cosines: `count`, and each again with one bit less."""
     rows: list[Vectors] = []
-    for _ in range(draw(st.integers(3, 8))):
-        signs = rng.choice([-1.0, 1.0, 1.0, 1.0], DIM)
+    for _ in range(count):
+        row = np.zeros(DIM)
         if rng.random() < 0.5:  # four halves, within few places: dot products are exact quarters
-            row = np.zeros(DIM)
-            row[rng.permutation(6)[:4]] = 0.5
-            row *= signs
+            row[rng.permutation(6)[:4]] = 0.5 * rng.choice([-1.0, 1.0, 1.0, 1.0], 4)
         else:
-            row = np.zeros(DIM)
             row[:3] = rng.normal(size=3) + 1.0
             row /= np.linalg.norm(row)
         rows.append(row.astype(np.float16))
-    for known in list(rows):  # neighbours in the last bit
+    for known in rows[:count]:
         near = known.copy()
         place = int(np.argmax(np.abs(near)))
         near[place] = np.nextafter(near[place], np.float16(0))
@@ -215,37 +234,33 @@ def pools(draw: st.DrawFn) -> Vectors:
     return np.stack(rows)
 
 
-@st.composite
-def thresholds(draw: st.DrawFn, pool: Vectors) -> float:
-    """A quarter, or the very cosine of a pair, or the next number above or below it."""
-    pair = draw(st.tuples(*[st.integers(0, len(pool) - 1)] * 2))
-    met = exact(pool[pair[0]], pool[pair[1]])
-    theta = draw(st.sampled_from([0.25, 0.5, 0.75, met, np.nextafter(met, 2.0), np.nextafter(met, -2.0)]))
+def threshold(rng: np.random.Generator, pool: Vectors, rank: int) -> float:
+    """The very cosine of a pair, the one of this rank among three, or the next number above or below."""
+    met = sorted(exact(*pool[rng.integers(0, len(pool), 2)]) for _ in range(3))[rank]
+    theta = rng.choice([met, met, met, np.nextafter(met, 2.0), np.nextafter(met, -2.0)])
     return float(np.clip(theta, -1.0, 1.0))
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]:
-    pool = draw(pools())
+    """Turns of one to three tenants whose vectors come from a small pool; thresholds that it meets."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    pool = pool_of(rng, draw(st.integers(2, 7)))
     rate = st.sampled_from([0.0, 0.3, 0.7])
-    replies = MockReplies(
-        draw(st.integers(0, 99)), draw(rate), draw(rate), draw(st.sampled_from([0.0, 0.1, 0.3])), True
-    )
+    sick = draw(st.sampled_from([0.0, 0.1, 0.3]))
+    replies = MockReplies(draw(st.integers(0, 99)), draw(rate), draw(rate), sick, malformed_sticky=True)
     turns: Turns = {}
-    for tenant in range(draw(st.integers(1, 3))):
-        count = draw(st.integers(1, 30))
-        texts = [f"tenant {tenant} says {n}, {draw(st.integers(0, 2))} times" for n in range(count)]
-        stamps = [f"2026-03-{draw(st.integers(1, 28)):02d}T10:00:00" for _ in range(count)]
-        name = f"t{tenant}"
-        turns[name] = [turn_of(name, n, texts[n], timestamp=stamps[n]) for n in range(count)]
-    table = {
-        turn.text: pool[draw(st.integers(0, len(pool) - 1))]
-        for of_tenant in turns.values()
-        for turn in of_tenant
-    }
+    for name in [f"t{n}" for n in range(draw(st.integers(1, 3)))]:
+        days = rng.integers(1, 28, draw(st.integers(8, 32)))
+        turns[name] = [
+            turn_of(name, n, f"{name} says {n} of {days[n]}", timestamp=f"2026-03-{days[n]:02d}T10:00:00")
+            for n in range(len(days))
+        ]
+    texts = [turn.text for of_tenant in turns.values() for turn in of_tenant]
+    table = dict(zip(texts, pool[rng.integers(0, len(pool), len(texts))], strict=True))
     settings = settings_of(
-        theta_sim=draw(thresholds(pool)),
-        theta_merge=draw(thresholds(pool)),
+        theta_sim=threshold(rng, pool, 1),
+        theta_merge=threshold(rng, pool, 2),
         theta_count=draw(st.integers(1, 6)),
         batch_turns=draw(st.sampled_from([1, 2, 5, 512])),
         gate_lookahead_turns=draw(st.sampled_from([1, 3, 64])),

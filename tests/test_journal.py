@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,7 @@ def test_compaction_keeps_order_and_content_and_bounds_the_files(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 50)
-    monkeypatch.setattr(journal_module, "READER_GRACE", journal_module.timedelta(0))
+    monkeypatch.setattr(journal_module, "READER_GRACE", timedelta(0))
     journal = Journal.open(store, writable=True)
     expected = []
     most = 0

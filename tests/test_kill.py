@@ -27,6 +27,7 @@ from .fault_harness import (
     assert_prefix_stored,
     assert_same_state,
     end_state,
+    shared_driver,
     turns_of,
     write_log,
 )
@@ -47,9 +48,8 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    with Driver(tmp_path_factory.mktemp("driver")) as driver:
-        yield driver
+def driver() -> Driver:
+    return shared_driver()
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,17 @@
-"""An LLM server that fails in every way: no turn is lost, no bad reply becomes a memory, work goes on later."""
+"""An LLM server that fails in every way: no turn is lost, no bad reply is stored, work goes on later."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import socket
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
-import uvicorn
-from starlette.responses import JSONResponse, Response
 
 from undertow.bench.mock_llm import MockReplies, MockServer, spawn_server
-from undertow.bench.mock_replies import Messages, share
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine, make_llm
@@ -34,20 +25,19 @@ from .fault_harness import (
     assert_prefix_stored,
     assert_same_state,
     end_state,
+    memories_of,
     reports,
-    stored_texts,
     turns_of,
     write_log,
 )
+from .spoilt_llm import POISON, SpoiltReplies, SpoiltServer, served
 
 TENANTS = ("ann", "bob", "cleo")
-POISON = "wormwood"  # in every text of every bad reply
-CUT, WITHHELD = f"{POISON} cut", f"{POISON} withheld"
 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, 40)
+    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, 24)
 
 
 @contextmanager
@@ -63,11 +53,16 @@ def add_all(engine: Engine, log: Path) -> None:
     engine.add_batch([turn for together in zip(*of_tenants, strict=True) for turn in together])
 
 
+def healthy(**options: Any) -> AbstractContextManager[str]:
+    """A server that never fails, in a thread: quicker to start than a process."""
+    return served(MockServer(MockReplies(**RATES), **options))
+
+
 @pytest.fixture(scope="module")
 def expected(log: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
     """The end state with a server that never fails."""
     store = tmp_path_factory.mktemp("expected")
-    with spawn_server(**RATES) as url, opened(store, url) as engine:
+    with healthy() as url, opened(store, url) as engine:
         add_all(engine, log)
         assert engine.drain()
     state = end_state(store)
@@ -79,112 +74,6 @@ def expected(log: Path, tmp_path_factory: pytest.TempPathFactory) -> State:
 # ---- bad replies
 
 
-def _poisoned(value: Any, word: str = POISON) -> Any:
-    """The same reply with the word in each of its texts."""
-    if isinstance(value, list):
-        return [_poisoned(item, word) for item in value]
-    if isinstance(value, dict):
-        return {
-            k: _text(v, word) if k in ("text", "narrative") else _poisoned(v, word) for k, v in value.items()
-        }
-    return value
-
-
-def _text(text: str, word: str) -> str:
-    return f"{word} {text}"
-
-
-def _one_item_broken(reply: dict[str, Any]) -> dict[str, Any]:
-    """The first items are fine: taking what can be read would be taking from a bad reply."""
-    name = next(iter(reply))
-    if isinstance(reply[name], list):
-        return {name: [*reply[name], {"text": ""}]}
-    return {"same_story": True, "narrative": " "}
-
-
-def _too_much(reply: dict[str, Any]) -> dict[str, Any]:
-    name = next(iter(reply))
-    if isinstance(reply[name], list):
-        return {name: (reply[name] or [{"text": POISON}]) * 10}
-    return {"same_story": True, "narrative": f"{POISON} " * 1000}
-
-
-WAYS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "truncated": lambda reply: json.dumps(reply)[:-4],
-    "one field more": lambda reply: json.dumps({**reply, "note": POISON}),
-    "fenced": lambda reply: f"```json\n{json.dumps(reply)}\n```",
-    "one item broken": lambda reply: json.dumps(_one_item_broken(reply)),
-    "too much": lambda reply: json.dumps(_too_much(reply)),
-    "an apology": lambda reply: f"I am sorry, I cannot help with {POISON}.",
-    "empty": lambda reply: "",
-    "a list": lambda reply: json.dumps([reply]),
-    "cut at the limit": lambda reply: json.dumps(_poisoned(reply, CUT)),
-    "withheld": lambda reply: json.dumps(_poisoned(reply, WITHHELD)),
-}
-
-
-@dataclass(frozen=True)
-class Replies(MockReplies):
-    """The mock's replies; a share of them spoilt in every way, half of those beyond repair."""
-
-    poison_rate: float = 0.0
-    given: set[str] = field(default_factory=set)
-    ways: Counter[str] = field(default_factory=Counter)
-
-    def reply(self, messages: Messages, schema: Any) -> str:
-        content = super().reply(messages, schema)
-        first = orjson.dumps([self.seed, [dict(m) for m in messages if m["role"] != "assistant"][:2], schema])
-        repairing = any(m["role"] == "assistant" for m in messages)
-        curable = share(first, "curable") < 0.5
-        if share(first, "poison") < self.poison_rate and not (repairing and curable):
-            way = list(WAYS)[int(len(WAYS) * share(first, "way"))]
-            self.ways[way] += 1
-            return WAYS[way](_poisoned(json.loads(content)))
-        self.given.update(_texts_in(json.loads(content)))
-        return content
-
-
-def _texts_in(reply: dict[str, Any]) -> Iterator[str]:
-    if reply.get("same_story"):
-        yield reply["narrative"].strip()
-    for item in [*reply.get("episodes", []), *reply.get("facts", [])]:
-        yield item["text"].strip()
-
-
-class Server(MockServer):
-    """Says so where a reply was cut or withheld, as a real server does."""
-
-    async def _completion(self, body: bytes) -> Response:
-        response = await super()._completion(body)
-        for word, reason in ((CUT, "length"), (WITHHELD, "content_filter")):
-            if word.encode() in bytes(response.body):
-                answer = orjson.loads(response.body)
-                answer["choices"][0]["finish_reason"] = reason
-                return JSONResponse(answer)
-        return response
-
-
-@contextmanager
-def served(server: MockServer) -> Iterator[str]:
-    """The server over HTTP, in a thread, so that the test can look at what it has said."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(server.app(), log_level="critical", access_log=False, lifespan="off")
-    http = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    finally:
-        http.should_exit = True
-        thread.join(timeout=30)
-
-
-def memories_of(store: Path) -> list[str]:
-    return [
-        text for kind in ("episode", "fact") for texts in stored_texts(store, kind).values() for text in texts
-    ]
-
-
 def settled_seqs(store: Path) -> dict[str, list[int]]:
     with reports(store) as of:
         return {
@@ -194,8 +83,8 @@ def settled_seqs(store: Path) -> dict[str, list[int]]:
 
 
 def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(log: Path, tmp_path: Path) -> None:
-    bad = Replies(3, 0.3, 0.15, poison_rate=0.3)
-    server = Server(bad, error_rate=0.3)
+    bad = SpoiltReplies(3, 0.3, 0.15, poison_rate=0.3)
+    server = SpoiltServer(bad, error_rate=0.3)
     with served(server) as url, opened(tmp_path, url) as engine:
         add_all(engine, log)
         assert engine.drain()
@@ -225,8 +114,8 @@ def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(log: Path, t
 
 def replay_healthily(store: Path, given_before: set[str], parked: int) -> None:
     """With a server that works the parked jobs run, at the log's tail, and lose their parked state."""
-    good = Replies(3)
-    with served(Server(good)) as url, opened(store, url) as engine:
+    good = SpoiltReplies(3)
+    with served(SpoiltServer(good)) as url, opened(store, url) as engine:
         first_new = {name: engine.tenants.existing(name).next_seq for name in TENANTS}
         known = {m.id for name in TENANTS for m in engine.get_all(name)}
         assert engine.replay_jobs() == parked
@@ -294,7 +183,7 @@ def test_no_server_for_a_whole_run(
     with opened(tmp_path, None) as engine:
         assert not engine.drain()
         assert_all_searchable_and_pending(engine, log)
-    with spawn_server(**RATES) as url, opened(tmp_path, url) as engine:
+    with healthy() as url, opened(tmp_path, url) as engine:
         assert engine.drain()
     assert_same_state(end_state(tmp_path), expected)
 
@@ -318,7 +207,7 @@ def test_a_server_that_comes_late_and_one_that_dies(log: Path, expected: State, 
 
 
 def test_a_server_lost_in_the_middle_of_a_job(log: Path, expected: State, tmp_path: Path) -> None:
-    with spawn_server(**RATES) as url, opened(tmp_path, url) as engine:
+    with healthy() as url, opened(tmp_path, url) as engine:
         add_all(engine, log)
         while engine.stats()["llm_calls"] < 30:
             engine.step(0.05)
@@ -326,7 +215,7 @@ def test_a_server_lost_in_the_middle_of_a_job(log: Path, expected: State, tmp_pa
     with opened(tmp_path, None) as engine:
         assert not engine.drain()
         assert len(engine.scheduler.blocked) > 0
-    with spawn_server(**RATES) as url, opened(tmp_path, url) as engine:
+    with healthy() as url, opened(tmp_path, url) as engine:
         assert engine.drain()
     assert_same_state(end_state(tmp_path), expected)
 
@@ -344,7 +233,7 @@ def test_a_server_lost_in_the_middle_of_a_job(log: Path, expected: State, tmp_pa
 def test_a_refusal_surfaces_and_parks_nothing(
     options: dict[str, str], values: dict[str, str], named: str, log: Path, expected: State, tmp_path: Path
 ) -> None:
-    with spawn_server(**options, **RATES) as url:
+    with healthy(**options) as url:
         with opened(tmp_path, url, **values) as engine:
             add_all(engine, log)
             assert not engine.drain()
@@ -362,12 +251,13 @@ def test_a_refusal_surfaces_and_parks_nothing(
 def test_refused_prompts_are_parked_one_by_one(log: Path, tmp_path: Path) -> None:
     """A server with a smaller context than we believe rejects prompts, not us: the others go on."""
     with (
-        spawn_server(context_tokens=1_560, **RATES) as url,
+        healthy(context_tokens=1_700) as url,
         opened(tmp_path, url, reply_tokens=1_024) as engine,
     ):
         add_all(engine, log)
         assert engine.drain()
         figures = engine.stats()
-    assert figures["dead_letters"] > 0 and figures["pending_jobs"] == figures["undecided_turns"] == 0
+    assert figures["dead_letters"] > 0 and figures["episodes"] > 0
+    assert figures["pending_jobs"] == figures["undecided_turns"] == 0
     with reports(tmp_path) as of:
         assert all("rejects the prompt" in job["reason"] for job in of.jobs())

@@ -1,72 +1,45 @@
-"""The step loop and what surrounds it: fairness, bounds, failure, budgets, erasure, deletion."""
+"""The step loop and what surrounds it: fairness, bounds, failure, budgets, erasure, settings, locks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
-from undertow.engine.admission import QueueFull, Ticket
-from undertow.engine.config import Settings
+from undertow.engine.admission import QueueFull
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine
-from undertow.engine.llm import LLMClient
-from undertow.engine.model import Turn, UndertowError
+from undertow.engine.model import UndertowError
 from undertow.engine.store import StoreError, StoreLocked
 from undertow.engine.tenants import UnknownTenant
 
 from .engine_harness import (
+    ALONE,
+    ENCODER,
+    MARKER,
+    NEVER,
     DeafLLM,
     HeldLLM,
     RecordingLLM,
     Run,
     assert_same,
+    bytes_hold,
+    cursors,
+    open_engine,
     opened,
     oracle_run,
+    put,
     read_back,
     rows_of,
     settings_of,
     turn_of,
+    turns_of,
 )
 from .oracle_recmem import OracleRecMem
-
-ENCODER = HashingEncoder(64)
-# each turn fires, none merges
-ALONE: dict[str, Any] = {"theta_sim": 1.0, "theta_merge": 1.0, "theta_count": 1}
-    "theta_sim": 1.0,
-    "theta_merge": 1.0,
-    "theta_count": 1,
-}  # each turn fires, none merges
-NEVER: dict[str, Any] = {"theta_sim": 1.0, "theta_merge": 1.0, "theta_count": 99}
-MARKER = "xylophonist"
-
-
-def open_engine(store: Path, llm: LLMClient | None = None, **settings: Any) -> Engine:
-    engine = Engine(store, settings_of(**settings), ENCODER, llm=llm)
-    engine.resume()
-    return engine
-
-
-def turns_of(tenant: str, count: int, start: int = 0, text: str = "word{n} other{n}") -> list[Turn]:
-    return [turn_of(tenant, n, text.format(n=n)) for n in range(start, start + count)]
-
-
-def put(engine: Engine, turns: list[Turn]) -> list[Ticket]:
-    return [engine.scheduler.inbox.put(turn) for turn in turns]
-
-
-def cursors(engine: Engine, *tenants: str) -> list[int]:
-    return [t.cursor for t in engine.tenants.get_many(tenants)]
-
-
-def bytes_hold(store: Path, text: str) -> bool:
-    return any(text.encode() in p.read_bytes() for p in store.rglob("*") if p.is_file())
-
 
 # ---- fairness and bounds
 
@@ -299,168 +272,3 @@ def test_changed_thresholds_hold_for_later_seqs_only(tmp_path: Path) -> None:
         assert decided == oracle.decisions
         assert {d.decision for d in decided} >= {"waits", "fired"}
         assert run.prompts["ann"] == oracle.prompts
-
-
-# ---- deletion of turns
-
-
-def told_of(engine: Engine, tenant: str, text: str) -> bool:
-    hits = [*engine.search(tenant, text).ranked(), *engine.get_all(tenant)]
-    return text in repr(hits)
-
-
-def test_a_deleted_turn_is_gone_at_once_and_what_rested_on_it_is_remade(tmp_path: Path) -> None:
-    llm = RecordingLLM(MockReplies(2))
-    cluster: dict[str, Any] = {"theta_sim": 0.3, "theta_merge": 1.0, "theta_count": 3}
-    with open_engine(tmp_path, llm, **cluster) as engine:
-        receipts = engine.add_batch(
-            [
-                turn_of("ann", n, f"the band on friday {'and the ' + MARKER if n == 1 else n}")
-                for n in range(3)
-            ]
-        )
-        assert engine.drain()
-        old = engine.get_all("ann")
-        resting = [m for m in old if 1 in m.source_seqs]
-        assert resting and told_of(engine, "ann", MARKER)
-        assert bytes_hold(tmp_path, MARKER), "so that its absence below tells something"
-        assert receipts[1].id is not None
-        asked = len(llm.prompts["ann"])
-        assert engine.delete(receipts[1].id) == "turn"
-        assert MARKER not in repr(engine.search("ann", MARKER).turns)
-        assert engine.drain()
-        assert not told_of(engine, "ann", MARKER)
-        assert MARKER not in repr(llm.prompts["ann"][asked:])
-        new = engine.get_all("ann")
-        assert new and all(1 not in m.source_seqs for m in new)
-        remade = {m.id: m for m in new if m.kind == "episode"}
-        for episode in [m for m in resting if m.kind == "episode" and len(m.source_seqs) > 1]:
-            assert remade[episode.id].version == episode.version + 1
-        engine.purge()
-        assert not bytes_hold(tmp_path, MARKER)
-        live = (engine.stats(), engine.get_all("ann"), engine.search("ann", "band"))
-        assert engine.add_batch([turn_of("ann", 1, "again")])[0].duplicate, "its key stays taken"
-    with open_engine(tmp_path, **cluster) as engine:
-        assert (engine.stats(), engine.get_all("ann"), engine.search("ann", "band")) == live
-
-
-@pytest.mark.parametrize("replies_before_deletion", [0, 1])
-def test_a_turn_deleted_while_its_job_is_in_flight_leaves_no_byte(
-    replies_before_deletion: int, tmp_path: Path
-) -> None:
-    llm = HeldLLM()
-    with open_engine(tmp_path, llm, **ALONE) as engine:
-        (receipt,) = engine.add_batch([turn_of("ann", 0, f"the {MARKER} plays")])
-        for _ in range(replies_before_deletion):
-            llm.release()
-            engine.step(0.05)
-        assert llm.in_flight == 1 and receipt.id is not None
-        engine.delete(receipt.id)
-        while not engine.scheduler.idle:
-            llm.release()
-            engine.step(0.05)
-        assert engine.get_all("ann") == []
-        engine.purge()
-        assert not bytes_hold(tmp_path, MARKER)
-
-
-# ---- control records, batched and streamed
-
-
-def both_ways(
-    tmp_path: Path,
-    replies: MockReplies,
-    settings: Settings,
-    act: Callable[[Engine, Callable[[], bool]], None],
-) -> Run:
-    """`act` with its pauses drained and with everything in one go: the journals must agree."""
-    runs = []
-    for name in ("streamed", "batched"):
-        llm = RecordingLLM(replies)
-        with opened(tmp_path / name, settings, ENCODER, llm) as engine:
-            act(engine, engine.drain if name == "streamed" else (lambda: True))
-            assert engine.drain()
-        runs.append(read_back(tmp_path / name, llm.prompts))
-    assert_same(runs[1], runs[0])
-    return runs[0]
-
-
-def test_turns_behind_the_deletion_of_an_episode_do_not_see_it(tmp_path: Path) -> None:
-    def act(engine: Engine, pause: Callable[[], bool]) -> None:
-        engine.add_batch([turn_of("ann", n, "a garden of roses") for n in range(2)])
-        engine.drain()
-        for episode in engine.tenants.get("ann").current("episode"):
-            engine.delete(episode.id)
-        pause()
-        for n in range(2, 5):
-            put(engine, [turn_of("ann", n, "a garden of roses")])
-            pause()
-
-    settings = settings_of(theta_sim=0.9, theta_merge=0.5, theta_count=2)
-    run = both_ways(tmp_path, MockReplies(), settings, act)
-    after = [d for d in run.decisions["ann"] if d.seq >= 3]
-    assert after[0].nearest_episode is None or after[1].nearest_episode is None
-
-
-def test_turns_behind_one_that_parks_without_a_call_do_not_count_it(tmp_path: Path) -> None:
-    """A turn too long for the merge question leaves the gates; the gates behind it must know."""
-
-    def act(engine: Engine, pause: Callable[[], bool]) -> None:
-        engine.add_batch([turn_of("ann", n, "a garden of roses") for n in range(2)])
-        engine.drain()
-        long = "a garden of roses user: assistant: I see. " * 160
-        for n, text in enumerate([long, *["a garden of roses and tulips"] * 3], 2):
-            put(engine, [turn_of("ann", n, text)])
-            pause()
-
-    settings = settings_of(
-        theta_sim=0.6, theta_merge=0.7, theta_count=2, context_tokens=2_048, reply_tokens=64
-    )
-    run = both_ways(tmp_path, MockReplies(refusal_rate=1.0), settings, act)
-    parked = [d for d in run.decisions["ann"] if d.decision == "parked"]
-    assert [d.cluster for d in parked] == [(2,)]
-    assert all(2 not in d.cluster for d in run.decisions["ann"] if d.seq > 2)
-
-
-def test_turns_behind_a_replay_count_the_turns_it_revives(tmp_path: Path) -> None:
-    def act(engine: Engine, pause: Callable[[], bool]) -> None:
-        put(engine, [turn_of("ann", 1, "a garden of roses")])
-        engine.drain()
-        assert engine.stats()["dead_letters"] == 1
-        for episode in engine.tenants.get("ann").current("episode"):
-            engine.delete(episode.id)
-        engine.drain()
-        assert engine.replay_jobs() == 1
-        pause()
-        for n in range(2, 5):
-            put(engine, [turn_of("ann", n, "a garden of roses")])
-            pause()
-
-    settings = settings_of(theta_sim=0.9, theta_merge=0.5, theta_count=1)
-    for name in ("streamed", "batched"):  # an episode to park at, from an LLM that was well
-        with opened(tmp_path / name, settings, ENCODER, MockLLM()) as engine:
-            engine.add_batch([turn_of("ann", 0, "a garden of roses")])
-            assert engine.drain()
-    ill = MockReplies(malformed_rate=1.0, malformed_sticky=True)
-    later = settings_of(theta_sim=0.9, theta_merge=0.5, theta_count=3)
-    run = both_ways(tmp_path, ill, later, act)
-    fired = [d for d in run.decisions["ann"] if d.decision == "parked" and len(d.cluster) > 1]
-    assert fired and 2 in fired[0].cluster, "seq 2 was revived; seq 1 is the change of settings"
-
-
-def test_replaying_twice_runs_a_job_once(tmp_path: Path) -> None:
-    ill = MockLLM(MockReplies(malformed_rate=1.0, malformed_sticky=True))
-    with open_engine(tmp_path, ill, **ALONE) as engine:
-        engine.add_batch(turns_of("ann", 2))
-        assert engine.drain()
-        assert engine.stats()["dead_letters"] == 2
-    llm = RecordingLLM(MockReplies())
-    with open_engine(tmp_path, llm, **ALONE) as engine:
-        assert (engine.replay_jobs(), engine.replay_jobs()) == (2, 2)
-        assert engine.drain()
-        assert engine.stats()["dead_letters"] == 0
-        assert len([p for p in llm.prompts["ann"] if p.operation == "episode"]) == 2
-        made = engine.get_all("ann")
-        assert {m.made_at_seq for m in made} == {2, 3}
-    with open_engine(tmp_path, **ALONE) as engine:
-        assert engine.get_all("ann") == made

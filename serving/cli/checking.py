@@ -89,7 +89,7 @@ def demo(
     """
     from undertow.serving.demo import run
 
-    settings = settings_of(llm=llm, model=model, encoder=encoder, theta_sim=0.55, theta_count=4)
+    settings = settings_of(llm=llm, model=model, encoder=encoder)
     figures = run(settings, console(stderr=as_json))
     if as_json:
         put_json(figures)

@@ -13,9 +13,11 @@ from typer.core import TyperGroup
 from undertow.engine.model import InputError, UndertowError
 from undertow.serving.cli.output import say
 
-EXIT_CODES = """Exit codes: 0 done; 1 the store or the engine failed; 2 the command line or a setting is wrong;
-3 some input was refused (the good lines were ingested); 4 the LLM server cannot be used and work is pending;
-130 interrupted."""
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the store or the engine failed; 2 the command line or a setting is wrong; "
+    "3 some input was refused (the good lines were ingested); 4 the LLM server cannot be used and work "
+    "is pending; 130 interrupted."
+)
 
 
 class Exit(IntEnum):

@@ -29,7 +29,7 @@ class Progress:
         self._bar = bars.Progress(
             bars.SpinnerColumn(),
             bars.TextColumn("{task.description}"),
-            bars.BarColumn(bar_width=30),
+            bars.BarColumn(bar_width=20),
             bars.TimeElapsedColumn(),
             console=console(stderr=True),
             transient=True,
@@ -60,8 +60,8 @@ class Progress:
         lag = self._engine.lag
         self._bar.update(
             self._task,
-            description=f"{self._admitted:,} turns stored, {self._decided:,} records decided, "
-            f"{self._engine.llm_in_flight} LLM calls in flight, lag {lag.undecided_turns:,} turns",
+            description=f"{self._admitted:,} stored, {self._decided:,} decided, "
+            f"{self._engine.llm_in_flight} LLM calls, lag {lag.undecided_turns:,}",
             completed=self._decided,
             total=self._decided + lag.undecided_turns,
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +26,8 @@ from undertow.serving.cli.opening import (
 from undertow.serving.cli.output import put_json, put_json_lines, put_pairs, put_table, put_text, say
 
 if TYPE_CHECKING:
+    from undertow.engine.config import Settings
+    from undertow.engine.engine import Engine
     from undertow.engine.retrieval import Found, Hit
 
 Since = Annotated[str | None, typer.Option("--since", help="Only what is dated at or after this.")]
@@ -89,33 +94,38 @@ def ask(
 ) -> None:
     """Answer a question from a tenant's memory, with one LLM call."""
     from undertow.engine.model import UndertowError
-    from undertow.engine.store import StoreLocked
 
     settings = settings_of(llm=llm, model=model, encoder=encoder)
+    with _open_to_answer(store, settings) as engine:
+        engine.tenants.require(tenant)
+        try:
+            given = engine.answer(tenant, question, as_of=as_of)
+        except UndertowError as error:
+            if not engine.server_lost:
+                raise
+            say(f"undertow: {error}")
+            raise typer.Exit(Exit.LLM) from None
+    usage = asdict(given.usage)
+    if as_json:
+        document = {"tenant": tenant, "question": question, "answer": given.text}
+        put_json({**document, "memories": [asdict(h) for h in _all(given.found)], "usage": usage})
+    else:
+        put_text(given.text)
+        say(f"({usage['prompt_tokens']} prompt and {usage['completion_tokens']} completion tokens)")
 
-    def answer(writable: bool) -> None:
-        with open_engine(store, settings, writable=writable) as engine:
-            engine.tenants.require(tenant)
-            try:
-                given = engine.answer(tenant, question, as_of=as_of)
-            except UndertowError as error:
-                if not engine.server_lost:
-                    raise
-                say(f"undertow: {error}")
-                raise typer.Exit(Exit.LLM) from None
-        usage = asdict(given.usage)
-        if as_json:
-            document = {"tenant": tenant, "question": question, "answer": given.text}
-            put_json({**document, "memories": [asdict(h) for h in _all(given.found)], "usage": usage})
-        else:
-            put_text(given.text)
-            say(f"({usage['prompt_tokens']} prompt and {usage['completion_tokens']} completion tokens)")
 
-    try:
-        answer(writable=True)
-    except StoreLocked:
-        answer(writable=False)
-        say("The store is being written by another process, so the cost of this call is not recorded.")
+@contextmanager
+def _open_to_answer(store: Path, settings: Settings) -> Iterator[Engine]:
+    """For writing where that can be, so that the call's cost is recorded; else for reading only."""
+    from undertow.engine.store import StoreError
+
+    with ExitStack() as stack:
+        try:
+            engine = stack.enter_context(open_engine(store, settings))
+        except StoreError as refusal:
+            engine = stack.enter_context(open_engine(store, settings, writable=False))
+            say(f"warning: the cost of this call is not recorded: {refusal}")
+        yield engine
 
 
 def _all(found: Found) -> list[Hit]:
