@@ -55,7 +55,8 @@ class Settings(BaseSettings):
     def _reply_fits(self) -> Self:
         if self.reply_tokens >= self.context_tokens:
             raise ValueError(
-                f"reply_tokens ({self.reply_tokens}) must be smaller than context_tokens ({self.context_tokens})"
+                f"reply_tokens ({self.reply_tokens}) must be smaller than "
+                f"context_tokens ({self.context_tokens})"
             )
         return self
 

@@ -74,6 +74,7 @@ class Engine:
         self.trace = trace or Trace()
         self.arena = Arena(encoder.dim)
         self.warnings: list[str] = []
+        self._failed = False
         self._encoder = encoder
         if writable and not (store / "store.json").exists():
             Journal.create(store, encoder.dim, asdict(encoder.fingerprint))
@@ -125,10 +126,14 @@ class Engine:
 
     def close(self) -> None:
         """Release the store. Jobs in flight are dropped; a later run takes them up from the log."""
-        if self._llm is not None:
-            self._llm.close()
-        self.journal.close()
-        self.trace.write()
+        try:
+            if self.journal.writable and not self._failed:
+                self.scheduler.stop()
+        finally:
+            if self._llm is not None:
+                self._llm.close()
+            self.journal.close()
+            self.trace.write()
 
     # ---- ingestion
 
@@ -175,7 +180,11 @@ class Engine:
     def step(self, wait_s: float = 0.0) -> StepReport:
         """One round of the step loop; see Scheduler.step."""
         self._make_room()
-        return self.scheduler.step(wait_s)
+        try:
+            return self.scheduler.step(wait_s)
+        except BaseException:
+            self._failed = True  # memory may be ahead of the journal: only reopening helps
+            raise
 
     def drain(self, *, until: Tenant | None = None) -> bool:
         """Step until everything (or one tenant's log) is decided. False: something is blocked.
@@ -314,8 +323,10 @@ class Engine:
         return row.kind
 
     def _delete_turn(self, tenant: Tenant, row: Row) -> str:
-        key = orjson.loads(row.payload)["key"]
-        control = Control("delete", tenant.next_seq, {"turn_seq": row.seq, "key": key, "id": row.id})
+        turn = orjson.loads(row.payload)
+        # What the log still needs of the turn: its dedupe key, and the time that later ones inherit.
+        kept = {"key": turn["key"], "session": turn["session"], "timestamp": row.timestamp}
+        control = Control("delete", tenant.next_seq, {"turn_seq": row.seq, "id": row.id, **kept})
         self.scheduler.log(tenant, control, control_row(tenant.name, tenant.key, control))
         tenant.redact_turn(row.seq)
         self.journal.delete_rows([row.lsn])

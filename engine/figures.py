@@ -11,34 +11,53 @@ from undertow.engine.tenants import Tenant, Tenants
 
 TENANTS_AT_A_TIME = 256
 
+SUMMARY_KEYS = (
+    "turns",
+    "episodes",
+    "facts",
+    "merges",
+    "merge_refusals",
+    "consolidations",
+    "waiting_turns",
+    "undecided_turns",
+    "pending_jobs",
+    "dead_letters",
+    "llm_calls",
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "completion_tokens",
+)
+
 
 def tenant_stats(tenant: Tenant) -> dict[str, int]:
     """Counts and construction tokens of one tenant (answers are a cost of their own)."""
     spent = sum((u for op, u in tenant.meter.items() if op != "answer"), Usage())
     states = Counter(job.state for job in tenant.jobs.values())
-    return {
-        "turns": len(tenant.seq_by_row) - tenant.counts["deleted"],
-        "episodes": len(tenant.current("episode")),
-        "facts": len(tenant.current("fact")),
-        "merges": tenant.counts["merges"],
-        "merge_refusals": tenant.counts["merge_refusals"],
-        "consolidations": tenant.counts["consolidations"],
-        "waiting_turns": tenant.waiting_count,
-        "undecided_turns": tenant.undecided_count,
-        "pending_jobs": states["pending"],
-        "dead_letters": states["parked"],
-        "llm_calls": spent.calls,
-        "prompt_tokens": spent.prompt_tokens,
-        "cached_prompt_tokens": spent.cached_prompt_tokens,
-        "completion_tokens": spent.completion_tokens,
-    }
+    figures = (
+        len(tenant.seq_by_row) - tenant.counts["deleted"],
+        len(tenant.current("episode")),
+        len(tenant.current("fact")),
+        tenant.counts["merges"],
+        tenant.counts["merge_refusals"],
+        tenant.counts["consolidations"],
+        tenant.waiting_count,
+        tenant.undecided_count,
+        states["pending"],
+        states["parked"],
+        spent.calls,
+        spent.prompt_tokens,
+        spent.cached_prompt_tokens,
+        spent.completion_tokens,
+    )
+    return dict(zip(SUMMARY_KEYS, figures, strict=True))
 
 
 def store_stats(tenants: Tenants) -> dict[str, int]:
     """The counts of all tenants together."""
-    total: Counter[str] = Counter()
+    total = dict.fromkeys(SUMMARY_KEYS, 0)
     for tenant in _one_by_one(tenants):
-        total.update(tenant_stats(tenant))
+        for key, count in tenant_stats(tenant).items():
+            total[key] += count
     return {"tenants": len(tenants.names()), **total}
 
 

@@ -147,6 +147,13 @@ class Scheduler:
             if running.call is not None and self._llm is not None:
                 self._llm.cancel(running.call)
 
+    def stop(self) -> None:
+        """Before closing: abandon the jobs under way and commit what they have cost."""
+        for running in self._running.values():
+            self._abandon(running)
+        self._running.clear()
+        self._commit()
+
     def step(self, wait_s: float = 0.0) -> StepReport:
         """One round. Waits up to `wait_s` for a reply when there is nothing else to do.
 
@@ -371,17 +378,28 @@ class Scheduler:
     def _obstacle(self, running: Running) -> str | None:
         if self._llm is None:
             return "no LLM server is set (--llm)"
-        spent = sum(u.prompt_tokens + u.completion_tokens for u in running.tenant.meter.values())
+        meter = running.tenant.meter.items()
+        spent = sum(u.prompt_tokens + u.completion_tokens for op, u in meter if op != "answer")
         if self._token_budget is not None and spent >= self._token_budget:
             return f"its budget of {self._token_budget} tokens is spent; search goes on"
         return None
 
     def _block(self, running: Running, why: str) -> None:
         """The job stays pending: a later run, or another budget, takes it up from the log."""
-        running.steps.close()
+        self._abandon(running)
         self._running.pop(running.tenant.name, None)
         self._ready.pop(running.tenant.name, None)
         self.blocked[running.tenant.name] = why
+
+    def _abandon(self, running: Running) -> None:
+        """Close a job half-way. What it has cost is metered; what it has made is made again later."""
+        running.steps.close()
+        if running.usage:
+            body = orjson.dumps(usage_to_json(running.usage))
+            tenant = running.tenant
+            self._rows.append(Row("usage", tenant.name, tenant.key, -1, body))
+            for operation, usage in running.usage.items():
+                tenant.add_usage(operation, usage)
 
     def _ask(self) -> None:
         """Send the prompts. The turns they rest on are committed by now."""

@@ -139,7 +139,7 @@ class Tenant:
         self.keys.add(key)
         if payload is None:
             self.counts["deleted"] += 1
-        elif timestamp is not None:
+        if timestamp is not None:
             self.last_timestamp[session] = timestamp
         return row
 
@@ -289,7 +289,8 @@ def _fold_log(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
             tenant.add_turn(row.payload, key_hash(body["key"]), body["session"], row.timestamp)
             vectors.append(zero if row.vector is None else row.vector)
         elif seq in deletions:
-            tenant.add_turn(None, key_hash(deletions[seq].body["key"]), "", None)
+            body = deletions[seq].body
+            tenant.add_turn(None, key_hash(body["key"]), body["session"], body["timestamp"])
             vectors.append(zero)
         else:
             raise JournalError(f"the log of tenant {tenant.name!r} misses record {seq}. Restore a backup.")

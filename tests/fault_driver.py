@@ -26,6 +26,7 @@ from undertow.engine.ingest import Ingest
 from undertow.engine.journal import Journal
 from undertow.engine.model import Message, Turn, UndertowError
 from undertow.engine.trace import Trace
+from undertow.prompts import ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -119,7 +120,16 @@ def wait(pid: int, kill_after_s: float | None) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
+def load_prompts() -> None:
+    """Read the templates now: every child asks in the same words, though the files be edited meanwhile."""
+    turn, memory = ShownTurn(1, None, "Ada: a boat"), ShownMemory(1, None, "Ada sails.")
+    episode_prompt([turn])
+    merge_prompt(memory, turn)
+    refine_prompt(memory, [turn], [memory])
+
+
 def main() -> None:
+    load_prompts()
     # a fork takes along the calling thread alone; engines begin theirs in the child, where they are used
     warnings.filterwarnings("ignore", "lance is not fork-safe")
     print(json.dumps({"ready": True}), flush=True)

@@ -108,6 +108,8 @@ def reports(store: Path) -> Iterator[Reports]:
 def assert_same_state(state: State, expected: State) -> None:
     assert state.exports.keys() == expected.exports.keys()
     for tenant, lines in expected.exports.items():
+        differs = sorted(set(state.exports[tenant]) ^ set(lines))
+        assert not differs, f"{tenant}: {len(differs)} records differ, among them {differs[0]:.600}"
         assert state.exports[tenant] == lines, tenant
     assert state.jobs == expected.jobs
 

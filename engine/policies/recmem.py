@@ -96,22 +96,25 @@ class RecMem:
         return Outcome(Decision.WAITS, reading, asked, (turn_seq,), revived=(turn_seq,))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remake each episode that rests on a deleted turn from its other turns, or remove it."""
+        """Remake what rests on a deleted turn from its other turns, or remove it where none is left."""
         work = _Work(seq, memory, self._budget)
         shaken = [e for e in memory.current("episode") if turn_seq in e.source_seqs]
-        facts = [
-            f
-            for f in memory.current("fact")
-            if turn_seq in f.source_seqs or any(f.episode_id == e.id for e in shaken)
-        ]
+        loose = [f for f in memory.current("fact") if turn_seq in f.source_seqs]
+        touched = {e.id for e in shaken} | {f.episode_id for f in loose}
+        facts = [f for f in memory.current("fact") if f in loose or f.episode_id in touched]
         work.drafts += [Draft(deletion(f, seq), None) for f in facts]
+        rest: set[int] = set()
         try:
-            for episode in shaken:
-                yield from work.remake(episode, turn_seq)
+            for episode in [e for e in memory.current("episode") if e.id in touched]:
+                resting = [m for m in facts if m.episode_id == episode.id] + [episode]
+                others = {s for m in resting for s in m.source_seqs if s != turn_seq and memory.exists(s)}
+                rest |= others
+                yield from work.remake(episode, turn_seq, tuple(others))
         except (BadReply, PromptTooLong) as error:
-            # What rested on the deleted turn must go even where nothing can take its place.
-            kept = [Draft(deletion(m, seq), None) for m in (*facts, *shaken)]
-            return Outcome(Decision.PARKED, drafts=tuple(kept), reason=str(error), operation="episode")
+            # What rested on the deleted turn must go even where nothing takes its place yet.
+            gone = tuple(Draft(deletion(m, seq), None) for m in (*facts, *shaken))
+            parked = Outcome(Decision.PARKED, drafts=gone, reason=str(error), operation="episode")
+            return replace(parked, cluster=tuple(sorted(rest)))
         return Outcome(Decision.FIRED, drafts=tuple(work.drafts))
 
 
@@ -152,21 +155,28 @@ class _Work:
         for draft, part_seqs in made:
             yield from self._refine(draft, part_seqs)
 
-    def remake(self, episode: Memory, deleted: int) -> Steps:
-        """A new version of an episode without one of its turns; removed when none is left."""
-        rest = tuple(s for s in episode.source_seqs if s != deleted and self.view.exists(s))
+    def remake(self, episode: Memory, deleted: int, turns: tuple[int, ...]) -> Steps:
+        """An episode without one of its turns, and its facts anew from `turns`.
+
+        It is removed when it has no other turn; left as it is when it did not rest on this one.
+        """
+        if deleted not in episode.source_seqs:
+            (vector,) = yield Embed((episode.text,))
+            yield from self._refine(Draft(episode, vector), self._by_time(turns))
+            return
+        rest = tuple(s for s in episode.source_seqs if s in turns)
         texts: list[str] = []
-        version = None
+        version = ""
         for part in self._parts(self._by_time(rest), lambda seqs: episode_prompt(self._turns(seqs))):
             prompt = episode_prompt(self._turns(part))
             reply: EpisodesReply = yield Complete(prompt)
             texts += [e.text for e in reply.episodes]
             version = prompt.version
-        if not texts or version is None:
+        if not texts:
             self.drafts.append(Draft(deletion(episode, self.seq), None))
             return
         yield from self._revise(episode, " ".join(texts), rest, version)
-        yield from self._refine(self.drafts[-1], self._by_time(rest))
+        yield from self._refine(self.drafts[-1], self._by_time(turns))
 
     def _refine(self, episode: Draft, turns: Sequence[int]) -> Steps:
         """Equations 8 and 9: the details that the episode left out become facts."""
