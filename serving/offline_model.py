@@ -104,6 +104,8 @@ def make_offline_model(out: Path) -> Path:
     if (out / "config.json").exists():
         say(f"model: {out} is there")
         return out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(f"{out} is there and is no model; name another folder with --out")
     work = out.with_name(out.name + ".partial")
     work.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(work).free

@@ -45,7 +45,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    return write_log(tmp_path / "log.jsonl", TENANTS, 30)
+    return write_log(tmp_path / "log.jsonl", TENANTS, 22)
 
 
 class Disk:
@@ -73,7 +73,7 @@ class Disk:
 def disk(tmp_path: Path) -> Iterator[Disk]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=384k", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=288k", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("a file system of limited size needs the right to mount a tmpfs (root)")
     try:
@@ -146,7 +146,7 @@ def test_the_program_on_a_full_disk(disk: Disk, log: Path) -> None:
     disk.remount("size=64m")
     done = run(*ingest)
     assert done.code == 0, done.err
-    assert done.doc["turns"] == 2 * 30
+    assert done.doc["turns"] == 2 * 22
 
 
 def test_reading_goes_on_while_the_disk_is_full(disk: Disk) -> None:
