@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
-MODEL := .models/qwen2.5-coder-1.5b-instruct
+MODEL := .models/qwen2.5-coder-1.5b-instruct-int8
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -34,7 +34,7 @@ setup: $(SETUP) ## make .venv, the engine's environment
 
 setup-vllm: $(SETUP_VLLM) ## make .venv-vllm, the local LLM server's environment
 
-model: $(MODEL)/config.json ## make the small instruct model (1.1 GB to download, 3.6 GB on disk)
+model: $(MODEL)/config.json ## make the small instruct model (1.1 GB to download, 2.3 GB on disk)
 
 demo: $(SETUP) $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## run the demo; UNDERTOW_LLM_URL names a server to use
 	$(call say,demo)

@@ -208,7 +208,7 @@ class _Writer:
     def _integer(self, schema: Mapping[str, Any], path: str) -> int:
         shown = self.echo.facts if path.endswith(".replaces") else self.echo.turns
         number = shown[self.echo.pick(path, len(shown))][0] if shown else 1
-        return min(max(number, schema.get("minimum", number)), schema.get("maximum", number))
+        return int(min(max(number, schema.get("minimum", number)), schema.get("maximum", number)))
 
     def _number(self, schema: Mapping[str, Any], path: str) -> float:
         least, most = schema.get("minimum", 0.0), schema.get("maximum", 1.0)

@@ -84,7 +84,8 @@ def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:
     if not model.tokenizer.is_fast:
         raise EncoderError("the encoder's tokenizer has no tokenizer.json; save it as a fast tokenizer first")
     # the width of a batch is beyond the window (see _batches), and positions end somewhere
-    positions = getattr(model[0].auto_model.config, "max_position_embeddings", None) or 1 << 30
+    transformer: Any = model[0]
+    positions = getattr(transformer.auto_model.config, "max_position_embeddings", None) or 1 << 30
     window = min(model.max_seq_length or 512, positions // 16 * 16 - 1)
     tokenizer = Tokenizer.from_str(model.tokenizer.backend_tokenizer.to_str())
     tokenizer.no_padding()
@@ -135,8 +136,9 @@ def single_threaded_pool(workers: int) -> ThreadPoolExecutor:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars of transformers or the hub while loading; as they were, after."""
-    from transformers.utils import logging
+    from transformers.utils import logging as untyped
 
+    logging: Any = untyped
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

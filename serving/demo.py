@@ -27,8 +27,9 @@ from undertow.engine.model import Memory, UndertowError, Usage
 from undertow.engine.readers import read
 from undertow.engine.scheduler import StepReport
 from undertow.engine.trace import Trace
+from undertow.kernels.device import cpu_count
 from undertow.prompts import Prompt, ShownTurn, episode_prompt
-from undertow.serving.local_vllm import OFFLINE_MODEL, LocalVLLM, report_to
+from undertow.serving.local_vllm import DRAFTING, OFFLINE_MODEL, LocalVLLM, report_to
 
 CONVERSATION = Path(__file__).with_name("demo_conversation.jsonl")
 QUESTIONS = Path(__file__).with_name("demo_questions.json")
@@ -108,7 +109,12 @@ def _server(settings: Settings, out: Console) -> Iterator[Settings]:
     out.print("Starting a local vLLM server; the first start takes some minutes on a CPU.")
     report = report_to(sys.stderr.write)
     with LocalVLLM(
-        OFFLINE_MODEL, MODEL_NAME, max_model_len=settings.context_tokens, progress=report
+        OFFLINE_MODEL,
+        MODEL_NAME,
+        max_model_len=settings.context_tokens,
+        threads=cpu_count(),
+        extra_args=DRAFTING,
+        progress=report,
     ) as server:
         yield settings.model_copy(update={"llm_url": server.url, "llm_model": MODEL_NAME})
 

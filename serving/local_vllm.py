@@ -31,7 +31,13 @@ from undertow.engine.model import UndertowError
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 SERVER_PYTHON = PROJECT_ROOT / ".venv-vllm" / "bin" / "python"
-OFFLINE_MODEL = PROJECT_ROOT / ".models" / "qwen2.5-coder-1.5b-instruct"
+OFFLINE_MODEL = PROJECT_ROOT / ".models" / "qwen2.5-coder-1.5b-instruct-int8"
+
+DRAFTING = (
+    "--speculative-config",
+    '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
+)
+"""For one reply at a time: merged episodes repeat their prompt's words, and a repeated run costs one step."""
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Progress = Callable[[str, float], None]
@@ -60,17 +66,23 @@ class LocalServerError(UndertowError):
     """The local vLLM server cannot be started, or died; the message holds its last log lines."""
 
 
-def server_environment(kv_cache_gib: int) -> dict[str, str]:
+def server_environment(kv_cache_gib: int, threads: int | None) -> dict[str, str]:
     """This process's environment, changed so that vLLM imports only its own packages, offline and quietly."""
+    bound = {} if threads is None else {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}
+    bound |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return kept | {
-        # a folder named `kernels` in the working directory must not be imported in place of the package
-        "PYTHONSAFEPATH": "1",
-        "HF_HUB_OFFLINE": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
-    }
+    return (
+        kept
+        | bound
+        | {
+            # a folder named `kernels` in the working directory must not be imported in place of the package
+            "PYTHONSAFEPATH": "1",
+            "HF_HUB_OFFLINE": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        }
+    )
 
 
 def free_port() -> int:
@@ -103,9 +115,11 @@ def group_alive(group: int) -> bool:
 class LocalVLLM:
     """A vLLM server on 127.0.0.1, as a context manager; `url` is its OpenAI-compatible address.
 
-    `port` 0 takes a free one. `kv_cache_gib`: memory for the KV cache, beside the weights. `log_path`: where
-    the server's output goes; the default is a temporary file, removed after a clean end. `extra_args` go to
-    vLLM's command line as they are. Raises LocalServerError, on entry, with the cure or the last log lines.
+    `port` 0 takes a free one. `kv_cache_gib`: memory for the KV cache, beside the weights. `threads`: cores to
+    bind, from the first on; None leaves it to vLLM, which keeps one core free (on a machine that others use
+    too, more threads wait for each other). `log_path`: where the server's output goes; the default is a
+    temporary file, removed after a clean end. `extra_args` go to vLLM's command line as they are. Raises
+    LocalServerError, on entry, with the cure or the last log lines.
     """
 
     def __init__(
@@ -118,6 +132,7 @@ class LocalVLLM:
         max_model_len: int = 8192,
         kv_cache_gib: int = 2,
         dtype: Dtype = "auto",
+        threads: int | None = None,
         log_path: str | Path | None = None,
         start_timeout_s: float = 600.0,
         progress: Progress | None = None,
@@ -131,6 +146,7 @@ class LocalVLLM:
         self.max_model_len = max_model_len
         self.kv_cache_gib = kv_cache_gib
         self.dtype = dtype
+        self.threads = threads
         self.log_path = None if log_path is None else Path(log_path).resolve()
         self.start_timeout_s = start_timeout_s
         self.progress = progress
@@ -196,7 +212,7 @@ class LocalVLLM:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(self.kv_cache_gib),
+                env=server_environment(self.kv_cache_gib, self.threads),
                 start_new_session=True,
             )
         try:
@@ -307,6 +323,7 @@ def main() -> None:
     add("--port", type=int, default=8000, help="port, 0 for a free one (default 8000)")
     add("--max-model-len", type=int, default=8192, help="longest context in tokens (default 8192)")
     add("--kv-cache-gib", type=int, default=2, help="memory of the KV cache (default 2)")
+    add("--threads", type=int, help="cores to use, from the first on (default: all but one)")
     add("--log", type=Path, help="log file (default: a temporary one)")
     args = parser.parse_args()
     server = LocalVLLM(
@@ -315,6 +332,8 @@ def main() -> None:
         port=args.port,
         max_model_len=args.max_model_len,
         kv_cache_gib=args.kv_cache_gib,
+        threads=args.threads,
+        extra_args=DRAFTING,
         log_path=args.log,
         progress=report_to(sys.stderr.write),
     )
