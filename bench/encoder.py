@@ -1,4 +1,4 @@
-"""How fast the encoder is: `python -m undertow.bench.encoder --data LOCOMO_JSON`.
+"""How fast the encoder is: `python -m undertow.bench.encoder [--data LOCOMO_JSON]`.
 
 LoCoMo exchanges through `SentenceTransformer.encode` (one call, its defaults, fp32) and through
 `SentenceEncoder`, in one process and in turns, so that both meet the same machine. Medians of the repeats.
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
+from undertow.bench.machine import LOCOMO, describe
 from undertow.engine.encoder import HashingEncoder, SentenceEncoder
 from undertow.engine.readers import read
 from undertow.engine.sentence_model import DEFAULT_MODEL, model_folder
@@ -95,11 +96,6 @@ def measure(texts: list[str], model: str, repeats: int) -> dict[str, Any]:
     return {"turns": len(texts), "tokens": sum(lengths), "rows": rows}
 
 
-def machine() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0].split(':', 1)[1].strip()}, {len(names)} CPUs, torch {torch.__version__}"
-
-
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "turns/s": lambda row: f"{row['turns_per_s']:.1f}",
     "ktok/s": lambda row: f"{row['tokens_per_s'] / 1000:.1f}",
@@ -113,7 +109,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{result['turns']} LoCoMo exchanges, {result['tokens']} tokens; {result['machine']}\n")
+    machine = result["machine"]
+    print(f"{result['turns']} LoCoMo exchanges, {result['tokens']} tokens")
+    print(f"{machine['cpu']}, {machine['cores']} cores, torch {torch.__version__}\n")
     print(" " * 28 + "".join(f"{title:>13}" for title in COLUMNS))
     for name, row in result["rows"].items():
         print(f"{name:28}" + "".join(f"{cell(row):>13}" for cell in COLUMNS.values()))
@@ -121,13 +119,13 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="LoCoMo in its published JSON")
+    parser.add_argument("--data", type=Path, default=LOCOMO, help="LoCoMo in its published JSON")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--turns", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     result = measure(exchanges(options.data, options.turns), options.model, options.repeats)
-    result = {"benchmark": "encoder", "machine": machine(), "threads": torch.get_num_threads(), **result}
+    result = {"benchmark": "encoder", "machine": describe(), "threads": torch.get_num_threads(), **result}
     show(result)
     print(json.dumps(result))
 

@@ -12,17 +12,16 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from undertow.bench.machine import describe
 from undertow.kernels.arena import Arena
 from undertow.kernels.device import cpu_count, load_faiss
 from undertow.kernels.gate import Gate, GateReadings, make_gate
@@ -132,14 +131,6 @@ def measure(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--tenants", type=int, default=10_000)
@@ -172,7 +163,7 @@ def report(given: argparse.Namespace, load: Load, medians: dict[str, float], res
     held = given.tenants * (given.rows + given.episodes) * given.dim * 4
     figures = {
         "bench": "gate",
-        "cpu": cpu_name(),
+        "machine": describe(),
         "threads": given.threads,
         "load_average": round(os.getloadavg()[0], 2),
         "tenants": given.tenants,

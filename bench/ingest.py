@@ -1,6 +1,6 @@
 """Ingest throughput: to searchable, to decided, against a slow LLM; memory; opening a large store.
 
-    python -m undertow.bench.ingest --data LOCOMO_JSON [searchable] [decided] [latency] [open]
+    python -m undertow.bench.ingest [--data LOCOMO_JSON] [searchable] [decided] [latency] [open]
 
 Prints a table and, last, one JSON line. The encoder is a table of vectors made beforehand (the
 "cached vectors" of the name), the LLM is the in-process mock: what is measured is the engine.
@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from undertow.bench.machine import describe, peak_rss_bytes
+from undertow.bench.machine import LOCOMO, describe, peak_rss_bytes
 from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_replies import MockReplies
 from undertow.engine.config import Settings
@@ -73,16 +73,16 @@ def settings(**changes: Any) -> Settings:
 
 
 def searchable(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, Any]:
-    """Turns/s until durable and searchable, LLM off."""
+    """Turns/s until durable and searchable, LLM off, in steps of 2,048 turns as a bulk load would."""
     log = list(copies(data, tenants, turns // tenants))
     encoder = CachedVectors()
     encoder.warm([t.text for t in log])
     warm_up(encoder, folder / "warm", log[:600])
     before = psutil.Process().memory_info().rss
-    with Engine(folder / "store", settings(), encoder) as engine:
+    with Engine(folder / "store", settings(batch_turns=2048), encoder) as engine:
         began_s = time.perf_counter()
-        for i in range(0, len(log), 8192):
-            engine.add_batch(log[i : i + 8192])
+        for i in range(0, len(log), 65_536):
+            engine.add_batch(log[i : i + 65_536])
         elapsed_s = time.perf_counter() - began_s
         used = engine.arena.used_bytes
     return {
@@ -104,8 +104,8 @@ def decided(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, Any
     llm = MockLLM(MockReplies(refusal_rate=0.3))
     with Engine(folder / "store", settings(), encoder, llm=llm) as engine:
         began_s = time.perf_counter()
-        for i in range(0, len(log), 8192):
-            engine.add_batch(log[i : i + 8192])
+        for i in range(0, len(log), 65_536):
+            engine.add_batch(log[i : i + 65_536])
         searchable_s = time.perf_counter() - began_s
         engine.drain()
         elapsed_s = time.perf_counter() - began_s
@@ -178,7 +178,7 @@ def warm_up(encoder: CachedVectors, folder: Path, turns: Sequence[Turn]) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", default=["searchable", "decided", "latency", "open"])
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=LOCOMO, help="LoCoMo in its published JSON")
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=100_000)
     parser.add_argument("--open-turns", type=int, default=1_000_000)

@@ -7,6 +7,9 @@ import platform
 import resource
 from pathlib import Path
 
+LOCOMO = Path(__file__).resolve().parents[2] / "shared" / "data" / "locomo_dev.json"
+"""Where benchmarks look for conversations unless told otherwise; the data is not ours to ship."""
+
 
 def describe() -> dict[str, object]:
     """CPU name, usable cores, memory, Python."""

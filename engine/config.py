@@ -32,7 +32,7 @@ class Settings(BaseSettings):
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
     device: Literal["auto", "cpu"] = "auto"
     embed_timestamp: bool = False
-    encode_cache_texts: int = Field(default=65_536, ge=0)
+    encode_cache_texts: int = Field(default=4_096, ge=0)
 
     durability: Literal["commit", "fsync"] = "commit"
     batch_turns: int = Field(default=512, ge=1, le=65_536)

@@ -321,7 +321,7 @@ class TenantTextCache:
             raise ValueError(f"the cache's capacity is {capacity} texts; give 0 or more")
         self._encoder = encoder
         self._capacity = capacity
-        self._vectors: OrderedDict[tuple[str, bytes], Float16] = OrderedDict()
+        self._vectors: OrderedDict[tuple[str, str], Float16] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -331,21 +331,21 @@ class TenantTextCache:
         """Embed text i for tenant i: float16 [n, dim]. ValueError if the lengths differ."""
         if len(tenants) != len(texts):
             raise ValueError(f"{len(tenants)} tenants for {len(texts)} texts; give one tenant a text")
-        keys = [(tenant, _text_digest(text)) for tenant, text in zip(tenants, texts, strict=True)]
+        keys = list(zip(tenants, texts, strict=True))
         out = np.empty((len(texts), self._encoder.dim), np.float16)
-        missing: dict[tuple[str, bytes], list[int]] = {}
+        missing: dict[tuple[str, str], int] = {}
+        fresh_of = np.full(len(texts), -1, np.int64)
         with self._lock:
             for i, key in enumerate(keys):
                 known = self._vectors.get(key)
                 if known is None:
-                    missing.setdefault(key, []).append(i)
+                    fresh_of[i] = missing.setdefault(key, len(missing))
                 else:
                     out[i] = known
                     self._vectors.move_to_end(key)
         if missing:
-            fresh = self._encoder.encode([texts[rows[0]] for rows in missing.values()])
-            for vector, rows in zip(fresh, missing.values(), strict=True):
-                out[rows] = vector
+            fresh = self._encoder.encode([text for _, text in missing])
+            out[fresh_of >= 0] = fresh[fresh_of[fresh_of >= 0]]
             self._remember(list(missing), fresh)
         return out
 
@@ -355,21 +355,16 @@ class TenantTextCache:
             for key in [k for k in self._vectors if k[0] == tenant]:
                 del self._vectors[key]
 
-    def _remember(self, keys: Sequence[tuple[str, bytes]], vectors: Float16) -> None:
-        if not self._capacity:
-            return
+    def _remember(self, keys: Sequence[tuple[str, str]], vectors: Float16) -> None:
+        newest = max(0, len(keys) - self._capacity)
         with self._lock:
-            for key, vector in zip(keys, vectors, strict=True):
+            for key, vector in zip(keys[newest:], vectors[newest:], strict=True):
                 self._vectors[key] = vector.copy()  # a view would keep the whole batch alive
             while len(self._vectors) > self._capacity:
                 self._vectors.popitem(last=False)
 
 
 _WORD = re.compile(r"\w+")
-
-
-def _text_digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _speakable(text: str) -> str:

@@ -18,15 +18,17 @@ from numpy.typing import NDArray
 
 CHUNK_BYTES = 32 << 20
 GROWTH = 1.25
+# below this, slabs double: small segments are many, move often, and their slack is not resident
+DOUBLING_PAGES = 64
 LARGEST_SLAB_BYTES = 1 << 42
 
 
 def _class_sizes() -> list[int]:
-    """Slot sizes in bytes: whole pages, each about a quarter larger than the one before."""
+    """Slot sizes in bytes: whole pages; small ones double, larger ones grow by a quarter."""
     pages, sizes = 1, []
     while pages * mmap.PAGESIZE <= LARGEST_SLAB_BYTES:
         sizes.append(pages * mmap.PAGESIZE)
-        pages = max(pages + 1, round(pages * GROWTH))
+        pages = round(pages * (2 if pages < DOUBLING_PAGES else GROWTH))
     return sizes
 
 

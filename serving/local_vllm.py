@@ -115,9 +115,9 @@ def group_alive(group: int) -> bool:
 class LocalVLLM:
     """A vLLM server on 127.0.0.1, as a context manager; `url` is its OpenAI-compatible address.
 
-    `port` 0 takes a free one. `kv_cache_gib`: memory for the KV cache, beside the weights. `threads`: cores to
-    bind, from the first on; None leaves it to vLLM, which keeps one core free (on a machine that others use
-    too, more threads wait for each other). `log_path`: where the server's output goes; the default is a
+    `port` 0 takes a free one. `kv_cache_gib`: memory for the KV cache, beside the weights. `threads`: cores
+    to bind, from the first on; None leaves it to vLLM, which keeps one core free (on a machine that others
+    use too, more threads wait for each other). `log_path`: where the server's output goes; the default is a
     temporary file, removed after a clean end. `extra_args` go to vLLM's command line as they are. Raises
     LocalServerError, on entry, with the cure or the last log lines.
     """
