@@ -102,7 +102,7 @@ class MockLLM:
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
         if self._closed:
             raise RuntimeError("this LLM client is closed")
-        now_s = time.monotonic()
+        now_s = time.perf_counter()
         due = _Due(now_s, next(self._numbers), prompt, tenant, now_s, Future())
         if not self._timer.is_alive():
             self._finish(due)
@@ -145,7 +145,7 @@ class MockLLM:
         """Wait for the next request's time; None when closed."""
         with self._changed:
             while not self._closed:
-                wait_s = self._due[0].at_s - time.monotonic() if self._due else None
+                wait_s = self._due[0].at_s - time.perf_counter() if self._due else None
                 if wait_s is not None and wait_s <= 0:
                     self._in_flight -= 1
                     return heapq.heappop(self._due)
@@ -179,12 +179,12 @@ class MockLLM:
                 self._trace(due, used, "bad")
             else:
                 self._trace(due, used, "ok")
-                return Completion(reply, usage, MODEL, time.monotonic() - due.started_s)
+                return Completion(reply, usage, MODEL, time.perf_counter() - due.started_s)
         raise BadReply(problem, usage)
 
     def _trace(self, due: _Due, usage: Usage, outcome: str) -> None:
         if self._on_call is not None:
-            operation, now_s = due.prompt.operation, time.monotonic()
+            operation, now_s = due.prompt.operation, time.perf_counter()
             self._on_call(due.tenant, operation, due.started_s, now_s, usage, outcome)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import orjson
 
 from undertow.engine.encoder import TenantTextCache
 from undertow.engine.journal import Row
-from undertow.engine.model import Turn, UndertowError
+from undertow.engine.model import BadInput, InputError, Turn, UndertowError
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.records import Control, control_row, key_hash, turn_row
 from undertow.engine.tenants import Tenant, Tenants
@@ -39,6 +41,26 @@ class Ticket:
     receipt: Receipt | None = None
 
 
+def check_turn(turn: Turn) -> None:
+    """InputError for what JSON and the journal cannot hold. Words were checked by the readers."""
+    for field, value in (("tenant", turn.tenant), ("session", turn.session_id)):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            _refuse(field, "holds half a surrogate pair", "Send valid Unicode.")
+    if not turn.tenant or "\x00" in turn.tenant:
+        _refuse("tenant", "is empty or holds a NUL", "Name the owner of the memory.")
+    if turn.metadata:
+        try:
+            orjson.dumps(dict(turn.metadata))
+        except TypeError as error:
+            _refuse("metadata", f"is no JSON ({error})", "Give plain JSON values.")
+
+
+def _refuse(field: str, reason: str, cure: str) -> NoReturn:
+    raise InputError(BadInput("add", None, field, reason, cure))
+
+
 class Inbox:
     """Bounded queue of incoming turns, one line a tenant, served round-robin."""
 
@@ -55,7 +77,8 @@ class Inbox:
         return self._limit - self._len
 
     def put(self, turn: Turn) -> Ticket:
-        """QueueFull at the bound: nothing was taken."""
+        """QueueFull at the bound, InputError for a turn that cannot be stored: nothing was taken."""
+        check_turn(turn)
         if self.room <= 0:
             raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
         ticket = Ticket(turn)
@@ -83,6 +106,13 @@ class Inbox:
         self._len -= len(self._lines.pop(tenant, ()))
 
 
+class _Planned(NamedTuple):
+    turn: Turn
+    tenant: Tenant
+    key: int
+    timestamp: str | None
+
+
 class Admission:
     """Gives each incoming turn its seq, vector and row, and each tenant its settings in force."""
 
@@ -108,42 +138,57 @@ class Admission:
         """
         names = list(dict.fromkeys(ticket.turn.tenant for ticket in tickets))
         by_name = dict(zip(names, self._tenants.get_many(names), strict=True))
-        rows: list[Row] = []
-        for tenant in by_name.values():
-            rows += self.settle_thresholds(tenant)
-        receipts: list[Receipt] = []
-        turns: list[tuple[Row, Tenant, str]] = []
+        planned = self._plan(tickets, by_name)
+        fresh = [p for p in planned if p is not None]
+        # What can fail, the encoder, comes before any tenant is touched.
+        vectors = self._encoder.encode([p.tenant.name for p in fresh], [self._text(p) for p in fresh])
+        rows = [row for tenant in by_name.values() for row in self.settle_thresholds(tenant)]
+        receipts = [
+            Receipt(ticket.turn.tenant, None, None, duplicate=True) if p is None else self._append(p, rows)
+            for ticket, p in zip(tickets, planned, strict=True)
+        ]
+        for row, vector in zip(rows[len(rows) - len(fresh) :], vectors, strict=True):
+            row.vector = vector
+        segments = np.array([p.tenant.turns_segment for p in fresh], dtype=np.int64)
+        self._arena.extend(segments, vectors, live=True)
+        return rows, receipts, list(by_name.values())
+
+    def _plan(self, tickets: list[Ticket], by_name: Mapping[str, Tenant]) -> list[_Planned | None]:
+        """Each ticket's turn with its key and effective time; None for one that is stored already.
+
+        A turn without a time of its own inherits its session's previous one.
+        """
+        planned: list[_Planned | None] = []
+        seen: set[tuple[str, int]] = set()
+        latest: dict[tuple[str, str], str] = {}
         for ticket in tickets:
             turn = ticket.turn
             tenant = by_name[turn.tenant]
             key = key_hash(turn.dedupe_key)
-            if key in tenant.keys:
-                receipts.append(Receipt(turn.tenant, None, None, duplicate=True))
+            if key in tenant.keys or (turn.tenant, key) in seen:
+                planned.append(None)
                 continue
-            row, text = self._append(tenant, turn, key)
-            turns.append((row, tenant, text))
-            receipts.append(Receipt(turn.tenant, row.id, row.seq, duplicate=False))
-        self._embed(turns)
-        return rows + [row for row, _, _ in turns], receipts, list(by_name.values())
+            seen.add((turn.tenant, key))
+            session = (turn.tenant, turn.session_id)
+            timestamp = turn.timestamp or latest.get(session) or tenant.last_timestamp.get(turn.session_id)
+            if timestamp is not None:
+                latest[session] = timestamp
+            planned.append(_Planned(turn, tenant, key, timestamp))
+        return planned
 
-    def _append(self, tenant: Tenant, turn: Turn, key: int) -> tuple[Row, str]:
-        """A turn without a time of its own inherits its session's previous one."""
-        timestamp = turn.timestamp or tenant.last_timestamp.get(turn.session_id)
-        row = turn_row(tenant.name, tenant.key, tenant.generation, tenant.next_seq, turn, timestamp)
-        tenant.add_turn(row.payload, key, turn.session_id, timestamp)
-        text = turn.text
-        if self._embed_timestamp and timestamp is not None:
-            text = f"{timestamp}\n{text}"
-        return row, text
+    def _text(self, planned: _Planned) -> str:
+        """What is embedded."""
+        if self._embed_timestamp and planned.timestamp is not None:
+            return f"{planned.timestamp}\n{planned.turn.text}"
+        return planned.turn.text
 
-    def _embed(self, turns: list[tuple[Row, Tenant, str]]) -> None:
-        if not turns:
-            return
-        vectors = self._encoder.encode([t.name for _, t, _ in turns], [text for _, _, text in turns])
-        segments = np.array([t.turns_segment for _, t, _ in turns], dtype=np.int64)
-        self._arena.extend(segments, vectors, live=True)
-        for (row, _, _), vector in zip(turns, vectors, strict=True):
-            row.vector = vector
+    def _append(self, p: _Planned, rows: list[Row]) -> Receipt:
+        """Put a turn at the end of its tenant's log and its row at the end of `rows`."""
+        tenant = p.tenant
+        row = turn_row(tenant.name, tenant.key, tenant.generation, tenant.next_seq, p.turn, p.timestamp)
+        tenant.add_turn(row.payload, p.key, p.turn.session_id, p.timestamp)
+        rows.append(row)
+        return Receipt(tenant.name, row.id, row.seq, duplicate=False)
 
     def settle_thresholds(self, tenant: Tenant) -> list[Row]:
         """Log the thresholds where they are new to the tenant: they hold for later seqs only."""

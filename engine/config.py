@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
+import psutil
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -39,7 +40,8 @@ class Settings(BaseSettings):
     queue_turns: int = Field(default=8_192, ge=1)
     gate_lookahead_turns: int = Field(default=64, ge=1)
     max_message_bytes: int = Field(default=1_000_000, ge=1)
-    arena_bytes: int = Field(default=16 << 30, ge=1 << 20)
+    # half of the machine's memory; a loaded turn keeps its text too, about a third of its vector
+    arena_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 2, ge=1 << 20)
 
     llm_url: str | None = None
     llm_model: str | None = None
@@ -71,11 +73,6 @@ class Settings(BaseSettings):
     @property
     def recurrence_count(self) -> int:
         return PROFILES[self.profile][1] if self.theta_count is None else self.theta_count
-
-    @property
-    def k_gate(self) -> int:
-        """How many nearest live turns the gate looks at: 2 * theta_count (spec, the algorithm, 2)."""
-        return 2 * self.recurrence_count
 
     @property
     def k_sem(self) -> int:

@@ -12,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -49,6 +49,10 @@ class Fingerprint:
     dim: int
     dtype: str
     device: str
+
+    def with_timestamps(self) -> Fingerprint:
+        """The same encoder over texts that begin with their timestamp: vectors of another kind."""
+        return replace(self, digest=hashlib.blake2b(f"{self.digest}+timestamp".encode()).hexdigest())
 
     def mismatch(self, other: Fingerprint) -> str | None:
         """Why vectors of `other`, the encoder at hand, must not join those of self, the store's."""

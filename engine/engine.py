@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,12 +15,12 @@ import orjson
 from undertow.engine.admission import Admission, Receipt
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint, TenantTextCache
-from undertow.engine.erasure import Certificate, bury, purge
+from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import LLMClient, OpenAILLM
-from undertow.engine.model import Memory, Turn, UndertowError, Usage, dedupe_key
-from undertow.engine.policies.base import PromptBudget, Thresholds
+from undertow.engine.model import BadInput, InputError, Memory, Turn, UndertowError, Usage, dedupe_key
+from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
@@ -75,9 +76,11 @@ class Engine:
         self.arena = Arena(encoder.dim)
         self.warnings: list[str] = []
         self._failed = False
-        self._encoder = encoder
+        self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
+        plain = encoder.fingerprint
+        self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
         if writable and not (store / "store.json").exists():
-            Journal.create(store, encoder.dim, asdict(encoder.fingerprint))
+            Journal.create(store, encoder.dim, asdict(self._fingerprint))
         self.journal = Journal.open(store, writable=writable, durability=settings.durability)
         try:
             self._check_encoder()
@@ -99,7 +102,7 @@ class Engine:
             self.journal,
             Admission(self.tenants, self.arena, self._texts, thresholds, embed_timestamp=s.embed_timestamp),
             self._readings,
-            RecMem(PromptBudget(s.context_tokens, s.reply_tokens)),
+            RecMem(self._budget),
             self._llm,
             queue_turns=s.queue_turns,
             batch_turns=s.batch_turns,
@@ -111,9 +114,9 @@ class Engine:
 
     def _check_encoder(self) -> None:
         stored = Fingerprint(**self.journal.info.encoder)
-        if refusal := stored.mismatch(self._encoder.fingerprint):
+        if refusal := stored.mismatch(self._fingerprint):
             raise StoreError(refusal)
-        if drift := stored.drift(self._encoder.fingerprint):
+        if drift := stored.drift(self._fingerprint):
             self.warnings.append(drift)
 
     def __enter__(self) -> Self:
@@ -152,13 +155,17 @@ class Engine:
         InputError names the message and field that cannot be taken; then nothing is stored.
         Without an idempotency key, each call is new.
         """
-        parsed = parse_messages(messages, source="add", line=None)
-        when = None if timestamp is None else parse_timestamp(timestamp)
-        call = idempotency_key or f"{time.time_ns()}"
+        bound = self.settings.max_message_bytes
+        parsed = parse_messages(messages, source="add", line=None, max_message_bytes=bound)
+        try:
+            when = None if timestamp is None else parse_timestamp(timestamp)
+        except ValueError as error:
+            raise InputError(BadInput("add", None, "timestamp", str(error), "Nothing was stored.")) from None
+        call = idempotency_key or secrets.token_hex(12)
         turns = []
         for n, pair in enumerate(pair_chat(parsed)):
             own = next((m.timestamp for m in pair if m.timestamp), when)
-            key = dedupe_key("add", "", f"{call}:{n}", pair if idempotency_key is None else ())
+            key = dedupe_key("add", "", f"{call}:{n}", ())
             turns.append(Turn(tenant, tuple(pair), key, session_id, own, dict(metadata or {})))
         return self.add_batch(turns)
 
@@ -179,12 +186,17 @@ class Engine:
 
     def step(self, wait_s: float = 0.0) -> StepReport:
         """One round of the step loop; see Scheduler.step."""
+        self._check_sound()
         self._make_room()
         try:
             return self.scheduler.step(wait_s)
         except BaseException:
             self._failed = True  # memory may be ahead of the journal: only reopening helps
             raise
+
+    def _check_sound(self) -> None:
+        if self._failed:
+            raise UndertowError("the engine stopped after an error, and must be opened again to go on.")
 
     def drain(self, *, until: Tenant | None = None) -> bool:
         """Step until everything (or one tenant's log) is decided. False: something is blocked.
@@ -217,6 +229,8 @@ class Engine:
 
     def resume(self) -> int:
         """Take up what earlier runs left undecided. Returns the number of tenants with such work."""
+        self.journal.delete_rows(left_behind(self.journal))
+        self.scheduler.blocked.clear()
         behind = self.tenants.behind()
         for tenant in self.tenants.get_many(behind):
             self.scheduler.wake(tenant)
@@ -224,6 +238,7 @@ class Engine:
 
     def flush(self, tenant: str) -> bool:
         """Barrier: returns when all earlier records are decided or parked (False: blocked)."""
+        self._check_sound()
         of = self._tenant(tenant)
         control = Control("flush", of.next_seq)
         self.scheduler.log(of, control, control_row(of.name, of.key, control))
@@ -279,7 +294,12 @@ class Engine:
         if self._llm is None:
             raise UndertowError("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         found = self.search(tenant, question)
-        prompt = question_prompt(question, found, as_of)
+        try:
+            prompt = question_prompt(question, found, as_of, self._budget)
+        except PromptTooLong as error:
+            raise UndertowError(
+                f"{error}; the model's context holds {self._budget.context_tokens}."
+            ) from None
         call = self._llm.submit(prompt, tenant=tenant)
         while not call.done():
             if self.server_lost:
@@ -310,6 +330,7 @@ class Engine:
         A turn's text and vector are gone from every answer at once; what rests on it is remade
         when the cursor reaches the record. An episode or fact goes alone; its history stays.
         """
+        self._check_sound()
         rows = self.journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"])
         row = next((row for row in rows if not self.tenants.buried(row)), None)
         if row is None or row.tenant not in self.tenants:
@@ -334,6 +355,7 @@ class Engine:
 
     def replay_jobs(self) -> int:
         """Log a replay of every parked job; returns their number. Drain to have them run."""
+        self._check_sound()
         count = 0
         for tenant in self.tenants.get_many(self.tenants.names()):
             for job in [j for j in tenant.jobs.values() if j.state == "parked"]:
@@ -347,6 +369,7 @@ class Engine:
 
         The certificate is issued after the purge, so only with `now`.
         """
+        self._check_sound()
         of = self._tenant(tenant)
         self.scheduler.forget(tenant)
         self._texts.forget(tenant)
@@ -367,7 +390,7 @@ class Engine:
         return self.tenants.existing(name)
 
 
-def make_llm(settings: Settings, trace: Trace) -> LLMClient | None:
+def make_llm(settings: Settings, trace: Trace | None = None) -> LLMClient | None:
     """The client of the server that the settings name; None for none."""
     if settings.llm_url is None:
         return None
@@ -375,6 +398,7 @@ def make_llm(settings: Settings, trace: Trace) -> LLMClient | None:
     def on_call(
         tenant: str, operation: str, began_s: float, ended_s: float, usage: Usage, outcome: str
     ) -> None:
-        trace.event(operation, began_s, ended_s, track=f"llm {tenant}", outcome=outcome, **asdict(usage))
+        if trace is not None:
+            trace.event(operation, began_s, ended_s, track=f"llm {tenant}", outcome=outcome, **asdict(usage))
 
     return OpenAILLM(settings, on_call=on_call)

@@ -61,7 +61,7 @@ def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
     due = {key: stone for key, stone in tenants.erased.items() if not stone["purged"]}
     for key, stone in due.items():
         journal.delete([key], before_lsn=stone["lsn"])
-    journal.delete_rows(_rows_with_deleted_words(journal))
+    journal.delete_rows(left_behind(journal))
     journal.purge()
     purged = {key: {**stone, "purged": True} for key, stone in due.items()}
     journal.append([Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()])
@@ -74,7 +74,7 @@ def _certificate(key: str, stone: Mapping[str, Any]) -> Certificate:
     return Certificate(key, stone["erased_at"], _now(), *counts)
 
 
-def _rows_with_deleted_words(journal: Journal) -> list[int]:
+def left_behind(journal: Journal) -> list[int]:
     """Lsns of deleted turns and of what was remade without them, where a crash left their rows behind."""
     bodies = {
         (row.tenant_key, row.seq): control_of(row).body

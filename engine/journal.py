@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -230,34 +231,43 @@ class Journal:
         """Some columns of all rows (of `kinds`), in append order: cheap even for millions of rows."""
         return self._dataset.to_table(columns=list(names), filter=_any_of("kind", kinds), scan_in_order=True)
 
-    def tenants_with_rows(self) -> set[str]:
-        names = self._dataset.to_table(columns=["tenant"])["tenant"].unique().to_pylist()
-        return {name for name in names if name}
-
     def count(self, tenant_keys: Sequence[str]) -> int:
         """How many rows the tenants have."""
         return int(self._dataset.count_rows(filter=_any_of("tenant_key", tenant_keys)))
 
     def delete(self, tenant_keys: Sequence[str], *, before_lsn: int) -> None:
         """Delete the tenants' rows older than `before_lsn`; bytes stay until `purge`."""
-        for i in range(0, len(tenant_keys), KEYS_PER_FILTER):
-            keys = _any_of("tenant_key", tenant_keys[i : i + KEYS_PER_FILTER])
-            self._dataset.delete(f"{keys} AND lsn < {before_lsn}")
-        self._sync()
+        with self._writing():
+            for i in range(0, len(tenant_keys), KEYS_PER_FILTER):
+                keys = _any_of("tenant_key", tenant_keys[i : i + KEYS_PER_FILTER])
+                self._dataset.delete(f"{keys} AND lsn < {before_lsn}")
+            self._sync()
 
     def delete_rows(self, lsns: Sequence[int]) -> None:
         """Delete single rows; bytes stay until `purge`."""
         if lsns:
-            self._dataset.delete(f"lsn IN ({', '.join(map(str, lsns))})")
-            self._sync()
+            with self._writing():
+                self._dataset.delete(f"lsn IN ({', '.join(map(str, lsns))})")
+                self._sync()
 
     def purge(self) -> None:
         """Rewrite what deletions touched and drop all old versions: no deleted byte stays behind."""
-        self._merge_fragments({"materialize_deletions_threshold": 0.0})
-        self._dataset.create_scalar_index("tenant_key", "BTREE", replace=True)
-        self._sync()
-        self._dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True)
-        self.remove_others()
+        with self._writing():
+            self._merge_fragments({"materialize_deletions_threshold": 0.0})
+            self._dataset.create_scalar_index("tenant_key", "BTREE", replace=True)
+            self._sync()
+            self._dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True)
+            self.remove_others()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Deletions and purges: what fails can be repeated, since deleted rows stay deleted."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            raise JournalError(
+                f"cannot rewrite {self._uri}: {error}. Free space or fix the disk, then run it again."
+            ) from error
 
     def sibling(self, info: StoreInfo) -> Journal:
         """The journal `info.journal` in the same folder, made if need be, under this writer's lock."""

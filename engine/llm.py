@@ -46,7 +46,8 @@ _CURE = "Check UNDERTOW_LLM_URL, UNDERTOW_LLM_MODEL and UNDERTOW_LLM_API_KEY (`u
 
 OnCall = Callable[[str, str, float, float, Usage, str], None]
 """(tenant, operation, started_s, ended_s, usage, outcome) of one HTTP request, from the client's
-thread; times of `time.monotonic`; outcome is ok, bad, retry, rejected, refused or cancelled."""
+thread; times of `time.perf_counter`, the clock of `Trace`; outcome is ok, bad, retry, rejected,
+refused or cancelled."""
 
 
 class BadReply(UndertowError):
@@ -155,7 +156,7 @@ class _Job:
     tenant: str
     number: int
     future: Future[Completion] = field(default_factory=Future)
-    submitted_s: float = field(default_factory=time.monotonic)
+    submitted_s: float = field(default_factory=time.perf_counter)
     task: asyncio.Task[Completion] | None = None
 
 
@@ -174,7 +175,7 @@ class OpenAILLM:
             max_retries=0,  # retries are ours: without end, and visible
             timeout=openai.Timeout(settings.llm_timeout_s, connect=_CONNECT_TIMEOUT_S),
         )
-        self._slots = Slots(settings.llm_in_flight)
+        self._slots = Slots(settings.llm_in_flight, settings.llm_timeout_s)
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Completion]] = set()
         self._last_error: str | None = None
@@ -203,9 +204,11 @@ class OpenAILLM:
 
     @property
     def unreachable_s(self) -> float | None:
-        """Seconds since requests began to fail with none answered in between; None if healthy."""
-        since = self._slots.failing_since
-        return None if since is None else time.monotonic() - since
+        """Seconds from the first to the latest failure with no answer in between; None if healthy.
+
+        It grows with failures, not while a request is under way: a slow reply is no silence.
+        """
+        return self._slots.silent_s
 
     @property
     def last_error(self) -> str | None:
@@ -263,7 +266,7 @@ class OpenAILLM:
             usage += answer.usage
         if answer.reply is None:
             raise BadReply(answer.problem, usage)
-        return Completion(answer.reply, usage, answer.model, time.monotonic() - job.submitted_s)
+        return Completion(answer.reply, usage, answer.model, time.perf_counter() - job.submitted_s)
 
     async def _ask(self, job: _Job, messages: list[dict[str, str]], spent: Usage) -> _Answer:
         """One request, repeated until the server answers it; `spent` is what went before."""
@@ -291,7 +294,7 @@ class OpenAILLM:
         raise AssertionError("a count without end ended")
 
     async def _traced(self, job: _Job, messages: list[dict[str, str]]) -> _Answer:
-        started_s = time.monotonic()
+        started_s = time.perf_counter()
         outcome, usage = "cancelled", Usage()
         try:
             answer = await self._request(job.prompt, messages)
@@ -302,7 +305,9 @@ class OpenAILLM:
             raise
         finally:
             if self._on_call is not None:
-                self._on_call(job.tenant, job.prompt.operation, started_s, time.monotonic(), usage, outcome)
+                self._on_call(
+                    job.tenant, job.prompt.operation, started_s, time.perf_counter(), usage, outcome
+                )
 
     async def _request(self, prompt: Prompt, messages: list[dict[str, str]]) -> _Answer:
         try:

@@ -27,11 +27,15 @@ class Slots:
     of waiting jobs would each keep knocking at a server that is gone. Lives on the event loop.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, timeout_s: float) -> None:
+        """`timeout_s`: after how long a request that is not answered fails."""
         self.limit = limit
         self.active = 0
         self.failures = 0
-        self.failing_since: float | None = None
+        self.silent_s: float | None = None
+        """For how long failures, with no answer among them, have shown the server silent; None if healthy."""
+        self._timeout_s = timeout_s
+        self._failing_since = 0.0
         self._paused_until = 0.0
         self._waiting: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
 
@@ -49,19 +53,31 @@ class Slots:
             self._admit()
 
     def succeeded(self) -> None:
-        self.failures, self.failing_since, self._paused_until = 0, None, 0.0
+        self.failures, self.silent_s, self._paused_until = 0, None, 0.0
 
     def failed(self) -> None:
         now = time.monotonic()
         if now < self._paused_until:  # sent before the outage was noticed: says nothing new
             return
         self.failures += 1
-        self.failing_since = self.failing_since or now
+        self._note_silence(now)
         past = self.failures - _OUTAGE_AFTER_FAILURES
         if past >= 0:
             pause_s = backoff_s(past)
             self._paused_until = now + pause_s
             asyncio.get_running_loop().call_later(pause_s, self._admit)
+
+    def _note_silence(self, now: float) -> None:
+        """Only a failure proves silence, and only where no other request may be at a slow reply.
+
+        So neither a wait nor a request under way counts against the server. Whatever was under way
+        at the first failure has ended `timeout_s` later, by a reply or not.
+        """
+        if self.silent_s is None:
+            self._failing_since, self.silent_s = now, 0.0
+        elapsed_s = now - self._failing_since
+        if self.active == 1 or elapsed_s >= self._timeout_s:
+            self.silent_s = elapsed_s
 
     def _admit(self) -> None:
         outage = self.failures >= _OUTAGE_AFTER_FAILURES

@@ -12,7 +12,7 @@ from undertow.engine.policies.base import GateReading, Nearest, Scored
 from undertow.engine.tenants import Tenant
 from undertow.kernels.arena import Arena
 from undertow.kernels.gate import Gate as GateKernel
-from undertow.kernels.topk import top_k
+from undertow.kernels.topk import top_k_many
 
 if TYPE_CHECKING:
     from undertow.engine.encoder import TenantTextCache
@@ -69,13 +69,17 @@ class Readings:
 
     def nearest(self, asks: Sequence[tuple[Tenant, Nearest]]) -> list[list[Scored]]:
         """The k nearest current memories of each ask, nearest first; exact."""
-        return [self._nearest(tenant, ask) for tenant, ask in asks]
-
-    def _nearest(self, tenant: Tenant, ask: Nearest) -> list[Scored]:
-        tier = tenant.tiers[ask.kind]
-        scores, rows = top_k(self._arena, tier.segment, ask.vector.reshape(1, -1), ask.k)
-        found = []
-        for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
-            if row >= 0 and (memory := tier.rows[row]) is not None:
-                found.append(Scored(memory, score))
-        return found
+        if not asks:
+            return []
+        tiers = [tenant.tiers[ask.kind] for tenant, ask in asks]
+        segments = np.array([tier.segment for tier in tiers], dtype=np.int64)
+        queries = np.stack([ask.vector for _, ask in asks])
+        scores, rows = top_k_many(self._arena, segments, queries, max(ask.k for _, ask in asks))
+        return [
+            [
+                Scored(memory, score)
+                for score, row in zip(scores[i, : ask.k].tolist(), rows[i, : ask.k].tolist(), strict=True)
+                if row >= 0 and (memory := tiers[i].rows[row]) is not None
+            ]
+            for i, (_, ask) in enumerate(asks)
+        ]

@@ -40,10 +40,12 @@ def reindex(
     epoch_before = read_info(store).epoch
     # the old vectors are deleted afterwards, so the new ones must be on the disk by then
     journal = Journal.open(store, writable=True, durability="fsync")
+    plain = encoder.fingerprint
+    fingerprint = plain.with_timestamps() if embed_timestamp else plain
     try:
-        if Fingerprint(**journal.info.encoder).mismatch(encoder.fingerprint) is None:
+        if Fingerprint(**journal.info.encoder).mismatch(fingerprint) is None:
             return 0
-        copy = _begin_or_resume(journal, encoder, epoch_before)
+        copy = _begin_or_resume(journal, fingerprint, epoch_before)
         embedded = _copy(journal, copy, encoder, embed_timestamp, on_rows)
         if copy.row_count != journal.row_count:
             (store / PROGRESS_FILE).unlink()
@@ -60,10 +62,10 @@ def reindex(
         journal.close()
 
 
-def _begin_or_resume(journal: Journal, encoder: Encoder, epoch_before: int) -> Journal:
+def _begin_or_resume(journal: Journal, fingerprint: Fingerprint, epoch_before: int) -> Journal:
     """The copy to go on with. A half-made one counts only if no one has written the store since."""
     path = journal.folder / PROGRESS_FILE
-    wanted: dict[str, Any] = {"encoder": asdict(encoder.fingerprint)}
+    wanted: dict[str, Any] = {"encoder": asdict(fingerprint)}
     name = f"journal-{journal.info.epoch}.lance"
     if path.exists():
         state = orjson.loads(path.read_bytes())
@@ -72,7 +74,7 @@ def _begin_or_resume(journal: Journal, encoder: Encoder, epoch_before: int) -> J
     if not (journal.folder / name).exists():
         journal.remove_others()
     path.write_bytes(orjson.dumps({**wanted, "journal": name, "epoch": journal.info.epoch}))
-    info: StoreInfo = replace(journal.info, dim=encoder.dim, encoder=wanted["encoder"], journal=name)
+    info: StoreInfo = replace(journal.info, dim=fingerprint.dim, encoder=wanted["encoder"], journal=name)
     return journal.sibling(info)
 
 

@@ -5,6 +5,7 @@ Every report is plain data (str, int, float, list, dict, None), ready to be writ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,6 +25,7 @@ from undertow.kernels.arena import Arena
 Report = dict[str, Any]
 
 MADE_IDS = ("episode_ids", "fact_ids")
+CONSOLIDATING = (Decision.MERGED, Decision.FIRED)
 
 
 class Reports:
@@ -34,17 +36,25 @@ class Reports:
         self.tenants = Tenants(journal, Arena(journal.info.dim))
 
     def tenant_sizes(self) -> list[Report]:
-        """One record a tenant, by name: how many turns it has. Loads no tenant."""
+        """One record a tenant, by name: how many turns it has, deleted ones left out. Loads no tenant."""
         table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["turn"])
         counted = self.tenants.alive(table).group_by("tenant").aggregate([("lsn", "count")])
-        pairs = zip(counted["tenant"].to_pylist(), counted["lsn_count"].to_pylist(), strict=True)
-        return [{"tenant": name, "turns": turns} for name, turns in sorted(pairs)]
+        sizes: Counter[str] = Counter(dict.fromkeys(self.tenants.names(), 0))
+        sizes.update(dict(zip(counted["tenant"].to_pylist(), counted["lsn_count"].to_pylist(), strict=True)))
+        sizes.subtract(row.tenant for row in self._deleted_but_stored())
+        return [{"tenant": name, "turns": turns} for name, turns in sorted(sizes.items())]
+
+    def _deleted_but_stored(self) -> list[Row]:
+        """Rows of deleted turns that a crash left behind."""
+        controls = self._alive(self._journal.read(kinds=["control"], vectors=False))
+        ids = [control_of(row).body["id"] for row in controls if _deleted_turn(row) is not None]
+        return self._alive(self._journal.read(kinds=["turn"], ids=ids, vectors=False)) if ids else []
 
     def turns(self, tenant: str, *, every: bool = False) -> list[Report]:
         """The turns in seq order. `every`: with a stub for each deleted one, whose words are gone."""
         rows = self._rows(tenant, ["turn", "control"])
         deleted = _deleted_turns(rows)
-        turns = {row.seq: _turn_report(row) for row in rows if row.kind == "turn" and row.seq not in deleted}
+        turns = {row.seq: _turn_report(row) for row in rows if row.kind == "turn"}
         if every:
             for seq, row in deleted.items():
                 body = control_of(row).body
@@ -61,10 +71,11 @@ class Reports:
 
     def turn_vectors(self, tenant: str) -> Iterator[NDArray[np.float16]]:
         """The vectors of a tenant's turns, float16 [dim] each, in seq order; streamed."""
-        self.tenants.require(tenant)
+        withheld = _Withheld(self._rows(tenant, ["control"]))
         key = self._journal.info.tenant_key(tenant)
         rows = self._journal.read(tenant_keys=[key], kinds=["turn"])
-        return (row.vector for row in rows if row.vector is not None and self._is_alive(row))
+        shown = (row for row in rows if self._is_alive(row) and row not in withheld)
+        return (row.vector for row in shown if row.vector is not None)
 
     def memories(self, tenant: str, kind: MemoryKind, *, every: bool = False) -> list[Report]:
         """Episodes or facts in order of birth; `every`: with all their earlier versions."""
@@ -77,16 +88,17 @@ class Reports:
         """One record a turn in seq order: what was decided, on what grounds, and what it made.
 
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
-        fire (a replay of a parked job included). Deleted turns say so.
+        fire (a replay of a parked job included, the remaking after a deletion not). Deleted turns say so.
         """
         rows = self._rows(tenant, ["turn", "control", "decision", "job"])
         decisions = {row.seq: orjson.loads(row.payload) for row in rows if row.kind == "decision"}
         cursor = max(decisions, default=-1) + 1
         pending = {row.seq for row in rows if row.kind == "job" and job_of(row).state == "pending"}
+        other = {row.seq for row in rows if row.kind == "control" and control_of(row).kind != "replay"}
         consolidated = {
             seq: at
             for at, body in sorted(decisions.items())
-            if body.get("episode_ids")
+            if body["decision"] in CONSOLIDATING and at not in other and body.get("episode_ids")
             for seq in body.get("cluster_seqs", ())
         }
         deleted = _deleted_turns(rows)
@@ -100,7 +112,12 @@ class Reports:
 
     def history(self, memory_id: str) -> list[Report]:
         """Every version of one memory, its deletion included, oldest first. UndertowError: unknown id."""
-        rows = self._alive(self._journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"]))
+        kinds = ["turn", "episode", "fact"]
+        rows = self._alive(self._journal.read(ids=[memory_id], kinds=kinds, vectors=False))
+        if rows:
+            of_tenant = self._journal.read(tenant_keys=[rows[0].tenant_key], kinds=["control"], vectors=False)
+            withheld = _Withheld([*self._alive(of_tenant), *rows])
+            rows = [row for row in rows if row not in withheld]
         if rows and rows[0].kind == "turn":
             return [_turn_report(rows[0])]
         if not rows:
@@ -119,12 +136,13 @@ class Reports:
 
     def _export(self, tenant: str, vectors: bool) -> Iterator[Report]:
         key = self._journal.info.tenant_key(tenant)
-        replaced = {
-            (m.id, m.version): m.superseded_at_seq for m in _versions(self._rows(tenant, ["episode", "fact"]))
-        }
+        known = self._rows(tenant, ["control", "episode", "fact"])
+        withheld = _Withheld(known)
+        memories = _versions([row for row in known if row.kind != "control"])
+        replaced = {(m.id, m.version): m.superseded_at_seq for m in memories}
         kinds = ["turn", "episode", "fact", "decision", "control"]
         for row in self._journal.read(tenant_keys=[key], kinds=kinds, vectors=vectors):
-            if not self._is_alive(row):
+            if not self._is_alive(row) or row in withheld:
                 continue
             report = _row_report(row)
             if row.kind in ("episode", "fact"):
@@ -158,10 +176,13 @@ class Reports:
         return set(zip(table["tenant_key"].to_pylist(), table["seq"].to_pylist(), strict=True))
 
     def _rows(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
-        """A tenant's rows of some kinds, oldest first. UnknownTenant."""
+        """A tenant's rows of some kinds that may be shown, oldest first. UnknownTenant."""
         self.tenants.require(tenant)
         key = self._journal.info.tenant_key(tenant)
-        return self._alive(self._journal.read(tenant_keys=[key], kinds=kinds, vectors=False))
+        read = self._journal.read(tenant_keys=[key], kinds=[*kinds, "control"], vectors=False)
+        rows = self._alive(read)
+        withheld = _Withheld(rows)
+        return [row for row in rows if row.kind in kinds and row not in withheld]
 
     def _alive(self, rows: Iterator[Row]) -> list[Row]:
         return sorted((row for row in rows if self._is_alive(row)), key=lambda row: row.lsn)
@@ -171,15 +192,38 @@ class Reports:
         return stone is None or row.lsn >= int(stone["lsn"])
 
 
+class _Withheld:
+    """Rows of one tenant with a deleted turn's words, which a crash may have left for the next purge.
+
+    Those are the turn itself, and the versions older than one that was made at the deletion's seq.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """`rows`, oldest first: the control records, and every version of the memories in question."""
+        deletions = _deleted_turns(rows)
+        seqs = {row.seq for row in deletions.values()}
+        self._turns = deletions.keys()
+        self._remade_lsn = {
+            row.id: row.lsn for row in rows if row.kind in ("episode", "fact") and row.seq in seqs
+        }
+
+    def __contains__(self, row: Row) -> bool:
+        if row.kind == "turn":
+            return row.seq in self._turns
+        return row.kind in ("episode", "fact") and row.lsn < self._remade_lsn.get(row.id, -1)
+
+
 def _deleted_turns(rows: Sequence[Row]) -> dict[int, Row]:
     """The control row that deleted it, by seq of the deleted turn."""
-    found = {}
-    for row in rows:
-        if row.kind == "control":
-            control = control_of(row)
-            if control.kind == "delete" and "turn_seq" in control.body:
-                found[int(control.body["turn_seq"])] = row
-    return found
+    return {seq: row for row in rows if (seq := _deleted_turn(row)) is not None}
+
+
+def _deleted_turn(row: Row) -> int | None:
+    """The seq of the turn that a row deletes, if it does that."""
+    if row.kind != "control":
+        return None
+    control = control_of(row)
+    return int(control.body["turn_seq"]) if control.kind == "delete" and "turn_seq" in control.body else None
 
 
 def _versions(rows: Sequence[Row]) -> list[Memory]:
@@ -216,6 +260,7 @@ def _memory_report(memory: Memory) -> Report:
 
 
 def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | None) -> Report:
+    made = body if body["decision"] in CONSOLIDATING else {}
     return {
         "seq": seq,
         "decision": body["decision"],
@@ -224,7 +269,7 @@ def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | N
         "score": body.get("score"),
         "cluster_seqs": body.get("cluster_seqs", []),
         "consolidated_at_seq": consolidated_at_seq,
-        **{name: body.get(name, []) for name in MADE_IDS},
+        **{name: made.get(name, []) for name in MADE_IDS},
     }
 
 

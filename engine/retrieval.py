@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.model import Memory, time_key
+from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.records import turn_id
 from undertow.engine.tenants import Tenant
 from undertow.kernels.arena import Arena
@@ -121,14 +122,19 @@ def _memories(
 ) -> list[Hit]:
     tier = tenant.tiers[kind]
     allowed = None
-    if not window.open:
-        allowed = np.array([m is not None and window.allows(m.timestamp) for m in tier.rows], dtype=bool)
+    if not window.open or tenant.counts["deleted"]:
+        allowed = np.array([m is not None and _shows(tenant, m, window) for m in tier.rows], dtype=bool)
     found: list[tuple[float, Memory]] = [
         (score, memory)
         for score, row in _best(arena, tier.segment, query, k, allowed)
         if (memory := tier.rows[row]) is not None
     ]
     return [Hit(m.id, kind, m.text, score, m.timestamp, m.source_seqs) for score, m in found]
+
+
+def _shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
+    """Whether a memory may be found: a deleted turn takes what rests on it along until that is remade."""
+    return window.allows(memory.timestamp) and all(tenant.exists(seq) for seq in memory.source_seqs)
 
 
 def _best(
@@ -140,9 +146,24 @@ def _best(
     return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
 
 
-def question_prompt(question: str, found: Found, as_of: str | None) -> Prompt:
-    """The answering prompt over what was found, each tier sorted by relevance, each line dated."""
-    return answer_prompt(question, _shown(found.episodes), _shown(found.facts), _shown(found.turns), as_of)
+def question_prompt(question: str, found: Found, as_of: str | None, budget: PromptBudget) -> Prompt:
+    """The answering prompt over what was found, each tier sorted by relevance, each line dated.
+
+    Where it does not fit the model's context, the least relevant items are left out. PromptTooLong
+    when the question alone does not fit.
+    """
+    kept = found.ranked()
+    while True:
+        episodes, facts, turns = (
+            _shown([hit for hit in tier if hit in kept])
+            for tier in (found.episodes, found.facts, found.turns)
+        )
+        prompt = answer_prompt(question, episodes, facts, turns, as_of)
+        if budget.fits(prompt):
+            return prompt
+        if not kept:
+            raise PromptTooLong(f"the question alone needs about {prompt.size_tokens} tokens")
+        kept.pop()
 
 
 def _shown(hits: Sequence[Hit]) -> list[ShownMemory]:

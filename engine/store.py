@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import orjson
 from filelock import FileLock, Timeout
@@ -21,6 +22,9 @@ from filelock import FileLock, Timeout
 from undertow.engine.model import UndertowError
 
 FORMAT_VERSION = 1
+
+HASH_KEY = re.compile(r"[0-9a-f]{64}")
+JOURNAL_NAME = re.compile(r"journal[0-9A-Za-z_-]*\.lance")
 
 
 class StoreError(UndertowError):
@@ -55,8 +59,13 @@ class StoreInfo:
         return hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=key, digest_size=16).hexdigest()
 
 
+def is_store(folder: Path) -> bool:
+    """Whether the folder holds a description and a journal, whatever is in them."""
+    return (folder / "store.json").is_file() and any(folder.glob("journal*.lance"))
+
+
 def read_info(folder: Path) -> StoreInfo:
-    """Read `store.json`; StoreError when it is missing, damaged or of a newer format."""
+    """Read `store.json`; StoreError when it is missing, damaged, no description or of a newer format."""
     path = folder / "store.json"
     try:
         raw = orjson.loads(path.read_bytes())
@@ -64,13 +73,40 @@ def read_info(folder: Path) -> StoreInfo:
         raise StoreError(f"{folder} is not an Undertow store (no store.json). Check --store.") from None
     except (OSError, orjson.JSONDecodeError) as error:
         raise StoreError(f"{path} cannot be read ({error}). Restore it from a backup.") from error
+    if not isinstance(raw, dict):
+        raise _no_description(path, "it is no JSON object")
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise StoreError(
             f"{folder} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
             "Install the Undertow that wrote it, or export there and ingest here."
         )
+    if flaw := _flaw(raw):
+        raise _no_description(path, flaw)
     return StoreInfo(**raw)
+
+
+def _no_description(path: Path, flaw: str) -> StoreError:
+    return StoreError(f"{path} does not describe a store: {flaw}. Restore it from a backup.")
+
+
+def _flaw(raw: dict[str, Any]) -> str | None:
+    """What keeps a JSON object from being a description of this format; None for nothing."""
+    types = {"encoder": dict} | {n: t for n, t in get_type_hints(StoreInfo).items() if n != "encoder"}
+    needed = [f.name for f in fields(StoreInfo) if f.default is MISSING]
+    if missing := [name for name in needed if name not in raw]:
+        return f"it lacks {', '.join(missing)}"
+    if unknown := sorted(raw.keys() - types):
+        return f"it has the unknown field {unknown[0]!r}"
+    # JSON's true would pass for an int
+    wrong = [n for n, v in raw.items() if isinstance(v, bool) or not isinstance(v, types[n])]
+    if wrong:
+        return f"{wrong[0]} is {raw[wrong[0]]!r:.60}"
+    if not HASH_KEY.fullmatch(raw["hash_key"]):
+        return "hash_key is not 64 hexadecimal digits"
+    if not JOURNAL_NAME.fullmatch(raw["journal"]):
+        return f"journal is {raw['journal']!r:.60}"
+    return None if raw["dim"] > 0 and raw["epoch"] >= 0 else "dim or epoch is out of range"
 
 
 def write_info(folder: Path, info: StoreInfo) -> None:

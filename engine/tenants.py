@@ -121,10 +121,6 @@ class Tenant:
         """How many turn rows stand before record `seq`: the causal mask of its gate."""
         return int(np.searchsorted(np.frombuffer(self.seq_by_row, dtype=np.int64), seq))
 
-    @property
-    def text_bytes(self) -> int:
-        return sum(len(r) for r in self.records if isinstance(r, bytes))
-
     # ---- the fold
 
     def add_turn(self, payload: bytes | None, key: int, session: str, timestamp: str | None) -> int:
@@ -394,13 +390,16 @@ class Tenants:
     def alive(self, table: pa.Table) -> pa.Table:
         """The rows that no erasure has buried; the table must hold `tenant_key` and `lsn`."""
         for key, stone in self.erased.items():
+            if stone["purged"]:
+                continue  # nothing of it is left
             buried = pc.and_(pc.equal(table["tenant_key"], key), pc.less(table["lsn"], stone["lsn"]))
             table = table.filter(pc.invert(buried))
         return table
 
     def _known_names(self) -> set[str]:
         if self._known is None:
-            table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["turn"])
+            # Each tenant begins with a settings record, and keeps it when all its turns are deleted.
+            table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["control"])
             self._known = set(self.alive(table)["tenant"].unique().to_pylist())
         return self._known
 

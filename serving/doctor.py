@@ -97,11 +97,12 @@ def _encoder(settings: Settings) -> Finding:
 
 def _store(settings: Settings, store: Path) -> list[Finding]:
     from undertow.engine.store import StoreError, read_info
+    from undertow.serving.cli.unloaded import stored_fingerprint
 
     findings = []
     try:
         info = read_info(store)
-        made_by = str(info.encoder["model"])
+        made_by = stored_fingerprint(info).model
         same = made_by == settings.encoder
         text = f"format {info.format_version}, encoder {made_by}"
         cure = "" if same else f"; give --encoder {made_by} or set UNDERTOW_ENCODER"

@@ -15,7 +15,8 @@ from undertow.serving.cli import app
 
 ENV = {"UNDERTOW_ENCODER": "hash:384", "UNDERTOW_LLM_URL": "", "UNDERTOW_LLM_PATIENCE_S": "1"}
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.55", "--theta-count", "3")
-PROGRAM = (sys.executable, "-m", "undertow.serving.cli")
+# -B: a process that is killed, or may not write, must leave no cut-off bytecode behind
+PROGRAM = (sys.executable, "-B", "-m", "undertow.serving.cli")
 
 SUMMARY_KEYS = [
     "tenants",

@@ -148,7 +148,7 @@ class Driver:
         self._folder = folder
         self._count = 0
         self._process = subprocess.Popen(
-            [sys.executable, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-B", str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._answer()
 

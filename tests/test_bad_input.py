@@ -136,6 +136,81 @@ def test_a_store_of_another_encoder_or_a_newer_format_is_refused(tmp_path: Path)
     assert "Restore it" in ingest(log, store).err
 
 
+NO_DESCRIPTIONS: dict[str, Any] = {
+    "a list": [1],
+    "a text": "store",
+    "format only": {"format_version": 1},
+    "no number": {"dim": "384"},
+    "a truth for a number": {"epoch": True},
+    "no object": {"encoder": ["hash:384"]},
+    "no key": {"hash_key": "xyz"},
+    "an unknown field": {"colour": "red"},
+    "a journal elsewhere": {"journal": "../other.lance"},
+    "an encoder without fields": {"encoder": {}},
+    "an encoder of wrong types": {"encoder": {"model": 7, "digest": "", "dim": 1, "dtype": "", "device": ""}},
+}
+
+
+@pytest.mark.parametrize("name", NO_DESCRIPTIONS)
+def test_json_that_describes_no_store_is_refused_with_the_cure(tmp_path: Path, name: str) -> None:
+    store = tmp_path / "s"
+    ingest(write_log(tmp_path / "log.jsonl", conversation("ada", 2)), store)
+    written = NO_DESCRIPTIONS[name]
+    if isinstance(written, dict) and name != "format only":
+        written = json.loads((store / "store.json").read_text()) | written
+    (store / "store.json").write_text(json.dumps(written))
+    done = run("search", "boat", "--tenant", "ada", "--store", store)
+    assert (done.code, done.out) == (1, "")
+    assert "store.json" in done.err and "backup" in done.err
+    findings = {f["what"]: f for f in run("doctor", "--store", store, "--json").doc["findings"]}
+    assert not findings["store"]["ok"] and "backup" in findings["store"]["text"]
+
+
+def test_a_store_among_the_logs_is_no_log(tmp_path: Path) -> None:
+    write_log(tmp_path / "a.jsonl", conversation("ada", 2))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "store.json").write_text("{}")  # without a journal it is only a file
+    store = tmp_path / "sub" / "mem"
+    first = ingest(tmp_path, store)
+    again = ingest(tmp_path, store)
+    assert (first.code, again.code) == (3, 3), "sub/store.json is no log"
+    assert (again.doc["turns"], again.doc["errors"]) == (2, 1)
+    assert str(store) not in again.err
+    itself = ingest(store, store)
+    assert itself.code == 2 and "is an Undertow store" in itself.err
+
+
+def test_a_trace_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
+    for trace in (tmp_path / "nowhere" / "trace.json", tmp_path):
+        done = ingest(log, tmp_path / "s", "--trace", str(trace))
+        assert (done.code, done.out) == (2, "")
+        assert f"--trace {trace} cannot be written" in done.err
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_value_error_of_the_engine_is_not_blamed_on_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "s"
+    ingest(write_log(tmp_path / "log.jsonl", conversation("ada", 2)), store)
+
+    def broken(*args: object, **more: object) -> None:
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr("undertow.engine.engine.Engine.search", broken)
+    command = ("search", "boat", "--tenant", "ada", "--store", store)
+    done = run(*command)
+    assert (done.code, done.out) == (1, "")
+    assert "shapes do not match" in done.err and "report" in done.err and "--debug" in done.err
+    with pytest.raises(ValueError, match="shapes do not match"):
+        run("--debug", *command)
+    assert run("search", "boat", "--tenant", "ada", "--store", store, "--until", "soon").code == 2
+    for bad in (("demo", "--llm", "no url"), ("reindex", "--store", store, "--encoder", "hash:x")):
+        refused = run(*bad)
+        assert refused.code == 2 and "report" not in refused.err
+
+
 def test_a_place_that_takes_no_store_is_said(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
     done = ingest(log, log / "store")

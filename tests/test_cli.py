@@ -260,6 +260,25 @@ def test_a_deleted_turn_is_gone_and_its_memories_are_remade(store: Path, server:
     assert run("delete", turn["id"], "--store", store).code == 1
 
 
+def test_a_deletion_that_embeds_before_it_asks_needs_no_server(store: Path) -> None:
+    """An episode that does not rest on the turn has its facts written anew: it is embedded for that."""
+    found = contents(store, "ada")
+    facts, episodes = (
+        [m for m in found[kind] if m["superseded_at_seq"] is None] for kind in ("facts", "episodes")
+    )
+
+    def first_shaken(seq: int) -> dict[str, object] | None:
+        touched = {f["episode_id"] for f in facts if seq in f["source_seqs"]}
+        return next((e for e in episodes if e["id"] in touched or seq in e["source_seqs"]), None)
+
+    turn = next(
+        t for t in found["turns"] if (e := first_shaken(t["seq"])) and t["seq"] not in e["source_seqs"]
+    )
+    done = run("delete", turn["id"], "--store", store, "--llm", "off", "--json")
+    assert (done.code, done.doc["deleted"], done.doc["settled"]) == (0, True, False), done.err
+    assert "no LLM server" in done.err
+
+
 def test_deleting_a_fact_needs_no_server_and_keeps_history(store: Path) -> None:
     fact = run("list", "--store", store, "--tenant", "ada", "--kind", "facts", "--json").lines[0]
     done = run("delete", fact["id"], "--store", store, "--llm", "off", "--json")

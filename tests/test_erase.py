@@ -247,7 +247,7 @@ def test_erase_now_leaves_no_trace_and_touches_no_one_else(store: Path, marked: 
 
 def test_the_program_erases_as_the_engine_does(store: Path, marked: Marked) -> None:
     before, vectors, rows = end_state(store), vectors_of(store, marked.name), rows_of(store, marked.name)
-    command = [sys.executable, "-m", "undertow.serving.cli", "erase", "--tenant", marked.name]
+    command = [sys.executable, "-B", "-m", "undertow.serving.cli", "erase", "--tenant", marked.name]
     command += ["--store", str(store), "--now", "--yes", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -151,6 +151,7 @@ def test_the_program_killed_and_resumed(
     store = tmp_path / "store"
     command = [
         sys.executable,
+        "-B",
         "-m",
         "undertow.serving.cli",
         "ingest",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from undertow.bench.mock_llm import MockReplies, MockServer, spawn_server
 from undertow.engine.config import Settings
@@ -18,6 +19,7 @@ from undertow.engine.engine import Engine, make_llm
 from undertow.engine.llm import ServerRefused
 from undertow.engine.trace import Trace
 
+from .engine_harness import turn_of
 from .fault_harness import (
     RATES,
     THETA,
@@ -186,6 +188,25 @@ def test_no_server_for_a_whole_run(
     with healthy() as url, opened(tmp_path, url) as engine:
         assert engine.drain()
     assert_same_state(end_state(tmp_path), expected)
+
+
+class HesitantServer(MockServer):
+    """Answers the first request with an error, asks for a pause, and then takes its time."""
+
+    def _fault(self, body: bytes) -> Response | None:
+        if self.faults["503"]:
+            return None
+        self.faults["503"] += 1
+        return Response("busy", 503, {"retry-after": "0.5"})
+
+
+def test_a_slow_reply_after_an_error_is_not_a_lost_server(tmp_path: Path) -> None:
+    server = HesitantServer(MockReplies(), latency_s=0.5)
+    with served(server) as url, opened(tmp_path, url, llm_patience_s=0.2) as engine:
+        engine.add_batch([turn_of("ann", n, f"I sail my boat on the lake, day {n}") for n in range(4)])
+        assert engine.drain(), "both the pause and the reply took longer than the patience"
+        assert server.faults["503"] == 1
+        assert engine.stats()["llm_calls"] > 0 and not engine.server_lost
 
 
 def test_a_server_that_comes_late_and_one_that_dies(log: Path, expected: State, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from numpy.typing import NDArray
 
@@ -139,6 +140,50 @@ def test_a_new_life_under_an_erased_name_shows_nothing_of_the_old(engine: Engine
     assert {m["id"] for m in exported if m["kind"] in ("turn", "episode")} == ids
     engine.purge()
     assert list(reports_of(engine).export("ada")) == exported
+
+
+def test_what_a_crash_left_of_a_deleted_turn_is_never_shown(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows stay, as after a kill between the deletion and the removal of what it deletes."""
+    monkeypatch.setattr(engine.journal, "delete_rows", lambda lsns: None)
+    engine._llm = engine.scheduler._llm = MockLLM(MockReplies(3))
+    before = reports_of(engine)
+    seq = next(m["source_seqs"][0] for m in before.memories("ada", "episode") if m["version"] > 1)
+    turn = before.turns("ada")[seq]
+    engine.delete(turn["id"])
+    assert engine.drain()
+
+    after = reports_of(engine)
+    left = list(after._journal.read(kinds=["turn", "episode", "fact"], vectors=False))
+    assert turn["id"] in [row.id for row in left], "the crash left nothing to hide"
+    on_it = [row for row in left if row.kind != "turn" and seq in orjson.loads(row.payload)["source_seqs"]]
+    exported = [m for m in after.export("ada") if m["kind"] in ("turn", "episode", "fact")]
+    assert turn["id"] not in [m["id"] for m in exported]
+    assert not any(seq in m["source_seqs"] and not m["deleted"] for m in exported if m["kind"] != "turn")
+    for row in on_it:
+        assert not any(seq in m["source_seqs"] and m["text"] for m in after.history(str(row.id)))
+    for kind in ("episode", "fact"):
+        assert not any(seq in m["source_seqs"] for m in after.memories("ada", kind, every=True))
+    with pytest.raises(UndertowError, match="no memory has the id"):
+        after.history(turn["id"])
+    assert turn["text"] not in [t.get("text") for t in after.turns("ada", every=True)]
+    assert len(list(after.turn_vectors("ada"))) == len(after.turns("ada")) == 59
+    assert after.tenant_sizes() == [{"tenant": "ada", "turns": 59}]
+
+
+def test_a_parked_deletion_consolidates_nothing(engine: Engine) -> None:
+    before = reports_of(engine)
+    why = before.explain("ada")
+    spoilt = MockReplies(3, malformed_rate=1.0, malformed_sticky=True)
+    engine._llm = engine.scheduler._llm = MockLLM(spoilt)
+    episode = next(m for m in before.memories("ada", "episode") if len(m["source_seqs"]) > 2)
+    deleted = episode["source_seqs"][0]
+    engine.delete(before.turns("ada")[deleted]["id"])
+    assert engine.drain()
+    after = reports_of(engine)
+    assert len(after.jobs()) == len(before.jobs()) + 1, "the deletion was not parked"
+    assert [r for r in after.explain("ada") if r["seq"] != deleted] == [r for r in why if r["seq"] != deleted]
 
 
 def test_figures_are_the_same_loaded_or_not(engine: Engine) -> None:

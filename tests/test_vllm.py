@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
 
 import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletion
-from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoTokenizer
 
+from undertow.engine.config import Settings
+from undertow.engine.encoder import HashingEncoder
+from undertow.engine.llm import OpenAILLM
+from undertow.engine.model import Usage
+from undertow.prompts import (
+    Prompt,
+    ShownMemory,
+    ShownTurn,
+    episode_prompt,
+    merge_prompt,
+    refine_prompt,
+)
+from undertow.prompts.replies import MergeReply
 from undertow.serving.local_vllm import LocalVLLM
+
+from .engine_harness import opened, rows_of, settings_of, turn_of
 
 pytestmark = pytest.mark.vllm
 
 IN_FLIGHT = 24
-
-
-class Person(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: Annotated[str, Field(min_length=1, max_length=20)]
-    age: Annotated[int, Field(ge=0, le=150)]
-
-
-class Episode(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    text: Annotated[str, Field(min_length=1, max_length=80)]
-    people: Annotated[list[Person], Field(min_length=1, max_length=3)]
-
-
-class Reply(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    episodes: Annotated[list[Episode], Field(min_length=1, max_length=2)]
-    tags: Annotated[list[Annotated[str, Field(max_length=12)]], Field(max_length=4)]
 
 
 @pytest.fixture
@@ -52,17 +46,24 @@ def ask(client: openai.OpenAI, text: str, max_tokens: int = 16) -> ChatCompletio
     )
 
 
-def ask_schema(client: openai.OpenAI, text: str) -> ChatCompletion:
-    return client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "system", "content": "Answer in JSON."}, {"role": "user", "content": text}],
-        max_tokens=2048,
-        temperature=0,
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "reply", "schema": Reply.model_json_schema(), "strict": True},
-        },
-    )
+def asked_of(n: int) -> list[Prompt]:
+    """One prompt of each operation with a reply schema; `n` makes them differ."""
+    turns = [ShownTurn(i, "2026-01-05", f"Ann: day {i}{n}, {'rain ' * n}") for i in (1, 2, 3)]
+    memory = ShownMemory(1, "2026-01-05", f"Ann sails {'on ' * n}")
+    return [episode_prompt(turns), merge_prompt(memory, turns[0]), refine_prompt(memory, turns, [memory])]
+
+
+@pytest.fixture
+def calls() -> list[tuple[Usage, str]]:
+    """(usage, outcome) of each HTTP request of `llm`."""
+    return []
+
+
+@pytest.fixture
+def llm(tiny_vllm: LocalVLLM, calls: list[tuple[Usage, str]]) -> Iterator[OpenAILLM]:
+    settings = Settings(llm_url=tiny_vllm.url, llm_model="tiny", context_tokens=4096, reply_tokens=1_500)
+    with OpenAILLM(settings, on_call=lambda *call: calls.append(call[-2:])) as made:
+        yield made
 
 
 def metrics(server: LocalVLLM) -> dict[str, float]:
@@ -78,22 +79,21 @@ def metrics(server: LocalVLLM) -> dict[str, float]:
     return sums
 
 
-def test_schema_holds_for_many_requests_at_once_and_they_share_steps(
-    client: openai.OpenAI, tiny_vllm: LocalVLLM
+def test_schemas_hold_for_many_requests_at_once_and_they_share_steps(
+    llm: OpenAILLM, calls: list[tuple[Usage, str]], tiny_vllm: LocalVLLM
 ) -> None:
-    texts = [f"note {index}: " + "rain " * index for index in range(IN_FLIGHT)]
+    prompts = [prompt for n in range(IN_FLIGHT // 3) for prompt in asked_of(n)]
     before = metrics(tiny_vllm)
-    with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        replies = list(pool.map(lambda text: ask_schema(client, text), texts))
+    replies = [future.result(240) for future in [llm.submit(p, tenant="t") for p in prompts]]
     after = metrics(tiny_vllm)
 
-    contents = [reply.choices[0].message.content or "" for reply in replies]
-    assert [reply.choices[0].finish_reason for reply in replies] == ["stop"] * IN_FLIGHT
-    for content in contents:
-        Reply.model_validate_json(content)
-    assert len(set(contents)) > 1, "the replies do not depend on the prompts"
+    for prompt, done in zip(prompts, replies, strict=True):
+        assert prompt.reply is not None
+        assert isinstance(done.reply, prompt.reply)
+    assert len({done.reply for done in replies if isinstance(done.reply, MergeReply)}) > 1, "prompts matter"
 
-    generated = sum(reply.usage.completion_tokens for reply in replies if reply.usage)
+    assert len(calls) == sum(done.usage.calls for done in replies)
+    generated = sum(done.usage.completion_tokens for done in replies)
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == generated
     # one request at a time takes a step a token
     steps = after["vllm:iteration_tokens_total_count"] - before["vllm:iteration_tokens_total_count"]
@@ -101,37 +101,73 @@ def test_schema_holds_for_many_requests_at_once_and_they_share_steps(
 
 
 def test_usage_counts_the_tokens_of_the_template_and_the_reply(
-    client: openai.OpenAI, tiny_model_dir: Path
+    llm: OpenAILLM, calls: list[tuple[Usage, str]], tiny_vllm: LocalVLLM, tiny_model_dir: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    for text in ("hi", "Grüße, 東京 🚆", "a line\nand <b>another</b>" * 20):
-        reply = ask(client, text, max_tokens=7)
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
-        assert reply.usage is not None
-        assert reply.usage.prompt_tokens == len(tokenizer.encode(prompt, add_special_tokens=False))
-        assert reply.usage.completion_tokens == 7
-        assert reply.usage.total_tokens == reply.usage.prompt_tokens + 7
-        assert reply.choices[0].finish_reason == "length"
+    turns = [ShownTurn(1, None, text) for text in ("Grüße, 東京 🚆", "a line\nand <b>another</b>" * 9)]
+    for prompt in [
+        *asked_of(1),
+        merge_prompt(ShownMemory(1, None, "<|end|>"), turns[0]),
+        episode_prompt(turns),
+    ]:
+        calls.clear()
+        before = metrics(tiny_vllm)
+        spent = llm.submit(prompt, tenant="t").result(120).usage
+        after = metrics(tiny_vllm)
+        text = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
+        assert calls[0][0].prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False))
+        for series, counted in (("prompt", spent.prompt_tokens), ("generation", spent.completion_tokens)):
+            name = f"vllm:{series}_tokens_total"
+            assert after[name] - before[name] == counted > 0
 
 
-def test_a_shared_prefix_is_cached_and_counted(client: openai.OpenAI, tiny_vllm: LocalVLLM) -> None:
-    prefix = "These rules hold for every note that follows. " * 20
-    first = ask(client, prefix + "first")
+def test_a_repeated_prompt_is_cached_and_counted(
+    llm: OpenAILLM, calls: list[tuple[Usage, str]], tiny_vllm: LocalVLLM
+) -> None:
+    for prompt in asked_of(11):
+        llm.submit(prompt, tenant="t").result(120)
+        calls.clear()
+        before = metrics(tiny_vllm)
+        again = llm.submit(prompt, tenant="t").result(120).usage
+        after = metrics(tiny_vllm)
+        first = calls[0][0]
+        assert len(prompt.system) < first.cached_prompt_tokens < first.prompt_tokens
+        hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
+        assert hits == again.cached_prompt_tokens
+
+
+def test_the_engine_loses_nothing_with_a_model_that_makes_no_sense(
+    tiny_vllm: LocalVLLM, tmp_path: Path
+) -> None:
+    """Replies that cannot be used park their job; every turn is decided all the same."""
+    settings = settings_of(
+        llm_url=tiny_vllm.url,
+        llm_model="tiny",
+        context_tokens=4096,
+        reply_tokens=200,
+        theta_sim=0.2,
+        theta_merge=0.2,
+        theta_count=2,
+    )
+    turns = [turn_of("ann", n, f"I sail my boat on the lake, day {n}") for n in range(12)]
+    outcomes: list[str] = []
+    llm = OpenAILLM(settings, on_call=lambda *call: outcomes.append(call[-1]))
     before = metrics(tiny_vllm)
-    second = ask(client, prefix + "second")
+    with opened(tmp_path, settings, HashingEncoder(384), llm) as engine:
+        engine.add_batch(turns)
+        assert engine.drain()
+        figures = engine.stats()
+        assert engine.search("ann", "boat on the lake", k_sub=12).turns
     after = metrics(tiny_vllm)
 
-    cached = [
-        reply.usage.prompt_tokens_details.cached_tokens or 0
-        for reply in (first, second)
-        if reply.usage and reply.usage.prompt_tokens_details
-    ]
-    assert cached[0] == 0
-    assert len(prefix) // 2 < cached[1] < len(prefix) + 40
-    hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
-    assert hits == cached[1]
+    assert figures["turns"] == 12
+    assert figures["undecided_turns"] == figures["pending_jobs"] == 0
+    assert len(rows_of(tmp_path, "decision")) == 12
+    assert "ok" in outcomes, f"no reply could be used: {outcomes}"
+    assert figures["llm_calls"] == outcomes.count("ok") + outcomes.count("bad")
+    for series, figure in (("prompt", "prompt_tokens"), ("generation", "completion_tokens")):
+        name = f"vllm:{series}_tokens_total"
+        assert after[name] - before[name] == figures[figure] > 0
 
 
 def test_a_prompt_over_the_context_is_a_400_and_harms_nobody(client: openai.OpenAI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ import ijson
 
 from undertow.engine.model import BadInput, InputError
 from undertow.engine.readers.jsonl import DAMAGED, open_log
+from undertow.engine.store import is_store
 
 LogFormat = Literal["messages", "parquet", "locomo", "longmemeval"]
 Format = Literal["auto"] | LogFormat
@@ -28,12 +30,15 @@ _CURE = "Name the format: messages, parquet, locomo or longmemeval."
 def iter_paths(paths: Sequence[Path]) -> Iterator[Path]:
     """`paths` sorted, each folder replaced by the log files under it, sorted; none twice.
 
+    Undertow stores under a folder are passed over: what lies there are no logs.
     Raises InputError for a path that does not exist or a folder that holds no log.
     """
     seen: set[Path] = set()
     for path in sorted(paths):
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
+            if is_store(path):
+                raise _refuse(path, "is an Undertow store", "Name the folder of the logs.")
+            found = sorted(_logs_under(path))
             if not found:
                 raise _refuse(path, "holds no log", f"Known are {', '.join(SUFFIXES)}.")
         elif path.exists():
@@ -44,6 +49,13 @@ def iter_paths(paths: Sequence[Path]) -> Iterator[Path]:
             if (key := file.resolve()) not in seen:
                 seen.add(key)
                 yield file
+
+
+def _logs_under(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        here = Path(place)
+        folders[:] = [name for name in folders if not is_store(here / name)]
+        yield from (here / n for n in names if n.endswith(SUFFIXES) and (here / n).is_file())
 
 
 def detect_format(path: Path) -> LogFormat:

@@ -16,6 +16,7 @@ from undertow.serving.cli.opening import (
     Model,
     Store,
     Tenant,
+    check_settings,
     open_engine,
     open_reports,
     settings_of,
@@ -41,7 +42,7 @@ def delete(
     which needs an LLM: without one that work stays pending. An episode or fact goes alone.
     """
     settings = settings_of(llm=llm, model=model, encoder=encoder)
-    with open_engine(store, settings, encodes=settings.llm_url is not None) as engine:
+    with open_engine(store, settings) as engine:  # facts may be embedded anew even without an LLM
         kind = engine.delete(memory_id)
         settled, code = _settle(engine, settings)
     if as_json:
@@ -144,6 +145,7 @@ def reindex(
 
     settings = settings_of(llm="off", encoder=encoder)
     read_info(store)
+    check_settings(settings)
     with console(stderr=True).status("reading") as status:
         count = embed_again(
             store,

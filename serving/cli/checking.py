@@ -7,9 +7,18 @@ from typing import Annotated
 
 import typer
 
-from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.ingesting import ProfileName
-from undertow.serving.cli.opening import AsJson, EncoderName, Llm, Model, Store, open_reports, settings_of
+from undertow.serving.cli.opening import (
+    AsJson,
+    EncoderName,
+    Llm,
+    Model,
+    Store,
+    check_settings,
+    open_reports,
+    settings_of,
+)
 from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
 
 PROPOSAL_FIELDS = (
@@ -43,6 +52,8 @@ def calibrate(
     """
     from undertow.engine.calibrate import calibrate as measure
 
+    if not 0.0 < share < 1.0:
+        raise WrongUsage(f"--share is {share}; give the part of pairs to link, between 0 and 1, such as 0.02")
     settings = settings_of(llm="off", profile=profile and profile.value, theta_count=theta_count)
     with open_reports(store) as reports:
         found = measure(reports, share, settings.recurrence_count, tenant=tenant, sample_turns=sample_turns)
@@ -90,6 +101,7 @@ def demo(
     from undertow.serving.demo import run
 
     settings = settings_of(llm=llm, model=model, encoder=encoder)
+    check_settings(settings)
     figures = run(settings, console(stderr=as_json))
     if as_json:
         put_json(figures)

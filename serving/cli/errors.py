@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -29,6 +31,19 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
+class WrongUsage(UndertowError):
+    """The command line or a setting is wrong; the text says which and how to put it right."""
+
+
+@contextmanager
+def wrong_usage(option: str = "") -> Iterator[None]:
+    """Around what does nothing but read what the user gave: a ValueError inside is about that."""
+    try:
+        yield
+    except ValueError as error:
+        raise WrongUsage(f"{option} {in_words(error)}".strip()) from error
+
+
 class Guarded(TyperGroup):
     """Runs a command; an error becomes a line on standard error and an exit code, never a traceback."""
 
@@ -44,9 +59,15 @@ class Guarded(TyperGroup):
         except KeyboardInterrupt:
             say("Interrupted.")
             raise typer.Exit(Exit.INTERRUPTED) from None
-        except (UndertowError, ValueError, OSError, ImportError) as error:
+        except (UndertowError, OSError, ImportError) as error:
             say(f"undertow: {in_words(error)}")
             raise typer.Exit(exit_code(error)) from None
+        except ValueError as error:
+            say(
+                f"undertow: an error of the engine, not of yours: {error}. "
+                "Please report it, with what `undertow --debug COMMAND ...` shows."
+            )
+            raise typer.Exit(Exit.FAILED) from None
 
 
 def exit_code(error: Exception) -> Exit:
@@ -56,7 +77,7 @@ def exit_code(error: Exception) -> Exit:
         return Exit.LLM
     if isinstance(error, InputError):
         return Exit.INPUT
-    if isinstance(error, ValueError) and not isinstance(error, UndertowError):
+    if isinstance(error, WrongUsage):
         return Exit.USAGE
     return Exit.FAILED
 

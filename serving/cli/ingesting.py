@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undertow.engine.model import BadInput, InputError
-from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.opening import AsJson, EncoderName, Llm, Model, Store, open_engine, settings_of
 from undertow.serving.cli.output import put_json, put_pairs, say
 
@@ -24,23 +24,6 @@ if TYPE_CHECKING:
 
 # of each kind, how many problems are told one by one
 SHOWN_PROBLEMS = 50
-SUMMARY_COUNTS = (
-    "tenants",
-    "turns",
-    "episodes",
-    "facts",
-    "merges",
-    "merge_refusals",
-    "consolidations",
-    "waiting_turns",
-    "undecided_turns",
-    "pending_jobs",
-    "dead_letters",
-    "llm_calls",
-    "prompt_tokens",
-    "cached_prompt_tokens",
-    "completion_tokens",
-)
 
 
 class LogFormatName(StrEnum):
@@ -101,6 +84,8 @@ def ingest(
     from undertow.engine.trace import Trace
     from undertow.serving.cli.progress import Progress
 
+    if trace is not None:
+        _check_trace(trace)
     with ExitStack() as stack:
         engine = stack.enter_context(open_engine(store, settings, create=True, trace=Trace(trace)))
         progress = stack.enter_context(Progress(engine))
@@ -133,7 +118,17 @@ def _files(paths: list[Path]) -> list[Path]:
     try:
         return list(iter_paths(paths))
     except InputError as error:
-        raise ValueError(str(error)) from None
+        raise WrongUsage(str(error)) from None
+
+
+def _check_trace(path: Path) -> None:
+    """The trace is written at the end; that its file cannot be must be known before the work."""
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise WrongUsage(
+            f"--trace {path} cannot be written: {error.strerror}. Name a file in a folder that you may write."
+        ) from None
 
 
 def _run(engine: Engine, run: Any, files: list[Path], progress: Progress) -> Exit:
@@ -166,9 +161,8 @@ def tell_pending(engine: Engine) -> bool:
 
 
 def _summary(engine: Engine, report: IngestReport, elapsed_s: float) -> dict[str, int | float]:
-    counts = engine.stats()
     return {
-        **{name: counts.get(name, 0) for name in SUMMARY_COUNTS},
+        **engine.stats(),
         "elapsed_s": round(elapsed_s, 3),
         "turns_per_s": round(report.turns_per_s, 1),
         "errors": report.errors,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.serving.cli.errors import wrong_usage
+
 if TYPE_CHECKING:
     from undertow.engine.config import Settings
     from undertow.engine.engine import Engine
@@ -32,7 +34,7 @@ EncoderName = Annotated[
 
 
 def settings_of(*, llm: str | None = None, model: str | None = None, **flags: Any) -> Settings:
-    """Settings of the environment, overruled by the flags that were given. ValueError says which is wrong."""
+    """Settings of the environment, overruled by the flags that were given. WrongUsage says which is wrong."""
     from undertow.engine.config import Settings
 
     given = {name: value for name, value in flags.items() if value is not None}
@@ -40,7 +42,20 @@ def settings_of(*, llm: str | None = None, model: str | None = None, **flags: An
         given["llm_url"] = None if llm.lower() == "off" else llm
     if model is not None:
         given["llm_model"] = model
-    return Settings(**given)
+    with wrong_usage():
+        return Settings(**given)
+
+
+def check_settings(settings: Settings) -> None:
+    """WrongUsage for an encoder's or a server's name that is malformed. Loads and connects nothing."""
+    from undertow.engine.encoder import make_encoder
+    from undertow.engine.llm import OpenAILLM
+
+    with wrong_usage():
+        if settings.encoder.startswith("hash:"):
+            make_encoder(settings)
+        if settings.llm_url is not None:
+            OpenAILLM(settings).close()
 
 
 @contextmanager
@@ -66,7 +81,7 @@ def open_engine(
     encodes: bool = True,
     trace: Trace | None = None,
 ) -> Iterator[Engine]:
-    """An engine with the settings' encoder and LLM client. StoreError before any model is loaded.
+    """An engine with the settings' encoder and LLM client. StoreError, WrongUsage before any model is loaded.
 
     `encodes=False` is a promise that no text will be embedded: no model is loaded.
     """
@@ -75,11 +90,13 @@ def open_engine(
     from undertow.engine.store import read_info
     from undertow.engine.trace import Trace
     from undertow.serving.cli.output import say
-    from undertow.serving.cli.unloaded import UnloadedEncoder
+    from undertow.serving.cli.unloaded import UnloadedEncoder, stored_fingerprint
 
     trace = trace or Trace()
     if not create or (store / "store.json").exists():
         info = read_info(store)
+        stored_fingerprint(info)
+    check_settings(settings)
     encoder = make_encoder(settings) if encodes else UnloadedEncoder(info)
     with Engine(
         store, settings, encoder, llm=make_llm(settings, trace), writable=writable, trace=trace

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
 from undertow.serving.cli.opening import (
     AsJson,
     EncoderName,
@@ -69,6 +69,8 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find a tenant's turns, episodes and facts nearest to a query."""
+    _check_words("query", query)
+    since, until = _moment("--since", since), _moment("--until", until)
     settings = settings_of(llm="off", encoder=encoder)
     with open_engine(store, settings, writable=False) as engine:
         engine.tenants.require(tenant)
@@ -78,6 +80,19 @@ def search(
         put_json_lines(hits)
     else:
         put_table(hits, ("score", "kind", "timestamp", "memory"), title=f"{len(hits)} results for {tenant}")
+
+
+def _check_words(name: str, text: str) -> None:
+    if not text.strip():
+        raise WrongUsage(f"the {name} is empty. Give some words to search for.")
+
+
+def _moment(option: str, value: str | None) -> str | None:
+    """The option's value as ISO 8601 text. WrongUsage says what is accepted."""
+    from undertow.engine.timestamps import parse_timestamp
+
+    with wrong_usage(option):
+        return None if value is None else parse_timestamp(value)
 
 
 def ask(
@@ -95,6 +110,7 @@ def ask(
     """Answer a question from a tenant's memory, with one LLM call."""
     from undertow.engine.model import UndertowError
 
+    _check_words("question", question)
     settings = settings_of(llm=llm, model=model, encoder=encoder)
     with _open_to_answer(store, settings) as engine:
         engine.tenants.require(tenant)
@@ -196,7 +212,9 @@ def export(
     tenant: Tenant,
     store: Store,
     vectors: Annotated[bool, typer.Option("--vectors", help="With the embeddings.")] = False,
-    as_json: AsJson = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Changes nothing: the output is always JSON lines.")
+    ] = True,
 ) -> None:
     """Write all that is kept of a tenant as JSON lines: turns, memories in every version, decisions."""
     with open_reports(store) as reports:
