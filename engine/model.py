@@ -156,7 +156,7 @@ def memory_id(tenant: str, generation: int, seq: int, operation: str, ordinal: i
 
     A hash, so that a step replayed after a crash writes the same rows again.
     """
-    parts = "\x1f".join((tenant, str(generation), str(seq), operation, str(ordinal)))
+    parts = f"{tenant}\x1f{generation}\x1f{seq}\x1f{operation}\x1f{ordinal}"
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -267,7 +268,7 @@ def test_a_deletion_that_embeds_before_it_asks_needs_no_server(store: Path) -> N
         [m for m in found[kind] if m["superseded_at_seq"] is None] for kind in ("facts", "episodes")
     )
 
-    def first_shaken(seq: int) -> dict[str, object] | None:
+    def first_shaken(seq: int) -> dict[str, Any] | None:
         touched = {f["episode_id"] for f in facts if seq in f["source_seqs"]}
         return next((e for e in episodes if e["id"] in touched or seq in e["source_seqs"]), None)
 
