@@ -17,7 +17,7 @@ from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint, TenantTextCache
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
-from undertow.engine.journal import Journal, Row
+from undertow.engine.journal import Journal, JournalError, Row
 from undertow.engine.llm import LLMClient, OpenAILLM
 from undertow.engine.model import BadInput, InputError, Memory, Turn, UndertowError, Usage, dedupe_key
 from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds
@@ -75,7 +75,7 @@ class Engine:
         self.trace = trace or Trace()
         self.arena = Arena(encoder.dim)
         self.warnings: list[str] = []
-        self._failed = False
+        self._failure: BaseException | None = None
         self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
         plain = encoder.fingerprint
         self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
@@ -130,7 +130,7 @@ class Engine:
     def close(self) -> None:
         """Release the store. Jobs in flight are dropped; a later run takes them up from the log."""
         try:
-            if self.journal.writable and not self._failed:
+            if self.journal.writable and self._failure is None:
                 self.scheduler.stop()
         finally:
             if self._llm is not None:
@@ -190,13 +190,14 @@ class Engine:
         self._make_room()
         try:
             return self.scheduler.step(wait_s)
-        except BaseException:
-            self._failed = True  # memory may be ahead of the journal: only reopening helps
+        except BaseException as error:
+            self._failure = error  # memory may be ahead of the journal: only reopening helps
             raise
 
     def _check_sound(self) -> None:
-        if self._failed:
-            raise UndertowError("the engine stopped after an error, and must be opened again to go on.")
+        if self._failure is not None:
+            kind = JournalError if isinstance(self._failure, JournalError) else UndertowError
+            raise kind(f"the engine must be opened again to go on: it stopped at an error ({self._failure}).")
 
     def drain(self, *, until: Tenant | None = None) -> bool:
         """Step until everything (or one tenant's log) is decided. False: something is blocked.
