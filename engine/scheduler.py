@@ -16,25 +16,23 @@ from typing import Any
 import orjson
 
 from undertow.engine.admission import Admission, Inbox, Receipt, Ticket
+from undertow.engine.deciding import begin, decision_body, job_id
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import BadReply, Completion, LLMClient, ServerRefused
-from undertow.engine.model import Decision, Memory, Usage, memory_id
+from undertow.engine.model import Decision, Memory, Usage
 from undertow.engine.policies.base import (
     Complete,
     Decide,
-    Draft,
     Effect,
     Embed,
     Gate,
-    GateReading,
     Nearest,
     Outcome,
     Policy,
-    deletion,
 )
 from undertow.engine.readings import Readings
 from undertow.engine.records import Control, Job, job_row, memory_of, memory_row, usage_to_json
-from undertow.engine.tenants import Tenant, View
+from undertow.engine.tenants import Tenant
 from undertow.engine.trace import Trace
 
 # Gate queries of one step: enough to fill the kernel, few enough that a step stays short.
@@ -249,26 +247,12 @@ class Scheduler:
         while self._ready:
             _, tenant = self._ready.popitem(last=False)
             for seq in range(tenant.cursor, min(tenant.cursor + share, tenant.next_seq)):
-                running = Running(tenant, seq, self._begin(tenant, seq))
+                running = Running(tenant, seq, begin(self._policy, tenant, seq))
                 effect = self._resume(running, None)
                 begun.append((running, effect))
                 if not isinstance(effect, Gate | Outcome):
                     break
         return begun
-
-    def _begin(self, tenant: Tenant, seq: int) -> Decide:
-        record = tenant.records[seq]
-        view = View(tenant, seq)
-        if isinstance(record, bytes):
-            return self._policy.decide(seq, view)
-        if isinstance(record, Control) and record.kind == "delete":
-            if "turn_seq" in record.body:
-                return self._policy.forget(seq, record.body["turn_seq"], view)
-            return _delete_memory(record, view)
-        if isinstance(record, Control) and record.kind == "replay":
-            job = tenant.jobs.get(record.body["job_id"])
-            return _nothing_to_decide() if job is None else self._policy.replay(seq, job, view)
-        return _nothing_to_decide()
 
     def _start(self, started: Sequence[tuple[Running, Effect]]) -> None:
         for running, _ in started:
@@ -432,49 +416,3 @@ class Scheduler:
 
     def _meter(self, running: Running, usage: Usage) -> None:
         running.usage[running.operation] = running.usage.get(running.operation, Usage()) + usage
-
-
-def job_id(tenant: Tenant, seq: int) -> str:
-    return memory_id(tenant.name, tenant.generation, seq, "job", 0)
-
-
-def _nothing_to_decide() -> Decide:
-    """For records that change no memory: deleted turns, settings, flush."""
-    return Outcome(Decision.WAITS)
-    yield
-
-
-def _delete_memory(control: Control, view: View) -> Decide:
-    """Delete one episode or fact: a last, empty version; its history stays."""
-    kind = control.body["kind"]
-    found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
-    drafts = tuple(Draft(deletion(m, control.seq), None) for m in found)
-    return Outcome(Decision.WAITS, drafts=drafts)
-    yield
-
-
-def decision_body(outcome: Outcome, usage: dict[str, Usage]) -> dict[str, Any]:
-    """The payload of a decision row: scores, cluster, what it made, what it cost."""
-    body: dict[str, Any] = {"decision": outcome.decision.value}
-    reading: GateReading | None = outcome.reading
-    if reading is not None:
-        if reading.episode is not None:
-            body["nearest_episode"] = reading.episode.id
-            body["score"] = reading.episode_score
-        if reading.count:
-            body["count"] = reading.count
-            body["relevant"] = reading.relevant
-            body["relevant_scores"] = reading.scores
-    if outcome.merge_asked:
-        body["merge_asked"] = True
-    if outcome.cluster:
-        body["cluster_seqs"] = outcome.cluster
-    for name in ("settled", "revived", "reason", "operation"):
-        if value := getattr(outcome, name):
-            body[name] = value
-    for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):
-        if ids := [d.memory.id for d in outcome.drafts if d.memory.kind == kind]:
-            body[name] = ids
-    if usage:
-        body["usage"] = usage_to_json(usage)
-    return body

@@ -1,0 +1,72 @@
+"""How a record of the log is decided, whatever its kind, and what is written down of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from undertow.engine.model import Decision, Usage, memory_id
+from undertow.engine.policies.base import Decide, Draft, GateReading, Outcome, Policy, deletion
+from undertow.engine.records import Control, usage_to_json
+from undertow.engine.tenants import Tenant, View
+
+
+def begin(policy: Policy, tenant: Tenant, seq: int) -> Decide:
+    """The coroutine that decides record `seq`: the policy's for turns, deletions and replays."""
+    record = tenant.records[seq]
+    view = View(tenant, seq)
+    if isinstance(record, bytes):
+        return policy.decide(seq, view)
+    if isinstance(record, Control) and record.kind == "delete":
+        if "turn_seq" in record.body:
+            return policy.forget(seq, record.body["turn_seq"], view)
+        return delete_memory(record, view)
+    if isinstance(record, Control) and record.kind == "replay":
+        job = tenant.jobs.get(record.body["job_id"])
+        return nothing_to_decide() if job is None else policy.replay(seq, job, view)
+    return nothing_to_decide()
+
+
+def job_id(tenant: Tenant, seq: int) -> str:
+    return memory_id(tenant.name, tenant.generation, seq, "job", 0)
+
+
+def nothing_to_decide() -> Decide:
+    """For records that change no memory: deleted turns, settings, flush."""
+    return Outcome(Decision.WAITS)
+    yield
+
+
+def delete_memory(control: Control, view: View) -> Decide:
+    """Delete one episode or fact: a last, empty version; its history stays."""
+    kind = control.body["kind"]
+    found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
+    drafts = tuple(Draft(deletion(m, control.seq), None) for m in found)
+    return Outcome(Decision.WAITS, drafts=drafts)
+    yield
+
+
+def decision_body(outcome: Outcome, usage: dict[str, Usage]) -> dict[str, Any]:
+    """The payload of a decision row: scores, cluster, what it made, what it cost."""
+    body: dict[str, Any] = {"decision": outcome.decision.value}
+    reading: GateReading | None = outcome.reading
+    if reading is not None:
+        if reading.episode is not None:
+            body["nearest_episode"] = reading.episode.id
+            body["score"] = reading.episode_score
+        if reading.count:
+            body["count"] = reading.count
+            body["relevant"] = reading.relevant
+            body["relevant_scores"] = reading.scores
+    if outcome.merge_asked:
+        body["merge_asked"] = True
+    if outcome.cluster:
+        body["cluster_seqs"] = outcome.cluster
+    for name in ("settled", "revived", "reason", "operation"):
+        if value := getattr(outcome, name):
+            body[name] = value
+    for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):
+        if ids := [d.memory.id for d in outcome.drafts if d.memory.kind == kind]:
+            body[name] = ids
+    if usage:
+        body["usage"] = usage_to_json(usage)
+    return body
