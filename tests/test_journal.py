@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -238,21 +237,27 @@ def test_a_second_writer_is_told_who_holds_the_store_and_a_killed_one_frees_it(s
     journal.close()
 
 
-def create_and_count(folder: str) -> str:
-    """In a process of its own: make the store if there is none, and take part in it."""
-    try:
-        Journal.create(Path(folder), DIM, {})
-    except StoreLocked:
-        return "locked"
-    return read_info(Path(folder)).hash_key
+CREATOR = """
+import sys
+from pathlib import Path
+from undertow.engine.journal import Journal
+from undertow.engine.store import StoreLocked, read_info
+folder = Path(sys.argv[1])
+try:
+    Journal.create(folder, int(sys.argv[2]), {})
+except StoreLocked:
+    print("locked")
+else:
+    print(read_info(folder).hash_key)
+"""
 
 
 def test_creators_at_the_same_time_agree_on_one_store(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2) as pool:
-        keys = pool.map(create_and_count, [str(tmp_path / "store")] * 4, chunksize=1)
-    made = {key for key in keys if key != "locked"}
-    assert made == {read_info(tmp_path / "store").hash_key}
+    store = tmp_path / "store"
+    command = [sys.executable, "-B", "-c", CREATOR, str(store), str(DIM)]
+    creators = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    keys = {creator.communicate(timeout=120)[0].strip() for creator in creators}
+    assert keys - {"locked"} == {read_info(store).hash_key}
 
 
 # ---- compaction
