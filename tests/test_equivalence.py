@@ -102,7 +102,7 @@ def test_the_runs_contain_every_kind_of_decision(expected: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_turns", "seed", "names"), [(7, 1, LONG), (512, 2, LONG), (512, None, SHORT), (1, 3, SHORT)]
+    ("batch_turns", "seed", "names"), [(7, 1, LONG), (512, 2, LONG), (512, None, SHORT), (1, 3, LONG)]
 )
 def test_any_batch_and_interleaving_gives_what_one_by_one_gives(
     batch_turns: int,
