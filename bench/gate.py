@@ -25,7 +25,7 @@ from undertow.bench.machine import describe
 from undertow.kernels.arena import Arena
 from undertow.kernels.device import cpu_count, load_faiss
 from undertow.kernels.gate import Gate, GateReadings, make_gate
-from undertow.kernels.scan import floats_at, sums
+from undertow.kernels.rows import floats_at, sums
 
 THETA = 0.7
 K_GATE = 10

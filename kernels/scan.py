@@ -1,7 +1,4 @@
-"""The compiled CPU kernels: row access by address, and the threshold scan with exact top-k.
-
-Compiled by numba on first use and cached on disk: beside the source, or where that is read-only in
-the user's cache folder; NUMBA_CACHE_DIR overrides both. All release the GIL.
+"""The compiled CPU kernel of the gate: the threshold scan with exact top-k.
 
 Why the scan is exact. Vectors hold fp16 values and have a norm of at most MAX_NORM = 4. A product of
 two fp16 numbers is a multiple of 2**-48, and no partial sum of |a_i b_i| exceeds |a| |b| <= 16 =
@@ -17,61 +14,23 @@ boundary that it could cross: the threshold, and the worst of the k best rows fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
-from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from undertow.kernels.plan import Cells, Plan
+from undertow.kernels.rows import bytes_at, floats_at, jit, lean, prefetch_rows, sums
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
-F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_NORM = 4.0
 # rows that are put to all queries of a segment before the next ones: a multiple of 4, and few enough
 # that the rows stay in the core's cache
 TILE = 64
-
-
-def jit(function: F, **options: Any) -> F:
-    """numba's nopython compiler with our options; uncached where no folder can be written."""
-    try:
-        return cast(F, njit(function, cache=True, nogil=True, error_model="numpy", **options))
-    except RuntimeError:  # numba finds no place for its cache
-        return cast(F, njit(function, nogil=True, error_model="numpy", **options))
-
-
-def sums(function: F) -> F:
-    """As `jit`, and the compiler may reorder sums: harmless in fp64, bounded by slack in fp32."""
-    return jit(function, fastmath={"reassoc", "contract"})
-
-
-def _pointer_at(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), codegen
-
-
-_pointer: Any = intrinsic(_pointer_at)
-
-
-@jit
-def floats_at(address: int, shape: tuple[int, ...]) -> Float32s:
-    """The float32 at an address, as an array; not checked, and good only while its slab is held."""
-    return carray(_pointer(address), shape, np.float32)
-
-
-@jit
-def bytes_at(address: int, count: int) -> Bytes:
-    return carray(_pointer(address), (count,), np.uint8)
+# how many rows ahead of their use rows are fetched: the processor's own prefetching stops at each page
+AHEAD = 8
 
 
 def error_slack(dim: int) -> float:
@@ -79,40 +38,6 @@ def error_slack(dim: int) -> float:
     terms = dim * 2.0**-24
     # the last term covers the underflow that a float32 query (top-k takes them) can meet
     return terms / (1.0 - terms) * MAX_NORM**2 + 2.0**-100
-
-
-@jit
-def write_rows(addresses: Int64s, vectors: Float32s) -> None:
-    """Copy vectors[i] to the row that starts at addresses[i]."""
-    dim = vectors.shape[1]
-    for i in range(addresses.shape[0]):
-        row = floats_at(addresses[i], (dim,))
-        for c in range(dim):
-            row[c] = vectors[i, c]
-
-
-@jit
-def read_rows(addresses: Int64s, vectors: Float32s) -> None:
-    """Copy the row that starts at addresses[i] to vectors[i]."""
-    dim = vectors.shape[1]
-    for i in range(addresses.shape[0]):
-        row = floats_at(addresses[i], (dim,))
-        for c in range(dim):
-            vectors[i, c] = row[c]
-
-
-@jit
-def change_flags(addresses: Int64s, keep: int, add: int) -> None:
-    """flag = flag & keep | add, for the flag byte at each address."""
-    for address in addresses:
-        flag = bytes_at(address, 1)
-        flag[0] = (flag[0] & keep) | add
-
-
-@jit
-def read_flags(addresses: Int64s, flags: Bytes) -> None:
-    for i in range(addresses.shape[0]):
-        flags[i] = bytes_at(addresses[i], 1)[0]
 
 
 @sums
@@ -123,6 +48,7 @@ def dots32(rows: Float32s, picked: Int64s, count: int, queries: Float32s, q: int
         last = count - 1
         r0, r1 = picked[i], picked[min(i + 1, last)]
         r2, r3 = picked[min(i + 2, last)], picked[min(i + 3, last)]
+        prefetch_rows(rows, r0 + AHEAD, min(r0 + AHEAD + 4, rows.shape[0]))
         s0, s1, s2, s3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
         for c in range(rows.shape[1]):
             value = queries[q, c]
@@ -146,18 +72,18 @@ def dot64(rows: Float32s, r: int, queries: Float32s, q: int) -> np.float64:
 # in which rows are offered.
 
 
-@jit
+@lean
 def _worse(scores: Float64s, rows: Int64s, a: int, b: int) -> bool:
     return bool(scores[a] < scores[b] or (scores[a] == scores[b] and rows[a] > rows[b]))
 
 
-@jit
+@lean
 def _swap(scores: Float64s, rows: Int64s, a: int, b: int) -> None:
     scores[a], scores[b] = scores[b], scores[a]
     rows[a], rows[b] = rows[b], rows[a]
 
 
-@jit
+@lean
 def _sift_down(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
     node = 0
     while 2 * node + 1 < size:
@@ -170,7 +96,7 @@ def _sift_down(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
         node = child
 
 
-@jit
+@lean
 def offer(scores: Float64s, rows: Int64s, base: int, size: int, room: int, score: float, row: int) -> int:
     """Offer a row to a heap with space for `room` rows; the new size."""
     if size < room:
@@ -186,7 +112,7 @@ def offer(scores: Float64s, rows: Int64s, base: int, size: int, room: int, score
     return size
 
 
-@jit
+@lean
 def sort_heap(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
     """Turn a heap into a list, best row first."""
     for last in range(size - 1, 0, -1):
@@ -200,27 +126,36 @@ def scan(plan: Plan, cells: Cells, first_task: int, last_task: int) -> None:
     dim = plan.queries.shape[1]
     picked, scores = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
     for t in range(first_task, last_task):
-        g, end, base = plan.task_group[t], plan.task_end[t], plan.cell_base[t]
+        g, end = plan.task_group[t], plan.task_end[t]
         rows = floats_at(plan.group_vectors[g], (end, dim))
         flags = bytes_at(plan.group_flags[g], end)
-        wanted = 0
-        for p in range(plan.group_start[g], plan.group_start[g + 1]):
-            wanted |= plan.probe_flag[p]
-            cells.counts[base + p - plan.group_start[g]] = 0
-            cells.sizes[base + p - plan.group_start[g]] = 0
-        row = plan.task_begin[t]
-        while row < end:
-            count = 0
-            while row < end and count < TILE:
-                if flags[row] & wanted:
-                    picked[count] = row
-                    count += 1
-                row += 1
-            if count:
-                _ask(plan, cells, t, rows, flags, picked, count, scores)
+        _scan_task(plan, cells, t, rows, flags, picked, scores)
 
 
-@jit
+@lean
+def _scan_task(
+    plan: Plan, cells: Cells, t: int, rows: Float32s, flags: Bytes, picked: Int64s, scores: Float32s
+) -> None:
+    """Put the probes of task t's group to its rows, a tile at a time."""
+    g, base, end = plan.task_group[t], plan.cell_base[t], plan.task_end[t]
+    wanted = 0
+    for p in range(plan.group_start[g], plan.group_start[g + 1]):
+        wanted |= plan.probe_flag[p]
+        cells.counts[base + p - plan.group_start[g]] = 0
+        cells.sizes[base + p - plan.group_start[g]] = 0
+    row = plan.task_begin[t]
+    while row < end:
+        count = 0
+        while row < end and count < TILE:
+            if flags[row] & wanted:
+                picked[count] = row
+                count += 1
+            row += 1
+        if count:
+            _ask(plan, cells, t, rows, flags, picked, count, scores)
+
+
+@lean
 def _ask(
     plan: Plan,
     cells: Cells,
@@ -246,7 +181,7 @@ def _ask(
                 _weigh(plan, cells, rows, picked[i], p, cell, np.float64(scores[i]))
 
 
-@jit
+@lean
 def _weigh(plan: Plan, cells: Cells, rows: Float32s, r: int, p: int, cell: int, score: float) -> None:
     """Count and keep a row whose fp32 score may reach theta, with its exact score where it matters."""
     slack, heap, size = plan.slack, plan.cell_heap[cell], cells.sizes[cell]
@@ -261,7 +196,7 @@ def _weigh(plan: Plan, cells: Cells, rows: Float32s, r: int, p: int, cell: int, 
         cells.sizes[cell] = offer(cells.scores, cells.rows, heap, size, room, exact, r)
 
 
-@jit
+@lean
 def tally(plan: Plan, cells: Cells, count: Int64s) -> None:
     """count[p] = the rows that all tasks counted for probe p."""
     for g in range(plan.group_vectors.shape[0]):
@@ -272,7 +207,7 @@ def tally(plan: Plan, cells: Cells, count: Int64s) -> None:
                 count[p] += cells.counts[plan.cell_base[t] + p - first]
 
 
-@jit
+@lean
 def merge(plan: Plan, cells: Cells, starts: Int64s, kept: Int64s, scores: Float64s, rows: Int64s) -> None:
     """Write the kept[p] best rows of probe p, best first, to scores and rows from starts[p] on."""
     for g in range(plan.group_vectors.shape[0]):

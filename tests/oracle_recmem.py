@@ -228,7 +228,11 @@ class OracleRecMem:
         reply = self._ask(refine_prompt(shown, self._shown(turns), facts))
         assert isinstance(reply, FactsReply)
         sources = tuple(sorted(turns))
+        heard = [f.text for f in nearest]
         for told in reply.facts:
+            if told.text in heard:
+                continue
+            heard.append(told.text)
             ordinal = draft.count("fact")
             replaced = told.replaces
             links = (nearest[replaced - 1].id,) if replaced and 1 <= replaced <= len(nearest) else ()

@@ -39,7 +39,7 @@ from .engine_harness import (
 )
 
 LOCOMO = Path(__file__).parents[2] / "shared" / "data" / "locomo_dev.json"
-REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.15, malformed_rate=0.08, malformed_sticky=True)
+REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.25, malformed_rate=0.08, malformed_sticky=True)
 THETA = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}
 SHORT = ("conv-26", "conv-30")
 MIDDLE = (*SHORT, "conv-41")

@@ -257,6 +257,17 @@ def test_refinement_sees_the_facts_of_the_one_before() -> None:
     assert len(lines_under(done.prompts[2], "Turns")) == 3
 
 
+def test_a_fact_told_word_for_word_before_is_not_stored_again() -> None:
+    view = view_of(6, memories=[stored("fact", "Ann bakes bread.", 0, (0,))])
+    reply = facts(("Ann eats.", None), ("Ann bakes bread.", None), ("Ann eats.", 1), ("Ann eats!", None))
+    reading = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
+    done = decide(view, 5, reading, episodes(("Ann bakes.", [1])), reply)
+    assert [(m.text, m.ordinal, m.supersedes) for m in done.made("fact")] == [
+        ("Ann eats.", 0, ()),
+        ("Ann eats!", 1, ()),
+    ]
+
+
 def test_the_ten_nearest_facts_are_shown_and_the_replaced_one_is_linked() -> None:
     known = [stored("fact", f"Ann number{n}.", n, (0,)) for n in range(14)]
     near = stored("fact", "Ann bakes bread on Sundays.", 20, (0,))

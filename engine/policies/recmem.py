@@ -31,7 +31,7 @@ from undertow.engine.policies.base import (
 )
 from undertow.engine.records import Job
 from undertow.prompts import Prompt, ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
-from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply
+from undertow.prompts.replies import EpisodesReply, FactDraft, FactsReply, MergeReply
 
 KNOWN_FACTS = 10
 
@@ -192,10 +192,11 @@ class _Work:
             known = yield from self._known_facts(episode.vector)
             prompt = self._checked(prompt_of(part))
             reply: FactsReply = yield Complete(prompt)
-            if not reply.facts:
+            fresh = _unsaid(reply, known)
+            if not fresh:
                 continue
-            vectors = yield Embed(tuple(f.text for f in reply.facts))
-            for written, vector in zip(reply.facts, vectors, strict=True):
+            vectors = yield Embed(tuple(f.text for f in fresh))
+            for written, vector in zip(fresh, vectors, strict=True):
                 number = written.replaces
                 older = known[number - 1].id if number is not None and 1 <= number <= len(known) else None
                 self._new(
@@ -288,6 +289,13 @@ class _Work:
 
 def _shown(number: int, memory: Memory) -> ShownMemory:
     return ShownMemory(number, memory.timestamp, memory.text)
+
+
+def _unsaid(reply: FactsReply, known: Sequence[Memory]) -> list[FactDraft]:
+    """The facts of a reply, without those that repeat a shown fact or an earlier one word for word."""
+    first = {f.text: f for f in reversed(reply.facts)}
+    said = {f.text for f in known}
+    return [f for f in reply.facts if first[f.text] is f and f.text not in said]
 
 
 def _named(numbers: Sequence[int], shown: Sequence[int]) -> tuple[int, ...]:
