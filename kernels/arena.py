@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from undertow.kernels.exact import MAX_NORM
 from undertow.kernels.pool import Slab, SlabPool, slab_bytes
 from undertow.kernels.rows import change_flags, read_flags, read_rows, write_rows
-from undertow.kernels.scan import MAX_NORM
 
 Int64s = NDArray[np.int64]
 Float16s = NDArray[np.float16]
@@ -35,7 +35,7 @@ class Arena:
 
     Flags of a row: PRESENT (it holds a vector), LIVE (it counts in gates). Handles are
     `segment << 32 | row`. Every vector must be finite and have a norm of at most 4, the domain in
-    which scores are exact (see `kernels/scan.py`). Methods raise ValueError for bad input and
+    which scores are exact (see `kernels/exact.py`). Methods raise ValueError for bad input and
     MemoryError when the system gives no more memory; in either case nothing is changed.
     """
 

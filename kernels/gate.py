@@ -1,7 +1,7 @@
 """The recurrence gate's arithmetic (RecMem, section 3.2, equation 5), for a ragged batch of queries.
 
 One call answers, for each query: which episode is nearest, how many live earlier turns are at least
-theta similar, and which k of those are nearest. Answers are exact (see `kernels/scan.py`), so they
+theta similar, and which k of those are nearest. Answers are exact (see `kernels/exact.py`), so they
 do not depend on the batch, the device or the number of threads.
 """
 
@@ -15,8 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena import LIVE, PRESENT, Arena, widened
 from undertow.kernels.device import Device, cpu_count, resolve
+from undertow.kernels.exact import error_slack
 from undertow.kernels.plan import Cells, Plan, group_probes, lay_out, split, starts_of
-from undertow.kernels.scan import error_slack, merge, scan, tally
+from undertow.kernels.scan import merge, scan, tally
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]

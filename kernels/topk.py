@@ -2,7 +2,7 @@
 
 FAISS sums in fp32, in an order that depends on the machine and on the number of queries, so near-equal
 scores may come in any order. Its candidates are therefore scored again in fp64 (exact for fp16-valued
-vectors, see `kernels/scan.py`) and more are fetched until nothing left out can belong to the k best.
+vectors, see `kernels/exact.py`) and more are fetched until nothing left out can belong to the k best.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena import PRESENT, Arena, widened
 from undertow.kernels.device import load_faiss
-from undertow.kernels.scan import error_slack
+from undertow.kernels.exact import error_slack
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
