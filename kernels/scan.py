@@ -1,4 +1,4 @@
-"""The compiled CPU kernel of the gate: the threshold scan with exact top-k. Why it is exact: `kernels/exact.py`."""
+"""The compiled CPU kernel of the gate: the threshold scan with exact top-k (proof: `kernels/exact.py`)."""
 
 from __future__ import annotations
 
