@@ -138,9 +138,11 @@ def test_a_port_in_use_is_refused(model_dir: Path, stand_in: StandIn) -> None:
 def test_the_server_does_not_outlive_its_parent(
     model_dir: Path, stand_in: StandIn, with_signal: signal.Signals
 ) -> None:
+    # started in the background, we may have been told to ignore SIGINT, and would hand that on
     program = f"""
-        import time
+        import signal, time
         from undertow.serving.local_vllm import LocalVLLM
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with LocalVLLM({str(model_dir)!r}, "m", python={str(stand_in(SERVING))!r}) as server:
             print(server.pid, flush=True)
             time.sleep(600)
@@ -151,6 +153,9 @@ def test_the_server_does_not_outlive_its_parent(
         server_pid = int(parent.stdout.readline())
         children = psutil.Process(server_pid).children(recursive=True)
         os.kill(parent.pid, with_signal)
-        parent.wait(timeout=30)
+        try:
+            parent.wait(timeout=30)
+        finally:
+            parent.kill()
     assert gone(server_pid)
     assert all(gone(child.pid) for child in children)
