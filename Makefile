@@ -16,6 +16,12 @@ NO_VENV := The venv module is missing: on Debian, apt-get install python3-venv
 
 SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
+SETUP_GPU := $(VENV)/.stamp-gpu
+# another Python that has everything: then nothing is installed
+GPU_PYTHON ?=
+GPU_RUN := $(or $(GPU_PYTHON),$(VENV)/bin/python) -m
+GPU_TESTS = $(shell grep -lE 'mark\.gpu|gate_worlds' tests/test_*.py)
+SANITIZE := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --error-exitcode 99
 
 # steps are announced with `say`; `|| $(call hint,...)` says what to do when one fails
 say = @echo "==> $(1)"
@@ -25,7 +31,7 @@ hint = { echo "==> FAILED. $(1)" >&2; exit 1; }
 .DELETE_ON_ERROR:
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
-.PHONY: help setup setup-vllm model demo test lint bench soak clean
+.PHONY: help setup setup-vllm setup-gpu model demo test lint bench gpu soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +39,8 @@ help: ## list the targets
 setup: $(SETUP) ## make .venv, the engine's environment
 
 setup-vllm: $(SETUP_VLLM) ## make .venv-vllm, the local LLM server's environment
+
+setup-gpu: $(SETUP_GPU) ## add the packages for a GPU to .venv; faiss-gpu takes the place of faiss-cpu
 
 model: $(MODEL)/config.json ## make the small instruct model (1.1 GB to download, 2.3 GB on disk)
 
@@ -59,6 +67,22 @@ bench: $(SETUP) ## run the benchmarks (minutes; the machine should be idle)
 	$(call say,bench: ingest)
 	@$(VENV)/bin/python -m undertow.bench.ingest
 
+# The three go on after a failure of one: a session on a card is dear, and all three have something to say.
+gpu: $(if $(GPU_PYTHON),,$(SETUP_GPU)) ## where there is a card: GPU tests, compute-sanitizer, benchmark into docs/results
+	@failed=; mkdir -p docs/results; export PYTHONPATH="src:$$PYTHONPATH"; \
+	echo "==> GPU tests"; \
+	$(GPU_RUN) pytest -m gpu --require-gpu $(GPU_TESTS) || failed="$$failed tests"; \
+	if command -v compute-sanitizer >/dev/null; then \
+		for tool in memcheck racecheck synccheck initcheck; do \
+			echo "==> compute-sanitizer: $$tool"; \
+			$(SANITIZE) --tool $$tool $(GPU_RUN) pytest -q -m gpu --require-gpu --timeout 0 tests/test_gate.py \
+				|| failed="$$failed $$tool"; \
+		done; \
+	else echo "==> compute-sanitizer is not installed (it comes with the CUDA toolkit): left out"; fi; \
+	echo "==> bench: gpu"; \
+	$(GPU_RUN) undertow.bench.gpu --out docs/results || failed="$$failed benchmark"; \
+	test -z "$$failed" || $(call hint,What failed:$$failed. docs/gpu.md says how to read each.)
+
 soak: $(SETUP) ## run the long loads
 	$(call say,soak)
 	@$(VENV)/bin/pytest -m soak --timeout 0
@@ -74,6 +98,19 @@ $(SETUP): pyproject.toml constraints.txt
 	$(call say,installing packages: 2 GB on disk)
 	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]' | $(PROGRESS) \
 		|| $(call hint,$(NO_INSTALL))
+	@touch $@
+
+# faiss-cpu and faiss-gpu are the same module: side by side they overwrite each other's files
+$(SETUP_GPU): $(SETUP)
+	$(call say,installing packages for CUDA 13)
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,gpu]' | $(PROGRESS) \
+		|| $(call hint,$(NO_INSTALL))
+	$(call say,faiss-gpu in the place of faiss-cpu)
+	@$(VENV)/bin/pip uninstall --yes --quiet faiss-cpu faiss-gpu
+	@$(VENV)/bin/pip install $(PIP_FLAGS) --constraint constraints.txt faiss-gpu | $(PROGRESS) \
+		|| $(call hint,$(NO_INSTALL))
+	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
+		|| $(call hint,This torch is a build for CPUs; docs/gpu.md says how to get one for CUDA.)
 	@touch $@
 
 $(SETUP_VLLM): serving/requirements-vllm.txt

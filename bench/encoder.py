@@ -2,6 +2,8 @@
 
 LoCoMo exchanges through `SentenceTransformer.encode` (one call, its defaults, fp32) and through
 `SentenceEncoder`, in one process and in turns, so that both meet the same machine. Medians of the repeats.
+After it the host's part of `CudaSentenceEncoder` alone, with the model's work left out: what the host
+must keep up with a card. It needs no card. `--host-only` measures nothing else.
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from undertow.bench.machine import LOCOMO, describe
-from undertow.engine.encoder import HashingEncoder, SentenceEncoder
+from undertow.engine.cuda_encoder import CudaSentenceEncoder
+from undertow.engine.encoder import HashingEncoder
 from undertow.engine.readers import read
+from undertow.engine.sentence_encoder import Batch, SentenceEncoder
 from undertow.engine.sentence_model import DEFAULT_MODEL, model_folder
+from undertow.engine.tokenizing import Windows
 
 BASELINE = "SentenceTransformer.encode"
 OURS = "SentenceEncoder"
 QUERY = "When did she go to the pottery class?"
+HOST_TURNS = 32_768
 
 
 def exchanges(path: Path, count: int) -> list[str]:
@@ -96,6 +102,52 @@ def measure(texts: list[str], model: str, repeats: int) -> dict[str, Any]:
     return {"turns": len(texts), "tokens": sum(lengths), "rows": rows}
 
 
+class HostPart(CudaSentenceEncoder):
+    """All that the host does for a card, and nothing of what the card does."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, dtype="float32", device="cpu")
+
+    def _run(self, windows: Windows, batch: Batch) -> torch.Tensor:
+        width, rows = batch.shape
+        self.pack(windows, batch, np.empty((rows, width + 1), np.int32))
+        return torch.zeros((len(batch.members), 1))
+
+
+def measure_host(some: list[str], model: str, repeats: int) -> dict[str, Any]:
+    """Tokens/s of tokenising, cutting into windows, batching and packing on the host, and of each alone.
+
+    Over HOST_TURNS texts: `some`, as often as it takes.
+    """
+    encoder = HostPart(model)
+    first_s, _ = timed(encoder.windows, some)  # before the fast tokenizer remembers any word
+    first_tokens = len(encoder.windows(some).ids)
+    texts = (some * (HOST_TURNS // len(some) + 1))[:HOST_TURNS]
+    windows = encoder.windows(texts)
+    tokens = len(windows.ids)
+    batches = encoder.batches(windows.lengths)
+
+    def pack(_: Sequence[str]) -> None:
+        for batch in batches:
+            encoder._run(windows, batch)
+
+    works: dict[str, Callable[[Sequence[str]], object]] = {
+        "host_tokens_per_s": encoder.run_windows,
+        "tokenise_tokens_per_s": encoder.windows,
+        "batch_tokens_per_s": lambda _: encoder.batches(windows.lengths),
+        "pack_tokens_per_s": pack,
+    }
+    seconds = in_turns(works, texts, repeats)
+    return {
+        "turns": len(texts),
+        "tokens": tokens,
+        "tokenizer": encoder.tokenizer_note,
+        "padding_share": encoder.padding_share(texts),
+        "tokenise_first_tokens_per_s": first_tokens / first_s,
+        **{name: tokens / wall for name, (wall, _) in seconds.items()},
+    }
+
+
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "turns/s": lambda row: f"{row['turns_per_s']:.1f}",
     "ktok/s": lambda row: f"{row['tokens_per_s'] / 1000:.1f}",
@@ -115,6 +167,22 @@ def show(result: dict[str, Any]) -> None:
     print(" " * 28 + "".join(f"{title:>13}" for title in COLUMNS))
     for name, row in result["rows"].items():
         print(f"{name:28}" + "".join(f"{cell(row):>13}" for cell in COLUMNS.values()))
+    show_host(result["host_part"])
+
+
+def show_host(host: dict[str, Any]) -> None:
+    print(
+        f"\nHost part of CudaSentenceEncoder, model left out: {host['turns']} turns, {host['tokens']} tokens"
+    )
+    print(f"tokenizer: {host['tokenizer']}; padding and filler {host['padding_share']:.1%}")
+    for name, title in (
+        ("host", "all of it, tokenising ahead in a thread"),
+        ("tokenise", "tokenising and cutting"),
+        ("tokenise_first", "the same on words not met before"),
+        ("batch", "choosing batches"),
+        ("pack", "packing"),
+    ):
+        print(f"{host[f'{name}_tokens_per_s'] / 1e6:10.2f} Mtok/s  {title}")
 
 
 def main() -> None:
@@ -123,10 +191,17 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--turns", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--host-only", action="store_true", help="measure the host's part for a card only")
     options = parser.parse_args()
-    result = measure(exchanges(options.data, options.turns), options.model, options.repeats)
-    result = {"benchmark": "encoder", "machine": describe(), "threads": torch.get_num_threads(), **result}
-    show(result)
+    run = {"benchmark": "encoder", "machine": describe(), "threads": torch.get_num_threads()}
+    host = measure_host(exchanges(options.data, HOST_TURNS), options.model, options.repeats)
+    if options.host_only:
+        result = {**run, "host_part": host}
+        show_host(host)
+    else:
+        measured = measure(exchanges(options.data, options.turns), options.model, options.repeats)
+        result = {**run, **measured, "host_part": host}
+        show(result)
     print(json.dumps(result))
 
 

@@ -146,7 +146,7 @@ def main() -> None:
     load = Load(given.tenants, given.rows, given.episodes, given.dim, seed=0)
     gc.collect()
     resident = process.memory_info().rss - before
-    gate = make_gate(load.arena, "cpu")
+    gate = make_gate(load.arena)
     medians = measure(
         {
             "sum": bandwidth_probe(load, given.threads),

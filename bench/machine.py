@@ -5,10 +5,32 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-LOCOMO = Path(__file__).resolve().parents[2] / "shared" / "data" / "locomo_dev.json"
+ROOT = Path(__file__).resolve().parents[1]
+LOCOMO = ROOT.parent / "shared" / "data" / "locomo_dev.json"
 """Where benchmarks look for conversations unless told otherwise; the data is not ours to ship."""
+
+GPU_PACKAGES = (
+    *("numpy", "torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "faiss-cpu", "faiss-gpu"),
+    *("faiss-gpu-cuvs", "nanotoken", "transformers", "sentence-transformers", "pylance"),
+)
+# what nvidia-smi calls them, and the names here
+_CARD_FIELDS = {
+    "name": "name",
+    "driver_version": "driver",
+    "memory.total": "memory_mib",
+    "clocks.sm": "sm_clock_mhz",
+    "clocks.max.sm": "sm_clock_max_mhz",
+    "clocks.mem": "memory_clock_mhz",
+    "power.draw": "power_w",
+    "power.limit": "power_limit_w",
+    "temperature.gpu": "temperature_c",
+    "clocks_event_reasons.active": "clock_limits",
+}
 
 
 def describe() -> dict[str, object]:
@@ -26,6 +48,47 @@ def describe() -> dict[str, object]:
         "amx_bf16": "amx_bf16" in Path("/proc/cpuinfo").read_text(),
         "python": platform.python_version(),
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that decide how fast a card is used; those not installed are absent."""
+    found = {}
+    for name in GPU_PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a + where files differ from it; None outside a checkout."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return None
+    ask = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*ask, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    if head.returncode:
+        return None
+    changed = subprocess.run(
+        [*ask, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+    )
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def card_now() -> dict[str, str]:
+    """What nvidia-smi says of the first card: name, driver, clocks, power. Empty where it is missing."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    found = {}
+    for field, name in _CARD_FIELDS.items():  # one by one: an unknown field fails the whole query
+        asked = subprocess.run(
+            ["nvidia-smi", "--id=0", f"--query-gpu={field}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+        )
+        if asked.returncode == 0:
+            found[name] = asked.stdout.strip()
+    return found
 
 
 def peak_rss_bytes() -> int:

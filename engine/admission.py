@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import orjson
 
-from undertow.engine.encoder import TenantTextCache
 from undertow.engine.journal import Row
 from undertow.engine.model import BadInput, InputError, Turn, UndertowError
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.records import Control, control_row, key_hash, turn_row
 from undertow.engine.tenants import Tenant, Tenants
+from undertow.engine.text_cache import TenantTextCache
+from undertow.engine.trace import Trace
 from undertow.kernels.arena import Arena
 
 
@@ -124,12 +125,14 @@ class Admission:
         thresholds: Thresholds,
         *,
         embed_timestamp: bool,
+        trace: Trace,
     ) -> None:
         self._tenants = tenants
         self._arena = arena
         self._encoder = encoder
         self._thresholds = thresholds
         self._embed_timestamp = embed_timestamp
+        self._trace = trace
 
     def admit(self, tickets: list[Ticket]) -> tuple[list[Row], list[Receipt], list[Tenant]]:
         """Rows for the journal, receipts (one a ticket) to give once they are committed, and tenants.
@@ -140,17 +143,20 @@ class Admission:
         by_name = dict(zip(names, self._tenants.get_many(names), strict=True))
         planned = self._plan(tickets, by_name)
         fresh = [p for p in planned if p is not None]
-        # What can fail, the encoder, comes before any tenant is touched.
-        vectors = self._encoder.encode([p.tenant.name for p in fresh], [self._text(p) for p in fresh])
+        # What can fail, the encoder and the arena's room, comes before any tenant is touched.
+        with self._trace.span("encode", texts=len(fresh)):
+            vectors = self._encoder.embed([p.tenant.name for p in fresh], [self._text(p) for p in fresh])
+        segments = np.array([p.tenant.turns_segment for p in fresh], dtype=np.int64)
+        self._tenants.reserve(segments)
         rows = [row for tenant in by_name.values() for row in self.settle_thresholds(tenant)]
         receipts = [
             Receipt(ticket.turn.tenant, None, None, duplicate=True) if p is None else self._append(p, rows)
             for ticket, p in zip(tickets, planned, strict=True)
         ]
-        for row, vector in zip(rows[len(rows) - len(fresh) :], vectors, strict=True):
+        for row, vector in zip(rows[len(rows) - len(fresh) :], vectors.host, strict=True):
             row.vector = vector
-        segments = np.array([p.tenant.turns_segment for p in fresh], dtype=np.int64)
-        self._arena.extend(segments, vectors, live=True)
+        with self._trace.span("append", rows=len(fresh)):
+            self._arena.extend(segments, vectors.on(self._arena.device), live=True)
         return rows, receipts, list(by_name.values())
 
     def _plan(self, tickets: list[Ticket], by_name: Mapping[str, Tenant]) -> list[_Planned | None]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Literal, Self
 
 import psutil
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from undertow.engine.card import CardShares
 
 Profile = Literal["companion", "assistant"]
 
@@ -31,7 +33,10 @@ class Settings(BaseSettings):
     k_epi: int = Field(default=5, ge=0, le=1000)
 
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
-    device: Literal["auto", "cpu"] = "auto"
+    # of encoder, arena and gate; "cuda" fails where there is no card, "auto" takes what is there
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # how a card's memory is divided; without a card it means nothing
+    card_shares: str = "llm=0.5,arena=0.35,encoder=0.1"
     embed_timestamp: bool = False
     encode_cache_texts: int = Field(default=4_096, ge=0)
 
@@ -40,8 +45,12 @@ class Settings(BaseSettings):
     queue_turns: int = Field(default=8_192, ge=1)
     gate_lookahead_turns: int = Field(default=64, ge=1)
     max_message_bytes: int = Field(default=1_000_000, ge=1)
-    # half of the machine's memory; a loaded turn keeps its text too, about a third of its vector
+    # of an arena on the CPU (on a card its share bounds it): half of the machine's memory;
+    # a loaded turn keeps its text too, about a third of its vector
     arena_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 2, ge=1 << 20)
+
+    # a tenant with more turns is searched through an index of its own
+    ivf_rows: int = Field(default=1_000_000, ge=1)
 
     llm_url: str | None = None
     llm_model: str | None = None
@@ -53,6 +62,12 @@ class Settings(BaseSettings):
     reply_tokens: int = Field(default=1_024, ge=64)
     tenant_token_budget: int | None = Field(default=None, ge=0)
 
+    @field_validator("card_shares")
+    @classmethod
+    def _shares_are_sound(cls, text: str) -> str:
+        CardShares.parse(text)
+        return text
+
     @model_validator(mode="after")
     def _reply_fits(self) -> Self:
         if self.reply_tokens >= self.context_tokens:
@@ -61,6 +76,10 @@ class Settings(BaseSettings):
                 f"context_tokens ({self.context_tokens})"
             )
         return self
+
+    @property
+    def shares(self) -> CardShares:
+        return CardShares.parse(self.card_shares)
 
     @property
     def similarity_threshold(self) -> float:

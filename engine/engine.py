@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import orjson
+import torch
 
 from undertow.engine.admission import Admission, Receipt
 from undertow.engine.config import Settings
-from undertow.engine.encoder import Encoder, Fingerprint, TenantTextCache
+from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, JournalError, Row
@@ -25,16 +28,24 @@ from undertow.engine.policies.recmem import RecMem
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
 from undertow.engine.records import Control, control_row, usage_to_json
-from undertow.engine.retrieval import Found, Window, question_prompt, search
+from undertow.engine.retrieval import Found, Retrieval, Window, question_prompt
 from undertow.engine.scheduler import Scheduler, StepReport
 from undertow.engine.store import StoreError
-from undertow.engine.tenants import Tenant, Tenants
+from undertow.engine.tenants import ArenaFull, Tenant, Tenants
+from undertow.engine.text_cache import TenantTextCache
 from undertow.engine.timestamps import parse_timestamp
 from undertow.engine.trace import Trace
-from undertow.kernels.arena import Arena
+from undertow.kernels.arena import Arena, make_arena
+from undertow.kernels.device import resolve
 from undertow.kernels.gate import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
+# of a pool on a card, kept free between steps: evicting and packing little by little would cost more
+POOL_SPARE = 1 / 16
+# of a pool, filled with undecided tenants of earlier runs at most: each grows by the memories it makes
+TAKE_UP_SHARE = 1 / 4
+# tenants that are taken up at a time where a pool bounds them
+TENANTS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +84,13 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.trace = trace or Trace()
-        self.arena = Arena(encoder.dim)
+        self.arena = arena_of(settings, encoder.dim)
+        self.arena.reclaim = self._reclaim
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
+        self._stepping = False
+        # tenants with undecided records of earlier runs, which the arena had no room for yet
+        self._behind: deque[str] = deque()
         self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
         plain = encoder.fingerprint
         self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
@@ -87,9 +102,9 @@ class Engine:
             self.tenants = Tenants(self.journal, self.arena)
             self._llm = llm
             self._texts = TenantTextCache(encoder, settings.encode_cache_texts)
-            self._readings = Readings(
-                self.arena, make_gate(self.arena, "cpu" if settings.device == "cpu" else "auto"), self._texts
-            )
+            gate = make_gate(self.arena)
+            self._readings = Readings(self.arena, gate, self._texts)
+            self.retrieval = Retrieval(self.arena, gate, settings.ivf_rows)
             self.scheduler = self._make_scheduler()
         except BaseException:
             self.journal.close()
@@ -100,7 +115,14 @@ class Engine:
         thresholds = Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count)
         return Scheduler(
             self.journal,
-            Admission(self.tenants, self.arena, self._texts, thresholds, embed_timestamp=s.embed_timestamp),
+            Admission(
+                self.tenants,
+                self.arena,
+                self._texts,
+                thresholds,
+                embed_timestamp=s.embed_timestamp,
+                trace=self.trace,
+            ),
             self._readings,
             RecMem(self._budget),
             self._llm,
@@ -113,7 +135,7 @@ class Engine:
         )
 
     def _check_encoder(self) -> None:
-        stored = Fingerprint(**self.journal.info.encoder)
+        stored = Fingerprint.stored(self.journal.info.encoder)
         if refusal := stored.mismatch(self._fingerprint):
             raise StoreError(refusal)
         if drift := stored.drift(self._fingerprint):
@@ -185,14 +207,27 @@ class Engine:
         self.scheduler.note(row)
 
     def step(self, wait_s: float = 0.0) -> StepReport:
-        """One round of the step loop; see Scheduler.step."""
+        """One round of the step loop; see Scheduler.step.
+
+        ArenaFull: the turns that were to be stored do not fit into a card's pool together with what is
+        at work. They were dropped, nothing else has changed.
+        """
         self._check_sound()
         self._make_room()
+        self._take_up_behind()
+        self._stepping = True
         try:
             return self.scheduler.step(wait_s)
+        except ArenaFull:
+            raise
+        except MemoryError as error:
+            self._failure = self.tenants.full("what this step adds", error)
+            raise self._failure from error
         except BaseException as error:
             self._failure = error  # memory may be ahead of the journal: only reopening helps
             raise
+        finally:
+            self._stepping = False
 
     def _check_sound(self) -> None:
         if self._failure is not None:
@@ -204,13 +239,18 @@ class Engine:
 
         Gives up when the server has shown no sign of life for `llm_patience_s`; the jobs stay pending.
         """
-        while not self.scheduler.idle:
+        while not self.idle:
             if until is not None and (until.cursor >= until.next_seq or until.name in self.scheduler.blocked):
                 break
             self.step(WAIT_FOR_REPLY_S)
             if self.server_lost:
                 return False
         return not self.scheduler.blocked if until is None else until.cursor >= until.next_seq
+
+    @property
+    def idle(self) -> bool:
+        """Nothing left that a step could do; see Scheduler.idle."""
+        return self.scheduler.idle and not self._behind
 
     @property
     def server_lost(self) -> bool:
@@ -232,10 +272,42 @@ class Engine:
         """Take up what earlier runs left undecided. Returns the number of tenants with such work."""
         self.journal.delete_rows(left_behind(self.journal))
         self.scheduler.blocked.clear()
-        behind = self.tenants.behind()
-        for tenant in self.tenants.get_many(behind):
-            self.scheduler.wake(tenant)
-        return len(behind)
+        self._behind = deque(self.tenants.behind())
+        count = len(self._behind)
+        self._take_up_behind()
+        return count
+
+    def _take_up_behind(self) -> None:
+        """Load tenants that are behind as far as the arena has room; the rest when these are decided."""
+        at_a_time = self._tenants_at_a_time(len(self._behind))
+        while self._behind and (self._has_room_for_work or self.scheduler.idle):
+            try:
+                tenants = self.tenants.get_many(list(islice(self._behind, at_a_time)))
+            except ArenaFull:
+                if at_a_time == 1 and self.scheduler.idle:
+                    raise
+                if at_a_time == 1:
+                    return
+                at_a_time //= 2
+                continue
+            while len(tenants) > 1 and not self._has_room_for_work:
+                self.tenants.evict(tenants.pop().name)
+            for tenant in tenants:
+                self._behind.popleft()
+                self.scheduler.wake(tenant)
+
+    @property
+    def _has_room_for_work(self) -> bool:
+        """Tenants taken up fill a part of a pool: until they are decided they stay, and they will grow."""
+        pool = self.arena.capacity_bytes
+        if pool is None:
+            return True
+        bound = int(pool * TAKE_UP_SHARE)
+        return self.tenants.make_room(lambda: self.arena.nbytes <= bound, self._may_go)
+
+    def _tenants_at_a_time(self, count: int) -> int:
+        """How many of `count` tenants to load at a time: all with one read, unless a pool bounds them."""
+        return max(1, count if self.arena.capacity_bytes is None else min(count, TENANTS_AT_A_TIME))
 
     def flush(self, tenant: str) -> bool:
         """Barrier: returns when all earlier records are decided or parked (False: blocked)."""
@@ -250,15 +322,34 @@ class Engine:
         undecided = sum(t.undecided_count for t in self.tenants.loaded())
         return Lag(undecided, self.scheduler.running_count, len(self.scheduler.blocked))
 
+    @property
+    def _room_bytes(self) -> int:
+        """What the arena may hold between steps."""
+        pool = self.arena.capacity_bytes
+        return self.settings.arena_bytes if pool is None else int(pool * (1 - POOL_SPARE))
+
+    @property
+    def _has_room(self) -> bool:
+        return self.arena.nbytes <= self._room_bytes
+
     def _make_room(self) -> None:
-        """Evict idle tenants, least recently used first, while the arena is over its bound."""
-        if self.arena.nbytes <= self.settings.arena_bytes:
-            return
-        for tenant in self.tenants.loaded():
-            if self.arena.nbytes <= self.settings.arena_bytes:
-                return
-            if not self.scheduler.busy(tenant.name):
-                self.tenants.evict(tenant.name)
+        """Between steps: evict idle tenants while the arena is over its bound."""
+        if not self._has_room:
+            self.tenants.make_room(lambda: self._has_room, self._may_go)
+
+    def _reclaim(self, rows: int) -> bool:
+        """The arena has no room for a segment of `rows` rows: evict some idle tenants. False: none is."""
+        before = self.arena.nbytes
+        enough = before - max(rows * self.arena.row_bytes, int(self._room_bytes * POOL_SPARE))
+        self.tenants.make_room(lambda: self.arena.nbytes <= enough, self._may_go)
+        return self.arena.nbytes < before
+
+    def _may_go(self, tenant: Tenant) -> bool:
+        """Whether nobody holds the tenant's live state; within a step, what is undecided may be in use."""
+        if self.scheduler.busy(tenant.name):
+            return False
+        decided = tenant.cursor >= tenant.next_seq or tenant.name in self.scheduler.blocked
+        return decided or not self._stepping
 
     # ---- reading
 
@@ -280,8 +371,7 @@ class Engine:
         vector = self._texts.encode([tenant], [query])[0]
         window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
         s = self.settings
-        return search(
-            self.arena,
+        return self.retrieval.search(
             of,
             vector,
             k_sub=s.k_sub if k_sub is None else k_sub,
@@ -357,8 +447,10 @@ class Engine:
     def replay_jobs(self) -> int:
         """Log a replay of every parked job; returns their number. Drain to have them run."""
         self._check_sound()
-        count = 0
-        for tenant in self.tenants.get_many(self.tenants.names()):
+        count, names = 0, self.tenants.names()
+        at_a_time = self._tenants_at_a_time(len(names))
+        some = [names[start : start + at_a_time] for start in range(0, len(names), at_a_time)]
+        for tenant in (tenant for part in some for tenant in self.tenants.get_many(part)):
             for job in [j for j in tenant.jobs.values() if j.state == "parked"]:
                 control = Control("replay", tenant.next_seq, {"job_id": job.id})
                 self.scheduler.log(tenant, control, control_row(tenant.name, tenant.key, control))
@@ -389,6 +481,22 @@ class Engine:
 
     def _tenant(self, name: str) -> Tenant:
         return self.tenants.existing(name)
+
+
+def arena_of(settings: Settings, dim: int) -> Arena:
+    """The arena where the settings put it, on a card its share of it. UndertowError where it cannot be."""
+    try:
+        device = resolve(settings.device)
+    except ValueError as error:
+        raise UndertowError(str(error)) from None
+    if device == "cpu":
+        return make_arena(dim, device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    nbytes = settings.shares.arena_bytes(total_bytes, free_bytes, torch.cuda.memory_reserved())
+    try:
+        return make_arena(dim, device, nbytes)
+    except MemoryError as error:
+        raise UndertowError(str(error)) from None
 
 
 def make_llm(settings: Settings, trace: Trace | None = None) -> LLMClient | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
 
 from undertow.engine.model import Usage
-from undertow.engine.tenants import Tenant, Tenants
+from undertow.engine.tenants import ArenaFull, Tenant, Tenants
 
 TENANTS_AT_A_TIME = 256
 
@@ -71,12 +72,20 @@ def store_usage(tenants: Tenants, name: str | None = None) -> dict[str, dict[str
 
 
 def _one_by_one(tenants: Tenants) -> Iterator[Tenant]:
-    """Every tenant. What is not loaded is loaded, a few at a time, and let go again."""
+    """Every tenant. What is not loaded is loaded, a few at a time, and let go again. ArenaFull."""
     resident = {tenant.name for tenant in tenants.loaded()}
-    names = tenants.names()
-    for i in range(0, len(names), TENANTS_AT_A_TIME):
-        some = names[i : i + TENANTS_AT_A_TIME]
-        yield from tenants.get_many(some)
+    names, at_a_time = deque(tenants.names()), TENANTS_AT_A_TIME
+    while names:
+        some = list(islice(names, at_a_time))
+        try:
+            loaded = tenants.get_many(some)
+        except ArenaFull:  # a small device pool: fewer may fit
+            if at_a_time == 1:
+                raise
+            at_a_time = min(at_a_time, len(some)) // 2 or 1
+            continue
+        yield from loaded
         for name in some:
+            names.popleft()
             if name not in resident:
                 tenants.evict(name)

@@ -86,7 +86,7 @@ class Ingest:
 
     def settle(self) -> bool:
         """Step until all is decided. False: something waits (see `obstacles`), or `stop` said so."""
-        while not self._engine.scheduler.idle:
+        while not self._engine.idle:
             if self._stopping():
                 return False
             self._on_step(self._engine.step(WAIT_FOR_REPLY_S))

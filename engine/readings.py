@@ -15,7 +15,7 @@ from undertow.kernels.gate import Gate as GateKernel
 from undertow.kernels.topk import top_k_many
 
 if TYPE_CHECKING:
-    from undertow.engine.encoder import TenantTextCache
+    from undertow.engine.text_cache import TenantTextCache
 
 
 class Readings:
@@ -33,7 +33,7 @@ class Readings:
         thetas = [t.thresholds_at(s) for t, s in queries]
         handles = [Arena.handle(t.turns_segment, t.row_by_seq[s]) for t, s in queries]
         found = self._gate.read(
-            queries=self._arena.vector16(np.array(handles, dtype=np.int64)),
+            queries=self._arena.take(np.array(handles, dtype=np.int64)),
             turn_segments=np.array([t.turns_segment for t, _ in queries], dtype=np.int64),
             episode_segments=np.array([t.tiers["episode"].segment for t, _ in queries], dtype=np.int64),
             visible=np.array([t.row_by_seq[s] for t, s in queries], dtype=np.int64),
@@ -74,7 +74,8 @@ class Readings:
         tiers = [tenant.tiers[ask.kind] for tenant, ask in asks]
         segments = np.array([tier.segment for tier in tiers], dtype=np.int64)
         queries = np.stack([ask.vector for _, ask in asks])
-        scores, rows = top_k_many(self._arena, segments, queries, max(ask.k for _, ask in asks))
+        most = max(ask.k for _, ask in asks)
+        scores, rows = top_k_many(self._arena, segments, queries, most, self._gate)
         return [
             [
                 Scored(memory, score)

@@ -43,7 +43,7 @@ def reindex(
     plain = encoder.fingerprint
     fingerprint = plain.with_timestamps() if embed_timestamp else plain
     try:
-        if Fingerprint(**journal.info.encoder).mismatch(fingerprint) is None:
+        if Fingerprint.stored(journal.info.encoder).mismatch(fingerprint) is None:
             return 0
         copy = _begin_or_resume(journal, fingerprint, epoch_before)
         embedded = _copy(journal, copy, encoder, embed_timestamp, on_rows)

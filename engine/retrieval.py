@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.records import turn_id
 from undertow.engine.tenants import Tenant
 from undertow.kernels.arena import Arena
+from undertow.kernels.gate import Gate
+from undertow.kernels.ivf import IvfIndex, IvfReport
 from undertow.kernels.topk import top_k
 from undertow.prompts import Prompt, ShownMemory, answer_prompt
 
@@ -67,11 +70,15 @@ def _end(until: str) -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found, tier by tier, each nearest first (ties: the older first)."""
+    """What a search found, tier by tier, each nearest first (ties: the older first).
+
+    `turn_recall`: the measured recall of the index that found the turns; 1.0 where the search was exact.
+    """
 
     episodes: tuple[Hit, ...]
     facts: tuple[Hit, ...]
     turns: tuple[Hit, ...]
+    turn_recall: float = 1.0
 
     def ranked(self, k: int | None = None) -> list[Hit]:
         """All tiers as one list, nearest first."""
@@ -79,71 +86,114 @@ class Found:
         return hits if k is None else hits[:k]
 
 
-def search(
-    arena: Arena,
-    tenant: Tenant,
-    query: NDArray[np.float16],
-    *,
-    k_sub: int,
-    k_epi: int,
-    k_sem: int,
-    window: Window,
-) -> Found:
-    """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
+class Retrieval:
+    """Search over the tiers of any tenant of one arena.
 
-    The time filter is applied before the ranking, so that each tier gives its k where it has them.
+    Searches are exact, but for one: the turns of a tenant with more than `ivf_rows` of them are found
+    through an index of its own, where no filter asks for turns of some time (the lists that an index
+    opens might hold none of those).
     """
-    return Found(
-        tuple(_memories(arena, tenant, "episode", query, k_epi, window)),
-        tuple(_memories(arena, tenant, "fact", query, k_sem, window)),
-        tuple(_turns(arena, tenant, query, k_sub, window)),
-    )
 
+    def __init__(self, arena: Arena, gate: Gate, ivf_rows: int) -> None:
+        self._arena = arena
+        self._gate = gate
+        self._ivf_rows = ivf_rows
+        # an index goes with its tenant's live state, when that is evicted or erased
+        self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
 
-def _turns(arena: Arena, tenant: Tenant, query: NDArray[np.float16], k: int, window: Window) -> list[Hit]:
-    allowed = None
-    if not window.open:
-        allowed = np.array([window.allows(tenant.turn(s).timestamp) for s in tenant.seq_by_row], dtype=bool)
-    hits = []
-    for score, row in _best(arena, tenant.turns_segment, query, k, allowed):
-        turn = tenant.turn(tenant.seq_by_row[row])
-        identity = turn_id(tenant.name, tenant.generation, turn.seq)
-        hits.append(Hit(identity, "turn", turn.text, score, turn.timestamp, (turn.seq,)))
-    return hits
+    def search(
+        self,
+        tenant: Tenant,
+        query: NDArray[np.float16],
+        *,
+        k_sub: int,
+        k_epi: int,
+        k_sem: int,
+        window: Window,
+    ) -> Found:
+        """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
+        The time filter is applied before the ranking, so that each tier gives its k where it has them.
+        The first search of a tenant that needs an index waits until it is made.
+        """
+        index = self._index_of(tenant) if window.open else None
+        return Found(
+            tuple(self._memories(tenant, "episode", query, k_epi, window)),
+            tuple(self._memories(tenant, "fact", query, k_sem, window)),
+            tuple(self._turns(tenant, query, k_sub, window, index)),
+            1.0 if index is None else index.recall(k_sub),
+        )
 
-def _memories(
-    arena: Arena,
-    tenant: Tenant,
-    kind: Literal["episode", "fact"],
-    query: NDArray[np.float16],
-    k: int,
-    window: Window,
-) -> list[Hit]:
-    tier = tenant.tiers[kind]
-    allowed = None
-    if not window.open or tenant.counts["deleted"]:
-        allowed = np.array([m is not None and _shows(tenant, m, window) for m in tier.rows], dtype=bool)
-    found: list[tuple[float, Memory]] = [
-        (score, memory)
-        for score, row in _best(arena, tier.segment, query, k, allowed)
-        if (memory := tier.rows[row]) is not None
-    ]
-    return [Hit(m.id, kind, m.text, score, m.timestamp, m.source_seqs) for score, m in found]
+    def indexes(self) -> dict[str, IvfReport]:
+        """Method, size and measured recall of each index in memory, by tenant."""
+        return {tenant.name: index.report for tenant, index in self._indexes.items()}
+
+    def _index_of(self, tenant: Tenant) -> IvfIndex | None:
+        """The tenant's index, up to date; None where the tenant is small enough for exact search."""
+        if len(tenant.seq_by_row) - tenant.counts["deleted"] <= self._ivf_rows:
+            return None
+        index = self._indexes.get(tenant)
+        if index is None:
+            index = self._indexes[tenant] = IvfIndex(self._arena, tenant.turns_segment, self._gate)
+        else:
+            index.refresh()
+        return index
+
+    def _turns(
+        self, tenant: Tenant, query: NDArray[np.float16], k: int, window: Window, index: IvfIndex | None
+    ) -> list[Hit]:
+        allowed = None
+        if not window.open:
+            allowed = np.array(
+                [window.allows(tenant.turn(s).timestamp) for s in tenant.seq_by_row], dtype=bool
+            )
+        hits = []
+        for score, row in self._best(tenant.turns_segment, query, k, allowed, index):
+            turn = tenant.turn(tenant.seq_by_row[row])
+            identity = turn_id(tenant.name, tenant.generation, turn.seq)
+            hits.append(Hit(identity, "turn", turn.text, score, turn.timestamp, (turn.seq,)))
+        return hits
+
+    def _memories(
+        self,
+        tenant: Tenant,
+        kind: Literal["episode", "fact"],
+        query: NDArray[np.float16],
+        k: int,
+        window: Window,
+    ) -> list[Hit]:
+        tier = tenant.tiers[kind]
+        allowed = None
+        if not window.open or tenant.counts["deleted"]:
+            allowed = np.array([m is not None and _shows(tenant, m, window) for m in tier.rows], dtype=bool)
+        found: list[tuple[float, Memory]] = [
+            (score, memory)
+            for score, row in self._best(tier.segment, query, k, allowed)
+            if (memory := tier.rows[row]) is not None
+        ]
+        return [Hit(m.id, kind, m.text, score, m.timestamp, m.source_seqs) for score, m in found]
+
+    def _best(
+        self,
+        segment: int,
+        query: NDArray[np.float16],
+        k: int,
+        allowed: NDArray[np.bool_] | None,
+        index: IvfIndex | None = None,
+    ) -> list[tuple[float, int]]:
+        if k == 0 or self._arena.length(segment) == 0:
+            return []
+        asked = query.reshape(1, -1)
+        if index is not None:
+            scores, rows = index.search(asked, k)
+        else:
+            scores, rows = top_k(self._arena, segment, asked, k, allowed, self._gate)
+        return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
 
 
 def _shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
     """Whether a memory may be found: a deleted turn takes what rests on it along until that is remade."""
     return window.allows(memory.timestamp) and all(tenant.exists(seq) for seq in memory.source_seqs)
-
-
-def _best(
-    arena: Arena, segment: int, query: NDArray[np.float16], k: int, allowed: NDArray[np.bool_] | None
-) -> list[tuple[float, int]]:
-    if k == 0 or arena.length(segment) == 0:
-        return []
-    scores, rows = top_k(arena, segment, query.reshape(1, -1), k, allowed)
-    return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
 
 
 def question_prompt(question: str, found: Found, as_of: str | None, budget: PromptBudget) -> Prompt:

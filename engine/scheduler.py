@@ -7,7 +7,7 @@ the effects of all tenants are gathered by kind and each kind runs as one batch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -32,7 +32,7 @@ from undertow.engine.policies.base import (
 )
 from undertow.engine.readings import Readings
 from undertow.engine.records import Control, Job, job_row, memory_of, memory_row, usage_to_json
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenants import ArenaFull, Tenant
 from undertow.engine.trace import Trace
 
 # Gate queries of one step: enough to fill the kernel, few enough that a step stays short.
@@ -183,8 +183,12 @@ class Scheduler:
         if not len(self.inbox):
             return [], []
         tickets = self.inbox.take(self._batch_turns)
-        with self._trace.span("admit", turns=len(tickets)):
-            rows, receipts, touched = self._admission.admit(tickets)
+        try:
+            with self._trace.span("admit", turns=len(tickets)):
+                rows, receipts, touched = self._admission.admit(tickets)
+        except ArenaFull:
+            self._rows.clear()  # notes that go with these turns
+            raise
         self._rows += rows
         self._report.admitted = sum(not receipt.duplicate for receipt in receipts)
         for tenant in touched:
@@ -269,21 +273,21 @@ class Scheduler:
             for running, effect in pending:
                 if isinstance(effect, Complete):
                     self._queue_call(running, effect)
-            done: list[tuple[Running, Any]] = []
-            done += zip(
-                (r for r, _ in gates), self._readings.gate([(r.tenant, e.seq) for r, e in gates]), strict=True
-            )
-            done += zip(
-                (r for r, _ in embeds),
-                self._readings.embed([(r.tenant, e.texts) for r, e in embeds]),
-                strict=True,
-            )
-            done += zip(
-                (r for r, _ in nearest),
-                self._readings.nearest([(r.tenant, e) for r, e in nearest]),
-                strict=True,
-            )
+            done = [
+                *self._batch("gate", self._readings.gate, [(r, (r.tenant, e.seq)) for r, e in gates]),
+                *self._batch("embed", self._readings.embed, [(r, (r.tenant, e.texts)) for r, e in embeds]),
+                *self._batch("nearest", self._readings.nearest, [(r, (r.tenant, e)) for r, e in nearest]),
+            ]
             pending = [(r, e) for r, value in done if (e := self._next(r, value)) is not None]
+
+    def _batch(
+        self, name: str, read: Callable[[list[Any]], Sequence[Any]], asks: Sequence[tuple[Running, Any]]
+    ) -> Iterable[tuple[Running, Any]]:
+        """One kind of effect for all that ask, as one phase of the trace: each with its answer."""
+        if not asks:
+            return ()
+        with self._trace.span(name, asks=len(asks)):
+            return zip((r for r, _ in asks), read([ask for _, ask in asks]), strict=True)
 
     def _resume(self, running: Running, value: Any) -> Effect | Outcome:
         """Hand a result to the coroutine; its next effect, or what it has decided."""
@@ -388,10 +392,13 @@ class Scheduler:
     def _ask(self) -> None:
         """Send the prompts. The turns they rest on are committed by now."""
         asks, self._to_ask = self._to_ask, []
-        for running, call in asks:
-            if self._llm is not None and self._running.get(running.tenant.name) is running:
-                running.call = self._llm.submit(call.prompt, tenant=running.tenant.name)
-                running.call.add_done_callback(self._on_reply(running))
+        if self._llm is None or not asks:
+            return
+        with self._trace.span("submit", prompts=len(asks)):
+            for running, call in asks:
+                if self._running.get(running.tenant.name) is running:
+                    running.call = self._llm.submit(call.prompt, tenant=running.tenant.name)
+                    running.call.add_done_callback(self._on_reply(running))
 
     def _on_reply(self, running: Running) -> Callable[[Future[Completion]], None]:
         return lambda _: self._replies.put(running)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from sentence_transformers import SentenceTransformer
 
-Dtype = Literal["auto", "bfloat16", "float32"]
+Dtype = Literal["auto", "float16", "bfloat16", "float32"]
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
@@ -83,7 +83,7 @@ def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:
 
     if not model.tokenizer.is_fast:
         raise EncoderError("the encoder's tokenizer has no tokenizer.json; save it as a fast tokenizer first")
-    # the width of a batch is beyond the window (see _batches), and positions end somewhere
+    # the width of a batch is beyond the window (see WindowEncoder.batches), and positions end somewhere
     transformer: Any = model[0]
     positions = getattr(transformer.auto_model.config, "max_position_embeddings", None) or 1 << 30
     window = min(model.max_seq_length or 512, positions // 16 * 16 - 1)
@@ -93,12 +93,14 @@ def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:
     return tokenizer, window
 
 
-def working_dtype(dtype: Dtype) -> torch.dtype:
+def working_dtype(dtype: Dtype, device: str) -> torch.dtype:
+    """What the model computes in. "auto": float16 on CUDA, on the CPU bfloat16 with AMX, else float32."""
     import torch
 
     if dtype == "auto":
-        dtype = "bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+        fast_bf16 = torch.cpu.get_capabilities().get("amx_bf16")
+        dtype = "float16" if device == "cuda" else "bfloat16" if fast_bf16 else "float32"
+    return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
 
 
 def model_digest(folder: Path, text_format: int, window: int, prefix: str) -> str:

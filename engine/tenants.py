@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from undertow.engine.card import SETTING as SHARES_SETTING
 from undertow.engine.journal import Journal, JournalError, Row
 from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, Usage, spoken
 from undertow.engine.policies.base import Thresholds, TurnView
@@ -42,6 +43,10 @@ class UnknownTenant(UndertowError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class ArenaFull(UndertowError):
+    """What is needed at one time does not fit into the arena; nothing of it was stored."""
 
 
 @dataclass(slots=True)
@@ -308,6 +313,7 @@ class Tenants:
         for row in journal.read(kinds=["tombstone"], vectors=False):
             self.erased[row.tenant_key] = orjson.loads(row.payload)
         self._known: set[str] | None = None
+        self._in_hand: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
         """Every tenant that has something in the store, sorted."""
@@ -337,7 +343,11 @@ class Tenants:
             )
 
     def get_many(self, names: Sequence[str]) -> list[Tenant]:
-        """Load what is not loaded yet, with one read of the journal for all."""
+        """Load what is not loaded yet, with one read of the journal for all. ArenaFull.
+
+        `make_room` leaves these tenants alone until the next call.
+        """
+        self._in_hand = frozenset(names)
         missing = sorted({n for n in names if n not in self._loaded})
         known = self._known_names() if missing else set()
         stored = [n for n in missing if n in known]
@@ -353,6 +363,32 @@ class Tenants:
     def evict(self, name: str) -> None:
         """Forget the live state; the journal still has it all."""
         self._loaded.pop(name).release()
+
+    def make_room(self, enough: Callable[[], bool], may_go: Callable[[Tenant], bool]) -> bool:
+        """Evict tenants, least recently used first, until there is `enough`; whether there is."""
+        for tenant in self.loaded():
+            if enough():
+                return True
+            if tenant.name not in self._in_hand and may_go(tenant):
+                self.evict(tenant.name)
+        return enough()
+
+    def reserve(self, segments: NDArray[np.int64]) -> None:
+        """Room for one more row in each of these segments, int64 [n], of tenants in hand. ArenaFull."""
+        try:
+            self._arena.reserve(segments)
+        except MemoryError as error:
+            raise self.full(f"{len(segments)} more turns", error) from error
+
+    def full(self, what: str, error: MemoryError) -> ArenaFull:
+        """In words: the need, the size, and what to do about it."""
+        size = self._arena.capacity_bytes
+        held = "" if size is None else f" of {size} bytes"
+        return ArenaFull(
+            f"the arena{held} has no room for {what}, though every idle tenant was put out: {error}. "
+            f"Give it a larger share of the card ({SHARES_SETTING}), or lower UNDERTOW_BATCH_TURNS, so that "
+            "fewer tenants are needed at a time."
+        )
 
     def bury(self, name: str, tombstone: Mapping[str, Any]) -> None:
         """The tenant disappears from every answer; its name may begin anew."""
@@ -376,11 +412,17 @@ class Tenants:
         for row in self._journal.read(tenant_keys=list(by_key)):
             if row.kind != "tombstone" and not self.buried(row):
                 rows[by_key[row.tenant_key]].append(row)
-        for name, of_tenant in rows.items():
-            of_tenant.sort(key=lambda r: r.lsn)
-            tenant = self._new(name)
-            fold(tenant, of_tenant, self._arena)
-            self._loaded[name] = tenant
+        loaded: dict[str, Tenant] = {}
+        try:
+            for name, of_tenant in rows.items():
+                of_tenant.sort(key=lambda r: r.lsn)
+                loaded[name] = self._new(name)
+                fold(loaded[name], of_tenant, self._arena)
+        except MemoryError as error:
+            for tenant in loaded.values():
+                tenant.release()
+            raise self.full(f"{len(names)} tenants from the journal", error) from error
+        self._loaded |= loaded
 
     def buried(self, row: Row) -> bool:
         """Whether the row belongs to an erased life of its tenant."""

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from functools import cache
 from typing import Any, Literal
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -24,6 +25,15 @@ def _cuda_device_count() -> int:
 
 CUDA_DEVICE_COUNT = _cuda_device_count()
 HAS_CUDA = CUDA_DEVICE_COUNT > 0
+
+
+def why_no_cuda() -> str | None:
+    """In words, why the device kernels cannot run here, and the cure; None where they can."""
+    if HAS_CUDA:
+        return None
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed: pip install cupy-cuda13x (or cupy-cuda12x)"
+    return "CuPy finds no CUDA device: look at nvidia-smi for the driver and the card"
 
 
 def resolve(device: Device) -> Literal["cpu", "cuda"]:
@@ -56,5 +66,21 @@ def load_faiss() -> Any:
         return importlib.import_module("faiss")
     except ImportError as error:
         raise ImportError(
-            "top-k search needs FAISS, which is not installed: pip install faiss-cpu"
+            "this top-k search needs FAISS, which is not installed: pip install faiss-cpu"
         ) from error
+
+
+@cache
+def load_faiss_gpu() -> Any | None:
+    """The `faiss` module, ready for torch tensors on a device; None without FAISS's GPU part.
+
+    Raises RuntimeError where the GPU part is installed without the CUDA libraries that it needs.
+    """
+    if importlib.util.find_spec("faiss") is None:
+        return None
+    faiss = importlib.import_module("faiss")
+    if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
+        return None
+    # its import teaches faiss.knn_gpu to take tensors and torch's stream
+    importlib.import_module("faiss.contrib.torch_utils")
+    return faiss

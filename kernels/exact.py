@@ -22,3 +22,27 @@ def error_slack(dim: int) -> float:
     terms = dim * 2.0**-24
     # the last term covers the underflow that a float32 query (top-k takes them) can meet
     return terms / (1.0 - terms) * MAX_NORM**2 + 2.0**-100
+
+
+def tensor_core_slack(dim: int) -> float:
+    """How far the score of a tensor core (fp16 in, fp32 sums) can be from the exact one.
+
+    A tensor core adds b products and the running sum in one go, b being 4, 8 or 16 by generation: it
+    cuts each addend off below 2**-23 of the power of two to which all are aligned, or later, and then
+    cuts the sum to fp32 (Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ CS 7:e330, 2021,
+    for V100 to A100; Khattak and Mikaitis, Accurate models of NVIDIA tensor cores, arXiv 2512.07004,
+    for H100, which keeps two bits more). NVIDIA documents none of this, and the tests put it to the
+    card. The bound holds for any b >= 1 and any order:
+    - Products are exact. Addends are aligned to the largest exponent among them, and one that has it
+      loses nothing: so b of the b + 1 addends lose something, and the sum once more, which is at most
+      b + 1 <= 2 b errors for b products.
+    - That power of two is at most the largest addend in magnitude, or 2**-12 (where the exponent is that
+      of a subnormal number, 2**-14, times a number of up to 4). Products are at most 16 = MAX_NORM**2,
+      and so is every exact partial sum; a computed one is at most 16 + E, with E the error so far.
+      Hence each error is below 2**-23 (16 + E).
+    - For n products, padding included, E <= c (16 + E) with c = 2 n 2**-23, so E <= 16 c / (1 - c).
+    That is 1.5e-3 for n = 384. It covers plain fp32 sums, too.
+    """
+    products = -(-dim // 32) * 32
+    errors = 2.0 * products * 2.0**-23
+    return errors / (1.0 - errors) * MAX_NORM**2

@@ -7,24 +7,22 @@ do not depend on the batch, the device or the number of threads.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.kernels.arena import LIVE, PRESENT, Arena, widened
-from undertow.kernels.device import Device, cpu_count, resolve
-from undertow.kernels.exact import error_slack
-from undertow.kernels.plan import Cells, Plan, group_probes, lay_out, split, starts_of
-from undertow.kernels.scan import merge, scan, tally
+from undertow.kernels.arena import LIVE, PRESENT, Arena
+from undertow.kernels.plan import Asked, Cut, Found, Plan, group, lay_out
+from undertow.kernels.vectors import Vectors, to_tensor, widened
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
 
 NO_SEGMENT = -1
 _BLOCK_ROWS = 4096
-_SHARES_PER_THREAD = 8
 
 
 @dataclass(frozen=True)
@@ -53,15 +51,29 @@ class GateReadings:
 
 
 @dataclass(frozen=True)
+class Flags:
+    """Flags of one segment's rows, made for one call: where the arena's rows lie, and on the host."""
+
+    host: NDArray[np.uint8]
+    held: torch.Tensor
+
+    @property
+    def address(self) -> int:
+        return self.held.data_ptr()
+
+
+@dataclass(frozen=True)
 class Probes:
     """Checked input of one call, as in `Gate.read`; `visible` and `k` are cut to the segment's rows."""
 
-    queries: NDArray[np.float32]
+    queries: Any  # [q, dim], as `Gate._admit` gives them
     turn_segments: Int64s
     episode_segments: Int64s
     visible: Int64s
     theta: Float64s
     k: Int64s
+    turn_flag: int = LIVE  # only turn rows with it are seen
+    turn_flags: Flags | None = None  # in place of the arena's, where all turns are of one segment
 
 
 class Gate:
@@ -73,7 +85,7 @@ class Gate:
     def read(
         self,
         *,
-        queries: NDArray[np.float16],
+        queries: Vectors,
         turn_segments: ArrayLike,
         episode_segments: ArrayLike,
         visible: ArrayLike,
@@ -82,23 +94,58 @@ class Gate:
     ) -> GateReadings:
         """Read the gate for q queries.
 
-        queries: float16 [q, dim]; turn_segments, episode_segments: int64 [q] (episodes: -1 for none);
+        queries: float16 [q, dim], for a gate on a device also a tensor there;
+        turn_segments, episode_segments: int64 [q] (episodes: -1 for none);
         visible: int64 [q], only turn rows below it are seen (the causal mask); theta: float64 [q];
         k: int64 [q], how many relevant turns to list. Raises ValueError for wrong shapes or dtypes,
         vectors that are not finite, unknown or released segments, negative visible or k, NaN theta.
         """
         return self._read(self._check(queries, turn_segments, episode_segments, visible, theta, k))
 
+    def nearest(
+        self,
+        *,
+        queries: Vectors,
+        segments: ArrayLike,
+        k: ArrayLike,
+        wanted: NDArray[np.bool_] | None = None,
+    ) -> tuple[Int64s, Int64s, Float64s]:
+        """The k nearest PRESENT rows of each query's segment, live or not: the same pass, without a gate.
+
+        queries as in `read`; segments, k: int64 [q]; wanted: bool [rows], only these rows are read, and
+        all segments must be one. Returns offsets [q + 1], rows and scores as GateReadings has them.
+        Raises ValueError as `read` does.
+        """
+        count = len(queries)
+        probes = self._check(
+            queries,
+            segments,
+            np.full(count, NO_SEGMENT),
+            np.full(count, np.iinfo(np.int64).max),
+            np.full(count, -np.inf),
+            k,
+        )
+        flags = None if wanted is None or count == 0 else self._flags(probes.turn_segments, wanted)
+        found = self._read(replace(probes, turn_flag=PRESENT, turn_flags=flags))
+        return found.offsets, found.rows, found.scores
+
+    def _flags(self, segments: Int64s, wanted: NDArray[np.bool_]) -> Flags:
+        present = self.arena.flags(int(segments[0])) & PRESENT
+        if (segments != segments[0]).any() or np.shape(wanted) != present.shape:
+            raise ValueError(f"wanted must be bool [{len(present)}], one entry a row of the only segment")
+        flags = np.where(wanted, present, np.uint8(0))
+        return Flags(flags, to_tensor(flags).to(self.arena.device))
+
     def _check(
         self,
-        queries: NDArray[np.float16],
+        queries: Vectors,
         turn_segments: ArrayLike,
         episode_segments: ArrayLike,
         visible: ArrayLike,
         theta: ArrayLike,
         k: ArrayLike,
     ) -> Probes:
-        wide = widened(queries, self.arena.dim)
+        admitted = self._admit(queries)
         count = len(queries)
         turns = _column("turn_segments", turn_segments, count)
         episodes = _column("episode_segments", episode_segments, count)
@@ -110,7 +157,11 @@ class Gate:
             raise ValueError("visible and k must not be negative")
         self.arena.locate(episodes[episodes != NO_SEGMENT])
         limits = np.minimum(limits, self.arena.locate(turns)[2])
-        return Probes(wide, turns, episodes, limits, thetas, np.minimum(cuts, limits))
+        return Probes(admitted, turns, episodes, limits, thetas, np.minimum(cuts, limits))
+
+    def _admit(self, queries: Vectors) -> Any:
+        """The queries, checked, in the form that `_read` wants: float32 [q, dim] here."""
+        return widened(queries, self.arena.dim)  # type: ignore[arg-type]
 
     def _read(self, probes: Probes) -> GateReadings:
         count = len(probes.queries)
@@ -122,7 +173,13 @@ class Gate:
                 if len(episodes):
                     best = np.argmax(near)  # the first of equals
                     nearest_row[i], nearest_score[i] = episodes[best], near[best]
-            turns, near = self._scores(probes.turn_segments[i], query, int(probes.visible[i]), LIVE)
+            turns, near = self._scores(
+                probes.turn_segments[i],
+                query,
+                int(probes.visible[i]),
+                probes.turn_flag,
+                probes.turn_flags,
+            )
             turns, near = turns[near >= probes.theta[i]], near[near >= probes.theta[i]]
             relevant[i] = len(turns)
             order = np.lexsort((turns, -near))[: probes.k[i]]
@@ -138,109 +195,60 @@ class Gate:
             np.concatenate([np.zeros(0, np.float64), *scores]),
         )
 
-    def _scores(self, segment: int, query: Float64s, limit: int | None, flag: int) -> tuple[Int64s, Float64s]:
+    def _scores(
+        self, segment: int, query: Float64s, limit: int | None, flag: int, flags: Flags | None = None
+    ) -> tuple[Int64s, Float64s]:
         """Rows below `limit` that have the flag, and their exact scores."""
-        vectors, flags = self.arena.vectors(segment)[:limit], self.arena.flags(segment)[:limit]
-        rows = np.flatnonzero(flags & flag)
+        vectors = self.arena.vectors(segment)[:limit]
+        rows = np.flatnonzero((self.arena.flags(segment) if flags is None else flags.host)[:limit] & flag)
         scores = np.empty(len(rows), np.float64)
         for start in range(0, len(rows), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
-            scores[block] = vectors[rows[block]].astype(np.float64) @ query
+            some = vectors[rows[block]]
+            on_host = some.cpu().numpy() if isinstance(some, torch.Tensor) else some
+            scores[block] = on_host.astype(np.float64) @ query
         return rows, scores
 
 
-class NumbaGate(Gate):
-    """The CPU's gate: one compiled pass over the rows as they lie, on `threads` threads.
+class PlannedGate(Gate):
+    """What gates with a compiled scan share: a batch becomes a plan, and what is found the readings.
 
-    Queries of one segment share the pass. A large segment is split by rows, so that one tenant of
-    50,000 turns beside thousands of small ones keeps all threads busy.
+    The nearest episode is the same scan with k = 1 and no threshold.
     """
 
-    def __init__(self, arena: Arena, threads: int | None = None) -> None:
-        super().__init__(arena)
-        self.threads = threads or cpu_count()
-        self._workers = ThreadPoolExecutor(self.threads, thread_name_prefix="gate")
-
-    def _read(self, probes: Probes) -> GateReadings:
-        count = len(probes.queries)
-        asks = np.flatnonzero(probes.episode_segments != NO_SEGMENT)
+    def _plan(self, probes: Probes, cut: Cut) -> Plan:
+        count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
         episodes = probes.episode_segments[asks]
-        # the nearest episode is the same scan with k = 1 and no threshold
-        found = self._run(
-            probes.queries,
+        lengths = self.arena.locate(episodes)[2]
+        asked = Asked(
             query=np.concatenate((np.arange(count), asks)),
             segment=np.concatenate((probes.turn_segments, episodes)),
-            limit=np.concatenate((probes.visible, self.arena.locate(episodes)[2])),
-            flag=np.repeat(np.array([LIVE, PRESENT], np.uint8), (count, len(asks))),
+            limit=np.concatenate((probes.visible, lengths)),
+            flag=np.repeat(np.array([probes.turn_flag, PRESENT]), (count, len(asks))),
             theta=np.concatenate((probes.theta, np.full(len(asks), -np.inf))),
-            k=np.concatenate((probes.k, np.ones(len(asks), np.int64))),
+            k=np.concatenate((probes.k, np.minimum(lengths, 1))),
         )
-        relevant, starts, rows, scores = found
+        order, first = group(asked)
+        vectors, flags, _ = self.arena.locate(asked.segment[order[first[:-1]]])
+        if probes.turn_flags is not None:
+            flags = np.full_like(flags, probes.turn_flags.address)
+        return lay_out(asked, order, first, (vectors, flags), cut)
+
+    @staticmethod
+    def _readings(probes: Probes, found: Found) -> GateReadings:
+        count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
+        turns = found.starts[count]
         nearest_row, nearest_score = np.full(count, -1, np.int64), np.full(count, -np.inf)
-        some = asks[np.diff(starts[count:]) > 0]
-        nearest_row[some], nearest_score[some] = rows[starts[count] :], scores[starts[count] :]
-        turns = slice(0, starts[count])
+        some = asks[np.diff(found.starts[count:]) > 0]
+        nearest_row[some], nearest_score[some] = found.rows[turns:], found.scores[turns:]
         return GateReadings(
-            nearest_row, nearest_score, relevant[:count], starts[: count + 1], rows[turns], scores[turns]
+            nearest_row,
+            nearest_score,
+            found.counts[:count],
+            found.starts[: count + 1],
+            found.rows[:turns],
+            found.scores[:turns],
         )
-
-    def _run(
-        self,
-        queries: NDArray[np.float32],
-        *,
-        query: Int64s,
-        segment: Int64s,
-        limit: Int64s,
-        flag: NDArray[np.uint8],
-        theta: Float64s,
-        k: Int64s,
-    ) -> tuple[Int64s, Int64s, Int64s, Float64s]:
-        """Probe i asks `queries[query[i]]`: (count [p], starts [p + 1], rows, scores) in probe order."""
-        order = np.argsort(segment, kind="stable")
-        groups = group_probes(segment[order], limit[order])
-        tasks = split(groups, self.threads * _SHARES_PER_THREAD, self.arena.dim * 4)
-        cell_base, cell_heap = lay_out(groups, tasks, limit[order], k[order])
-        vectors, flags, _ = self.arena.locate(groups.segment)
-        plan = Plan(
-            queries=queries,
-            probe_query=query[order],
-            probe_limit=limit[order],
-            probe_flag=flag[order],
-            probe_theta=theta[order],
-            slack=error_slack(self.arena.dim),
-            group_start=groups.start,
-            group_vectors=vectors,
-            group_flags=flags,
-            group_task=tasks.start,
-            task_group=tasks.group,
-            task_begin=tasks.begin,
-            task_end=tasks.end,
-            cell_base=cell_base,
-            cell_heap=cell_heap,
-        )
-        cells = Cells(
-            counts=np.empty(len(cell_heap) - 1, np.int64),
-            sizes=np.empty(len(cell_heap) - 1, np.int64),
-            scores=np.empty(cell_heap[-1], np.float64),
-            rows=np.empty(cell_heap[-1], np.int64),
-        )
-        self._scan(plan, cells, tasks.shares)
-        found = np.empty(len(order), np.int64)
-        tally(plan, cells, found)
-        count = np.empty(len(order), np.int64)
-        count[order] = found
-        kept = np.minimum(count, np.minimum(k, limit))
-        starts = starts_of(kept)
-        rows, scores = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.float64)
-        merge(plan, cells, starts[order], kept[order], scores, rows)
-        return count, starts, rows, scores
-
-    def _scan(self, plan: Plan, cells: Cells, shares: Int64s) -> None:
-        """Run the tasks [shares[i], shares[i + 1]) of every share, each share on one thread."""
-        if len(shares) == 2:
-            scan(plan, cells, 0, shares[1])
-            return
-        list(self._workers.map(lambda a, b: scan(plan, cells, a, b), shares[:-1], shares[1:]))
 
 
 def _column(name: str, values: ArrayLike, count: int) -> Int64s:
@@ -250,8 +258,13 @@ def _column(name: str, values: ArrayLike, count: int) -> Int64s:
     return column.astype(np.int64)
 
 
-def make_gate(arena: Arena, device: Device = "auto") -> Gate:
-    """The fastest gate for a device. "cuda" without a CUDA device is a ValueError, "auto" never fails."""
-    if device != "auto" and resolve(device) == "cuda":
-        raise ValueError("this version has no CUDA gate: use device 'auto' or 'cpu'")
+def make_gate(arena: Arena) -> Gate:
+    """The fastest gate for where an arena's rows lie."""
+    # imported where it is used: a machine with a card may lack numba, one without it lacks CuPy
+    if arena.device == "cuda":
+        from undertow.kernels.gate_cuda import CudaGate
+
+        return CudaGate(arena)
+    from undertow.kernels.gate_numba import NumbaGate
+
     return NumbaGate(arena)

@@ -1,4 +1,9 @@
-"""How one batch of gate queries becomes tasks: grouped by segment, cut by rows, shared out by work."""
+"""How one batch of gate queries becomes tasks: grouped by segment, cut by rows.
+
+A probe puts one query to one segment; the probes of a segment are a group. A task is a range of a
+group's rows, and a cell is what one task finds for one probe. All of it is prefix sums over probes and
+groups; nothing is laid out for each task or cell, so that planning costs little beside the scan.
+"""
 
 from __future__ import annotations
 
@@ -8,94 +13,131 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
-Bytes = NDArray[np.uint8]
 
-# a task reads about this much or more, so that splitting costs little beside the work
-_TASK_BYTES = 256 << 10
+
+class Asked(NamedTuple):
+    """Probes in the caller's order. All arrays [p]."""
+
+    query: Int64s  # row of the queries
+    segment: Int64s
+    limit: Int64s  # only rows below it, at most the segment's rows
+    flag: Int64s  # only rows with this flag
+    theta: Float64s
+    k: Int64s  # how many of the rows found to list, at most `limit`
 
 
 class Plan(NamedTuple):
     """One batch of probes, sorted by segment, and its split into tasks of about equal work.
 
-    A probe asks one query of one segment; the probes of a segment are a group. A task is a range of
-    a group's rows. A cell is what one task finds for one probe: `cell_base` + its place in the group.
+    Task t of group g, `group_task[g] + i`, reads rows [i, i + 1) * group_stride[g] of it, as far as
+    group_rows[g]. Cell i of probe p is `probe_cell[p] + i`, its list `probe_list[p] + i * probe_room[p]`.
     """
 
-    queries: Float32s  # [q, dim]
-    probe_query: Int64s  # [p]: row of `queries`
-    probe_limit: Int64s  # [p]: only rows below it
-    probe_flag: Bytes  # [p]: only rows with this flag
+    probe_place: Int64s  # [p]: the caller's number of the probe
+    probe_query: Int64s  # [p]
+    probe_limit: Int64s  # [p]
+    probe_flag: Int64s  # [p]
     probe_theta: Float64s  # [p]
-    slack: float
-    group_start: Int64s  # [g + 1]: its first probe
+    probe_k: Int64s  # [p]
+    probe_room: Int64s  # [p]: how many rows a cell keeps
+    probe_cell: Int64s  # [p + 1]: its first cell
+    probe_list: Int64s  # [p + 1]: where the lists of its cells start
+    group_first: Int64s  # [g + 1]: its first probe
     group_vectors: Int64s  # [g]: address of the segment's rows
     group_flags: Int64s  # [g]: address of the segment's flags
+    group_rows: Int64s  # [g]: rows that some probe of it asks for
+    group_stride: Int64s  # [g]
     group_task: Int64s  # [g + 1]: its first task
-    task_group: Int64s  # [t]
-    task_begin: Int64s  # [t]: first row
-    task_end: Int64s  # [t]: one after the last row
-    cell_base: Int64s  # [t]: its first cell
-    cell_heap: Int64s  # [c + 1]: where the cell's heap starts
 
 
 class Cells(NamedTuple):
-    """What tasks find: rows at or above theta (all counted, the k best kept), one heap a cell."""
+    """What tasks find: rows at or above theta (all counted, the best kept), one list a cell."""
 
-    counts: Int64s  # [c]
-    sizes: Int64s  # [c]
-    scores: Float64s  # [heap space]
+    counts: Int64s  # [cells]
+    sizes: Int64s  # [cells]
+    scores: Float64s  # [probe_list[-1]]
     rows: Int64s
 
 
-class Groups(NamedTuple):
-    """The probes of each segment: sorted probes [start[g], start[g + 1]) ask `rows[g]` rows of it."""
+class Found(NamedTuple):
+    """What all tasks found, for the probes in the caller's order."""
 
-    segment: Int64s
-    start: Int64s
+    counts: Int64s  # [p]
+    starts: Int64s  # [p + 1]: the list of probe i is rows, scores[starts[i] : starts[i + 1]]
     rows: Int64s
+    scores: Float64s
 
 
-class Tasks(NamedTuple):
-    start: Int64s  # [g + 1]: the first task of each group
-    group: Int64s  # [t]
-    begin: Int64s  # [t]: rows [begin, end)
-    end: Int64s
-    shares: Int64s  # [s + 1]: runs of consecutive tasks with about equal work
+class Cut(NamedTuple):
+    """How a device wants its tasks."""
+
+    tasks: int  # about so many in all, when there is enough work
+    least_work: int  # and none with less, in rows times passes
+    abreast: int  # probes that one pass over rows serves
+    step_rows: int  # rows are read so many at a time
 
 
-def group_probes(segment: Int64s, limit: Int64s) -> Groups:
-    """Group probes sorted by segment; a group reads as many rows as its probe with the highest limit."""
-    ids, first = np.unique(segment, return_index=True)
-    rows = np.maximum.reduceat(limit, first) if len(first) else np.zeros(0, np.int64)
-    return Groups(ids, np.append(first, len(segment)), rows)
+def group(asked: Asked) -> tuple[Int64s, Int64s]:
+    """(order [p], first [g + 1]): probes by segment; group g is order[first[g] : first[g + 1]]."""
+    # one number for segment and place: sorting numbers is several times faster than sorting places by them
+    keys = np.sort(asked.segment << 32 | np.arange(len(asked.segment)))
+    order, segment = keys & 0xFFFFFFFF, keys >> 32
+    edges = np.flatnonzero(segment[1:] != segment[:-1]) + 1
+    return order, np.concatenate((np.zeros(min(1, len(order)), np.int64), edges, [len(order)]))
 
 
-def split(groups: Groups, shares: int, row_bytes: int) -> Tasks:
-    """Cut groups into tasks by rows, and all tasks into shares, by rows times probes."""
-    work = groups.rows * np.diff(groups.start)
-    total = int(work.sum())
-    target = max(_TASK_BYTES // row_bytes, -(-total // shares), 1)
-    pieces = np.clip(-(-work // target), 1, np.maximum(groups.rows, 1))
-    start = starts_of(pieces)
-    group = np.repeat(np.arange(len(work)), pieces)
-    place = np.arange(len(group)) - start[group]
-    begin = groups.rows[group] * place // pieces[group]
-    end = groups.rows[group] * (place + 1) // pieces[group]
-    done = np.cumsum((end - begin) * np.diff(groups.start)[group])
-    cuts = np.searchsorted(done, np.arange(1, -(-total // target)) * target)
-    return Tasks(start, group, begin, end, np.unique(np.concatenate(([0], cuts, [len(group)]))))
+def lay_out(asked: Asked, order: Int64s, first: Int64s, addresses: tuple[Int64s, Int64s], cut: Cut) -> Plan:
+    """Plan the groups that `group` formed. addresses: of the rows and of the flags of each, int64 [g]."""
+    limit, k, probes = asked.limit[order], asked.k[order], np.diff(first)
+    rows = np.maximum.reduceat(limit, first[:-1]) if len(probes) else np.zeros(0, np.int64)
+    stride = _strides(rows, -(-probes // cut.abreast), cut)
+    tasks = _ceil(rows, stride)
+    cells = np.repeat(tasks, probes)
+    room = np.minimum(k, np.repeat(stride, probes))
+    return Plan(
+        probe_place=order,
+        probe_query=asked.query[order],
+        probe_limit=limit,
+        probe_flag=asked.flag[order],
+        probe_theta=asked.theta[order],
+        probe_k=k,
+        probe_room=room,
+        probe_cell=starts_of(cells),
+        probe_list=starts_of(cells * room),
+        group_first=first,
+        group_vectors=addresses[0],
+        group_flags=addresses[1],
+        group_rows=rows,
+        group_stride=stride,
+        group_task=starts_of(tasks),
+    )
 
 
-def lay_out(groups: Groups, tasks: Tasks, limit: Int64s, k: Int64s) -> tuple[Int64s, Int64s]:
-    """(first cell of each task, first heap entry of each cell); a heap holds at most the rows seen."""
-    probes = np.diff(groups.start)[tasks.group]
-    base = starts_of(probes)
-    task = np.repeat(np.arange(len(probes)), probes)
-    probe = groups.start[tasks.group[task]] + np.arange(len(task)) - base[task]
-    seen = np.maximum(np.minimum(limit[probe], tasks.end[task]) - tasks.begin[task], 0)
-    return base[:-1], starts_of(np.minimum(k[probe], seen))
+def _strides(rows: Int64s, passes: Int64s, cut: Cut) -> Int64s:
+    """Rows of a task, for each group: whole steps, so that its tasks have equal work, near the target."""
+    work = rows * passes
+    target = max(-(-int(work.sum()) // cut.tasks), cut.least_work, 1)
+    pieces = np.maximum(-(-work // target), 1)
+    stride: Int64s = np.maximum(_ceil(rows, pieces * cut.step_rows), 1) * cut.step_rows
+    return stride
+
+
+def _ceil(a: Int64s, b: Int64s) -> Int64s:
+    """a / b, rounded up; in fp64, which is exact enough below 2**52 and far faster than integers."""
+    return np.ceil(a / b).astype(np.int64)
+
+
+def shares_of(plan: Plan, count: int) -> Int64s:
+    """int64 [s + 1]: about `count` runs of consecutive tasks with about equal rows times probes."""
+    tasks = np.diff(plan.group_task)
+    owner = np.repeat(np.arange(len(tasks)), tasks)
+    begin = (np.arange(len(owner)) - plan.group_task[owner]) * plan.group_stride[owner]
+    rows = np.minimum(plan.group_stride[owner], plan.group_rows[owner] - begin)
+    done = np.cumsum(rows * np.diff(plan.group_first)[owner])
+    total = int(done[-1]) if len(done) else 0
+    cuts = np.searchsorted(done, np.arange(1, count) * (total / count))
+    return np.unique(np.concatenate(([0], cuts, [len(owner)])))
 
 
 def starts_of(sizes: Int64s) -> Int64s:

@@ -101,29 +101,40 @@ def sort_heap(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
 
 
 @jit
-def scan(plan: Plan, cells: Cells, first_task: int, last_task: int) -> None:
+def scan(plan: Plan, cells: Cells, queries: Float32s, slack: float, first_task: int, last_task: int) -> None:
     """Run tasks first_task..last_task - 1; writes every one of their cells."""
-    dim = plan.queries.shape[1]
     picked, scores = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
+    g = int(np.searchsorted(plan.group_task, first_task, side="right")) - 1
     for t in range(first_task, last_task):
-        g, end = plan.task_group[t], plan.task_end[t]
-        rows = floats_at(plan.group_vectors[g], (end, dim))
+        while t >= plan.group_task[g + 1]:
+            g += 1
+        place = t - plan.group_task[g]
+        end = min((place + 1) * plan.group_stride[g], plan.group_rows[g])
+        rows = floats_at(plan.group_vectors[g], (end, queries.shape[1]))
         flags = bytes_at(plan.group_flags[g], end)
-        _scan_task(plan, cells, t, rows, flags, picked, scores)
+        _scan_task(plan, cells, g, place, rows, flags, queries, slack, picked, scores)
 
 
 @lean
 def _scan_task(
-    plan: Plan, cells: Cells, t: int, rows: Float32s, flags: Bytes, picked: Int64s, scores: Float32s
+    plan: Plan,
+    cells: Cells,
+    g: int,
+    place: int,
+    rows: Float32s,
+    flags: Bytes,
+    queries: Float32s,
+    slack: float,
+    picked: Int64s,
+    scores: Float32s,
 ) -> None:
-    """Put the probes of task t's group to its rows, a tile at a time."""
-    g, base, end = plan.task_group[t], plan.cell_base[t], plan.task_end[t]
+    """Put the probes of group g to the rows of its task number `place`, a tile at a time."""
     wanted = 0
-    for p in range(plan.group_start[g], plan.group_start[g + 1]):
+    for p in range(plan.group_first[g], plan.group_first[g + 1]):
         wanted |= plan.probe_flag[p]
-        cells.counts[base + p - plan.group_start[g]] = 0
-        cells.sizes[base + p - plan.group_start[g]] = 0
-    row = plan.task_begin[t]
+        cells.counts[plan.probe_cell[p] + place] = 0
+        cells.sizes[plan.probe_cell[p] + place] = 0
+    row, end = place * plan.group_stride[g], rows.shape[0]
     while row < end:
         count = 0
         while row < end and count < TILE:
@@ -132,45 +143,56 @@ def _scan_task(
                 count += 1
             row += 1
         if count:
-            _ask(plan, cells, t, rows, flags, picked, count, scores)
+            _ask(plan, cells, g, place, rows, flags, queries, slack, picked, count, scores)
 
 
 @lean
 def _ask(
     plan: Plan,
     cells: Cells,
-    t: int,
+    g: int,
+    place: int,
     rows: Float32s,
     flags: Bytes,
+    queries: Float32s,
+    slack: float,
     picked: Int64s,
     count: int,
     scores: Float32s,
 ) -> None:
-    """Put every probe of task t's group to the first `count` picked rows."""
-    first = plan.group_start[plan.task_group[t]]
-    for p in range(first, plan.group_start[plan.task_group[t] + 1]):
+    """Put every probe of group g to the first `count` picked rows."""
+    for p in range(plan.group_first[g], plan.group_first[g + 1]):
         limit, flag = plan.probe_limit[p], plan.probe_flag[p]
         seen = count
         while seen > 0 and picked[seen - 1] >= limit:
             seen -= 1
-        dots32(rows, picked, seen, plan.queries, plan.probe_query[p], scores)
-        least = plan.probe_theta[p] - plan.slack
+        dots32(rows, picked, seen, queries, plan.probe_query[p], scores)
+        least = plan.probe_theta[p] - slack
         for i in range(seen):
             if np.float64(scores[i]) >= least and flags[picked[i]] & flag:
-                cell = plan.cell_base[t] + p - first
-                _weigh(plan, cells, rows, picked[i], p, cell, np.float64(scores[i]))
+                _weigh(plan, cells, p, place, rows, picked[i], queries, slack, np.float64(scores[i]))
 
 
 @lean
-def _weigh(plan: Plan, cells: Cells, rows: Float32s, r: int, p: int, cell: int, score: float) -> None:
+def _weigh(
+    plan: Plan,
+    cells: Cells,
+    p: int,
+    place: int,
+    rows: Float32s,
+    r: int,
+    queries: Float32s,
+    slack: float,
+    score: float,
+) -> None:
     """Count and keep a row whose fp32 score may reach theta, with its exact score where it matters."""
-    slack, heap, size = plan.slack, plan.cell_heap[cell], cells.sizes[cell]
-    room = plan.cell_heap[cell + 1] - heap
+    cell, room = plan.probe_cell[p] + place, plan.probe_room[p]
+    heap, size = plan.probe_list[p] + place * room, cells.sizes[cell]
     enters = size < room or (room > 0 and score >= cells.scores[heap] - slack)
     if not enters and score >= plan.probe_theta[p] + slack:
         cells.counts[cell] += 1
         return
-    exact = dot64(rows, r, plan.queries, plan.probe_query[p])
+    exact = dot64(rows, r, queries, plan.probe_query[p])
     if exact >= plan.probe_theta[p]:
         cells.counts[cell] += 1
         cells.sizes[cell] = offer(cells.scores, cells.rows, heap, size, room, exact, r)
@@ -178,25 +200,22 @@ def _weigh(plan: Plan, cells: Cells, rows: Float32s, r: int, p: int, cell: int, 
 
 @lean
 def tally(plan: Plan, cells: Cells, count: Int64s) -> None:
-    """count[p] = the rows that all tasks counted for probe p."""
-    for g in range(plan.group_vectors.shape[0]):
-        first, last = plan.group_start[g], plan.group_start[g + 1]
-        for p in range(first, last):
-            count[p] = 0
-            for t in range(plan.group_task[g], plan.group_task[g + 1]):
-                count[p] += cells.counts[plan.cell_base[t] + p - first]
+    """count[i] = the rows that all tasks counted for the caller's probe i."""
+    for p in range(plan.probe_place.shape[0]):
+        total = 0
+        for cell in range(plan.probe_cell[p], plan.probe_cell[p + 1]):
+            total += cells.counts[cell]
+        count[plan.probe_place[p]] = total
 
 
 @lean
-def merge(plan: Plan, cells: Cells, starts: Int64s, kept: Int64s, scores: Float64s, rows: Int64s) -> None:
-    """Write the kept[p] best rows of probe p, best first, to scores and rows from starts[p] on."""
-    for g in range(plan.group_vectors.shape[0]):
-        first, last = plan.group_start[g], plan.group_start[g + 1]
-        for p in range(first, last):
-            size = 0
-            for t in range(plan.group_task[g], plan.group_task[g + 1]):
-                cell = plan.cell_base[t] + p - first
-                heap = plan.cell_heap[cell]
-                for i in range(heap, heap + cells.sizes[cell]):
-                    size = offer(scores, rows, starts[p], size, kept[p], cells.scores[i], cells.rows[i])
-            sort_heap(scores, rows, starts[p], size)
+def merge(plan: Plan, cells: Cells, starts: Int64s, scores: Float64s, rows: Int64s) -> None:
+    """Write the best rows of the caller's probe i, best first, to scores, rows[starts[i] : starts[i + 1]]."""
+    for p in range(plan.probe_place.shape[0]):
+        start = starts[plan.probe_place[p]]
+        size, kept = 0, starts[plan.probe_place[p] + 1] - start
+        for cell in range(plan.probe_cell[p], plan.probe_cell[p + 1]):
+            heap = plan.probe_list[p] + (cell - plan.probe_cell[p]) * plan.probe_room[p]
+            for i in range(heap, heap + cells.sizes[cell]):
+                size = offer(scores, rows, start, size, kept, cells.scores[i], cells.rows[i])
+        sort_heap(scores, rows, start, size)

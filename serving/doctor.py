@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
 import sys
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +17,8 @@ from undertow.engine.model import UndertowError
 if TYPE_CHECKING:
     from undertow.engine.config import Settings
 
-PACKAGES = ("torch", "transformers", "sentence-transformers", "pylance", "faiss-cpu", "numba", "openai")
+PACKAGES = ("torch", "transformers", "sentence-transformers", "pylance", "numba", "openai")
+FAISS_PACKAGES = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs")  # one of them: all are the module `faiss`
 LOW_DISK_BYTES = 2 << 30
 
 
@@ -34,8 +36,9 @@ def examine(settings: Settings, store: Path | None) -> list[Finding]:
     return [
         _python(),
         *_packages(),
+        _faiss(),
         _cpu(),
-        _cuda(),
+        *_gpu(settings),
         _encoder(settings),
         *([] if store is None else _store(settings, store)),
         _server(settings),
@@ -74,13 +77,80 @@ def _cpu() -> Finding:
     )
 
 
-def _cuda() -> Finding:
-    from undertow.kernels.device import CUDA_DEVICE_COUNT
+def _faiss() -> Finding:
+    found = {}
+    for name in FAISS_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    text = ", ".join(f"{name} {number}" for name, number in found.items())
+    if not found:
+        return Finding("faiss", False, "is not installed: pip install faiss-cpu", needed=True)
+    if len(found) > 1:
+        cure = f"they overwrite each other's files: pip uninstall {' '.join(found)}, then install one of them"
+        return Finding("faiss", False, f"{text}: {cure}")
+    return Finding("faiss", True, text)
 
-    if CUDA_DEVICE_COUNT:
-        return Finding("gpu", True, f"{CUDA_DEVICE_COUNT} CUDA devices for the gate")
-    why = "CuPy finds no CUDA device" if importlib.util.find_spec("cupy") else "CuPy is not installed"
-    return Finding("gpu", True, f"{why}: everything runs on the CPU")
+
+def _gpu(settings: Settings) -> list[Finding]:
+    """The card, who uses it, and how it would be divided; one finding where there is none."""
+    from undertow.kernels.device import CUDA_DEVICE_COUNT, why_no_cuda
+
+    if why := why_no_cuda():
+        if settings.device == "cuda":
+            return [Finding("gpu", False, f"the device setting is cuda, but {why}", needed=True)]
+        return [Finding("gpu", True, f"{why}: everything runs on the CPU")]
+    if settings.device == "cpu":
+        return [Finding("gpu", True, f"{CUDA_DEVICE_COUNT} CUDA devices, unused: the device setting is cpu")]
+    import torch
+
+    if not torch.cuda.is_available():
+        cure = "install a CUDA build of torch, or set UNDERTOW_DEVICE=cpu"
+        text = f"CuPy finds a CUDA device and torch {torch.__version__} none: {cure}"
+        return [Finding("gpu", False, text, needed=True)]
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    memory = f"{_gib(free_bytes)} of {_gib(total_bytes)} GiB free"
+    versions = f"torch for CUDA {torch.version.cuda}, driver for CUDA {_driver_cuda()}"
+    return [
+        Finding("gpu", True, f"{card.name}, {memory}; {versions}"),
+        _faiss_gpu(),
+        _division(settings, free_bytes, total_bytes),
+    ]
+
+
+def _driver_cuda() -> str:
+    """The newest CUDA that the driver supports."""
+    number = import_module("cupy").cuda.runtime.driverGetVersion()
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _faiss_gpu() -> Finding:
+    from undertow.kernels.device import load_faiss_gpu
+
+    try:
+        found = load_faiss_gpu()
+    except (RuntimeError, ImportError) as error:
+        return Finding("gpu search", False, f"FAISS's GPU part does not load: {error}", needed=True)
+    if found is None:
+        text = "by torch: the installed FAISS has no GPU part (docs/gpu.md says how to install faiss-gpu)"
+        return Finding("gpu search", True, text)
+    return Finding("gpu search", True, "by faiss-gpu")
+
+
+def _division(settings: Settings, free_bytes: int, total_bytes: int) -> Finding:
+    """Asked as the engine asks at its start, before anything of this process is on the card."""
+    shares = settings.shares
+    try:
+        arena = shares.arena_bytes(total_bytes, free_bytes)
+    except UndertowError as error:
+        return Finding("gpu memory", False, str(error), needed=True)
+    encoder, llm = (_gib(share * total_bytes) for share in (shares.encoder, shares.llm))
+    text = f"arena {_gib(arena)}, encoder {encoder}, LLM server {llm} GiB (UNDERTOW_CARD_SHARES)"
+    return Finding("gpu memory", True, text)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f}"
 
 
 def _encoder(settings: Settings) -> Finding:

@@ -1,16 +1,41 @@
-"""Fixtures shared by the test files: a real vLLM server with a tiny random-weight model."""
+"""Fixtures and options shared by the test files: the gpu marker, and a real vLLM server with a tiny model.
+
+What needs the engine is imported inside the fixtures: the kernels' tests run with torch, CuPy and NumPy.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from undertow.serving.local_vllm import SERVER_PYTHON, LocalVLLM
+from undertow.kernels import device
+
+if TYPE_CHECKING:
+    from undertow.serving.local_vllm import LocalVLLM
 
 TINY_CONTEXT_TOKENS = 4096
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        default=os.environ.get("UNDERTOW_REQUIRE_GPU", "") not in ("", "0"),
+        help="tests marked gpu fail where they would be skipped (also: UNDERTOW_REQUIRE_GPU=1)",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked gpu is skipped without a CUDA device, and fails if one was asked for."""
+    if item.get_closest_marker("gpu") is None or (reason := device.why_no_cuda()) is None:
+        return
+    if item.config.getoption("--require-gpu"):
+        pytest.fail(f"a GPU is required, but {reason}", pytrace=False)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +49,8 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_vllm(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalVLLM]:
     """A running vLLM server that serves the tiny model under the name `tiny`."""
+    from undertow.serving.local_vllm import SERVER_PYTHON, LocalVLLM
+
     if not SERVER_PYTHON.exists() and "CI" not in os.environ:
         pytest.skip(f"no vLLM environment ({SERVER_PYTHON} is missing): run `make setup-vllm`")
     server = LocalVLLM(

@@ -26,7 +26,9 @@ class Store:
 
 def cosine(a: NDArray[np.float16], b: NDArray[np.float16]) -> float:
     """Dot product by exact rational arithmetic; the conversion to float must lose nothing."""
-    exact = sum((Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a, b, strict=True)), Fraction(0))
+    # fp16 numbers are multiples of 2**-24
+    left, right = ((vector.astype(np.float64) * 2**24).astype(np.int64).tolist() for vector in (a, b))
+    exact = Fraction(sum(x * y for x, y in zip(left, right, strict=True)), 2**48)
     assert Fraction(float(exact)) == exact
     return float(exact)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from mmap import PAGESIZE
 from pathlib import Path
@@ -11,14 +12,41 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from undertow.kernels.arena import LIVE, PRESENT, Arena
+from undertow.kernels.arena import LIVE, PRESENT, Arena, make_arena
+from undertow.kernels.device_memory import DeviceMemory
 from undertow.kernels.pool import CLASS_BYTES, DOUBLING_PAGES
 
-DIM = 24
+DIM = 20
+DEVICE_BYTES = 8 << 20
+Make = Callable[[int], Arena]
+
+
+def on_host(dim: int) -> Arena:
+    return Arena(dim)
+
+
+def on_device(dim: int) -> Arena:
+    return Arena(dim, DeviceMemory(dim, "cpu", DEVICE_BYTES))
+
+
+def on_card(dim: int) -> Arena:
+    return make_arena(dim, "cuda", DEVICE_BYTES)
+
+
+MAKES = pytest.mark.parametrize("make", [on_host, on_device, pytest.param(on_card, marks=pytest.mark.gpu)])
+
+
+def rows_of(arena: Arena, segment: int) -> NDArray[np.float32]:
+    """The rows as a kernel finds them, wherever they are."""
+    view = arena.vectors(segment)
+    rows = (view.cpu().numpy() if isinstance(view, torch.Tensor) else view).astype(np.float32)
+    assert rows.shape == (arena.length(segment), arena.dim)
+    return rows
 
 
 def numbered(first: int, count: int, dim: int = DIM) -> NDArray[np.float16]:
@@ -29,21 +57,23 @@ def numbered(first: int, count: int, dim: int = DIM) -> NDArray[np.float16]:
     return vectors
 
 
-def test_rows_are_appended_in_order_and_found_by_handle() -> None:
-    arena = Arena(DIM)
+@MAKES
+def test_rows_are_appended_in_order_and_found_by_handle(make: Make) -> None:
+    arena = make(DIM)
     a, b = arena.new_segment(), arena.new_segment()
     handles = arena.extend(np.array([b, a, b, b, a]), numbered(0, 5), live=True)
     assert (a, b) == (0, 1)
     assert handles.tolist() == [1 << 32, 0, 1 << 32 | 1, 1 << 32 | 2, 1]
     assert [arena.length(a), arena.length(b)] == [2, 3]
-    np.testing.assert_array_equal(arena.vectors(b), numbered(0, 5)[[0, 2, 3]].astype(np.float32))
+    np.testing.assert_array_equal(rows_of(arena, b), numbered(0, 5)[[0, 2, 3]])
     np.testing.assert_array_equal(arena.vector16(handles[::-1]), numbered(0, 5)[::-1])
     assert Arena.handle(1, 2) == handles[3]
     assert (Arena.segment_of(int(handles[3])), Arena.row_of(int(handles[3]))) == (1, 2)
 
 
-def test_flags_follow_live_redact_and_write() -> None:
-    arena = Arena(DIM)
+@MAKES
+def test_flags_follow_live_redact_and_write(make: Make) -> None:
+    arena = make(DIM)
     segment = arena.new_segment()
     handles = arena.extend(np.full(3, segment), numbered(1, 3), live=True)
     arena.extend(np.full(1, segment), numbered(9, 1), live=False)
@@ -52,7 +82,7 @@ def test_flags_follow_live_redact_and_write() -> None:
     arena.set_live(handles[1], True)
     arena.redact(handles[2:])
     assert arena.flags(segment).tolist() == [PRESENT, PRESENT | LIVE, 0, PRESENT]
-    assert not arena.vectors(segment)[2].any()
+    assert not rows_of(arena, segment)[2].any()
     arena.write(int(handles[1]), numbered(500, 1)[0])
     np.testing.assert_array_equal(arena.vector16(handles[1]), numbered(500, 1))
     assert arena.flags(segment).tolist() == [PRESENT, PRESENT | LIVE, 0, PRESENT]
@@ -63,6 +93,7 @@ def test_flags_follow_live_redact_and_write() -> None:
     assert arena.flags(segment).tolist() == [PRESENT, PRESENT | LIVE, 0, PRESENT]
 
 
+@MAKES
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -70,8 +101,8 @@ def test_flags_follow_live_redact_and_write() -> None:
         max_size=25,
     )
 )
-def test_any_history_reads_like_lists(steps: list[tuple[str, int]]) -> None:
-    arena, made = Arena(DIM), 0
+def test_any_history_reads_like_lists(make: Make, steps: list[tuple[str, int]]) -> None:
+    arena, made = make(DIM), 0
     model: dict[int, list[tuple[bytes, int]]] = {arena.new_segment(): [] for _ in range(4)}
     for step, seed in steps:
         rng = np.random.default_rng(seed)
@@ -100,9 +131,9 @@ def test_any_history_reads_like_lists(steps: list[tuple[str, int]]) -> None:
             before = arena.nbytes
             assert arena.compact() == before - arena.nbytes
         for owner, rows in model.items():
-            assert arena.vectors(owner).astype(np.float16).tobytes() == b"".join(v for v, _ in rows)
+            assert rows_of(arena, owner).astype(np.float16).tobytes() == b"".join(v for v, _ in rows)
             assert arena.flags(owner).tolist() == [f for _, f in rows]
-        assert arena.used_bytes == sum(map(len, model.values())) * (4 * DIM + 1) <= arena.nbytes
+        assert arena.used_bytes == sum(map(len, model.values())) * (arena.row_bytes + 1) <= arena.nbytes
 
 
 def test_growth_is_amortised_and_a_large_segment_reserves_at_most_a_third_more() -> None:
@@ -131,8 +162,9 @@ def test_many_growing_segments_keep_the_process_within_its_memory_bound() -> Non
     assert {len(arena.vectors(s)) for s in owners} == {60}
 
 
-def test_released_memory_is_zero_and_used_again() -> None:
-    arena = Arena(DIM)
+@MAKES
+def test_released_memory_is_zero_and_used_again(make: Make) -> None:
+    arena = make(DIM)
     first = arena.new_segment()
     arena.extend(np.full(100, first), numbered(1, 100), live=True)
     view = arena.vectors(first)
@@ -151,10 +183,12 @@ def test_released_memory_is_zero_and_used_again() -> None:
         arena.vector16([Arena.handle(0, 0)])
 
 
-def test_outgrown_slabs_are_wiped() -> None:
-    arena = Arena(DIM)
-    segment = arena.new_segment()
+@MAKES
+def test_outgrown_slabs_are_wiped(make: Make) -> None:
+    arena = make(DIM)
+    segment, neighbour = arena.new_segment(), arena.new_segment()
     arena.extend(np.full(3, segment), numbered(1, 3), live=True)
+    arena.extend([neighbour], numbered(1, 1), live=True)
     view = arena.vectors(segment)
     arena.extend(np.full(5000, segment), numbered(4, 5000), live=True)
     assert not view.any()
@@ -169,8 +203,9 @@ def test_views_are_read_only() -> None:
             view[0] = 0
 
 
-def test_empty_segments_and_batches() -> None:
-    arena = Arena(DIM)
+@MAKES
+def test_empty_segments_and_batches(make: Make) -> None:
+    arena = make(DIM)
     segment = arena.new_segment()
     assert arena.extend(np.zeros(0, np.int64), np.zeros((0, DIM), np.float16), live=True).shape == (0,)
     assert arena.vectors(segment).shape == (0, DIM)
@@ -179,12 +214,13 @@ def test_empty_segments_and_batches() -> None:
     assert (arena.nbytes, arena.used_bytes, arena.compact()) == (0, 0, 0)
 
 
+@MAKES
 @pytest.mark.parametrize(
     ("vectors", "message"),
     [
         (np.zeros((1, DIM), np.float32), "float16, not float32"),
         ([[0.0] * DIM], "float16, not list"),
-        (np.zeros((1, DIM + 1), np.float16), r"\[n, 24\], not \[1, 25\]"),
+        (np.zeros((1, DIM + 1), np.float16), r"\[n, 20\], not \[1, 21\]"),
         (np.zeros(DIM, np.float16), "shape"),
         (np.zeros((2, DIM), np.float16), "2 vectors for 1 rows"),
         (np.full((1, DIM), np.nan, np.float16), "vector 0 is not finite"),
@@ -192,8 +228,10 @@ def test_empty_segments_and_batches() -> None:
         (np.ones((1, DIM), np.float16), "norm above 4"),
     ],
 )
-def test_bad_vectors_are_refused_and_change_nothing(vectors: NDArray[np.float16], message: str) -> None:
-    arena = Arena(DIM)
+def test_bad_vectors_are_refused_and_change_nothing(
+    make: Make, vectors: NDArray[np.float16], message: str
+) -> None:
+    arena = make(DIM)
     segment = arena.new_segment()
     handle = arena.extend([segment], numbered(7, 1), live=True)
     with pytest.raises(ValueError, match=message):
@@ -201,11 +239,12 @@ def test_bad_vectors_are_refused_and_change_nothing(vectors: NDArray[np.float16]
     if isinstance(vectors, np.ndarray) and vectors.ndim == 2:
         with pytest.raises(ValueError, match=message):
             arena.write(handle, vectors)
-    assert arena.vectors(segment).tolist() == numbered(7, 1).astype(np.float32).tolist()
+    assert rows_of(arena, segment).tolist() == numbered(7, 1).tolist()
 
 
-def test_one_bad_vector_in_a_large_batch_is_named_and_nothing_is_taken() -> None:
-    arena = Arena(DIM)
+@MAKES
+def test_one_bad_vector_in_a_large_batch_is_named_and_nothing_is_taken(make: Make) -> None:
+    arena = make(DIM)
     segment = arena.new_segment()
     vectors = numbered(0, 10_000)
     vectors[9_000, 3] = np.nan
@@ -214,8 +253,9 @@ def test_one_bad_vector_in_a_large_batch_is_named_and_nothing_is_taken() -> None
     assert (arena.length(segment), arena.nbytes) == (0, 0)
 
 
-def test_unknown_segments_and_rows_are_refused() -> None:
-    arena = Arena(DIM)
+@MAKES
+def test_unknown_segments_and_rows_are_refused(make: Make) -> None:
+    arena = make(DIM)
     segment = arena.new_segment()
     for use in (arena.length, arena.vectors, arena.flags, arena.release):
         for unknown in (-1, 1):

@@ -8,9 +8,10 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +20,8 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from undertow.engine.config import Settings
-from undertow.engine.encoder import (
-    Encoder,
-    Fingerprint,
-    Float16,
-    HashingEncoder,
-    SentenceEncoder,
-    TenantTextCache,
-    make_encoder,
-)
+from undertow.engine.encoder import Fingerprint, Float16, HashingEncoder, make_encoder
+from undertow.engine.sentence_encoder import SentenceEncoder
 from undertow.engine.sentence_model import (
     DEFAULT_MODEL,
     Dtype,
@@ -35,6 +29,7 @@ from undertow.engine.sentence_model import (
     model_folder,
     single_threaded_pool,
 )
+from undertow.engine.store import StoreError
 
 _VOCABULARY = """
     I you we they went saw made painted bought pottery class lake hike mountain yesterday tomorrow my
@@ -121,13 +116,13 @@ def test_long_text_is_the_mean_of_its_windows(fp32: SentenceEncoder, reference: 
 def test_every_width_is_used_and_a_full_window_is_not_cut(fp32: SentenceEncoder) -> None:
     # 254 words of one token each and two special tokens fill the window; one word more makes a second
     full, over = "lake " * 254, "lake " * 254 + "piano"
-    assert [len(w) for w in fp32._windows([full])[0]] == [256]
-    assert [len(w) for w in fp32._windows([over])[0]] == [256, 3]
+    assert fp32.windows([full]).lengths.tolist() == [256]
+    assert fp32.windows([over]).lengths.tolist() == [256, 3]
     lone = fp32.encode(["piano"])[0].astype(np.float64)
     both = _unit(_unit(fp32.encode([full])[0].astype(np.float64)) + lone)
     assert np.abs(fp32.encode([over])[0] - both).max() < 2**-10
-    used = {shape for _, shape in fp32._batches([len(w) for w in fp32._windows([*WIDE, full])[0]])}
-    assert used == set(fp32._shapes)
+    used = {batch.shape for batch in fp32.batches(fp32.windows([*WIDE, full]).lengths)}
+    assert used == set(fp32.shapes_up_to(fp32.window))
 
 
 def test_shape_dtype_and_length(encoder: SentenceEncoder, vectors: Float16) -> None:
@@ -245,6 +240,17 @@ def test_fingerprints_refuse_and_warn() -> None:
         assert other.dtype in (store.drift(other) or "")
 
 
+@pytest.mark.parametrize(
+    "change", [{"dim": "384"}, {"dim": True}, {"model": None}, {"extra": 1}, {"digest": ...}]
+)
+def test_a_damaged_fingerprint_is_a_store_error(change: dict[str, Any]) -> None:
+    made = Fingerprint("mini", "ab" * 16, 384, "bfloat16", "cpu")
+    assert Fingerprint.stored(asdict(made)) == made
+    damaged = {name: value for name, value in {**asdict(made), **change}.items() if value is not ...}
+    with pytest.raises(StoreError, match=r"store\.json needs the fields model, digest, dim, dtype, device"):
+        Fingerprint.stored(damaged)
+
+
 def test_hashing_encoder_by_hand() -> None:
     """One word: 16 hashed places, each +-1 (a place hit twice adds up)."""
     vector = HashingEncoder(64).encode(["Lake"])[0].astype(np.float64)
@@ -284,50 +290,3 @@ def test_make_encoder_reads_the_name() -> None:
     for name in ("hash:", "hash:x", "hash:7", "hash:-384"):
         with pytest.raises(ValueError, match=r"hash|dimensions"):
             make_encoder(Settings(encoder=name))
-
-
-class _Counting:
-    """An encoder that notes which texts it was asked for."""
-
-    def __init__(self) -> None:
-        self._inner = HashingEncoder(32)
-        self.asked: list[list[str]] = []
-        self.dim = self._inner.dim
-        self.fingerprint = self._inner.fingerprint
-
-    def encode(self, texts: Sequence[str]) -> Float16:
-        self.asked.append(list(texts))
-        return self._inner.encode(texts)
-
-
-def test_cache_encodes_a_tenants_text_once_and_shares_nothing() -> None:
-    counting = _Counting()
-    inner: Encoder = counting
-    cache = TenantTextCache(inner, 10)
-    got = cache.encode(["a", "a", "b", "a"], ["x y", "z", "x y", "x y"])
-    assert counting.asked == [["x y", "z", "x y"]]
-    assert np.array_equal(got, HashingEncoder(32).encode(["x y", "z", "x y", "x y"]))
-    assert np.array_equal(cache.encode(["b", "a", "b"], ["x y", "x y", "z"]), got[[0, 0, 1]])
-    assert counting.asked[1:] == [["z"]]  # known of tenant a, but not of b
-    assert cache.encode([], []).shape == (0, 32)
-
-
-def test_cache_forgets_the_text_used_longest_ago() -> None:
-    counting = _Counting()
-    cache = TenantTextCache(counting, 2)
-    for text in ("one", "two", "one", "three", "one", "two"):
-        cache.encode(["t"], [text])
-    assert counting.asked == [["one"], ["two"], ["three"], ["two"]]
-    assert len(cache) == 2
-
-
-def test_cache_of_no_capacity_dedupes_within_a_call_only() -> None:
-    counting = _Counting()
-    cache = TenantTextCache(counting, 0)
-    cache.encode(["t", "t"], ["one", "one"])
-    cache.encode(["t"], ["one"])
-    assert counting.asked == [["one"], ["one"]]
-    with pytest.raises(ValueError, match="capacity"):
-        TenantTextCache(counting, -1)
-    with pytest.raises(ValueError, match="one tenant a text"):
-        cache.encode(["t"], ["one", "two"])

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.encoder import Fingerprint
 from undertow.engine.model import UndertowError
-from undertow.engine.store import StoreError, StoreInfo
+from undertow.engine.store import StoreInfo
 
 
 def stored_fingerprint(info: StoreInfo) -> Fingerprint:
     """The encoder that a store's description names. StoreError: it names none."""
-    types = get_type_hints(Fingerprint)
-    named = info.encoder
-    if named.keys() != types.keys() or not all(isinstance(named[n], t) for n, t in types.items()):
-        raise StoreError(
-            f"the encoder in store.json needs the fields {', '.join(types)}. Restore that file from a backup."
-        )
-    return Fingerprint(**named)
+    return Fingerprint.stored(info.encoder)
 
 
 class UnloadedEncoder:

@@ -1,0 +1,177 @@
+"""What the GPU benchmark reports: goals, figures, and how they become a table, Markdown and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+class NotMeasured(Exception):
+    """A part, or a figure, cannot be measured here; the text says why and what would help."""
+
+
+class WrongResults(Exception):
+    """What was timed gave wrong answers: the timing means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Something to reach on one H100."""
+
+    part: str
+    key: str
+    what: str
+    unit: str
+    target: float
+    lower: bool  # whether lower is better
+
+
+GOALS = (
+    Goal("gate", "gate_kernel", "gate kernels, 10 k x 1 k x 384, one query a tenant", "ms", 2.95, True),
+    Goal("gate", "gate_bandwidth", "their bytes read, of copy bandwidth", "%", 85.0, False),
+    Goal("gate", "gate_skew", "the same bytes in Zipf-skewed tenants, time over equal ones", "x", 1.15, True),
+    Goal("gate", "gate_over_loop", "a per-tenant faiss-gpu loop over the whole gate call", "x", 100.0, False),
+    Goal("topk", "topk_p95", "top-k of 256 tenants' queries at 10 k tenants, p95", "ms", 5.0, True),
+    Goal("encoder", "encoder_device", "encoder on the device, MiniLM class", "Mtok/s", 12.0, False),
+    Goal("encoder", "encoder_to_arena", "text to arena, of the rate on the device", "%", 80.0, False),
+    Goal("ingest", "ingest", "exchanges of 72 tokens to durable and searchable", "k/s", 165.0, False),
+)
+PARTS = tuple(dict.fromkeys(goal.part for goal in GOALS))
+_GOAL = {goal.key: goal for goal in GOALS}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured value with its limit and target in the same unit. None: not measured, the note says why."""
+
+    key: str
+    what: str
+    unit: str
+    value: float | None
+    lower: bool = True
+    limit: float | None = None
+    target: float | None = None
+    note: str = ""
+
+    @property
+    def fraction(self) -> float | None:
+        """Of the limit: 1 is as good as can be."""
+        if self.value is None or self.limit is None or not self.value or not self.limit:
+            return None
+        return self.limit / self.value if self.lower else self.value / self.limit
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the target is met; None without a value or a target."""
+        if self.value is None or self.target is None:
+            return None
+        return self.value <= self.target if self.lower else self.value >= self.target
+
+    def record(self) -> dict[str, Any]:
+        return {**asdict(self), "fraction": self.fraction, "reached": self.reached}
+
+
+@dataclass(slots=True)
+class Part:
+    """What one part of the benchmark found: figures for the table, details for the JSON line."""
+
+    figures: list[Figure] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def reach(self, key: str, value: float, limit: float | None = None, note: str = "") -> None:
+        """A figure of one of the GOALS."""
+        goal = _GOAL[key]
+        self.figures.append(Figure(key, goal.what, goal.unit, value, goal.lower, limit, goal.target, note))
+
+    def tell(self, key: str, what: str, unit: str, value: float, *, lower: bool = True, **more: Any) -> None:
+        """A figure that no goal names."""
+        self.figures.append(Figure(key, what, unit, value, lower, **more))
+
+    def miss(self, key: str, reason: str) -> None:
+        """A goal without a value; the reason says whether it was not measured, failed, or is void."""
+        goal = _GOAL[key]
+        self.figures.append(Figure(key, goal.what, goal.unit, None, goal.lower, None, goal.target, reason))
+
+
+def unmeasured(part: str, reason: str) -> Part:
+    """A part of which nothing was measured."""
+    found = Part()
+    for goal in GOALS:
+        if goal.part == part:
+            found.miss(goal.key, reason)
+    return found
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, p95, p99, least and most of some timings, in milliseconds, and their count."""
+    values = np.asarray(seconds, np.float64) * 1e3
+    names = ("p50_ms", "p95_ms", "p99_ms", "min_ms", "max_ms")
+    quantiles = np.quantile(values, (0.5, 0.95, 0.99, 0.0, 1.0)).tolist()
+    return {**{n: round(q, 4) for n, q in zip(names, quantiles, strict=True)}, "count": len(values)}
+
+
+COLUMNS = ("figure", "measured", "limit", "of limit", "target", "reached")
+
+
+def rows_of(figures: Iterable[Figure]) -> list[tuple[str, ...]]:
+    """The table's cells, one row a figure, in the order of COLUMNS; notes follow their figure's name."""
+    return [
+        (
+            f.what + (f" [{f.note}]" if f.note and f.value is not None else ""),
+            f.note if f.value is None else f"{_number(f.value)} {f.unit}",
+            "" if f.limit is None else f"{_number(f.limit)} {f.unit}",
+            "" if f.fraction is None else f"{f.fraction:.0%}",
+            "" if f.target is None else f"{'<=' if f.lower else '>='} {_number(f.target)} {f.unit}",
+            {None: "", True: "yes", False: "no"}[f.reached],
+        )
+        for f in figures
+    ]
+
+
+def as_text(figures: Iterable[Figure]) -> str:
+    """The table for a terminal."""
+    rows = [COLUMNS, *rows_of(figures)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def as_markdown(result: dict[str, Any], figures: Iterable[Figure]) -> str:
+    """A page for docs/results: what it ran on, the table, the command."""
+    card, limits = result["card"], result["limits"]
+    facts = {
+        "card": card.get("name", "unknown"),
+        "driver / CUDA": f"{card.get('driver', 'unknown')} / {result['cuda']}",
+        "copy bandwidth": f"{limits['copy_gb_per_s']:,.0f} GB/s",
+        "bf16 matrix product": f"{limits['matmul_tflop_per_s']:,.0f} TFLOP/s",
+        "host": f"{result['machine']['cpu']}, {result['machine']['cores']} cores",
+        "packages": ", ".join(f"{n} {v}" for n, v in result["versions"].items()),
+        "commit": result["commit"] or "unknown",
+        "date": result["date"],
+    }
+    table = [COLUMNS, ("---",) * len(COLUMNS), *rows_of(figures)]
+    lines = [
+        f"# GPU benchmark: {facts['card']}{' (quick run)' if result['quick'] else ''}",
+        "",
+        "Made by `undertow bench gpu`; how to read it: `docs/gpu.md`. Measured in one process, medians.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in facts.items()),
+        "",
+        *("| " + " | ".join(row) + " |" for row in table),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2
+    return f"{value:,.{digits}f}"

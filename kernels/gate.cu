@@ -1,0 +1,371 @@
+// The recurrence gate on tensor cores: one pass over the rows of many segments (see gate_cuda.py).
+//
+// A probe puts one query to one segment; the probes of a segment are a group. A task is a range of a
+// group's rows, and a cell is what one task finds for one probe: how many rows reach the threshold, and
+// the best of them with exact scores. `scan` fills the cells, `tally` adds up their counts, `merge`
+// joins their lists. Plan and cells are laid out as plan.py says, and are the same on the CPU (scan.py).
+//
+// Each warp works by itself and takes a task at a time, so no block ever synchronises. It goes over the
+// rows in steps of 32: scores on tensor cores, which are within `slack` of the exact ones (exact.py);
+// rows for which that leaves open whether they count, or belong to the best, are scored again in fp64,
+// which is exact. So what is found does not depend on which warp finds it.
+//
+// Compiled with -DDIM=<values of a vector> for sm_80 or later. No header is included, so that NVRTC
+// needs nothing but this file. tests/cuda_shim/ compiles the same text for the host.
+
+typedef long long i64;
+typedef unsigned int u32;
+typedef unsigned char u8;
+
+constexpr int WARP = 32;
+constexpr u32 ALL = 0xffffffffu;
+constexpr int STEP_ROWS = 32;                       // rows scored together: two mma tiles
+constexpr int ABREAST = 8;                          // probes scored together: the columns of an mma
+constexpr int PIECES = (DIM + 7) / 8;               // a row in pieces of 16 bytes; its padding is zeros
+constexpr int ROW_BYTES = PIECES * 16;
+constexpr int COLUMN_STEPS = (PIECES + 3) / 4;      // 32 values of a row each: one piece for each of 4 lanes
+constexpr int BATCH = COLUMN_STEPS < 3 ? COLUMN_STEPS : 3;  // 12 loads of 16 bytes of rows on their way
+constexpr int BLOCK_THREADS = 128;
+constexpr int BLOCKS_PER_SM = 4;                    // 16 warps, each with some 6 KB on their way
+
+struct Plan {
+    const char *queries;    // [q] rows as in the arena
+    const i64 *place;       // [p] the caller's number of the probe
+    const i64 *query;       // [p]
+    const i64 *limit;       // [p] only rows below it
+    const i64 *flag;        // [p] only rows with this flag
+    const double *theta;    // [p]
+    const i64 *k;           // [p]
+    const i64 *room;        // [p] how many rows a cell keeps
+    const i64 *cell;        // [p + 1] its first cell, one for each task of the group
+    const i64 *list;        // [p + 1] where its first cell's list starts; the others follow
+    const i64 *first;       // [g + 1] the group's first probe
+    const i64 *vectors;     // [g] address of its rows
+    const i64 *flags;       // [g] address of its flags
+    const i64 *rows;        // [g]
+    const i64 *stride;      // [g] rows of a task, the last one may have fewer
+    const i64 *task;        // [g + 1] its first task
+    i64 probes;
+    i64 groups;
+    i64 tasks;
+    double slack;
+};
+
+struct Cells {
+    i64 *count;             // [c] rows that reach theta
+    i64 *size;              // [c] how many of them are listed
+    double *scores;         // [lists] best first, exact
+    i64 *rows;              // [lists]
+    i64 *next_task;         // 0 before and after each run
+};
+
+struct Found {              // for the probes as the caller numbers them
+    i64 *count;             // [p]
+    i64 *kept;              // [p]
+    i64 *starts;            // [p + 1] sums of `kept`, formed between `tally` and `merge`
+    i64 *rows;              // [starts[p]]
+    double *scores;
+};
+
+// -- what the hardware does
+
+#ifdef __CUDACC__
+// sums += A * B: A is 16 rows of 16 values, B 16 values of 8 queries, spread over the warp as PTX says
+__device__ __forceinline__ void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ double widen(u32 half) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((unsigned short)half));
+    return wide;
+}
+#endif
+
+// -- scores
+
+__device__ __forceinline__ uint4 piece_of(const char *row, int piece, bool wanted) {
+    return wanted ? __ldg((const uint4 *)row + piece) : make_uint4(0, 0, 0, 0);
+}
+
+// The scores of 32 rows with 8 queries. Rows that are not `asked` are not read, and score 0.
+//
+// Lane 4g + t reads rows g, g + 8, g + 16, g + 24 and query g, of each the pieces t, t + 4, t + 8, ...
+// An mma wants other columns from that lane, but all that matters to a dot product is that rows and
+// queries are permuted alike. sums[i] is of rows 16i to 16i + 15, in the layout of an mma's result:
+// of rows g, g, g + 8, g + 8, the queries 2t, 2t + 1, 2t, 2t + 1.
+__device__ __forceinline__ void score(float (&sums)[2][4], const char *rows, u32 asked, const char *query, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    const char *row = rows + g * ROW_BYTES;
+    bool reads[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reads[i] = asked >> (g + 8 * i) & 1;
+#pragma unroll 1
+    for (int step = 0; step < COLUMN_STEPS; step += BATCH) {
+        uint4 a[BATCH][4], b[BATCH];
+#pragma unroll
+        for (int s = 0; s < BATCH; ++s) {
+            const int piece = 4 * (step + s) + t;
+            const bool inside = PIECES % (4 * BATCH) == 0 || piece < PIECES;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[s][i] = piece_of(row + 8 * i * ROW_BYTES, piece, inside && reads[i]);
+            b[s] = piece_of(query, piece, inside && query);
+        }
+#pragma unroll
+        for (int s = 0; s < BATCH; ++s) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint4 upper = a[s][2 * i], lower = a[s][2 * i + 1];
+                mma(sums[i], upper.x, lower.x, upper.y, lower.y, b[s].x, b[s].y);
+                mma(sums[i], upper.z, lower.z, upper.w, lower.w, b[s].z, b[s].w);
+            }
+        }
+    }
+}
+
+// Lane r's score of row r with query j.
+__device__ __forceinline__ float score_of_row(const float (&sums)[2][4], int j, int lane) {
+    const int holder = lane % 8 * 4 + j / 2;
+    float scores[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float *pair = &sums[i / 2][i % 2 * 2];
+        scores[i] = __shfl_sync(ALL, j % 2 ? pair[1] : pair[0], holder);
+    }
+    const float low = lane & 8 ? scores[1] : scores[0], high = lane & 8 ? scores[3] : scores[2];
+    return lane & 16 ? high : low;
+}
+
+__device__ __forceinline__ double product(u32 a, u32 b) {
+    return widen(a & 0xffff) * widen(b & 0xffff) + widen(a >> 16) * widen(b >> 16);
+}
+
+// The exact score, by the whole warp, in every lane.
+__device__ __forceinline__ double exact_score(const char *row, const char *query, int lane) {
+    double sum = 0;
+    for (int piece = lane; piece < PIECES; piece += WARP) {
+        const uint4 a = piece_of(row, piece, true), b = piece_of(query, piece, true);
+        sum += product(a.x, b.x) + product(a.y, b.y) + product(a.z, b.z) + product(a.w, b.w);
+    }
+    for (int other = WARP / 2; other > 0; other /= 2) sum += __shfl_xor_sync(ALL, sum, other);
+    return sum;
+}
+
+// -- cells
+
+// Insert a row into a list, best first, with space for `room`; the new size. Rows are offered in
+// ascending order, so that of equal scores the one that is there already goes first.
+__device__ __forceinline__ i64 insert(double *scores, i64 *rows, i64 size, i64 room, double score, i64 row, int lane) {
+    if (room == 0 || (size == room && scores[room - 1] >= score)) return size;
+    const i64 last = size < room ? size : room - 1;
+    i64 place = 0;
+    for (i64 block = last / WARP * WARP; block >= 0; block -= WARP) {
+        const i64 i = block + lane;
+        const bool there = i < last, worse = there && scores[i] < score;
+        const double moved_score = worse ? scores[i] : 0;
+        const i64 moved_row = worse ? rows[i] : 0;
+        const u32 better = __ballot_sync(ALL, there && !worse);
+        __syncwarp();  // all have read before any writes
+        if (worse) {
+            scores[i + 1] = moved_score;
+            rows[i + 1] = moved_row;
+        }
+        __syncwarp();
+        if (better) {
+            place = block + __popc(better);
+            break;
+        }
+    }
+    if (lane == 0) {
+        scores[place] = score;
+        rows[place] = row;
+    }
+    __syncwarp();
+    return size < room ? size + 1 : size;
+}
+
+struct Step {
+    const char *vectors;    // the step's first row
+    i64 row;                // this lane's row
+    u32 flag;               // its flag, 0 beyond the task's last row
+    i64 place;              // which task of its group this is
+};
+
+// Count the rows of a step that reach the theta of probe `p`, and list the best of them, given tensor
+// core scores. The lowest row goes first; one that surely counts but no longer belongs to the best
+// needs no exact score.
+__device__ __forceinline__ void judge(const Plan &plan, const Cells &cells, const Step &step, i64 p, float score, int lane) {
+    const double theta = plan.theta[p], slack = plan.slack;
+    const char *query = plan.queries + plan.query[p] * ROW_BYTES;
+    const i64 cell = plan.cell[p] + step.place, room = plan.room[p];
+    double *scores = cells.scores + plan.list[p] + step.place * room;
+    i64 *rows = cells.rows + plan.list[p] + step.place * room;
+    i64 count = cells.count[cell], size = cells.size[cell];
+    const bool seen = step.row < plan.limit[p] && (step.flag & plan.flag[p]);
+    const bool surely = score >= theta + slack;
+    bool open = seen && score >= theta - slack;
+    for (;;) {
+        const bool enters = size < room || (room > 0 && score >= scores[room - 1] - slack);
+        const bool settled = open && surely && !enters;
+        count += __popc(__ballot_sync(ALL, settled));
+        open = open && !settled;
+        const u32 left = __ballot_sync(ALL, open);
+        if (left == 0) break;
+        const int next = __ffs(left) - 1;
+        const double exact = exact_score(step.vectors + next * ROW_BYTES, query, lane);
+        if (exact >= theta) {
+            ++count;
+            size = insert(scores, rows, size, room, exact, step.row - lane + next, lane);
+        }
+        open = open && lane != next;
+    }
+    if (lane == 0) {
+        cells.count[cell] = count;
+        cells.size[cell] = size;
+    }
+    __syncwarp();
+}
+
+// -- tasks
+
+// The last group whose first task is not after `task`.
+__device__ __forceinline__ i64 group_of(const Plan &plan, i64 task) {
+    i64 low = 0, high = plan.groups;
+    while (high - low > 1) {
+        const i64 middle = (low + high) / 2;
+        if (plan.task[middle] <= task) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+// The flags that any probe of the group asks for; all cells of the task are emptied on the way.
+__device__ __forceinline__ u32 open_cells(const Plan &plan, const Cells &cells, i64 first, i64 last, i64 place, int lane) {
+    u32 wanted = 0;
+    for (i64 p = first + lane; p < last; p += WARP) {
+        cells.count[plan.cell[p] + place] = 0;
+        cells.size[plan.cell[p] + place] = 0;
+        wanted |= (u32)plan.flag[p];
+    }
+    __syncwarp();
+    return __reduce_or_sync(ALL, wanted);
+}
+
+// Whether one of this lane's four scores may reach the theta of probe `p`.
+__device__ __forceinline__ bool hopeful(const Plan &plan, const float (&sums)[2][4], int odd, i64 p, i64 last) {
+    const double least = p < last ? plan.theta[p] - plan.slack : 0;
+    const bool any = sums[0][odd] >= least || sums[0][odd + 2] >= least || sums[1][odd] >= least || sums[1][odd + 2] >= least;
+    return p < last && any;
+}
+
+// Put the probes [p, last), at most 8 of them, to the 32 rows of a step.
+__device__ __forceinline__ void ask(const Plan &plan, const Cells &cells, const Step &step, u32 asked, i64 p, i64 last, int lane) {
+    const i64 mine = p + lane / 4;
+    const char *query = mine < last ? plan.queries + plan.query[mine] * ROW_BYTES : nullptr;
+    float sums[2][4] = {};
+    score(sums, step.vectors, asked, query, lane);
+    const i64 pair = p + lane % 4 * 2;
+    const u32 even = __ballot_sync(ALL, hopeful(plan, sums, 0, pair, last));
+    const u32 odd = __ballot_sync(ALL, hopeful(plan, sums, 1, pair + 1, last));
+    if (!(even | odd)) return;
+#pragma unroll 1
+    for (int j = 0; j < ABREAST; ++j) {
+        const u32 holders = 0x11111111u << j / 2;
+        if ((j % 2 ? odd : even) & holders) judge(plan, cells, step, p + j, score_of_row(sums, j, lane), lane);
+    }
+}
+
+__device__ __forceinline__ void run(const Plan &plan, const Cells &cells, i64 task, int lane) {
+    const i64 g = group_of(plan, task), first = plan.first[g], last = plan.first[g + 1];
+    const char *vectors = (const char *)plan.vectors[g];
+    const u8 *flags = (const u8 *)plan.flags[g];
+    const i64 place = task - plan.task[g], begin = place * plan.stride[g];
+    const i64 end = begin + plan.stride[g] < plan.rows[g] ? begin + plan.stride[g] : plan.rows[g];
+    const u32 wanted = open_cells(plan, cells, first, last, place, lane);
+    for (i64 base = begin; base < end; base += STEP_ROWS) {
+        const i64 row = base + lane;
+        const u32 flag = row < end ? flags[row] : 0;
+        const u32 asked = __ballot_sync(ALL, (flag & wanted) != 0);
+        if (!asked) continue;
+        const Step step = {vectors + base * ROW_BYTES, row, flag, place};
+        for (i64 p = first; p < last; p += ABREAST) ask(plan, cells, step, asked, p, last, lane);
+    }
+}
+
+// -- kernels
+
+// Fill the cells of all tasks. Any grid of blocks of BLOCK_THREADS does; the card should be full.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM) scan(const Plan plan, const Cells cells) {
+    const int lane = threadIdx.x % WARP;
+    for (;;) {
+        i64 task = 0;
+        if (lane == 0) task = atomicAdd((unsigned long long *)cells.next_task, 1ull);
+        task = __shfl_sync(ALL, task, 0);
+        if (task >= plan.tasks) return;
+        run(plan, cells, task, lane);
+    }
+}
+
+// Add up the counts of each probe: a warp a probe.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) tally(const Plan plan, const Cells cells, const Found found) {
+    const i64 p = ((i64)blockIdx.x * BLOCK_THREADS + threadIdx.x) / WARP;
+    const int lane = threadIdx.x % WARP;
+    if (p >= plan.probes) return;
+    i64 count = 0;
+    for (i64 cell = plan.cell[p] + lane; cell < plan.cell[p + 1]; cell += WARP) count += cells.count[cell];
+    for (int other = WARP / 2; other > 0; other /= 2) count += __shfl_xor_sync(ALL, count, other);
+    if (lane) return;
+    found.count[plan.place[p]] = count;
+    found.kept[plan.place[p]] = count < plan.k[p] ? count : plan.k[p];
+    if (p == 0) *cells.next_task = found.starts[0] = 0;
+}
+
+struct Head {
+    double score;
+    i64 row;                // -1: no row is left
+};
+
+__device__ __forceinline__ bool before(const Head &a, const Head &b) {
+    return a.row >= 0 && (b.row < 0 || a.score > b.score || (a.score == b.score && a.row < b.row));
+}
+
+// The best row that is left in this lane's cells of probe p: every 32nd. A cell's `count` is how many
+// rows of its list were taken.
+__device__ __forceinline__ Head best_left(const Plan &plan, const Cells &cells, i64 p, int lane, i64 &cell) {
+    Head best = {0, -1};
+    for (i64 c = plan.cell[p] + lane; c < plan.cell[p + 1]; c += WARP) {
+        const i64 at = plan.list[p] + (c - plan.cell[p]) * plan.room[p] + cells.count[c];
+        if (cells.count[c] == cells.size[c]) continue;
+        const Head head = {cells.scores[at], cells.rows[at]};
+        if (before(head, best)) {
+            best = head;
+            cell = c;
+        }
+    }
+    return best;
+}
+
+// Write the best rows of each probe, best first: a warp a probe. Overwrites the cells' counts.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) merge(const Plan plan, const Cells cells, const Found found) {
+    const i64 p = ((i64)blockIdx.x * BLOCK_THREADS + threadIdx.x) / WARP;
+    const int lane = threadIdx.x % WARP;
+    if (p >= plan.probes) return;
+    for (i64 c = plan.cell[p] + lane; c < plan.cell[p + 1]; c += WARP) cells.count[c] = 0;
+    i64 cell = 0;
+    Head mine = best_left(plan, cells, p, lane, cell);
+    for (i64 at = found.starts[plan.place[p]]; at < found.starts[plan.place[p] + 1]; ++at) {
+        Head best = mine;
+        for (int other = WARP / 2; other > 0; other /= 2) {
+            const Head theirs = {__shfl_xor_sync(ALL, best.score, other), __shfl_xor_sync(ALL, best.row, other)};
+            if (before(theirs, best)) best = theirs;
+        }
+        if (mine.row == best.row) {  // rows are in one cell only
+            found.scores[at] = best.score;
+            found.rows[at] = best.row;
+            ++cells.count[cell];
+            mine = best_left(plan, cells, p, lane, cell);
+        }
+    }
+}

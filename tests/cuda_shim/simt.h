@@ -1,0 +1,275 @@
+// One warp at a time on the host: just enough of CUDA to run gate.cu as C++.
+//
+// The 32 lanes of a warp are coroutines. Each runs until it meets a warp collective, leaves what it
+// brings and waits; when all have come, the collective is worked out and they go on. Lanes that meet
+// in different collectives, or leave while others wait, are an error, as they are on a device. Between
+// collectives lanes run one after the other, from lane 0 up or from lane 31 down, so that a missing
+// barrier shows as a wrong result in one of the two orders.
+#pragma once
+
+#include <algorithm>
+#include <csetjmp>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct uint4 {
+    unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace simt {
+
+constexpr int LANES = 32;
+constexpr size_t STACK_BYTES = 64 << 10;
+
+struct Index {
+    unsigned x;
+};
+
+struct Range {  // of memory that a kernel may read through __ldg; sorted, apart
+    uintptr_t begin, end;
+};
+
+enum class Kind { none, ballot, reduce_or, shuffle, shuffle_xor, sync, mma };
+inline const char *const KIND_NAMES[] = {"none", "ballot", "reduce_or", "shfl", "shfl_xor", "syncwarp", "mma"};
+
+struct Visit {  // what a lane brings to a collective, and what it takes away
+    Kind kind;
+    unsigned mask;
+    int source;  // of a shuffle
+    uint64_t value;
+    unsigned operands[6];
+    float sums[4];
+};
+
+struct Lane {
+    ucontext_t start;
+    jmp_buf place;
+    std::vector<char> stack = std::vector<char>(STACK_BYTES);
+    bool started, done;
+    Visit visit;
+};
+
+struct Warp {
+    Lane lanes[LANES];
+    ucontext_t home_context;
+    jmp_buf home;
+    int current;
+    Index block, thread_base;
+    void (*body)();
+};
+
+inline Warp warp;
+inline int cut_block = 0;        // products that an mma adds in one go, cutting bits off; 0: plain fp32
+inline bool descending = false;  // the order in which lanes run
+inline std::string error;
+inline std::vector<Range> readable;
+
+inline Index thread_index() { return {warp.thread_base.x + warp.current}; }
+
+inline void fail(const std::string &text) {
+    if (error.empty()) error = text;
+}
+
+inline Visit &meet(Kind kind, unsigned mask) {
+    Lane &lane = warp.lanes[warp.current];
+    lane.visit.kind = kind;
+    lane.visit.mask = mask;
+    if (_setjmp(lane.place) == 0) _longjmp(warp.home, 1);
+    return lane.visit;
+}
+
+inline Visit &mine() { return warp.lanes[warp.current].visit; }
+
+inline float half_value(unsigned bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float size = exponent ? __builtin_ldexpf(1024 + fraction, exponent - 25) : __builtin_ldexpf(fraction, -24);
+    return bits & 0x8000 ? -size : size;
+}
+
+// The fragments of mma.m16n8k16 with fp16 operands, as the PTX ISA tabulates them: element i of a lane.
+inline void mma_all() {
+    static float a[16][16], b[16][8];
+    for (int l = 0; l < LANES; ++l) {
+        const unsigned *operands = warp.lanes[l].visit.operands;
+        const int group = l >> 2, in_group = l % 4;
+        for (int i = 0; i < 8; ++i) {
+            const int row = i < 2 || (4 <= i && i < 6) ? group : group + 8;
+            const int column = in_group * 2 + (i & 1) + (i >= 4 ? 8 : 0);
+            a[row][column] = half_value(operands[i / 2] >> 16 * (i & 1) & 0xffff);
+        }
+        for (int i = 0; i < 4; ++i) {
+            const int row = in_group * 2 + (i & 1) + (i >= 2 ? 8 : 0);
+            b[row][group] = half_value(operands[4 + i / 2] >> 16 * (i & 1) & 0xffff);
+        }
+    }
+    for (int l = 0; l < LANES; ++l) {
+        for (int i = 0; i < 4; ++i) {
+            const int row = (l >> 2) + (i >= 2 ? 8 : 0), column = l % 4 * 2 + (i & 1);
+            float &sum = warp.lanes[l].visit.sums[i];
+            if (cut_block == 0) {
+                for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
+                continue;
+            }
+            for (int first = 0; first < 16; first += cut_block) {
+                // align all addends to the largest, cut off below 2**-23 of it, add, cut to fp32
+                double addends[17] = {sum}, total = 0;
+                for (int k = 0; k < cut_block; ++k) addends[k + 1] = (double)a[row][first + k] * b[first + k][column];
+                int largest = -1000, exponent;
+                for (int k = 0; k <= cut_block; ++k)
+                    if (addends[k] != 0 && (__builtin_frexp(addends[k], &exponent), exponent > largest)) largest = exponent;
+                if (largest == -1000) continue;
+                for (int k = 0; k <= cut_block; ++k)
+                    total += __builtin_ldexp(__builtin_trunc(__builtin_ldexp(addends[k], 24 - largest)), largest - 24);
+                __builtin_frexp(total, &exponent);
+                sum = (float)__builtin_ldexp(__builtin_trunc(__builtin_ldexp(total, 24 - exponent)), exponent - 24);
+            }
+        }
+    }
+}
+
+inline void settle(Kind kind) {
+    if (kind == Kind::mma) return mma_all();
+    uint64_t values[LANES], bits = 0, any = 0;
+    for (int l = 0; l < LANES; ++l) {
+        values[l] = warp.lanes[l].visit.value;
+        bits |= (uint64_t)(values[l] != 0) << l;
+        any |= values[l];
+    }
+    for (int l = 0; l < LANES; ++l) {
+        Visit &visit = warp.lanes[l].visit;
+        if (kind == Kind::ballot) visit.value = bits;
+        if (kind == Kind::reduce_or) visit.value = any;
+        if (kind == Kind::shuffle) visit.value = values[visit.source & 31];
+        if (kind == Kind::shuffle_xor) visit.value = values[l ^ visit.source];
+    }
+}
+
+inline void enter() {
+    warp.body();
+    warp.lanes[warp.current].done = true;
+    _longjmp(warp.home, 1);
+}
+
+inline void resume(int l) {
+    Lane &lane = warp.lanes[l];
+    warp.current = l;
+    if (_setjmp(warp.home)) return;
+    if (lane.started) _longjmp(lane.place, 1);
+    lane.started = true;
+    getcontext(&lane.start);
+    lane.start.uc_stack.ss_sp = lane.stack.data();
+    lane.start.uc_stack.ss_size = lane.stack.size();
+    lane.start.uc_link = nullptr;
+    makecontext(&lane.start, enter, 0);
+    setcontext(&lane.start);
+}
+
+inline void run_warp(void (*body)()) {
+    warp.body = body;
+    for (Lane &lane : warp.lanes) lane.started = lane.done = false;
+    while (error.empty()) {
+        int done = 0;
+        for (int i = 0; i < LANES; ++i) resume(descending ? LANES - 1 - i : i);
+        for (const Lane &lane : warp.lanes) done += lane.done;
+        if (done == LANES) return;
+        const Visit &first = warp.lanes[0].visit;
+        for (const Lane &lane : warp.lanes) {
+            if (lane.done) return fail("lanes have left while others wait at " + std::string(KIND_NAMES[(int)first.kind]));
+            if (lane.visit.kind != first.kind)
+                return fail("lanes meet in different collectives: " + std::string(KIND_NAMES[(int)first.kind]) + " and " +
+                            KIND_NAMES[(int)lane.visit.kind]);
+            if (lane.visit.mask != 0xffffffffu) return fail("a collective that does not name all lanes");
+        }
+        settle(first.kind);
+    }
+}
+
+// Run a kernel with so many blocks; what went wrong, or nullptr.
+inline const char *launch(void (*body)(), unsigned blocks, unsigned threads) {
+    static std::string told;
+    error.clear();
+    if (blocks == 0) fail("a launch of no blocks");
+    for (unsigned b = 0; b < blocks && error.empty(); ++b)
+        for (unsigned t = 0; t < threads && error.empty(); t += LANES) {
+            warp.block = {b};
+            warp.thread_base = {t};
+            run_warp(body);
+        }
+    told = error;
+    return told.empty() ? nullptr : told.c_str();
+}
+
+template <class T>
+uint64_t bits_of(T value) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof value);
+    return bits;
+}
+
+template <class T>
+T exchange(Kind kind, unsigned mask, T value, int source) {
+    mine().value = bits_of(value);
+    mine().source = source;
+    const uint64_t bits = meet(kind, mask).value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+}  // namespace simt
+
+#define threadIdx simt::thread_index()
+#define blockIdx simt::warp.block
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source) {
+    return simt::exchange(simt::Kind::shuffle, mask, value, source);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int other) {
+    return simt::exchange(simt::Kind::shuffle_xor, mask, value, other);
+}
+inline unsigned __ballot_sync(unsigned mask, int value) {
+    return simt::exchange<unsigned>(simt::Kind::ballot, mask, value != 0, 0);
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+    return simt::exchange(simt::Kind::reduce_or, mask, value, 0);
+}
+inline void __syncwarp() { simt::meet(simt::Kind::sync, 0xffffffffu); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
+inline unsigned long long atomicAdd(unsigned long long *place, unsigned long long value) {
+    const unsigned long long before = *place;
+    *place += value;
+    return before;
+}
+
+// Rows and queries are all that kernels read this way: a read outside of them is reported.
+inline uint4 __ldg(const uint4 *place) {
+    const uintptr_t at = (uintptr_t)place;
+    const auto after = std::upper_bound(simt::readable.begin(), simt::readable.end(), at,
+                                        [](uintptr_t address, const simt::Range &range) { return address < range.begin; });
+    if (after == simt::readable.begin() || at + sizeof(uint4) > (after - 1)->end) {
+        simt::fail("a read outside of the rows that were asked for");
+        return {};
+    }
+    if (at % sizeof(uint4)) simt::fail("a read that is not aligned to 16 bytes");
+    return *place;
+}
+
+inline void mma(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    const unsigned operands[6] = {a0, a1, a2, a3, b0, b1};
+    std::memcpy(simt::mine().operands, operands, sizeof operands);
+    std::memcpy(simt::mine().sums, sums, sizeof sums);
+    std::memcpy(sums, simt::meet(simt::Kind::mma, 0xffffffffu).sums, sizeof sums);
+}
+inline double widen(unsigned half) { return simt::half_value(half & 0xffff); }

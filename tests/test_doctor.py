@@ -1,0 +1,107 @@
+"""What the doctor says of the card, with a card made up where there is none."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from undertow.engine.config import Settings
+from undertow.kernels import device
+from undertow.serving import doctor
+
+GIB = 1 << 30
+ON_A_CARD = ("gpu", "gpu search", "gpu memory")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An 80 GiB card with 78 GiB free."""
+    monkeypatch.setattr(device, "HAS_CUDA", True)
+    monkeypatch.setattr(device, "CUDA_DEVICE_COUNT", 1)
+    monkeypatch.setattr(device, "load_faiss_gpu", lambda: None)
+    monkeypatch.setattr(doctor, "_driver_cuda", lambda: "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="A Card"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (78 * GIB, 80 * GIB))
+    return monkeypatch
+
+
+def gpu(settings: Settings) -> dict[str, doctor.Finding]:
+    return {finding.what: finding for finding in doctor._gpu(settings)}
+
+
+def test_a_card_its_search_and_its_division(card: pytest.MonkeyPatch) -> None:
+    found = gpu(Settings(card_shares="llm=0.5,arena=0.25,encoder=0.1"))
+    assert tuple(found) == ON_A_CARD
+    assert all(finding.ok for finding in found.values())
+    assert "A Card, 78.0 of 80.0 GiB free" in found["gpu"].text
+    assert "driver for CUDA 13.0" in found["gpu"].text
+    assert "by torch" in found["gpu search"].text
+    assert "arena 20.0, encoder 8.0, LLM server 40.0 GiB" in found["gpu memory"].text
+    card.setattr(device, "load_faiss_gpu", lambda: object())
+    assert gpu(Settings())["gpu search"].text == "by faiss-gpu"
+
+
+def test_a_card_that_others_fill(card: pytest.MonkeyPatch) -> None:
+    card.setattr(torch.cuda, "mem_get_info", lambda: (10 * GIB, 80 * GIB))
+    memory = gpu(Settings())["gpu memory"]
+    assert (memory.ok, memory.needed) == (False, True)
+    assert "UNDERTOW_CARD_SHARES" in memory.text
+
+
+def test_libraries_that_do_not_fit_the_card(card: pytest.MonkeyPatch) -> None:
+    def missing() -> object:
+        raise RuntimeError("libcublas.so.12 is missing")
+
+    card.setattr(device, "load_faiss_gpu", missing)
+    search = gpu(Settings())["gpu search"]
+    assert (search.ok, "libcublas.so.12" in search.text) == (False, True)
+    card.setattr(torch.cuda, "is_available", lambda: False)
+    (only,) = doctor._gpu(Settings())
+    assert (only.ok, only.needed, "CUDA build of torch" in only.text) == (False, True, True)
+
+
+def test_a_card_that_is_not_to_be_used(card: pytest.MonkeyPatch) -> None:
+    (only,) = doctor._gpu(Settings(device="cpu"))
+    assert (only.ok, "unused" in only.text) == (True, True)
+
+
+@pytest.mark.skipif(device.HAS_CUDA, reason="there is a CUDA device here")
+def test_without_a_card() -> None:
+    (only,) = doctor._gpu(Settings())
+    assert (only.ok, "everything runs on the CPU" in only.text) == (True, True)
+    (only,) = doctor._gpu(Settings(device="cuda"))
+    assert (only.ok, only.needed) == (False, True)
+
+
+@pytest.mark.gpu
+def test_on_this_card() -> None:
+    found = gpu(Settings())
+    assert tuple(found) == ON_A_CARD
+    assert "GiB free" in found["gpu"].text
+
+
+@pytest.mark.parametrize(
+    ("installed", "ok", "says"),
+    [
+        (["faiss-cpu"], True, "faiss-cpu 1"),
+        (["faiss-gpu"], True, "faiss-gpu 1"),
+        ([], False, "pip install faiss-cpu"),
+        (["faiss-cpu", "faiss-gpu"], False, "overwrite each other"),
+    ],
+)
+def test_one_faiss_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, installed: list[str], ok: bool, says: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(doctor, "version", version)
+    found = doctor._faiss()
+    assert (found.ok, says in found.text) == (ok, True)
