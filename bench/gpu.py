@@ -38,6 +38,8 @@ from undertow.kernels.device import why_no_cuda
 
 T = TypeVar("T")
 
+WITH_MODEL = ("encoder", "ingest")
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -46,14 +48,21 @@ class Options:
     quick: bool = False
     only: tuple[str, ...] = PARTS
     out: Path | None = None
+    encoder: Path | None = None
+    """The folder of the model for the parts "encoder" and "ingest"; by default the settings' model."""
 
 
 def check(options: Options) -> None:
-    """NotMeasured: there is no card. ValueError: an unknown part, or a place that cannot be written."""
+    """NotMeasured: there is no card. ValueError: an unknown part, no such place or model."""
     if unknown := [name for name in options.only if name not in PARTS]:
         raise ValueError(f"--only knows {', '.join(PARTS)}, not {', '.join(unknown)}")
     if options.out is not None and not (options.out.is_dir() or options.out.parent.is_dir()):
         raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
+    if options.encoder is not None and not (options.encoder / "modules.json").is_file():
+        raise ValueError(
+            f"--encoder {options.encoder}: there is no modules.json, so it is not the folder of a "
+            "sentence-transformers model; name one that is"
+        )
     if reason := why_no_cuda():
         raise NotMeasured(
             f"there is no card to measure: {reason}. docs/gpu.md says how to install for a GPU; "
@@ -74,7 +83,7 @@ def run(options: Options, tell: Callable[[str], None]) -> tuple[dict[str, Any], 
     sound = True
     for part in options.only:
         tell(f"measuring {part}")
-        found, fine = _outcome(part, apart(measure_part, part, scale, limits))
+        found, fine = _outcome(part, apart(measure_part, part, scale, limits, options.encoder))
         figures += found.figures
         sound &= fine
         result["details"][part] = found.details
@@ -85,10 +94,11 @@ def run(options: Options, tell: Callable[[str], None]) -> tuple[dict[str, Any], 
     return result, figures, sound
 
 
-def measure_part(part: str, scale: Scale, limits: Limits, device: str = "cuda") -> Part:
-    """One part, in this process."""
+def measure_part(part: str, scale: Scale, limits: Limits, encoder: Path | None = None) -> Part:
+    """One part, in this process; with the model in the folder `encoder` where the part has one."""
     module = import_module(f"undertow.bench.gpu_{part}")
-    found: Part = module.measure(Rig(device), scale, limits)
+    model = {"encoder": str(encoder)} if encoder is not None and part in WITH_MODEL else {}
+    found: Part = module.measure(Rig(), scale, limits, **model)
     return found
 
 
@@ -172,8 +182,11 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="write the JSON here and a table beside it; a folder will do"
     )
+    parser.add_argument(
+        "--encoder", type=Path, metavar="FOLDER", help="the model of encoder and ingest; else the settings'"
+    )
     given = parser.parse_args()
-    options = Options(given.quick, given.only, given.out)
+    options = Options(given.quick, given.only, given.out, given.encoder)
     try:
         check(options)
     except (NotMeasured, ValueError) as error:

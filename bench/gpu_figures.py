@@ -158,7 +158,8 @@ def as_markdown(result: dict[str, Any], figures: Iterable[Figure]) -> str:
     lines = [
         f"# GPU benchmark: {facts['card']}{' (quick run)' if result['quick'] else ''}",
         "",
-        "Made by `undertow bench gpu`; how to read it: `docs/gpu.md`. Measured in one process, medians.",
+        "Made by `undertow bench gpu`; how to read it: `docs/gpu.md`. "
+        "Each part was measured in a process of its own; medians, p95 where the name says so.",
         "",
         "| | |",
         "| --- | --- |",

@@ -23,7 +23,10 @@ _INSIDE_ADMIT = ("encode", "append")
 
 
 def measure(rig: Rig, scale: Scale, limits: Limits, **changes: Any) -> Part:
-    """Rate with the journal on local disk and no LLM, and which phase it is that limits it."""
+    """Rate with the journal on local disk and no LLM, and which phase it is that limits it.
+
+    `changes`: settings other than this machine's.
+    """
     part = Part()
     settings = Settings(
         **{
@@ -57,6 +60,7 @@ def measure(rig: Rig, scale: Scale, limits: Limits, **changes: Any) -> Part:
         "elapsed_s": elapsed_s,
         "shares": phases,
         "batch": scale.ingest_batch,
+        "encoder": Path(settings.encoder).name,
     }
     return part
 

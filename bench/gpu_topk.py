@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from undertow.bench.gpu_figures import Part, WrongResults, spread
 from undertow.bench.gpu_load import World, equal_sizes
 from undertow.bench.gpu_rig import Limits, Rig, Scale
+from undertow.kernels.device import load_faiss_gpu
 from undertow.kernels.gate import Gate, make_gate
 from undertow.kernels.ivf import IvfIndex
 from undertow.kernels.topk import top_k, top_k_many
@@ -21,6 +22,8 @@ Float16s = NDArray[np.float16]
 
 K = 10
 _CHECKED = 16
+# batches that both ways of exact search are put to: one call a tenant is the slow one of them
+_COMPARED = 20
 _ROWS_A_TOPIC = 500
 _WARM_UP = 10
 
@@ -44,6 +47,7 @@ def measure(rig: Rig, scale: Scale, limits: Limits) -> Part:
     read_bytes = scale.topk_batch * scale.rows * (world.arena.row_bytes + 1)
     part.reach("topk_p95", figures["p95_ms"], read_bytes / limits.copy_bytes_per_s * 1e3)
     part.details["mixed"] = {"batch": scale.topk_batch, "k": K, "bytes_read": read_bytes, **figures}
+    part.details["mixed_both_ways"] = _both_ways(rig, world, gate, batches[: _COMPARED + _WARM_UP])
     _large_tenant(part, rig, world, gate, scale)
     return part
 
@@ -62,6 +66,8 @@ def _large_tenant(part: Part, rig: Rig, world: World, gate: Gate, scale: Scale) 
         "ivf": _one_by_one(rig, queries, lambda query: index.search(query, K)),
         "exact": _one_by_one(rig, queries, lambda query: top_k(world.arena, segment, query, K, scan=gate)),
     }
+    one_query = [(np.array([segment]), query) for query in queries[: _COMPARED + _WARM_UP, None]]
+    both_ways = _both_ways(rig, world, gate, one_query)
     size = f"{scale.ivf_rows:,} turns"
     part.tell("ivf_p95", f"a tenant of {size} by its IVF index, one query, p95", "ms", times["ivf"]["p95_ms"])
     part.tell("exact_p95", "the same, exact", "ms", times["exact"]["p95_ms"])
@@ -75,7 +81,32 @@ def _large_tenant(part: Part, rig: Rig, world: World, gate: Gate, scale: Scale) 
             )
         },
         **times,
+        "exact_both_ways": both_ways,
     }
+
+
+def _both_ways(rig: Rig, world: World, gate: Gate, batches: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """The same batches by the gate's scan, and by FAISS or torch, one segment after the other.
+
+    `blocks_by` says which of the two searched by blocks. WrongResults unless both find the same.
+    """
+    segments, queries = batches[0]
+    scanned = top_k_many(world.arena, segments, queries, K, gate)
+    by_blocks = top_k_many(world.arena, segments, queries, K)
+    if not all(np.array_equal(one, two) for one, two in zip(scanned, by_blocks, strict=True)):
+        raise WrongResults("exact top-k by blocks differs from the gate's scan")
+
+    def spread_of(scan: Gate | None) -> dict[str, float]:
+        ahead = iter(batches)
+        warmup = min(_WARM_UP, len(batches) - 1)
+        return spread(
+            rig.wall_s(
+                lambda: top_k_many(world.arena, *next(ahead), K, scan), len(batches) - warmup, warmup=warmup
+            )
+        )
+
+    blocks_by = "faiss" if rig.cuda and load_faiss_gpu() else "torch"
+    return {"scan": spread_of(gate), "blocks": spread_of(None), "blocks_by": blocks_by}
 
 
 def _one_by_one(rig: Rig, queries: Float16s, ask: Callable[[Float16s], object]) -> dict[str, float]:

@@ -50,30 +50,35 @@ class CardShares:
             raise ValueError(f"the shares add up to {sum(shares.values()):g}, and the card is 1")
         return cls(**shares)
 
-    def arena_bytes(self, total_bytes: int, free_bytes: int, own_bytes: int = 0) -> int:
+    def arena_bytes(self, total_bytes: int, free_bytes: int, own_bytes: int = 0, pools_bytes: int = 0) -> int:
         """What the arena gets of a card of `total_bytes`. CardTooFull, with the figures and the cure.
 
         free_bytes: what the driver says is free; own_bytes: what this process's encoder has taken of
-        it already. The LLM server may have started or not.
+        it already; pools_bytes: what arenas of this process's other open engines have. The LLM server
+        may have started or not.
         """
         arena, encoder = int(self.arena * total_bytes), int(self.encoder * total_bytes)
         to_take = arena + max(0, encoder - own_bytes)
         if free_bytes >= to_take:
             return arena
         fitting = math.floor((free_bytes - max(0, encoder - own_bytes)) / total_bytes * 100) / 100
-        others = total_bytes - free_bytes - own_bytes
+        others = total_bytes - free_bytes - own_bytes - pools_bytes
         raise CardTooFull(
             f"the card has {_gib(free_bytes)} of its {_gib(total_bytes)} GiB free, and the arena "
             f"({self.arena:g} of the card) with the encoder ({self.encoder:g}) needs {_gib(to_take)}. "
-            f"{self._cure(others / total_bytes, fitting)}"
+            f"{self._cure(others / total_bytes, fitting, pools_bytes)}"
         )
 
-    def _cure(self, others: float, fitting: float) -> str:
+    def _cure(self, others: float, fitting: float, pools_bytes: int) -> str:
         lower = (
             f"lower the arena's share in {SETTING} to {fitting:g}"
             if fitting > 0
             else "free some of the card: no share of the arena would fit"
         )
+        if pools_bytes:
+            return (
+                f"Another engine of this process holds {_gib(pools_bytes)} GiB: close it first, or {lower}."
+            )
         if others > self.llm:
             return (
                 f"Other processes hold {others:.2f} of the card, and the LLM server's share is {self.llm:g}: "

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from undertow.engine.encoder import Encoded, Float16
-from undertow.engine.fixed_shape import FixedShape
+from undertow.engine.fixed_shape import FixedShape, GraphSpace
 from undertow.engine.sentence_encoder import Batch, Shape, WindowEncoder
 from undertow.engine.sentence_model import DEFAULT_MODEL, Dtype, EncoderError
 from undertow.engine.tokenizing import Int64, TextWindows, Windows, spread
@@ -44,20 +45,33 @@ class CudaSentenceEncoder(WindowEncoder):
     # its company: fewer places make a question quick and waste less on the last batch of each width. More
     # places fill the card better. With 8 Ki, the narrowest product of a 384-dimensional model has 128
     # tiles of 128 x 192 for the 132 multiprocessors of an H100, and the widest activation (8 Ki x 1536 in
-    # 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. To be measured on a card.
+    # 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. `undertow bench gpu`
+    # measures this many, twice and four times as many. The fingerprint tells other
+    # numbers from the default, not one default from the next.
     PLACES = 8_192
 
     def __init__(
-        self, model: str = DEFAULT_MODEL, *, dtype: Dtype = "auto", device: str = "cuda", graphs: bool = True
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        dtype: Dtype = "auto",
+        device: str = "cuda",
+        graphs: bool = True,
+        places: int | None = None,
     ) -> None:
         """Load `model`, a name or a folder, in float16 unless `dtype` says otherwise.
 
         `device` "cpu" runs the same batches without graphs, for tests; `graphs` False does so on CUDA.
+        `places`: token places a batch, at most; PLACES by default. Another number means other shapes, for
+        which cuBLAS may take other kernels and give other last bits: the fingerprint's `device` says so.
         Raises EncoderError if the model is nowhere to be found, is not one of sentence-transformers, or
-        torch has no CUDA.
+        torch has no CUDA; ValueError for `places` < 128.
         """
         import torch
 
+        self._places = self.PLACES if places is None else places
+        if self._places < 128:
+            raise ValueError(f"places is {places}; give at least 128")
         if device == "cuda" and not torch.cuda.is_available():
             raise EncoderError(
                 "torch finds no CUDA device for the encoder. Install a CUDA build of torch that fits the "
@@ -66,18 +80,25 @@ class CudaSentenceEncoder(WindowEncoder):
         self._lock = threading.Lock()
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="undertow-tokenizer")
         self._device = torch.device(device)
-        self._graph_memory = torch.cuda.graph_pool_handle() if graphs and device == "cuda" else None
+        self._graphs = GraphSpace() if graphs and device == "cuda" else None
         self._fixed: dict[Shape, FixedShape] = {}
         super().__init__(model, dtype, device)
+        if self._places != self.PLACES:
+            where = f"{device} in batches of {self._places} places"
+            self._fingerprint = replace(self._fingerprint, device=where)
         # all graphs share one memory: with the largest in place it need not grow
         self._shape(max(self._shapes, key=lambda shape: shape[0] * shape[1]))
 
-    @classmethod
-    def shapes_up_to(cls, window: int) -> list[Shape]:
+    def shapes_up_to(self, window: int) -> list[Shape]:
+        return self.shapes_of(window, self._places)
+
+    @staticmethod
+    def shapes_of(window: int, places: int) -> list[Shape]:
         """Widths in steps of 16 up to 256, of 32 beyond; places in multiples of 128, for whole tiles."""
         widths = [*range(16, 257, 16), *range(288, window + 1, 32)]
         widths = [*(w for w in widths if w <= window), window // 16 * 16 + 16]
-        return [(width, max(8, cls.PLACES // lcm(width, 128) * lcm(width, 128) // width)) for width in widths]
+        tiles = [lcm(width, 128) for width in widths]
+        return [(w, max(8, places // tile * tile // w)) for w, tile in zip(widths, tiles, strict=True)]
 
     def prepare(self) -> None:
         """Capture every shape now, not at first use, so that no later call takes longer for it."""
@@ -129,6 +150,23 @@ class CudaSentenceEncoder(WindowEncoder):
         row_of[order] = np.arange(len(order))
         return torch.cat(parts).index_select(0, self._upload(row_of)), np.concatenate(firsts)
 
+    def run_packed(self, packed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Unit vectors of batches as `pack` writes them: float32 [rows, dim] each, on the device.
+
+        `packed`: int32 [rows, width + 1] each, of the encoder's shapes (ValueError if not), on any device.
+        The vectors are there when the call returns.
+        """
+        import torch
+
+        for batch in packed:
+            if (batch.shape[1] - 1, batch.shape[0]) not in self._shapes:
+                raise ValueError(f"a batch of shape {tuple(batch.shape)} is none of this encoder's")
+        with self._lock:
+            vectors = [self._shape((b.shape[1] - 1, b.shape[0]))(b).clone() for b in packed]
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        return vectors
+
     def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[TextWindows, bool]]:
         """Windows of consecutive texts, and whether they are the last; a thread tokenises ahead."""
         starts = np.cumsum([len(text) for text in texts]) // PIECE_CHARS
@@ -154,7 +192,7 @@ class CudaSentenceEncoder(WindowEncoder):
     def _shape(self, shape: Shape) -> FixedShape:
         if shape not in self._fixed:
             example = self._one_token_rows(shape)
-            self._fixed[shape] = FixedShape(self.unit_pooled, example, self.dim, self._graph_memory)
+            self._fixed[shape] = FixedShape(self.unit_pooled, example, self.dim, self._graphs)
         return self._fixed[shape]
 
     def _one_token_rows(self, shape: Shape) -> torch.Tensor:

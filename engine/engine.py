@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import orjson
 import torch
@@ -46,6 +47,9 @@ POOL_SPARE = 1 / 16
 TAKE_UP_SHARE = 1 / 4
 # tenants that are taken up at a time where a pool bounds them
 TENANTS_AT_A_TIME = 64
+
+# this process's pools on the card; a closed arena counts as none
+_pools: WeakSet[Arena] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +88,22 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.trace = trace or Trace()
-        self.arena = arena_of(settings, encoder.dim)
-        self.arena.reclaim = self._reclaim
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
         self._stepping = False
         # tenants with undecided records of earlier runs, which the arena had no room for yet
         self._behind: deque[str] = deque()
         self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
-        plain = encoder.fingerprint
+        self.arena = arena_of(settings, encoder.dim)
+        self.arena.reclaim = self._reclaim
+        try:
+            self._open(store, encoder, llm, writable=writable)
+        except BaseException:
+            self.arena.close()
+            raise
+
+    def _open(self, store: Path, encoder: Encoder, llm: LLMClient | None, *, writable: bool) -> None:
+        settings, plain = self.settings, encoder.fingerprint
         self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
         if writable and not (store / "store.json").exists():
             Journal.create(store, encoder.dim, asdict(self._fingerprint))
@@ -150,11 +161,16 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Release the store. Jobs in flight are dropped; a later run takes them up from the log."""
+        """Release the store and the vectors' memory; no call works after it.
+
+        Jobs in flight are dropped; a later run takes them up from the log.
+        """
         try:
             if self.journal.writable and self._failure is None:
                 self.scheduler.stop()
         finally:
+            # not left to the collector: tenants and indexes refer to it, and a card holds few pools
+            self.arena.close()
             if self._llm is not None:
                 self._llm.close()
             self.journal.close()
@@ -491,12 +507,18 @@ def arena_of(settings: Settings, dim: int) -> Arena:
         raise UndertowError(str(error)) from None
     if device == "cpu":
         return make_arena(dim, device)
+    # torch keeps what was freed, as the pool of a closed engine, from the driver's figure
+    torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    nbytes = settings.shares.arena_bytes(total_bytes, free_bytes, torch.cuda.memory_reserved())
+    pools_bytes = sum(arena.capacity_bytes or 0 for arena in _pools)
+    own_bytes = torch.cuda.memory_reserved() - pools_bytes
+    nbytes = settings.shares.arena_bytes(total_bytes, free_bytes, own_bytes, pools_bytes)
     try:
-        return make_arena(dim, device, nbytes)
+        arena = make_arena(dim, device, nbytes)
     except MemoryError as error:
         raise UndertowError(str(error)) from None
+    _pools.add(arena)
+    return arena
 
 
 def make_llm(settings: Settings, trace: Trace | None = None) -> LLMClient | None:

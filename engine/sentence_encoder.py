@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int]  # padded tokens, rows
 
+TAKES_ADDITIVE_MASK = frozenset({"bert"})
+"""Model types that add a four-dimensional mask to every layer's attention scores as it stands. Others may
+refuse it, or use it where they would have cut their own (sliding windows)."""
+
 
 class Batch(NamedTuple):
     """Windows (their numbers, int64, at most `rows`) that go through the model in one shape."""
@@ -54,6 +58,9 @@ class WindowEncoder(ABC):
         self._dtype = working_dtype(dtype, device)
         self._head.to(self._dtype)
         tokenizer, self._window = tokenizer_of(self._model)
+        transformer: Any = self._head
+        form = transformer.auto_model.config
+        self._additive_mask = form.model_type in TAKES_ADDITIVE_MASK and form._attn_implementation == "sdpa"
         self._takes_types = "token_type_ids" in self._model.tokenizer.model_input_names
         self._pad_id = int(self._model.tokenizer.pad_token_id or 0)
         self._prefix = self._model.prompts.get(self._model.default_prompt_name or "") or ""
@@ -69,9 +76,8 @@ class WindowEncoder(ABC):
             device=device,
         )
 
-    @classmethod
     @abstractmethod
-    def shapes_up_to(cls, window: int) -> list[Shape]:
+    def shapes_up_to(self, window: int) -> list[Shape]:
         """The shapes for windows of up to `window` tokens, by width; the last is wider than that."""
 
     @abstractmethod
@@ -112,7 +118,7 @@ class WindowEncoder(ABC):
     def batches(self, lengths: Int64) -> list[Batch]:
         """Every window in its shape, the widest batches first: no long one is left to the end."""
         # side="right": a window is always shorter than its width. A batch without any padding would make
-        # transformers drop the attention mask and take another kernel, and that is company.
+        # transformers drop a two-dimensional mask and take another kernel, and that is company.
         bucket = np.searchsorted(self._widths, lengths, side="right")
         order = np.argsort(bucket, kind="stable")
         ends = np.searchsorted(bucket[order], np.arange(len(self._shapes)), side="right")
@@ -148,17 +154,30 @@ class WindowEncoder(ABC):
 
         ids = packed[:, :-1].long()
         mask = torch.arange(ids.shape[1], device=ids.device) < packed[:, -1:]
-        features = {"input_ids": ids, "attention_mask": mask.long()}
+        features = {"input_ids": ids, "attention_mask": self._attention_mask(mask)}
         if self._takes_types:
             features["token_type_ids"] = torch.zeros_like(ids)
         with torch.inference_mode():
             features = self._head(features)
+            features["attention_mask"] = mask.long()  # as pooling wants it
             # pooling and what follows in fp32: a 16-bit mean would throw away half of what is left
             features["token_embeddings"] = features["token_embeddings"].float()
             for module in self._tail:
                 features = module(features)
         vectors: torch.Tensor = features["sentence_embedding"]
         return vectors
+
+    def _attention_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """What the transformer is given for bool [rows, width].
+
+        Additive in the working dtype if it may be: torch makes that of a boolean mask anew in every layer.
+        """
+        import torch
+
+        if not self._additive_mask:
+            return mask.long()
+        zeros = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device)
+        return zeros.masked_fill_(~mask, float("-inf"))[:, None, None, :]
 
     def _damaged(self) -> EncoderError:
         return EncoderError(
@@ -201,11 +220,10 @@ class SentenceEncoder(WindowEncoder):
     def _pool(self) -> ThreadPoolExecutor:
         return single_threaded_pool(self._threads)
 
-    @classmethod
-    def shapes_up_to(cls, window: int) -> list[Shape]:
-        widths = [width for width in sorted(cls.SHAPES) if width <= window]
-        last = (window // 16 * 16 + 16, cls.SHAPES[max(cls.SHAPES)])
-        return [*((width, cls.SHAPES[width]) for width in widths), last]
+    def shapes_up_to(self, window: int) -> list[Shape]:
+        widths = [width for width in sorted(self.SHAPES) if width <= window]
+        last = (window // 16 * 16 + 16, self.SHAPES[max(self.SHAPES)])
+        return [*((width, self.SHAPES[width]) for width in widths), last]
 
     def encode(self, texts: Sequence[str]) -> Float16:
         """Embed texts: float16 [n, dim], L2-normalised, row i of text i; [0, dim] for no texts.

@@ -29,6 +29,16 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 _RELEASED = -1
 # of the memory that is free on a device, where no size is given: the rest is for results and libraries
 _DEVICE_SHARE = 0.75
+_GONE = "the arena was closed: its rows are gone"
+
+
+class _Closed:
+    """What a closed arena has in place of its memory."""
+
+    nbytes = capacity_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(_GONE)
 
 
 class Arena:
@@ -51,7 +61,7 @@ class Arena:
             raise ValueError(f"dim must be in 1..65536, not {dim}")
         self.dim = dim
         self.reclaim: Callable[[int], bool] | None = None
-        self._memory = _host_memory(dim) if memory is None else memory
+        self._memory: Memory[Any, Any] | _Closed = _host_memory(dim) if memory is None else memory
         if self._memory.dim != dim:
             raise ValueError(f"the memory holds vectors of {self._memory.dim} values, not {dim}")
         self._slabs: list[Any] = []
@@ -60,6 +70,11 @@ class Arena:
         self._flags_address = np.zeros(16, np.int64)
         self._capacity = np.zeros(16, np.int64)
         self._length = np.zeros(16, np.int64)
+
+    def close(self) -> None:
+        """Give all memory back at once, whoever still refers to the arena. Its rows are gone."""
+        self._memory, self.reclaim = _Closed(), None
+        self._slabs = [None] * len(self._slabs)
 
     @property
     def device(self) -> str:
@@ -181,7 +196,10 @@ class Arena:
         return self._memory.read(self._vector_addresses(*self._resolve(handles)))
 
     def take(self, handles: ArrayLike) -> Vectors:
-        """float16 [n, dim]: a copy of the rows where kernels want it, NumPy or a tensor on the device."""
+        """float16 [n, dim]: a copy of the rows where kernels want it, NumPy or a tensor on the device.
+
+        The tensor is a `Taken`, which a gate reads without another check; it must not be changed.
+        """
         return self._memory.take(self._vector_addresses(*self._resolve(handles)))
 
     def locate(self, segments: ArrayLike) -> tuple[Int64s, Int64s, Int64s]:
@@ -287,6 +305,8 @@ class Arena:
         return owners, rows
 
     def _check_segments(self, segments: ArrayLike) -> None:
+        if isinstance(self._memory, _Closed):
+            raise ValueError(_GONE)
         ids = np.atleast_1d(np.asarray(segments, np.int64))
         unknown = ids[(ids < 0) | (ids >= len(self._slabs))]
         if len(unknown):

@@ -23,31 +23,41 @@ def _cuda_device_count() -> int:
         return 0
 
 
+def _torch_sees_a_card() -> bool:
+    return bool(importlib.import_module("torch").cuda.is_available())
+
+
 CUDA_DEVICE_COUNT = _cuda_device_count()
-HAS_CUDA = CUDA_DEVICE_COUNT > 0
+# CuPy compiles and launches, torch holds the memory: both must see the card
+HAS_CUDA = CUDA_DEVICE_COUNT > 0 and _torch_sees_a_card()
 
 
 def why_no_cuda() -> str | None:
-    """In words, why the device kernels cannot run here, and the cure; None where they can."""
+    """In words, which of CuPy and torch cannot use a card here, and the cure; None where both can."""
     if HAS_CUDA:
         return None
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed: pip install cupy-cuda13x (or cupy-cuda12x)"
-    return "CuPy finds no CUDA device: look at nvidia-smi for the driver and the card"
+    if CUDA_DEVICE_COUNT == 0:
+        if _torch_sees_a_card():
+            return "torch finds a CUDA device and CuPy none: install the CuPy of torch's CUDA version"
+        return "CuPy finds no CUDA device: look at nvidia-smi for the driver and the card"
+    torch = importlib.import_module("torch")
+    missing = f"CuPy finds a CUDA device and torch {torch.__version__} none"
+    if torch.version.cuda is None:
+        return f"{missing}, as it is a build for CPUs: install a CUDA build of torch"
+    return f"{missing}: it is built for CUDA {torch.version.cuda}; nvidia-smi says which the driver supports"
 
 
 def resolve(device: Device) -> Literal["cpu", "cuda"]:
     """Turn a wish into a device: "auto" is a preference, "cpu" and "cuda" are promises.
 
-    Raises ValueError for an unknown name, and for "cuda" on a machine without CuPy and a CUDA device.
+    Raises ValueError for an unknown name, and for "cuda" where CuPy or torch finds no CUDA device.
     """
     if device == "auto":
         return "cuda" if HAS_CUDA else "cpu"
     if device == "cuda" and not HAS_CUDA:
-        raise ValueError(
-            "device 'cuda' was asked for, but CuPy finds no CUDA device. "
-            "Install CuPy and a driver that match the card, or use device 'auto' or 'cpu'."
-        )
+        raise ValueError(f"device 'cuda' was asked for, but {why_no_cuda()}; or use device 'auto' or 'cpu'")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {device!r}: use 'auto', 'cpu' or 'cuda'")
     return device

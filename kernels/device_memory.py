@@ -2,7 +2,9 @@
 
 Row r of the pool has flag r, so a slab is a range of rows. The host keeps a copy of all flags, on
 which checks rest; the device's copy, which kernels read, follows by the same operations. Everything
-is queued on torch's current stream: appends from device memory neither copy to the host nor wait.
+is queued on torch's current stream. Tensors that are appended are not copied to the host; their check
+waits for the device once a batch. NumPy arrays are checked on the host, and then nothing waits; nor
+does `take`, whose rows are not checked again.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from undertow.kernels.memory import Int64s
 from undertow.kernels.ranges import Range, Ranges, class_rows
-from undertow.kernels.vectors import Float16s, Vectors, check_array, check_tensor, to_tensor
+from undertow.kernels.vectors import Float16s, Taken, Vectors, check_array, check_tensor, to_tensor
 
 _ALIGN_BYTES = 16
 _BOUNCE_BYTES = 16 << 20
@@ -146,8 +148,8 @@ class DeviceMemory:
     def wipe(self, addresses: Int64s) -> None:
         self._rows.index_fill_(0, self._rows_at(addresses), 0)
 
-    def take(self, addresses: Int64s) -> torch.Tensor:
-        return self._values.index_select(0, self._rows_at(addresses))
+    def take(self, addresses: Int64s) -> Taken:
+        return self._values.index_select(0, self._rows_at(addresses)).as_subclass(Taken)
 
     def read(self, addresses: Int64s) -> Float16s:
         vectors: Float16s = self.take(addresses).cpu().numpy()
@@ -185,7 +187,7 @@ class DeviceMemory:
 def share_pool() -> None:
     """Have CuPy allocate through torch's caching allocator: one pool a process, no memory idle in two.
 
-    Blocks belong to CuPy's current stream, which must be torch's (see `kernels/device.py`). ImportError
+    A block belongs to the stream that is CuPy's when it is asked for: use it on no other. ImportError
     without CuPy.
     """
     cuda = importlib.import_module("cupy").cuda

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena import LIVE, PRESENT, Arena
-from undertow.kernels.plan import Asked, Cut, Found, Plan, group, lay_out
+from undertow.kernels.plan import MAX_SPACE_BYTES, Asked, Cut, Found, Plan, group, lay_out
 from undertow.kernels.vectors import Vectors, to_tensor, widened
 
 Int64s = NDArray[np.int64]
@@ -75,6 +75,24 @@ class Probes:
     turn_flag: int = LIVE  # only turn rows with it are seen
     turn_flags: Flags | None = None  # in place of the arena's, where all turns are of one segment
 
+    def __len__(self) -> int:
+        """How many queries these are."""
+        return len(self.turn_segments)
+
+    def part(self, start: int, stop: int) -> Probes:
+        """The probes of some of the queries."""
+        some = slice(start, stop)
+        return Probes(
+            self.queries[some],
+            self.turn_segments[some],
+            self.episode_segments[some],
+            self.visible[some],
+            self.theta[some],
+            self.k[some],
+            self.turn_flag,
+            self.turn_flags,
+        )
+
 
 class Gate:
     """The reference, in NumPy: fp64 scores of every row. Subclasses make `_read` faster, not different."""
@@ -94,7 +112,8 @@ class Gate:
     ) -> GateReadings:
         """Read the gate for q queries.
 
-        queries: float16 [q, dim], for a gate on a device also a tensor there;
+        queries: float16 [q, dim], for a gate on a device also a tensor there, which is checked unless
+        it is what `Arena.take` gave;
         turn_segments, episode_segments: int64 [q] (episodes: -1 for none);
         visible: int64 [q], only turn rows below it are seen (the causal mask); theta: float64 [q];
         k: int64 [q], how many relevant turns to list. Raises ValueError for wrong shapes or dtypes,
@@ -213,8 +232,24 @@ class Gate:
 class PlannedGate(Gate):
     """What gates with a compiled scan share: a batch becomes a plan, and what is found the readings.
 
-    The nearest episode is the same scan with k = 1 and no threshold.
+    The nearest episode is the same scan with k = 1 and no threshold. Subclasses say how their device
+    wants its tasks, and run a plan.
     """
+
+    def _cut(self) -> Cut:
+        raise NotImplementedError
+
+    def _run(self, probes: Probes, plan: Plan) -> GateReadings:
+        raise NotImplementedError
+
+    def _read(self, probes: Probes) -> GateReadings:
+        count, cut = len(probes), self._cut()
+        # one query cannot be read in parts: then space goes before speed
+        plan = self._plan(probes, cut if count > 1 else cut._replace(enough=1))
+        if plan.space_bytes <= MAX_SPACE_BYTES or count == 1:
+            return self._run(probes, plan)
+        half = count // 2
+        return _joined(self._read(probes.part(0, half)), self._read(probes.part(half, count)))
 
     def _plan(self, probes: Probes, cut: Cut) -> Plan:
         count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
@@ -249,6 +284,18 @@ class PlannedGate(Gate):
             found.rows[:turns],
             found.scores[:turns],
         )
+
+
+def _joined(one: GateReadings, two: GateReadings) -> GateReadings:
+    """The readings of two parts of a batch as those of the whole."""
+    return GateReadings(
+        np.concatenate((one.nearest_row, two.nearest_row)),
+        np.concatenate((one.nearest_score, two.nearest_score)),
+        np.concatenate((one.count, two.count)),
+        np.concatenate((one.offsets, one.offsets[-1] + two.offsets[1:])),
+        np.concatenate((one.rows, two.rows)),
+        np.concatenate((one.scores, two.scores)),
+    )
 
 
 def _column(name: str, values: ArrayLike, count: int) -> Int64s:

@@ -33,6 +33,8 @@ BLOCKS_PER_SM = 4
 
 # so many a warp that the last ones to finish leave the card idle for little of the time
 _TASKS_PER_WARP = 8
+# a task for each of the four schedulers of an SM, which runs 16 warps
+_ENOUGH_OF_WARPS = 1 / 4
 
 
 def _struct(*fields: str) -> np.dtype[Any]:
@@ -70,7 +72,7 @@ class CupyKernels:
 
     def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
         blocks = -(-warps // (BLOCK_THREADS // WARP))
-        with self._cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        with self._cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
             self._functions[kernel]((blocks,), (BLOCK_THREADS,), structs)
 
 
@@ -97,8 +99,9 @@ class Prepared:
 class CudaGate(PlannedGate):
     """Three kernels over rows as they lie on the device; results come back as compact lists.
 
-    `read` is `collect` of a batch that was `prepare`d and `launch`ed. `launch` alone neither copies
-    nor waits, so that it can be timed by CUDA events.
+    `read` is `collect` of a batch that was `prepare`d and `launch`ed, or of its parts where the whole
+    would take too much space. `launch` alone neither copies nor waits, so that it can be timed by CUDA
+    events.
     """
 
     def __init__(self, arena: Arena, kernels: Kernels | None = None) -> None:
@@ -106,14 +109,25 @@ class CudaGate(PlannedGate):
         self._device = torch.device(arena.device)
         self._kernels = kernels or _cupy_kernels(arena.dim, torch.cuda.current_device())
 
-    def _read(self, probes: Probes) -> GateReadings:
-        prepared = self._prepare(probes)
+    def _cut(self) -> Cut:
+        warps = self._kernels.warps
+        return Cut(
+            tasks=warps * _TASKS_PER_WARP,
+            least_work=STEP_ROWS,
+            abreast=ABREAST,
+            step_rows=STEP_ROWS,
+            enough=max(int(warps * _ENOUGH_OF_WARPS), 1),
+        )
+
+    def _run(self, probes: Probes, plan: Plan) -> GateReadings:
+        prepared = self._prepare(probes, plan)
         self.launch(prepared)
         return self.collect(prepared)
 
     def prepare(self, **asked: Any) -> Prepared:
-        """Check, plan and upload one batch, arguments as in `read`."""
-        return self._prepare(self._check(**asked))
+        """Check, plan and upload one batch, arguments as in `read`; the whole, whatever space it takes."""
+        probes = self._check(**asked)
+        return self._prepare(probes, self._plan(probes, self._cut()))
 
     def launch(self, prepared: Prepared) -> None:
         """Queue all that the device does for a batch on torch's current stream."""
@@ -153,9 +167,7 @@ class CudaGate(PlannedGate):
         held = (torch.nn.functional.pad(held, (0, padding)) if padding else held).contiguous()
         return held if held.data_ptr() % 16 == 0 else held.clone()
 
-    def _prepare(self, probes: Probes) -> Prepared:
-        tasks = self._kernels.warps * _TASKS_PER_WARP
-        plan = self._plan(probes, Cut(tasks, least_work=STEP_ROWS, abreast=ABREAST, step_rows=STEP_ROWS))
+    def _prepare(self, probes: Probes, plan: Plan) -> Prepared:
         table, addresses = self._upload(plan)
         count, cells, room = len(plan.probe_place), int(plan.probe_cell[-1]), int(plan.probe_list[-1])
         listed = int(plan.probe_k.sum())

@@ -31,17 +31,19 @@ class NumbaGate(PlannedGate):
         self.threads = threads or cpu_count()
         self._workers = ThreadPoolExecutor(self.threads, thread_name_prefix="gate")
 
-    def _read(self, probes: Probes) -> GateReadings:
-        shares = self.threads * _SHARES_PER_THREAD
+    def _cut(self) -> Cut:
         least = _TASK_BYTES // self.arena.row_bytes
-        plan = self._plan(probes, Cut(tasks=shares, least_work=least, abreast=1, step_rows=1))
+        shares = self.threads * _SHARES_PER_THREAD
+        return Cut(tasks=shares, least_work=least, abreast=1, step_rows=1, enough=self.threads)
+
+    def _run(self, probes: Probes, plan: Plan) -> GateReadings:
         cells = Cells(
             counts=np.empty(plan.probe_cell[-1], np.int64),
             sizes=np.empty(plan.probe_cell[-1], np.int64),
             scores=np.empty(plan.probe_list[-1], np.float64),
             rows=np.empty(plan.probe_list[-1], np.int64),
         )
-        self._scan(plan, cells, probes.queries, shares_of(plan, shares))
+        self._scan(plan, cells, probes.queries, shares_of(plan, self.threads * _SHARES_PER_THREAD))
         count = np.empty(len(plan.probe_place), np.int64)
         tally(plan, cells, count)
         k = np.empty_like(count)

@@ -34,6 +34,8 @@ _TAIL_ROWS = 4096
 # how many nearest rows recall is measured at; a search for more than the last of them is exact
 _MEASURED_K = (10, 100)
 _MEASURED_QUERIES = 256
+# of them at a time: beside the rows there may be little memory left on a card
+_MEASURED_AT_A_TIME = 32
 # on the half of the queries that settles how many lists to open: the other half shall reach the target
 _MARGIN = 0.01
 
@@ -169,7 +171,12 @@ class IvfIndex:
         rows tell the recall for every number of lists. The query itself is not among its nearest.
         """
         queries = self._read(rows)
-        _, near = top_k(self._arena, self.segment, queries, _MEASURED_K[-1] + 1, scan=self._scan)
+        near = np.concatenate(
+            [
+                top_k(self._arena, self.segment, block, _MEASURED_K[-1] + 1, scan=self._scan)[1]
+                for block in np.split(queries, range(_MEASURED_AT_A_TIME, len(queries), _MEASURED_AT_A_TIME))
+            ]
+        )
         lists_of = _nearest_lists(self._centroids, widened(queries, self._arena.dim))
         ranks = np.argsort(lists_of, axis=1)
         needed = []

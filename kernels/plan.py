@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
 
+# tasks of a group, so cells of a probe: joining their lists takes time with each of them
+MAX_TASKS = 1024
+# bytes of the cells and lists of one batch: beside them the card holds the arena and the encoder
+MAX_SPACE_BYTES = 256 << 20
+# of a cell (count and size), and of a row in its list (score and number)
+_ENTRY_BYTES = 16
+
 
 class Asked(NamedTuple):
     """Probes in the caller's order. All arrays [p]."""
@@ -50,6 +57,11 @@ class Plan(NamedTuple):
     group_stride: Int64s  # [g]
     group_task: Int64s  # [g + 1]: its first task
 
+    @property
+    def space_bytes(self) -> int:
+        """What the cells and their lists take."""
+        return _ENTRY_BYTES * int(self.probe_cell[-1] + self.probe_list[-1])
+
 
 class Cells(NamedTuple):
     """What tasks find: rows at or above theta (all counted, the best kept), one list a cell."""
@@ -76,6 +88,7 @@ class Cut(NamedTuple):
     least_work: int  # and none with less, in rows times passes
     abreast: int  # probes that one pass over rows serves
     step_rows: int  # rows are read so many at a time
+    enough: int  # fewer tasks than these, though there is work for more, leave much of the device idle
 
 
 def group(asked: Asked) -> tuple[Int64s, Int64s]:
@@ -88,13 +101,24 @@ def group(asked: Asked) -> tuple[Int64s, Int64s]:
 
 
 def lay_out(asked: Asked, order: Int64s, first: Int64s, addresses: tuple[Int64s, Int64s], cut: Cut) -> Plan:
-    """Plan the groups that `group` formed. addresses: of the rows and of the flags of each, int64 [g]."""
+    """Plan the groups that `group` formed. addresses: of the rows and of the flags of each, int64 [g].
+
+    Tasks are made larger than wanted where that keeps the plan within MAX_SPACE_BYTES, but not far
+    fewer than are enough for the device: then the plan takes more space,
+    and its batch is better read in parts.
+    """
     limit, k, probes = asked.limit[order], asked.k[order], np.diff(first)
     rows = np.maximum.reduceat(limit, first[:-1]) if len(probes) else np.zeros(0, np.int64)
-    stride = _strides(rows, -(-probes // cut.abreast), cut)
-    tasks = _ceil(rows, stride)
-    cells = np.repeat(tasks, probes)
-    room = np.minimum(k, np.repeat(stride, probes))
+    pieces = _pieces(rows, -(-probes // cut.abreast), cut)
+    while True:
+        # whole steps, so there may be fewer tasks than pieces
+        stride = np.maximum(_ceil(rows, pieces * cut.step_rows), 1) * cut.step_rows
+        tasks = _ceil(rows, stride)
+        cells, room = np.repeat(tasks, probes), np.minimum(k, np.repeat(stride, probes))
+        space_bytes = _ENTRY_BYTES * int((cells * (1 + room)).sum())
+        if space_bytes <= MAX_SPACE_BYTES or pieces.sum() <= max(cut.enough, len(pieces)):
+            break
+        pieces = np.maximum(pieces * 3 // 4, 1)
     return Plan(
         probe_place=order,
         probe_query=asked.query[order],
@@ -114,13 +138,12 @@ def lay_out(asked: Asked, order: Int64s, first: Int64s, addresses: tuple[Int64s,
     )
 
 
-def _strides(rows: Int64s, passes: Int64s, cut: Cut) -> Int64s:
-    """Rows of a task, for each group: whole steps, so that its tasks have equal work, near the target."""
+def _pieces(rows: Int64s, passes: Int64s, cut: Cut) -> Int64s:
+    """Into how many tasks of equal work, near the target, each group is cut."""
     work = rows * passes
     target = max(-(-int(work.sum()) // cut.tasks), cut.least_work, 1)
-    pieces = np.maximum(-(-work // target), 1)
-    stride: Int64s = np.maximum(_ceil(rows, pieces * cut.step_rows), 1) * cut.step_rows
-    return stride
+    pieces: Int64s = np.clip(-(-work // target), 1, MAX_TASKS)
+    return pieces
 
 
 def _ceil(a: Int64s, b: Int64s) -> Int64s:

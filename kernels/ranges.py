@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-# classes are multiples of this, so that flags, a byte a row, lie where they can be read four at a time
+# classes are multiples of this
 SMALLEST_ROWS = 4
 # up to this, ranges double; beyond it they grow by a quarter
 DOUBLING_ROWS = 256

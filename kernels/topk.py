@@ -89,14 +89,15 @@ def top_k(
     shapes, dtypes or segments, ImportError where the host's search misses FAISS.
     """
     wide = widened(queries, arena.dim, np.float16, np.float32)
-    present = arena.flags(segment) & PRESENT != 0
     if allowed is not None:
-        if np.shape(allowed) != present.shape or np.asarray(allowed).dtype != np.bool_:
-            raise ValueError(f"allowed must be bool [{len(present)}], one entry a row of segment {segment}")
-        present = present & allowed
+        length = arena.length(segment)
+        if np.shape(allowed) != (length,) or np.asarray(allowed).dtype != np.bool_:
+            raise ValueError(f"allowed must be bool [{length}], one entry a row of segment {segment}")
     if scan is not None and _scannable(queries, k):
         return _scanned(scan, np.full(len(wide), segment), queries, k, allowed)
-    return _search(rows_of(arena, segment), np.flatnonzero(present), wide, k)
+    present = arena.flags(segment) & PRESENT != 0
+    wanted = present if allowed is None else present & allowed
+    return _search(rows_of(arena, segment), np.flatnonzero(wanted), wide, k)
 
 
 def top_k_many(

@@ -16,6 +16,16 @@ Vectors = Float16s | torch.Tensor
 BLOCK_ROWS = 4096
 
 
+class Taken(torch.Tensor):
+    """Rows of an arena, which has checked them: `check_tensor` does not wait for the device again.
+
+    What is computed from one is a plain tensor; one must not be changed in place.
+    """
+
+    # otherwise results of torch's functions would be Taken too
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
 def check_form(
     vectors: NDArray[Any] | torch.Tensor, dim: int, *dtypes: type[np.floating[Any]]
 ) -> NDArray[Any]:
@@ -59,13 +69,18 @@ def check_array(vectors: Vectors, dim: int) -> Float16s:
 
 
 def check_tensor(vectors: torch.Tensor, dim: int) -> None:
-    """As `widened`, for a tensor where it lies. Waits for the device once, for the verdict on all rows."""
+    """As `widened`, for a tensor where it lies.
+
+    Waits for the device once, for the verdict on all rows; not at all for rows `Taken` from an arena.
+    """
     if vectors.dtype != torch.float16:
         raise ValueError(
             f"vectors must be a tensor of float16, not {str(vectors.dtype).removeprefix('torch.')}"
         )
     if vectors.ndim != 2 or vectors.shape[1] != dim:
         raise ValueError(f"vectors must have shape [n, {dim}], not {list(vectors.shape)}")
+    if isinstance(vectors, Taken):
+        return
     norms = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float32)
     bad = ~(norms <= MAX_NORM)
     if bool(bad.any()):

@@ -6,9 +6,9 @@ What needs the engine is imported inside the fixtures: the kernels' tests run wi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -36,6 +36,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption("--require-gpu"):
         pytest.fail(f"a GPU is required, but {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture
+def lacking(request: pytest.FixtureRequest) -> Callable[[str], NoReturn]:
+    """Ends a test that lacks something: skipped; failed where a GPU, with all it needs, is required."""
+
+    def end(what: str) -> NoReturn:
+        if request.config.getoption("--require-gpu"):
+            pytest.fail(f"--require-gpu, but this is missing: {what}", pytrace=False)
+        pytest.skip(f"missing: {what}")
+
+    return end
 
 
 @pytest.fixture(scope="session")

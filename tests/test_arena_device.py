@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +20,9 @@ from numpy.typing import NDArray
 from undertow.kernels.arena import LIVE, PRESENT, Arena, make_arena
 from undertow.kernels.device import HAS_CUDA
 from undertow.kernels.device_memory import DeviceMemory
+from undertow.kernels.gate import NO_SEGMENT
 from undertow.kernels.ranges import DOUBLING_ROWS, SMALLEST_ROWS, Range, Ranges, class_rows
-from undertow.kernels.vectors import check_tensor
+from undertow.kernels.vectors import Taken, check_tensor
 
 DIM = 20
 ROW_BYTES = 48
@@ -242,24 +246,122 @@ def test_classes_double_and_then_grow_by_a_quarter() -> None:
         )
 
 
-def test_appends_from_device_memory_copy_nothing_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor goes in and comes out as a tensor; the rows are those that a NumPy array would give."""
+def test_tensors_stay_where_they_are_and_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor goes in and comes out as a tensor; the rows are those that a NumPy array would give.
+
+    Here the device is the host, so torch's ways off a device are refused by name; its verdict on the
+    norms is the only value waited for. The gpu twin below has torch itself judge.
+    """
     arena, rng = arena_of(500), np.random.default_rng(0)
     segment = arena.new_segment()
     vectors = random_vectors(rng, 100)
 
-    def refused(self: torch.Tensor) -> torch.Tensor:
+    def refused(self: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
         raise AssertionError("copied to the host")
 
-    monkeypatch.setattr(torch.Tensor, "cpu", refused)
+    waits: list[int] = []
+    truth, to = torch.Tensor.__bool__, torch.Tensor.to
+
+    def waited(self: torch.Tensor) -> bool:
+        waits.append(self.numel())
+        return truth(self)
+
+    def indexes_only(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        assert self.dtype != torch.float16, "vectors were moved"
+        return to(self, *args, **named)
+
+    for name in ("cpu", "numpy", "item", "tolist", "__array__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, refused)
+    monkeypatch.setattr(torch.Tensor, "__bool__", waited)
+    monkeypatch.setattr(torch.Tensor, "to", indexes_only)
     handles = arena.extend(np.full(100, segment), torch.from_numpy(vectors), live=True)
     arena.write(handles[:2], torch.from_numpy(vectors[5:7]))
+    assert len(waits) == 2
     taken = arena.take(handles)
+    assert isinstance(taken, torch.Tensor)
+    check_tensor(taken, DIM)
+    arena.extend(np.full(100, segment), taken, live=True)
+    arena.set_live(handles, False)
+    assert len(waits) == 2
     monkeypatch.undo()
-    assert isinstance(taken, torch.Tensor) and taken.dtype == torch.float16 and taken.is_contiguous()
+    assert taken.dtype == torch.float16 and taken.is_contiguous()
     vectors[:2] = vectors[5:7]
     np.testing.assert_array_equal(taken.numpy(), vectors)
     np.testing.assert_array_equal(arena.vector16(handles), vectors)
+
+
+@pytest.mark.gpu
+def test_on_a_card_only_the_check_of_a_tensor_waits() -> None:
+    from undertow.kernels.gate_cuda import CudaGate
+
+    arena = make_arena(DIM, "cuda", 16 << 20)
+    rng, segment, other = np.random.default_rng(0), arena.new_segment(), arena.new_segment()
+    vectors = random_vectors(rng, 100)
+    on_card = torch.from_numpy(vectors).cuda()
+    gate = CudaGate(arena)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            arena.extend(np.full(100, segment), on_card, live=True)
+        handles = arena.extend(np.full(100, segment), vectors, live=True)
+        # a slab that moves, rows that are taken and appended again, flags, wiping, packing
+        arena.extend(np.full(100, segment), arena.take(handles), live=True)
+        arena.extend(np.full(100, other), vectors, live=False)
+        arena.set_live(handles[:50], False)
+        arena.redact(handles[90:])
+        arena.release(other)
+        arena.compact()
+        prepared = gate.prepare(
+            queries=arena.take(handles),
+            turn_segments=np.full(100, segment),
+            episode_segments=np.full(100, NO_SEGMENT),
+            visible=np.arange(100, 200),
+            theta=np.full(100, 0.1),
+            k=np.full(100, 5),
+        )
+        gate.launch(prepared)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    found = gate.collect(prepared)
+    assert (found.count[:90] > 0).all()
+    vectors[90:] = 0
+    np.testing.assert_array_equal(arena.vector16(handles), vectors)
+
+
+def test_only_what_was_taken_goes_unchecked() -> None:
+    """What is computed from taken rows is a plain tensor, and refused as one."""
+    arena = arena_of(100)
+    segment = arena.new_segment()
+    handles = arena.extend([segment], np.full((1, DIM), 0.25, np.float16), live=True)
+    taken = arena.take(handles)
+    assert isinstance(taken, Taken)
+    for derived in (taken * 100, taken.clone().fill_(torch.inf), torch.cat((taken, taken)) / 0):
+        assert type(derived) is torch.Tensor
+        with pytest.raises(ValueError, match="vector 0"):
+            check_tensor(derived, DIM)
+    with pytest.raises(ValueError, match=r"\[n, 19\], not \[1, 20\]"):
+        check_tensor(taken, 19)
+
+
+def test_a_closed_arena_has_given_its_memory_back_and_says_so() -> None:
+    memory = DeviceMemory(DIM, "cpu", pool_bytes(100))
+    arena, gone = Arena(DIM, memory), weakref.ref(memory)
+    handles = arena.extend([arena.new_segment()], np.full((1, DIM), 0.25, np.float16), live=True)
+    del memory
+    arena.close()
+    arena.close()
+    assert gone() is None
+    assert (arena.nbytes, arena.capacity_bytes) == (0, 0)
+    uses: list[Callable[[], object]] = [
+        lambda: arena.take(handles),
+        lambda: arena.locate([0]),
+        lambda: arena.extend([arena.new_segment()], np.zeros((1, DIM), np.float16), live=True),
+        lambda: arena.row_bytes,
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="the arena was closed"):
+            use()
 
 
 def test_a_taken_row_is_a_copy() -> None:
@@ -382,7 +484,7 @@ def test_make_arena_keeps_its_promises() -> None:
     assert (arena.device, arena.row_bytes, arena.capacity_bytes) == ("cpu", 4 * DIM, None)
     if not HAS_CUDA:
         assert make_arena(DIM).device == "cpu"
-        with pytest.raises(ValueError, match="CUDA"):
+        with pytest.raises(ValueError, match="'cuda' was asked for"):
             make_arena(DIM, "cuda")
 
 

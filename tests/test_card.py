@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undertow.engine import engine as engine_module
 from undertow.engine.card import CardShares, CardTooFull
 from undertow.engine.config import Settings
+from undertow.engine.encoder import HashingEncoder
+from undertow.engine.engine import Engine
+from undertow.engine.store import StoreError
+from undertow.kernels.arena import Arena
+from undertow.kernels.device_memory import DeviceMemory
+from undertow.kernels.gate import Gate
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -99,3 +109,67 @@ def test_the_offered_share_is_taken(arena: float, encoder: float, free: int, own
             assert 0 < smaller.arena_bytes(TOTAL, free, own) < int(arena * TOTAL)
         else:
             assert "no share of the arena would fit" in str(refusal)
+
+
+def test_another_engine_of_this_process_is_named_and_not_taken_for_the_encoder() -> None:
+    with pytest.raises(
+        CardTooFull, match=r"process holds 28\.0 GiB: close it first, or lower .* to 0\.\d+\."
+    ):
+        SHARES.arena_bytes(TOTAL, 20 * GIB, own_bytes=2 * GIB, pools_bytes=28 * GIB)
+    assert SHARES.arena_bytes(TOTAL, 40 * GIB, own_bytes=2 * GIB, pools_bytes=28 * GIB) == 28 * GIB
+
+
+class FakeCard:
+    """torch.cuda's figures of a card of 1 MiB, on which this process alone has pools.
+
+    A pool that is gone stays reserved until the cache is emptied.
+    """
+
+    total = 1 << 20
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pools: list[tuple[weakref.ref[DeviceMemory], int]] = []
+        monkeypatch.setattr(engine_module, "resolve", lambda device: "cuda")
+        monkeypatch.setattr(engine_module, "make_arena", self.make_arena)
+        monkeypatch.setattr(engine_module, "make_gate", Gate)
+        monkeypatch.setattr("torch.cuda.empty_cache", self.empty_cache)
+        monkeypatch.setattr("torch.cuda.memory_reserved", self.reserved)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (self.total - self.reserved(), self.total))
+
+    def reserved(self) -> int:
+        return sum(nbytes for _, nbytes in self.pools)
+
+    def empty_cache(self) -> None:
+        self.pools = [(memory, nbytes) for memory, nbytes in self.pools if memory() is not None]
+
+    def make_arena(self, dim: int, device: str, nbytes: int) -> Arena:
+        memory = DeviceMemory(dim, "cpu", nbytes)
+        self.pools.append((weakref.ref(memory), nbytes))
+        return Arena(dim, memory)
+
+
+def test_a_closed_or_failed_engine_leaves_the_card_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = FakeCard(monkeypatch)
+    settings, encoder = Settings(card_shares="llm=0,arena=0.6,encoder=0.1"), HashingEncoder(64)
+    first = Engine(tmp_path / "a", settings, encoder)
+    with pytest.raises(CardTooFull, match="Another engine of this process holds"):
+        Engine(tmp_path / "b", settings, encoder)
+    first.close()
+    for _ in range(2):
+        with Engine(tmp_path / "a", settings, encoder) as again:
+            assert again.arena.capacity_bytes
+            assert card.reserved() == int(0.6 * card.total)
+    with pytest.raises(StoreError):
+        Engine(tmp_path / "a", settings, HashingEncoder(32))
+    # the failed one's traceback is still at hand, and so is a reference to the closed ones
+    with Engine(tmp_path / "a", settings, encoder):
+        assert first.arena.nbytes == again.arena.nbytes == 0
+
+
+def test_two_engines_that_fit_share_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = FakeCard(monkeypatch)
+    settings, encoder = Settings(card_shares="llm=0,arena=0.4,encoder=0.1"), HashingEncoder(64)
+    with Engine(tmp_path / "a", settings, encoder), Engine(tmp_path / "b", settings, encoder):
+        assert card.reserved() == 2 * int(0.4 * card.total)

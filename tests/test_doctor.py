@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from undertow.engine.config import Settings
 from undertow.kernels import device
+
+pytest.importorskip("pydantic_settings", reason="the engine's packages are not installed")
+
+from undertow.engine.config import Settings
 from undertow.serving import doctor
 
 GIB = 1 << 30
@@ -105,3 +108,25 @@ def test_one_faiss_and_no_more(
     monkeypatch.setattr(doctor, "version", version)
     found = doctor._faiss()
     assert (found.ok, says in found.text) == (ok, True)
+
+
+@pytest.mark.parametrize(
+    ("cupy_devices", "torch_cuda", "torch_sees", "says"),
+    [
+        (0, "13.0", False, "CuPy finds no CUDA device"),
+        (0, "13.0", True, "torch finds a CUDA device and CuPy none"),
+        (1, None, False, "a build for CPUs"),
+        (1, "13.0", False, "it is built for CUDA 13.0"),
+    ],
+)
+def test_the_reason_says_which_of_cupy_and_torch_sees_no_card(
+    monkeypatch: pytest.MonkeyPatch, cupy_devices: int, torch_cuda: str | None, torch_sees: bool, says: str
+) -> None:
+    monkeypatch.setattr(device, "HAS_CUDA", False)
+    monkeypatch.setattr(device, "CUDA_DEVICE_COUNT", cupy_devices)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    assert says in str(device.why_no_cuda())
+    with pytest.raises(ValueError, match=says):
+        device.resolve("cuda")

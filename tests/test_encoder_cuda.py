@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
+import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+# ruff: noqa: E402 - without these the imports below fail, and all tests here with them
+for needed in ("transformers", "sentence_transformers", "orjson", "filelock"):
+    pytest.importorskip(needed, exc_type=ImportError)
+
 from transformers import BertConfig, BertModel
 
 import undertow.engine.cuda_encoder as cuda_encoder
+import undertow.engine.sentence_encoder as sentence_encoder
 from undertow.engine.cuda_encoder import Backlog, CudaSentenceEncoder
 from undertow.engine.encoder import DeviceEncoder, Float16, make_encoder
-from undertow.engine.fixed_shape import FixedShape
+from undertow.engine.fixed_shape import FixedShape, GraphSpace
 from undertow.engine.sentence_encoder import Batch, SentenceEncoder
 from undertow.engine.sentence_model import DEFAULT_MODEL, EncoderError, model_folder
 from undertow.engine.tokenizing import Windows
@@ -96,6 +107,13 @@ def test_shape_dtype_and_both_copies(device: _Small) -> None:
     assert (device.fingerprint.dtype, device.fingerprint.device) == ("float32", "cpu")
 
 
+def _packed(encoder: CudaSentenceEncoder, windows: Windows, batch: Batch) -> torch.Tensor:
+    width, rows = batch.shape
+    out = np.empty((rows, width + 1), np.int32)
+    encoder.pack(windows, batch, out)
+    return torch.from_numpy(out)
+
+
 def _check_company(encoder: CudaSentenceEncoder, vectors: Float16) -> None:
     for i in (0, 11, 12, 15, 17):
         assert np.array_equal(encoder.encode([TEXTS[i]])[0], vectors[i]), i
@@ -167,14 +185,14 @@ def test_backlog_hands_out_each_window_once() -> None:
 
 
 def test_every_length_has_one_shape_wider_than_itself() -> None:
-    for window in (15, 128, 256, 300, 495, 511):
-        shapes = CudaSentenceEncoder.shapes_up_to(window)
+    for window, places in product((15, 128, 256, 300, 495, 511), (8_192, 16_384, 32_768)):
+        shapes = CudaSentenceEncoder.shapes_of(window, places)
         widths = [width for width, _ in shapes]
         assert widths == sorted(set(widths))
         assert max(widths) > window
         for width, rows in shapes:
             assert rows >= 8 and width * rows % 128 == 0
-            assert 0.75 * 8_192 <= width * rows <= 8_192
+            assert 0.75 * places <= width * rows <= places
 
 
 def test_batches_hold_every_window_once_in_its_shape(device: _Small) -> None:
@@ -204,11 +222,133 @@ def test_a_fixed_shape_computes_and_overwrites() -> None:
     assert double(torch.ones((3, 4), dtype=torch.int32)).data_ptr() == first.data_ptr()
 
 
+def test_graphs_of_an_encoder_share_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a card: what torch is told. Warm-up and capture on that stream, never on the current one."""
+    done: list[Any] = []
+    current: list[Any] = ["main"]
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            done.append(("wait", self, other))
+
+    class on:
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        def __enter__(self) -> None:
+            current.append(self._stream)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    main = current[0] = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    captured: list[dict[str, Any]] = []
+
+    def graph(graph: Any, **given: Any) -> on:
+        captured.append({"graph": graph, **given})
+        return on(given["stream"])
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    space = GraphSpace()
+    first, second = (space.capture(lambda: done.append(current[-1])) for _ in range(2))
+    own = captured[0]["stream"]
+    assert own is not main
+    assert done == 2 * [("wait", own, main), own, ("wait", main, own), own]
+    assert [c["stream"] for c in captured] == [own, own]
+    assert captured[0]["pool"] is captured[1]["pool"]
+    assert [c["graph"] for c in captured] == [first, second]
+    assert GraphSpace()._stream is not own
+
+
+def test_a_graph_whose_capture_fails_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end could free the workspace that earlier graphs still write to."""
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Graph:
+        def __init__(self) -> None:
+            alive.add(self)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    runs: list[None] = []
+
+    def run() -> None:
+        runs.append(None)
+        if len(runs) == 2:
+            raise MemoryError("no room")
+
+    space = GraphSpace()
+    with pytest.raises(MemoryError):
+        space.capture(run)
+    gc.collect()
+    assert len(alive) == 1
+    del space
+    gc.collect()
+    assert len(alive) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_additive_mask_gives_the_bits_of_the_boolean_one(tiny_model: str, dtype: Any) -> None:
+    encoder = _Small(tiny_model, dtype=dtype, device="cpu")
+    assert encoder._additive_mask
+    windows = encoder.windows(TEXTS)
+    for batch in encoder.batches(windows.lengths):
+        packed = _packed(encoder, windows, batch)
+        encoder._additive_mask = True
+        additive = encoder.pooled(packed)
+        encoder._additive_mask = False
+        assert torch.equal(additive, encoder.pooled(packed)), batch.shape
+
+
+def test_other_models_are_given_the_mask_as_they_know_it(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sentence_encoder, "TAKES_ADDITIVE_MASK", frozenset())
+    encoder = _Small(tiny_model, dtype="float32", device="cpu")
+    mask = torch.tensor([[True, True, False]])
+    assert encoder._attention_mask(mask).tolist() == [[1, 1, 0]]
+    assert np.array_equal(
+        encoder.encode(TEXTS[:5]), _Small(tiny_model, dtype="float32", device="cpu").encode(TEXTS[:5])
+    )
+
+
+def test_packed_batches_give_the_vectors_of_their_windows(device: _Small, vectors: Float16) -> None:
+    windows = device.windows(TEXTS[:14])
+    batches = device.batches(windows.lengths)
+    found = device.run_packed([_packed(device, windows, batch) for batch in batches])
+    for batch, unit in zip(batches, found, strict=True):
+        assert (unit.dtype, tuple(unit.shape)) == (torch.float32, (batch.shape[1], device.dim))
+        assert np.array_equal(unit[: len(batch.members)].half().numpy(), vectors[batch.members])
+    with pytest.raises(ValueError, match="none of this encoder's"):
+        device.run_packed([torch.zeros((3, 18), dtype=torch.int32)])
+
+
+def test_places_are_chosen_and_told_apart(tiny_model: str, device: _Small, vectors: Float16) -> None:
+    other = _Small(tiny_model, dtype="float32", device="cpu", places=1_024)
+    assert max(width * rows for width, rows in other.shapes_up_to(other.window)) == 1_024
+    assert other.fingerprint.device == "cpu in batches of 1024 places"
+    assert device.fingerprint.mismatch(other.fingerprint) is None
+    assert "1024 places" in (device.fingerprint.drift(other.fingerprint) or "")
+    assert _Small(tiny_model, dtype="float32", device="cpu", places=512).fingerprint == device.fingerprint
+    assert np.abs(other.encode(TEXTS).astype(np.float32) - vectors.astype(np.float32)).max() <= 2**-12
+    with pytest.raises(ValueError, match="places is 127"):
+        _Small(tiny_model, device="cpu", places=127)
+
+
 def test_the_forward_pass_never_looks_at_values(device: _Small) -> None:
     """A graph cannot, and a look could choose another kernel: tensors without values raise at one.
 
-    transformers itself looks whether a mask is all ones, except under capture and in this mode; the mask
-    never is (`test_every_length_has_one_shape_wider_than_itself`).
+    Of models that take no additive mask: transformers looks whether a mask is all ones, except under
+    capture and in this mode; it never is (`test_every_length_has_one_shape_wider_than_itself`).
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         packed = mode.from_tensor(torch.ones((8, 65), dtype=torch.int32))
@@ -253,6 +393,7 @@ def on_card() -> CudaSentenceEncoder:
 
 @pytest.mark.gpu
 def test_settings_choose_the_card() -> None:
+    pytest.importorskip("pydantic_settings")
     from undertow.engine.config import Settings
 
     encoder = make_encoder(Settings(device="cuda"))
@@ -300,8 +441,25 @@ def test_graphs_give_the_bits_of_the_eager_pass(on_card: CudaSentenceEncoder) ->
 
 @pytest.mark.gpu
 def test_two_encoders_on_a_card_agree(on_card: CudaSentenceEncoder) -> None:
+    expected = on_card.encode(TEXTS)
     other = CudaSentenceEncoder()
-    assert np.array_equal(other.encode(TEXTS), on_card.encode(TEXTS))
+    assert np.array_equal(other.encode(TEXTS), expected)
+
+
+@pytest.mark.gpu
+def test_the_end_of_one_encoder_leaves_another_its_bits(on_card: CudaSentenceEncoder) -> None:
+    """The workspaces of its graphs are freed, and the memory is written over."""
+    on_card.prepare()
+    expected = on_card.encode(TEXTS)
+    other = CudaSentenceEncoder(places=16_384)
+    other.prepare()
+    other.encode(TEXTS)
+    del other
+    gc.collect()
+    torch.cuda.empty_cache()
+    poison = [torch.full((32 << 20,), 255, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    assert np.array_equal(on_card.encode(TEXTS), expected)
+    assert all(bool((block == 255).all()) for block in poison)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ The backend `shim` is the CUDA gate, host code and kernels, on the CPU (tests/cu
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from dataclasses import fields
@@ -18,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from undertow.kernels.gate import Gate, GateReadings, PlannedGate, make_gate
-from undertow.kernels.gate_cuda import CudaGate
+from undertow.kernels.gate import Gate, GateReadings, make_gate
 
 from .gate_oracle import cosine
 from .gate_worlds import (
@@ -248,13 +246,6 @@ def test_bad_input_is_refused(backend: Backend, change: dict[str, Any], message:
     assert backend.gate(arena).read(**asked).count.tolist() == [0]
     with pytest.raises(ValueError, match=message):
         backend.gate(arena).read(**(asked | change))
-
-
-def test_backends_have_one_signature() -> None:
-    gates = [Gate, PlannedGate, CudaGate, type(numba_gate(host_arena(4)))]
-    for name in ("read", "_read", "_check", "_admit"):
-        parameters = {tuple(inspect.signature(getattr(gate, name)).parameters) for gate in gates}
-        assert len(parameters) == 1, name
 
 
 def test_the_arena_says_which_gate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from undertow.kernels.gate_cuda import BLOCK_THREADS, BLOCKS_PER_SM, SOURCE
 
-NVCC = shutil.which("nvcc")
-pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH: gate.cu is not compiled")
-
 REGISTERS_PER_SM = 65_536
 
 
-def compiled(source: Path, folder: Path, *options: str) -> str:
-    """What the compiler says about a source; an error of it is an AssertionError."""
-    command = [str(NVCC), "-std=c++17", *options, str(source), "-o", str(folder / "out")]
+@pytest.fixture
+def nvcc(lacking: Callable[[str], NoReturn]) -> str:
+    return shutil.which("nvcc") or lacking("nvcc on the PATH, to compile gate.cu")
+
+
+def compiled(nvcc: str, folder: Path, *options: str) -> str:
+    """What the compiler says about gate.cu; an error of it is an AssertionError."""
+    command = [nvcc, "-std=c++17", *options, str(SOURCE), "-o", str(folder / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -27,9 +31,11 @@ def compiled(source: Path, folder: Path, *options: str) -> str:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dim", [64, 72, 384, 1024])
-def test_it_compiles_without_spills_and_fills_the_card(arch: str, dim: int, tmp_path: Path) -> None:
+def test_it_compiles_without_spills_and_fills_the_card(
+    arch: str, dim: int, nvcc: str, tmp_path: Path
+) -> None:
     options = ("-cubin", f"-arch={arch}", f"-DDIM={dim}", "-Xptxas", "-v", "-Werror", "all-warnings")
-    report = compiled(SOURCE, tmp_path, *options)
+    report = compiled(nvcc, tmp_path, *options)
     assert {"scan", "tally", "merge"} <= set(re.findall(r"Compiling entry function '(\w+)'", report))
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert spills and set(spills) == {("0", "0", "0")}
@@ -37,11 +43,11 @@ def test_it_compiles_without_spills_and_fills_the_card(arch: str, dim: int, tmp_
     assert registers * BLOCK_THREADS * BLOCKS_PER_SM <= REGISTERS_PER_SM
 
 
-def test_the_scan_keeps_many_loads_on_their_way(tmp_path: Path) -> None:
+def test_the_scan_keeps_many_loads_on_their_way(nvcc: str, tmp_path: Path) -> None:
     """At least 12 loads of 16 bytes a lane are issued before the first product waits for one."""
     if (cuobjdump := shutil.which("cuobjdump")) is None or shutil.which("nvdisasm") is None:
         pytest.skip("cuobjdump and nvdisasm are not on the PATH: machine code is not looked at")
-    compiled(SOURCE, tmp_path, "-cubin", "-arch=sm_90", "-DDIM=384")
+    compiled(nvcc, tmp_path, "-cubin", "-arch=sm_90", "-DDIM=384")
     command = [cuobjdump, "-sass", "-fun", "scan", str(tmp_path / "out")]
     code = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert code[: code.index("HMMA")].count("LDG.E.128") >= 12

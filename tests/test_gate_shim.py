@@ -18,9 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from undertow.kernels import gate as gate_module
+from undertow.kernels import plan as plan_module
 from undertow.kernels.exact import MAX_NORM, tensor_core_slack
-from undertow.kernels.gate import Gate
+from undertow.kernels.gate import Gate, GateReadings, Probes
 from undertow.kernels.gate_cuda import SOURCE, CudaGate
+from undertow.kernels.plan import MAX_SPACE_BYTES, MAX_TASKS, Asked, Cut, Plan, group, lay_out
 
 from .cuda_shim.shim import COMPILER, ShimError, ShimKernels, build
 from .gate_oracle import cosine
@@ -213,6 +216,56 @@ def test_tasks_of_a_large_tenant_are_as_small_as_the_others() -> None:
     largest = (ctypes.c_int64 * 151).from_address(int(prepared.plan["stride"]))[0]
     assert tasks >= 150 + gate._kernels.warps * 4
     assert largest <= sum(sizes) / (gate._kernels.warps * 8) + 32
+
+
+@pytest.mark.parametrize(
+    ("queries", "tenants", "rows", "k"),
+    [(256, 1, 1_000_000, 101), (8192, 128, 7_800, 100), (1, 1, 1_000_000, 101)],
+)
+def test_a_plan_keeps_within_its_space(queries: int, tenants: int, rows: int, k: int) -> None:
+    """On a card with 132 multiprocessors; unbounded, the first two would take 4.2 and 1.7 GB."""
+    warps = 132 * 16
+    cut = Cut(tasks=8 * warps, least_work=32, abreast=8, step_rows=32, enough=warps // 4)
+    asked = Asked(
+        query=np.arange(queries),
+        segment=np.arange(queries) % tenants,
+        limit=np.full(queries, rows),
+        flag=np.ones(queries, np.int64),
+        theta=np.full(queries, -np.inf),
+        k=np.full(queries, k),
+    )
+    addresses = np.zeros(tenants, np.int64)
+    plan = lay_out(asked, *group(asked), (addresses, addresses), cut)
+    assert plan.space_bytes == 16 * int(plan.probe_cell[-1] + plan.probe_list[-1])
+    assert plan.space_bytes <= MAX_SPACE_BYTES
+    assert np.diff(plan.probe_cell).max() <= MAX_TASKS
+    assert plan.group_task[-1] >= warps // 8
+    # the tasks of each group cover its rows, and none is empty
+    tasks = np.diff(plan.group_task)
+    assert (tasks * plan.group_stride >= rows).all()
+    assert ((tasks - 1) * plan.group_stride < rows).all()
+
+
+@pytest.mark.parametrize("backend", [NUMBA, SHIM])
+def test_a_batch_read_in_parts_reads_as_the_whole(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    world, pool = close_world(rng, 64, backend)
+    asked = many_questions(rng, pool)
+    whole = world.read(asked)
+    gate = backend.gate(world.arenas[0])
+    parts: list[int] = []
+    run = gate._run  # type: ignore[attr-defined]
+
+    def counted(probes: Probes, plan: Plan) -> GateReadings:
+        parts.append(len(probes))
+        return run(probes, plan)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(gate, "_run", counted)
+    for module in (gate_module, plan_module):
+        monkeypatch.setattr(module, "MAX_SPACE_BYTES", 1024)
+    same(whole, gate.read(**asked))
+    assert sum(parts) == 40
+    assert 1 < len(parts) <= 40
 
 
 # -- planted errors: each of these edits of gate.cu must be found

@@ -184,6 +184,25 @@ def test_new_rows_are_found_before_and_after_they_are_listed(
     assert not index.refresh()
 
 
+def test_training_asks_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counting(arena: Arena, segment: int, queries: Any, k: int, **options: Any) -> Any:
+        asked.append(len(queries))
+        return top_k(arena, segment, queries, k, **options)
+
+    world = World(2000)
+    expected = index_of(world).report
+    monkeypatch.setattr(ivf, "top_k", counting)
+    assert index_of(world).report == expected
+    assert sum(asked) == 256
+    assert max(asked) <= 32
+    asked.clear()
+    monkeypatch.setattr(ivf, "_MEASURED_AT_A_TIME", 7)
+    assert index_of(world).report == expected
+    assert max(asked) == 7
+
+
 def test_small_and_empty_segments() -> None:
     world = World(1)
     index = index_of(world)

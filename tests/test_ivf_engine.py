@@ -10,6 +10,7 @@ from undertow.engine.records import turn_id
 from undertow.engine.retrieval import Found, Window
 from undertow.engine.tenants import Tenant
 
+from .cli_harness import run, turn_line, write_log
 from .engine_harness import ENCODER, NEVER, open_engine, turn_of
 
 
@@ -50,3 +51,24 @@ def test_a_tenant_is_indexed_above_the_set_size_and_the_others_are_not(tmp_path:
         engine.tenants.evict("large")
         del of_large
         assert engine.retrieval.indexes() == {}
+
+
+def test_a_search_on_the_command_line_says_the_recall_of_its_turns(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    words = [" ".join(f"w{w}" for w in rng.integers(0, 60, 6)) for _ in range(600)]
+    log = write_log(
+        tmp_path / "log", [turn_line("ada", n, text, timestamp=None) for n, text in enumerate(words)]
+    )
+    store = tmp_path / "store"
+    assert run("ingest", log, "--format", "messages", "--store", store, "--llm", "off").code == 0
+    search = ("search", words[7], "--tenant", "ada", "--store", store)
+    exact, indexed = (
+        run(*search, "--json").lines,
+        run(*search, "--json", env={"UNDERTOW_IVF_ROWS": "300"}).lines,
+    )
+    assert {hit["turn_recall"] for hit in exact} == {1.0}
+    (recall,) = {hit["turn_recall"] for hit in indexed}
+    assert 0.5 < recall < 1.0
+    assert indexed[0] == exact[0] | {"turn_recall": recall}
+    assert "recall" not in run(*search).err
+    assert f"measured recall {recall:.3f}" in run(*search, env={"UNDERTOW_IVF_ROWS": "300"}).err

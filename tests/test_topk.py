@@ -313,3 +313,28 @@ def test_bad_input_is_refused(memory: str) -> None:
         top_k(arena, 1, query, 1, None, scan_of(memory, arena))
     with pytest.raises(ValueError, match="segments must be 1 integers"):
         top_k_many(arena, [0, 0], query, 1)
+
+
+def test_a_scan_needs_no_pass_over_the_flags_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(9)
+    arena, _ = filled(unit(rng.standard_normal((200, 16))), memory="cpu")
+    queries, some = unit(rng.standard_normal((3, 16))), rng.random(200) < 0.5
+    expected = top_k(arena, 0, queries, 5), top_k(arena, 0, queries, 5, some)
+    scanned = [
+        Gate(arena).nearest(queries=queries, segments=[0] * 3, k=[5] * 3, wanted=w) for w in (None, some)
+    ]
+
+    class Scan:
+        def nearest(self, *, wanted: Any = None, **asked: Any) -> Any:
+            return scanned[0 if wanted is None else 1]
+
+    def refuse(segment: int) -> Any:
+        raise AssertionError("the flags were read")
+
+    monkeypatch.setattr(arena, "flags", refuse)
+    for allowed, (scores, rows) in zip((None, some), expected, strict=True):
+        found = top_k(arena, 0, queries, 5, allowed, Scan())
+        assert (found[0] == scores).all()
+        assert (found[1] == rows).all()
+    with pytest.raises(ValueError, match="allowed must be bool"):
+        top_k(arena, 0, queries, 5, some[:-1], Scan())

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("orjson", reason="the engine's packages are not installed")
+pytest.importorskip("pydantic_settings", reason="the engine's packages are not installed")
+
 from undertow.bench.mock_llm import MockLLM
 from undertow.engine import trace as module
 from undertow.engine.config import Settings

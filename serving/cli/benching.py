@@ -30,6 +30,12 @@ def gpu(
     out: Annotated[
         Path | None, typer.Option("--out", help="Write the JSON here, a table beside it; a folder will do.")
     ] = None,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(
+            "--encoder", metavar="FOLDER", help="The model of encoder and ingest; else the settings'."
+        ),
+    ] = None,
 ) -> None:
     """What the GPU path reaches on this card, against measured limits and targets (docs/gpu.md).
 
@@ -38,7 +44,7 @@ def gpu(
     from undertow.bench.gpu import Options, check, parts_of, report
     from undertow.bench.gpu_figures import PARTS, NotMeasured
 
-    options = Options(quick, PARTS if only is None else parts_of(only), out)
+    options = Options(quick, PARTS if only is None else parts_of(only), out, encoder)
     try:
         with wrong_usage():
             check(options)

@@ -75,11 +75,15 @@ def search(
     with open_engine(store, settings, writable=False) as engine:
         engine.tenants.require(tenant)
         found = engine.search(tenant, query, k_sub=k, k_epi=k, k_sem=k, since=since, until=until)
-    hits = [asdict(hit) for hit in found.ranked(k)]
+    # of the tiers only the turns may be found through an index, which can miss some
+    recall = {"turn": {"turn_recall": found.turn_recall}}
+    hits = [{**asdict(hit), **recall.get(hit.kind, {})} for hit in found.ranked(k)]
     if as_json:
         put_json_lines(hits)
     else:
         put_table(hits, ("score", "kind", "timestamp", "memory"), title=f"{len(hits)} results for {tenant}")
+        if found.turn_recall < 1:
+            say(f"(turns found through an index, measured recall {found.turn_recall:.3f})")
 
 
 def _check_words(name: str, text: str) -> None:
