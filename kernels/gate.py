@@ -7,6 +7,7 @@ do not depend on the batch, the device or the number of threads.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -229,18 +230,20 @@ class Gate:
         return rows, scores
 
 
-class PlannedGate(Gate):
+class PlannedGate(Gate, ABC):
     """What gates with a compiled scan share: a batch becomes a plan, and what is found the readings.
 
     The nearest episode is the same scan with k = 1 and no threshold. Subclasses say how their device
     wants its tasks, and run a plan.
     """
 
+    @abstractmethod
     def _cut(self) -> Cut:
-        raise NotImplementedError
+        """How this device wants its tasks."""
 
+    @abstractmethod
     def _run(self, probes: Probes, plan: Plan) -> GateReadings:
-        raise NotImplementedError
+        """What the plan's probes find."""
 
     def _read(self, probes: Probes) -> GateReadings:
         count, cut = len(probes), self._cut()

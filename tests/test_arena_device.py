@@ -179,6 +179,7 @@ def test_growing_segments_are_served_while_their_slabs_fill_half_the_pool(seed: 
         count = grown - lengths[segment]
         arena.extend(np.full(count, segment), random_vectors(rng, count), live=True)
         lengths[segment] = grown
+    assert {s: arena.length(s) for s in lengths} == lengths
 
 
 def test_every_free_row_of_a_scattered_pool_can_be_had() -> None:
