@@ -155,7 +155,7 @@ def open_large(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, 
     log = copies(data, tenants, turns // tenants)
     encoder = CachedVectors()
     with Engine(folder / "store", settings(batch_turns=4096), encoder) as engine:
-        while batch := list(islice(log, 65_536)):
+        while batch := list(islice(log, 4096)):
             engine.add_batch(batch)
         engine.journal.compact()
         rows = engine.journal.row_count

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from undertow.engine.journal import Row
-from undertow.engine.model import BadInput, InputError, Turn, UndertowError
-from undertow.engine.policies.base import Thresholds
+from undertow.engine.model import BadInput, InputError, PackedTurn, Turn, UndertowError
 from undertow.engine.records import Control, control_row, key_hash, turn_row
-from undertow.engine.tenants import Tenant, Tenants
-from undertow.engine.text_cache import TenantTextCache
-from undertow.engine.trace import Trace
-from undertow.kernels.arena import Arena
+
+if TYPE_CHECKING:  # not imported by who only packs turns for a shard: torch takes seconds and memory
+    from undertow.engine.policies.base import Thresholds
+    from undertow.engine.tenants import Tenant, Tenants
+    from undertow.engine.text_cache import TenantTextCache
+    from undertow.engine.trace import Trace
+    from undertow.kernels.arena import Arena
 
 
 class QueueFull(UndertowError):
@@ -26,19 +29,23 @@ class QueueFull(UndertowError):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A turn is stored under this id; `duplicate` when it had been stored before."""
+    """A turn is stored under this id; `duplicate` when it had been stored before.
+
+    `parked`: why a shard has set the turn aside instead (it made the engine fail, alone).
+    """
 
     tenant: str
     id: str | None
     seq: int | None
     duplicate: bool
+    parked: str | None = None
 
 
 @dataclass(slots=True)
 class Ticket:
     """A turn in the queue; its receipt comes once the turn is durable and searchable."""
 
-    turn: Turn
+    turn: Turn | PackedTurn
     receipt: Receipt | None = None
 
 
@@ -77,9 +84,10 @@ class Inbox:
     def room(self) -> int:
         return self._limit - self._len
 
-    def put(self, turn: Turn) -> Ticket:
+    def put(self, turn: Turn | PackedTurn) -> Ticket:
         """QueueFull at the bound, InputError for a turn that cannot be stored: nothing was taken."""
-        check_turn(turn)
+        if isinstance(turn, Turn):
+            check_turn(turn)
         if self.room <= 0:
             raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
         ticket = Ticket(turn)
@@ -99,16 +107,38 @@ class Inbox:
         self._len -= len(taken)
         return taken
 
+    def put_back(self, tickets: Iterable[Ticket]) -> None:
+        """Undo the last `take`: these turns stand first again, lines and turns in the order they had."""
+        lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
+        for ticket in tickets:
+            lines.setdefault(ticket.turn.tenant, deque()).append(ticket)
+            self._len += 1
+        for name, line in self._lines.items():
+            lines.setdefault(name, deque()).extend(line)
+        self._lines = lines
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Whose turns wait."""
+        return self._lines.keys()
+
     def holds(self, tenant: str) -> bool:
         return tenant in self._lines
 
-    def drop(self, tenant: str) -> None:
-        """Forget what a tenant that is being erased had waiting."""
-        self._len -= len(self._lines.pop(tenant, ()))
+    def clear(self) -> None:
+        """Forget all that waits."""
+        self._lines.clear()
+        self._len = 0
+
+    def drop(self, tenant: str) -> Sequence[Ticket]:
+        """Forget what a tenant had waiting, and return it."""
+        dropped = self._lines.pop(tenant, ())
+        self._len -= len(dropped)
+        return dropped
 
 
 class _Planned(NamedTuple):
-    turn: Turn
+    turn: Turn | PackedTurn
     tenant: Tenant
     key: int
     timestamp: str | None
@@ -137,17 +167,23 @@ class Admission:
     def admit(self, tickets: list[Ticket]) -> tuple[list[Row], list[Receipt], list[Tenant]]:
         """Rows for the journal, receipts (one a ticket) to give once they are committed, and tenants.
 
-        The turns are in the tenants' logs and in the arena when this returns.
+        The turns are in the tenants' logs and in the arena when this returns. ArenaFull: nothing is.
         """
+        try:
+            return self._admit(tickets)
+        finally:
+            self._tenants.let_go()
+
+    def _admit(self, tickets: list[Ticket]) -> tuple[list[Row], list[Receipt], list[Tenant]]:
         names = list(dict.fromkeys(ticket.turn.tenant for ticket in tickets))
         by_name = dict(zip(names, self._tenants.get_many(names), strict=True))
         planned = self._plan(tickets, by_name)
         fresh = [p for p in planned if p is not None]
-        # What can fail, the encoder and the arena's room, comes before any tenant is touched.
+        # What can fail comes before any tenant is touched: first the arena's room, then the encoder.
+        segments = np.array([p.tenant.turns_segment for p in fresh], dtype=np.int64)
+        self._reserve(segments, by_name.values())
         with self._trace.span("encode", texts=len(fresh)):
             vectors = self._encoder.embed([p.tenant.name for p in fresh], [self._text(p) for p in fresh])
-        segments = np.array([p.tenant.turns_segment for p in fresh], dtype=np.int64)
-        self._tenants.reserve(segments)
         rows = [row for tenant in by_name.values() for row in self.settle_thresholds(tenant)]
         receipts = [
             Receipt(ticket.turn.tenant, None, None, duplicate=True) if p is None else self._append(p, rows)
@@ -158,6 +194,16 @@ class Admission:
         with self._trace.span("append", rows=len(fresh)):
             self._arena.extend(segments, vectors.on(self._arena.device), live=True)
         return rows, receipts, list(by_name.values())
+
+    def _reserve(self, segments: NDArray[np.int64], tenants: Iterable[Tenant]) -> None:
+        """Room for the turns. ArenaFull: nothing of who is new is stored, so they are forgotten."""
+        try:
+            self._tenants.reserve(segments)
+        except UndertowError:
+            for tenant in tenants:
+                if not tenant.thresholds_from:  # the first record of every log
+                    self._tenants.depart(tenant.name)
+            raise
 
     def _plan(self, tickets: list[Ticket], by_name: Mapping[str, Tenant]) -> list[_Planned | None]:
         """Each ticket's turn with its key and effective time; None for one that is stored already.

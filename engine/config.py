@@ -52,6 +52,7 @@ class Settings(BaseSettings):
     # a tenant with more turns is searched through an index of its own
     ivf_rows: int = Field(default=1_000_000, ge=1)
 
+    # of one server, or of several with commas between them; the limit in flight is that of each
     llm_url: str | None = None
     llm_model: str | None = None
     llm_api_key: str = "none"
@@ -92,6 +93,11 @@ class Settings(BaseSettings):
     @property
     def recurrence_count(self) -> int:
         return PROFILES[self.profile][1] if self.theta_count is None else self.theta_count
+
+    @property
+    def llm_requests(self) -> int:
+        """How many requests may be under way at all the servers that `llm_url` names."""
+        return self.llm_in_flight * max(1, sum(bool(url.strip()) for url in (self.llm_url or "").split(",")))
 
     @property
     def k_sem(self) -> int:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, get_type_hints, runtime_c
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.store import StoreError
 from undertow.kernels.device import resolve
 
 if TYPE_CHECKING:
@@ -45,6 +44,9 @@ class Fingerprint:
         """The one that a store's description holds; StoreError if it holds none."""
         types = get_type_hints(cls)
         if fields.keys() != types.keys() or any(type(fields[name]) is not t for name, t in types.items()):
+            # a machine that has no store, and only measures encoders, may miss its packages
+            from undertow.engine.store import StoreError
+
             raise StoreError(
                 f"the encoder in store.json needs the fields {', '.join(types)}. "
                 "Restore that file from a backup."

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakSet
 
 import orjson
-import torch
 
-from undertow.engine.admission import Admission, Receipt
+from undertow.engine.admission import Admission, Receipt, Ticket
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, JournalError, Row
-from undertow.engine.llm import LLMClient, OpenAILLM
+from undertow.engine.llm import Completion, LLMClient, OpenAILLM
 from undertow.engine.model import BadInput, InputError, Memory, Turn, UndertowError, Usage, dedupe_key
+from undertow.engine.place import Place
 from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
-from undertow.engine.records import Control, control_row, usage_to_json
+from undertow.engine.records import Control, ControlKind, control_row, usage_to_json
+from undertow.engine.residence import Residence, arena_of
 from undertow.engine.retrieval import Found, Retrieval, Window, question_prompt
 from undertow.engine.scheduler import Scheduler, StepReport
 from undertow.engine.store import StoreError
@@ -36,20 +35,9 @@ from undertow.engine.tenants import ArenaFull, Tenant, Tenants
 from undertow.engine.text_cache import TenantTextCache
 from undertow.engine.timestamps import parse_timestamp
 from undertow.engine.trace import Trace
-from undertow.kernels.arena import Arena, make_arena
-from undertow.kernels.device import resolve
 from undertow.kernels.gate import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
-# of a pool on a card, kept free between steps: evicting and packing little by little would cost more
-POOL_SPARE = 1 / 16
-# of a pool, filled with undecided tenants of earlier runs at most: each grows by the memories it makes
-TAKE_UP_SHARE = 1 / 4
-# tenants that are taken up at a time where a pool bounds them
-TENANTS_AT_A_TIME = 64
-
-# this process's pools on the card; a closed arena counts as none
-_pools: WeakSet[Arena] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +47,15 @@ class Answer:
     text: str
     found: Found
     usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question on its way: what was found for it, and the LLM call."""
+
+    tenant: str
+    found: Found
+    call: Future[Completion]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +70,45 @@ class Lag:
 class Engine:
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
-    Opening takes the store's writer lock unless `writable=False`, where only reading calls work.
+    Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
+    `takeover`: a former writer that may still be alive is fenced off; else its lock refuses this one.
+    `hash_key` is that of a store which has yet to be made. See Journal.open and Journal.create.
     """
 
     def __init__(
         self,
-        store: Path,
+        store: Place | Path | str,
         settings: Settings,
         encoder: Encoder,
         *,
         llm: LLMClient | None = None,
         writable: bool = True,
+        takeover: bool = False,
+        hash_key: str | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.settings = settings
         self.trace = trace or Trace()
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
-        self._stepping = False
-        # tenants with undecided records of earlier runs, which the arena had no room for yet
-        self._behind: deque[str] = deque()
         self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
+        plain = encoder.fingerprint
+        self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
         self.arena = arena_of(settings, encoder.dim)
-        self.arena.reclaim = self._reclaim
         try:
-            self._open(store, encoder, llm, writable=writable)
+            if writable:
+                Journal.create(store, encoder.dim, asdict(self._fingerprint), hash_key=hash_key)
+            self.journal = Journal.open(
+                store, writable=writable, takeover=takeover, durability=settings.durability
+            )
+            self._set_up(encoder, llm)
         except BaseException:
             self.arena.close()
             raise
 
-    def _open(self, store: Path, encoder: Encoder, llm: LLMClient | None, *, writable: bool) -> None:
-        settings, plain = self.settings, encoder.fingerprint
-        self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
-        if writable and not (store / "store.json").exists():
-            Journal.create(store, encoder.dim, asdict(self._fingerprint))
-        self.journal = Journal.open(store, writable=writable, durability=settings.durability)
+    def _set_up(self, encoder: Encoder, llm: LLMClient | None) -> None:
+        """All that stands on the open journal."""
+        settings = self.settings
         try:
             self._check_encoder()
             self.tenants = Tenants(self.journal, self.arena)
@@ -117,6 +118,7 @@ class Engine:
             self._readings = Readings(self.arena, gate, self._texts)
             self.retrieval = Retrieval(self.arena, gate, settings.ivf_rows)
             self.scheduler = self._make_scheduler()
+            self._residence = Residence(self.tenants, self.arena, self.scheduler, settings.arena_bytes)
         except BaseException:
             self.journal.close()
             raise
@@ -140,7 +142,7 @@ class Engine:
             queue_turns=s.queue_turns,
             batch_turns=s.batch_turns,
             lookahead_turns=s.gate_lookahead_turns,
-            llm_in_flight=s.llm_in_flight,
+            llm_in_flight=s.llm_requests,
             token_budget=s.tenant_token_budget,
             trace=self.trace,
         )
@@ -208,65 +210,72 @@ class Engine:
         return self.add_batch(turns)
 
     def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
-        """Store turns; durable and searchable on return. Decisions follow in later steps."""
+        """Store turns; durable and searchable on return. Decisions follow in later steps.
+
+        Waits for decisions where undecided tenants fill a card's pool. ArenaFull: see `step`; the turns
+        of an earlier step may have been stored.
+        """
+        self.tenants.require_here(turn.tenant for turn in turns)
         tickets = []
         for turn in turns:
             while self.scheduler.inbox.room <= 0:
-                self.step()
+                self.step(WAIT_FOR_REPLY_S)
             tickets.append(self.scheduler.inbox.put(turn))
         while len(self.scheduler.inbox):
-            self.step()
+            self.step(WAIT_FOR_REPLY_S)
         return [ticket.receipt for ticket in tickets if ticket.receipt is not None]
 
     def note(self, row: Row) -> None:
-        """Have a row of the shard's own (a source offset) committed with the next step."""
+        """Have a row of the shard's own (a source offset) committed once all queued turns are stored."""
         self.scheduler.note(row)
 
     def step(self, wait_s: float = 0.0) -> StepReport:
         """One round of the step loop; see Scheduler.step.
 
-        ArenaFull: the turns that were to be stored do not fit into a card's pool together with what is
-        at work. They were dropped, nothing else has changed.
+        Turns that a card's pool has no room for wait in the queue while tenants at work may still give
+        some back. ArenaFull: a batch does not fit though nobody is at work. All that was queued is
+        dropped, nothing else has changed.
         """
         self._check_sound()
-        self._make_room()
-        self._take_up_behind()
-        self._stepping = True
+        self._residence.prepare()
         try:
+            if self.scheduler.holds_back and self.server_lost:
+                self.scheduler.put_off()  # what is stored does not wait for a server
             return self.scheduler.step(wait_s)
         except ArenaFull:
             raise
-        except MemoryError as error:
-            self._failure = self.tenants.full("what this step adds", error)
-            raise self._failure from error
         except BaseException as error:
             self._failure = error  # memory may be ahead of the journal: only reopening helps
             raise
-        finally:
-            self._stepping = False
 
     def _check_sound(self) -> None:
         if self._failure is not None:
             kind = JournalError if isinstance(self._failure, JournalError) else UndertowError
             raise kind(f"the engine must be opened again to go on: it stopped at an error ({self._failure}).")
 
-    def drain(self, *, until: Tenant | None = None) -> bool:
+    def drain(self, *, until: str | None = None) -> bool:
         """Step until everything (or one tenant's log) is decided. False: something is blocked.
 
         Gives up when the server has shown no sign of life for `llm_patience_s`; the jobs stay pending.
         """
         while not self.idle:
-            if until is not None and (until.cursor >= until.next_seq or until.name in self.scheduler.blocked):
+            if until is not None and self.at_rest(until):
                 break
             self.step(WAIT_FOR_REPLY_S)
             if self.server_lost:
                 return False
-        return not self.scheduler.blocked if until is None else until.cursor >= until.next_seq
+        return until not in self.scheduler.blocked if until is not None else not self.scheduler.blocked
+
+    def at_rest(self, tenant: str) -> bool:
+        """Whether none of the tenant's turns is queued, and none of its records is to be decided."""
+        scheduler = self.scheduler
+        queued = scheduler.inbox.holds(tenant)
+        return not (queued or scheduler.at_work(tenant) or self._residence.lacks(tenant))
 
     @property
     def idle(self) -> bool:
         """Nothing left that a step could do; see Scheduler.idle."""
-        return self.scheduler.idle and not self._behind
+        return self.scheduler.idle and self._residence.complete
 
     @property
     def server_lost(self) -> bool:
@@ -288,84 +297,42 @@ class Engine:
         """Take up what earlier runs left undecided. Returns the number of tenants with such work."""
         self.journal.delete_rows(left_behind(self.journal))
         self.scheduler.blocked.clear()
-        self._behind = deque(self.tenants.behind())
-        count = len(self._behind)
-        self._take_up_behind()
-        return count
-
-    def _take_up_behind(self) -> None:
-        """Load tenants that are behind as far as the arena has room; the rest when these are decided."""
-        at_a_time = self._tenants_at_a_time(len(self._behind))
-        while self._behind and (self._has_room_for_work or self.scheduler.idle):
-            try:
-                tenants = self.tenants.get_many(list(islice(self._behind, at_a_time)))
-            except ArenaFull:
-                if at_a_time == 1 and self.scheduler.idle:
-                    raise
-                if at_a_time == 1:
-                    return
-                at_a_time //= 2
-                continue
-            while len(tenants) > 1 and not self._has_room_for_work:
-                self.tenants.evict(tenants.pop().name)
-            for tenant in tenants:
-                self._behind.popleft()
-                self.scheduler.wake(tenant)
-
-    @property
-    def _has_room_for_work(self) -> bool:
-        """Tenants taken up fill a part of a pool: until they are decided they stay, and they will grow."""
-        pool = self.arena.capacity_bytes
-        if pool is None:
-            return True
-        bound = int(pool * TAKE_UP_SHARE)
-        return self.tenants.make_room(lambda: self.arena.nbytes <= bound, self._may_go)
-
-    def _tenants_at_a_time(self, count: int) -> int:
-        """How many of `count` tenants to load at a time: all with one read, unless a pool bounds them."""
-        return max(1, count if self.arena.capacity_bytes is None else min(count, TENANTS_AT_A_TIME))
+        behind = self.tenants.behind()
+        self._residence.take_up(behind)
+        return len(behind)
 
     def flush(self, tenant: str) -> bool:
         """Barrier: returns when all earlier records are decided or parked (False: blocked)."""
+        self.log_flush(tenant)
+        return self.drain(until=tenant)
+
+    def log_flush(self, tenant: str) -> None:
+        """Log a flush, for a caller that has other work until the tenant is `at_rest`."""
         self._check_sound()
-        of = self._tenant(tenant)
-        control = Control("flush", of.next_seq)
-        self.scheduler.log(of, control, control_row(of.name, of.key, control))
-        return self.drain(until=of)
+        self._log(tenant, "flush", [{}])
+
+    def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None:
+        """Append control records to a tenant's log, durably. None: the arena has no room for the tenant.
+
+        Its log grows all the same, and is decided when there is room.
+        """
+        try:
+            tenant = self._tenant(name)
+        except ArenaFull:
+            key, start = self.journal.info.tenant_key(name), self.tenants.next_seq(name)
+            controls = [Control(kind, seq, body) for seq, body in enumerate(bodies, start)]
+            self.journal.append([control_row(name, key, control) for control in controls])
+            self._residence.take_up([name])
+            return None
+        for body in bodies:
+            control = Control(kind, tenant.next_seq, body)
+            self.scheduler.log(tenant, control, control_row(name, tenant.key, control))
+        return tenant
 
     @property
     def lag(self) -> Lag:
         undecided = sum(t.undecided_count for t in self.tenants.loaded())
         return Lag(undecided, self.scheduler.running_count, len(self.scheduler.blocked))
-
-    @property
-    def _room_bytes(self) -> int:
-        """What the arena may hold between steps."""
-        pool = self.arena.capacity_bytes
-        return self.settings.arena_bytes if pool is None else int(pool * (1 - POOL_SPARE))
-
-    @property
-    def _has_room(self) -> bool:
-        return self.arena.nbytes <= self._room_bytes
-
-    def _make_room(self) -> None:
-        """Between steps: evict idle tenants while the arena is over its bound."""
-        if not self._has_room:
-            self.tenants.make_room(lambda: self._has_room, self._may_go)
-
-    def _reclaim(self, rows: int) -> bool:
-        """The arena has no room for a segment of `rows` rows: evict some idle tenants. False: none is."""
-        before = self.arena.nbytes
-        enough = before - max(rows * self.arena.row_bytes, int(self._room_bytes * POOL_SPARE))
-        self.tenants.make_room(lambda: self.arena.nbytes <= enough, self._may_go)
-        return self.arena.nbytes < before
-
-    def _may_go(self, tenant: Tenant) -> bool:
-        """Whether nobody holds the tenant's live state; within a step, what is undecided may be in use."""
-        if self.scheduler.busy(tenant.name):
-            return False
-        decided = tenant.cursor >= tenant.next_seq or tenant.name in self.scheduler.blocked
-        return decided or not self._stepping
 
     # ---- reading
 
@@ -398,6 +365,13 @@ class Engine:
 
     def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
         """Answer from memory with one LLM call, metered as a query. BadReply, ServerRefused."""
+        asked = self.ask(tenant, question, as_of=as_of)
+        while (answer := self.heard(asked)) is None:
+            time.sleep(0.01)
+        return answer
+
+    def ask(self, tenant: str, question: str, *, as_of: str | None = None) -> Asked:
+        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it."""
         if self._llm is None:
             raise UndertowError("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         found = self.search(tenant, question)
@@ -407,15 +381,18 @@ class Engine:
             raise UndertowError(
                 f"{error}; the model's context holds {self._budget.context_tokens}."
             ) from None
-        call = self._llm.submit(prompt, tenant=tenant)
-        while not call.done():
-            if self.server_lost:
-                self._llm.cancel(call)
+        return Asked(tenant, found, self._llm.submit(prompt, tenant=tenant))
+
+    def heard(self, asked: Asked) -> Answer | None:
+        """The answer to what was asked; None: not yet. UndertowError, BadReply, ServerRefused."""
+        if not asked.call.done():
+            if self._llm is not None and self.server_lost:
+                self._llm.cancel(asked.call)
                 raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
-            time.sleep(0.01)
-        completion = call.result()
-        self._meter_query(tenant, completion.usage)
-        return Answer(str(completion.reply), found, completion.usage)
+            return None
+        completion = asked.call.result()
+        self._meter_query(asked.tenant, completion.usage)
+        return Answer(str(completion.reply), asked.found, completion.usage)
 
     def _meter_query(self, tenant: str, usage: Usage) -> None:
         of = self._tenant(tenant)
@@ -438,40 +415,39 @@ class Engine:
         when the cursor reaches the record. An episode or fact goes alone; its history stays.
         """
         self._check_sound()
-        rows = self.journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"])
-        row = next((row for row in rows if not self.tenants.buried(row)), None)
-        if row is None or row.tenant not in self.tenants:
+        row = self.row_of(memory_id)
+        if row is None:
             raise UndertowError(f"no memory has the id {memory_id}. `undertow list` shows the ids.")
-        tenant = self._tenant(row.tenant)
         if row.kind == "turn":
-            return self._delete_turn(tenant, row)
-        body = {"memory_id": memory_id, "kind": row.kind}
-        control = Control("delete", tenant.next_seq, body)
-        self.scheduler.log(tenant, control, control_row(tenant.name, tenant.key, control))
+            self._delete_turn(row)
+        else:
+            self._log(row.tenant, "delete", [{"memory_id": memory_id, "kind": row.kind}])
         return row.kind
 
-    def _delete_turn(self, tenant: Tenant, row: Row) -> str:
+    def row_of(self, memory_id: str) -> Row | None:
+        """The row of a turn, an episode or a fact by its id, where there is one."""
+        rows = self.journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"])
+        return next((row for row in rows if not self.tenants.buried(row)), None)
+
+    def _delete_turn(self, row: Row) -> None:
         turn = orjson.loads(row.payload)
         # What the log still needs of the turn: its dedupe key, and the time that later ones inherit.
         kept = {"key": turn["key"], "session": turn["session"], "timestamp": row.timestamp}
-        control = Control("delete", tenant.next_seq, {"turn_seq": row.seq, "id": row.id, **kept})
-        self.scheduler.log(tenant, control, control_row(tenant.name, tenant.key, control))
-        tenant.redact_turn(row.seq)
+        tenant = self._log(row.tenant, "delete", [{"turn_seq": row.seq, "id": row.id, **kept}])
+        if tenant is not None:
+            tenant.redact_turn(row.seq)
         self.journal.delete_rows([row.lsn])
-        return "turn"
 
     def replay_jobs(self) -> int:
-        """Log a replay of every parked job; returns their number. Drain to have them run."""
+        """Log a replay of every parked job; returns their number. Drain to have them run.
+
+        Nothing is refused for want of room: tenants that the arena cannot hold now are replayed later.
+        """
         self._check_sound()
-        count, names = 0, self.tenants.names()
-        at_a_time = self._tenants_at_a_time(len(names))
-        some = [names[start : start + at_a_time] for start in range(0, len(names), at_a_time)]
-        for tenant in (tenant for part in some for tenant in self.tenants.get_many(part)):
-            for job in [j for j in tenant.jobs.values() if j.state == "parked"]:
-                control = Control("replay", tenant.next_seq, {"job_id": job.id})
-                self.scheduler.log(tenant, control, control_row(tenant.name, tenant.key, control))
-                count += 1
-        return count
+        parked = self.tenants.parked_jobs()
+        for name, jobs in parked.items():
+            self._log(name, "replay", [{"job_id": job} for job in jobs])
+        return sum(map(len, parked.values()))
 
     def erase(self, tenant: str, *, now: bool = False) -> Certificate | None:
         """Erase a tenant: gone from every answer at once; the bytes go with the next purge.
@@ -479,15 +455,37 @@ class Engine:
         The certificate is issued after the purge, so only with `now`.
         """
         self._check_sound()
-        of = self._tenant(tenant)
+        self.tenants.require(tenant)
         self.scheduler.forget(tenant)
         self._texts.forget(tenant)
-        bury(self.journal, self.tenants, of)
-        return self.purge().get(of.key) if now else None
+        bury(self.journal, self.tenants, tenant)
+        return self.purge().get(self.journal.info.tenant_key(tenant)) if now else None
 
     def purge(self) -> dict[str, Certificate]:
         """Remove the bytes of all erased tenants and deleted turns; certificates by tenant key."""
         return purge(self.journal, self.tenants)
+
+    # ---- moving to and from other shards (engine/moving.py)
+
+    def dismiss(self, tenants: Sequence[str], records: Sequence[Row]) -> list[Ticket]:
+        """Stop all work of tenants that leave, and commit `records`, the last of their logs here.
+
+        Returns the tickets of their turns that were still queued: those are not stored.
+        """
+        self._check_sound()
+        try:
+            tickets = self.scheduler.dismiss(tenants, records)
+        except BaseException as error:
+            self._failure = error  # work was dropped that the journal still holds here
+            raise
+        for name in tenants:
+            self._texts.forget(name)
+            self.tenants.depart(name)
+        return tickets
+
+    def take_up(self, tenants: Sequence[str]) -> None:
+        """Have the undecided records of tenants that have arrived decided."""
+        self._residence.take_up(tenants)
 
     # ---- figures
 
@@ -497,28 +495,6 @@ class Engine:
 
     def _tenant(self, name: str) -> Tenant:
         return self.tenants.existing(name)
-
-
-def arena_of(settings: Settings, dim: int) -> Arena:
-    """The arena where the settings put it, on a card its share of it. UndertowError where it cannot be."""
-    try:
-        device = resolve(settings.device)
-    except ValueError as error:
-        raise UndertowError(str(error)) from None
-    if device == "cpu":
-        return make_arena(dim, device)
-    # torch keeps what was freed, as the pool of a closed engine, from the driver's figure
-    torch.cuda.empty_cache()
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    pools_bytes = sum(arena.capacity_bytes or 0 for arena in _pools)
-    own_bytes = torch.cuda.memory_reserved() - pools_bytes
-    nbytes = settings.shares.arena_bytes(total_bytes, free_bytes, own_bytes, pools_bytes)
-    try:
-        arena = make_arena(dim, device, nbytes)
-    except MemoryError as error:
-        raise UndertowError(str(error)) from None
-    _pools.add(arena)
-    return arena
 
 
 def make_llm(settings: Settings, trace: Trace | None = None) -> LLMClient | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,13 +11,19 @@ from typing import Any
 import orjson
 
 from undertow.engine.journal import Journal, Row
-from undertow.engine.records import control_of
-from undertow.engine.tenants import Tenant, Tenants
+from undertow.engine.model import Memory
+from undertow.engine.records import control_of, memory_of
+from undertow.engine.tenants import Tenants
 
 OUT_OF_REACH = (
     "caches and logs of the LLM server that has seen the prompts",
     "backups, exports and trace files made before the erasure",
     "blocks that the file system or the disk keeps of deleted files",
+)
+# where the purge could not be sure to be alone: without a lock, so on every object store
+ALSO_OUT_OF_REACH = (
+    "files of appends that were cut off in the ten minutes before the purge, until the next one",
+    "versions and unfinished uploads that a bucket keeps of deleted objects",
 )
 
 
@@ -34,44 +41,71 @@ class Certificate:
     out_of_reach: tuple[str, ...] = OUT_OF_REACH
 
 
-def bury(journal: Journal, tenants: Tenants, tenant: Tenant) -> None:
-    """Write the tombstone: from here on the tenant's older rows count for nothing."""
-    earlier = tenants.erased.get(tenant.key)  # an earlier life whose bytes are still there counts too
+def bury(journal: Journal, tenants: Tenants, name: str) -> None:
+    """Write the tombstone: from here on the tenant's older rows count for nothing.
+
+    What it counts comes from the journal: a tenant that the arena has no room for is erased like any.
+    """
+    key = journal.info.tenant_key(name)
+    turns, memories = _counts(tenants, name)
+    earlier = tenants.erased.get(key)  # an earlier life whose bytes are still there counts too
     unpurged = earlier if earlier is not None and not earlier["purged"] else {}
     tombstone = {
-        "generation": tenant.generation,
+        "generation": tenants.generation(key),
         "erased_at": _now(),
-        "rows": journal.count([tenant.key]),
-        "turns": len(tenant.seq_by_row) + unpurged.get("turns", 0),
-        "episodes": len(tenant.current("episode")) + unpurged.get("episodes", 0),
-        "facts": len(tenant.current("fact")) + unpurged.get("facts", 0),
+        "rows": journal.count([key]) + unpurged.get("rows_elsewhere", 0),
+        "turns": turns + unpurged.get("turns", 0),
+        "episodes": memories["episode"] + unpurged.get("episodes", 0),
+        "facts": memories["fact"] + unpurged.get("facts", 0),
         "purged": False,
         "lsn": journal.next_lsn,  # what comes later belongs to a new life under the same name
     }
-    journal.append([Row("tombstone", "", tenant.key, -1, orjson.dumps(tombstone))])
-    tenants.bury(tenant.name, tombstone)
+    journal.append([Row("tombstone", "", key, -1, orjson.dumps(tombstone))])
+    tenants.bury(name, tombstone)
+
+
+def _counts(tenants: Tenants, name: str) -> tuple[int, Counter[str]]:
+    """A tenant's turns, deleted ones included, and its current memories by kind."""
+    turns: set[int] = set()
+    latest: dict[str, Memory] = {}
+    for row in tenants.stored(name, "turn", "control", "episode", "fact"):
+        if row.kind == "turn":
+            turns.add(row.seq)
+        elif row.kind == "control":  # of a deleted turn there may be nothing else
+            body = control_of(row).body
+            turns |= {body["turn_seq"]} if "turn_seq" in body else set()
+        else:
+            memory = memory_of(row)
+            latest[memory.id] = memory
+    return len(turns), Counter(memory.kind for memory in latest.values() if not memory.deleted)
 
 
 def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
     """Remove the rows of all buried tenants and every old version of the store's files.
 
     Certificates by tenant key. A purge that was cut off is done again by the next one: the counts are
-    those of the tombstones, so that a certificate does not depend on how many attempts it took.
+    those of the tombstones, so that a certificate does not depend on how many attempts it took. A tenant
+    that has come from another shard waits until the resharding has ended: that one has its bytes too.
     """
-    due = {key: stone for key, stone in tenants.erased.items() if not stone["purged"]}
+    due = {
+        key: stone
+        for key, stone in tenants.erased.items()
+        if not stone["purged"] and key not in tenants.arrived
+    }
     for key, stone in due.items():
         journal.delete([key], before_lsn=stone["lsn"])
     journal.delete_rows(left_behind(journal))
-    journal.purge()
-    purged = {key: {**stone, "purged": True} for key, stone in due.items()}
+    alone = journal.purge()
+    purged = {key: {**stone, "purged": True, "alone": alone} for key, stone in due.items()}
     journal.append([Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()])
     tenants.erased.update(purged)
-    return {key: _certificate(key, stone) for key, stone in purged.items()}
+    return {key: certificate_of(key, stone) for key, stone in purged.items()}
 
 
-def _certificate(key: str, stone: Mapping[str, Any]) -> Certificate:
+def certificate_of(key: str, stone: Mapping[str, Any]) -> Certificate:
     counts = (stone["rows"], stone["turns"], stone["episodes"], stone["facts"])
-    return Certificate(key, stone["erased_at"], _now(), *counts)
+    out_of_reach = OUT_OF_REACH if stone["alone"] else (*OUT_OF_REACH, *ALSO_OUT_OF_REACH)
+    return Certificate(key, stone["erased_at"], _now(), *counts, out_of_reach)
 
 
 def left_behind(journal: Journal) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,10 +14,8 @@ import orjson
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine
 from undertow.engine.journal import Row
 from undertow.engine.model import BadInput, Turn
-from undertow.engine.readers import Format, Record, read
+from undertow.engine.readers import Format, Log, Record, read
 from undertow.engine.scheduler import StepReport
-
-HEAD_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -72,12 +69,12 @@ class Ingest:
         self._reached: dict[str, dict[str, Any]] = {}
         self._stored = self._stored_offsets() if resume else {}
 
-    def feed(self, paths: Sequence[Path]) -> None:
+    def feed(self, paths: Sequence[Log | Path]) -> None:
         """Store every turn of the files; decisions go on alongside. JournalError: reopen the engine."""
         began_s = time.perf_counter()
         for path in paths:
             if not self._ended:
-                self._feed_file(path)
+                self._feed_file(Log.of(path))
         if not self._ended:
             self._flush()
         self._batch.clear()
@@ -102,12 +99,12 @@ class Ingest:
         self.report.interrupted = self.report.interrupted or self._stop()
         return self.report.interrupted
 
-    def _feed_file(self, path: Path) -> None:
-        source = self._engine.journal.info.tenant_key(str(path.resolve()))
-        head = _head(path)
-        after = self._start(path, source)
+    def _feed_file(self, log: Log) -> None:
+        source = self._engine.journal.info.tenant_key(log.uri)
+        head = log.head()
+        after = self._start(log, source)
         bound = self._engine.settings.max_message_bytes
-        for record in read(path, self._format, after=after, max_message_bytes=bound):
+        for record in read(log, self._format, after=after, max_message_bytes=bound):
             self._note_problems(record)
             for turn in record.turns:
                 if len(self._batch) == self._batch_turns:
@@ -140,21 +137,25 @@ class Ingest:
             self._engine.note(Row("source_offset", "", "", -1, orjson.dumps(body)))
         for turn in batch:
             self._engine.scheduler.inbox.put(turn)
-        step = self._engine.step()
-        self.report.read_turns += len(batch)
-        self.report.new_turns += step.admitted
-        self._on_step(step)
-        self._stopping()
+        stored = False
+        while not stored:  # where the arena is full, the batch waits for decisions
+            step = self._engine.step(WAIT_FOR_REPLY_S)
+            stored = len(self._engine.scheduler.inbox) == 0
+            self.report.new_turns += step.admitted
+            self._on_step(step)
+            if self._stopping():
+                break
+        self.report.read_turns += len(batch) if stored else 0
 
-    def _start(self, path: Path, source: str) -> int:
+    def _start(self, log: Log, source: str) -> int:
         """After which position to read: the stored one where the file still begins as it did."""
         stored = self._stored.get(source)
         if stored is None:
             return 0
-        if _head(path, stored["head_bytes"]) == {k: stored[k] for k in ("head", "head_bytes")}:
+        if log.head(stored["head_bytes"]) == {k: stored[k] for k in ("head", "head_bytes")}:
             return int(stored["position"])
         self.report.warnings += 1
-        self._on_warning(f"{path}: has changed since it was last read; reading it from the start")
+        self._on_warning(f"{log}: has changed since it was last read; reading it from the start")
         return 0
 
     def _stored_offsets(self) -> dict[str, dict[str, Any]]:
@@ -171,14 +172,3 @@ def obstacles(engine: Engine) -> list[str]:
     if engine.server_lost:
         lines.insert(0, f"the LLM server does not answer: {engine.llm_error}")
     return lines
-
-
-def _head(path: Path, size_bytes: int = HEAD_BYTES) -> dict[str, Any]:
-    """Digest of how a file begins, to tell later whether it is still the same log, grown."""
-    try:
-        with path.open("rb") as file:
-            begins = file.read(size_bytes)
-    except OSError:  # the reader will say what is wrong with it
-        begins = b""
-    digest = hashlib.blake2b(begins, digest_size=16).hexdigest()
-    return {"head": digest, "head_bytes": len(begins)}

@@ -2,41 +2,53 @@
 
 Rows are never changed in place. A row's `kind` says what it is; `payload` is JSON whose fields
 depend on the kind (see engine/records.py). Vectors are little-endian fp16 bytes: a fixed-size list
-would spend a full vector on each of the many rows that have none (docs/decisions.md).
+would spend a full vector on each of the many rows that have none (docs/decisions.md). Writers take
+over from each other by the rules of engine/fencing.py; their marks are rows too, of kind "epoch".
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import lance
 import numpy as np
 import pyarrow as pa
-from lance.optimize import Compaction, CompactionOptions
 from numpy.typing import NDArray
 
+from undertow.engine.fencing import MARK_LSN, Fences, Mark
+from undertow.engine.log_table import LogTable
+from undertow.engine.place import Place
 from undertow.engine.store import (
+    DESCRIPTION,
+    JOURNAL_NAME,
     StoreError,
     StoreInfo,
+    StoreLocked,
     WriterLock,
-    fsync_path,
-    next_epoch,
     read_info,
-    write_info,
 )
 
 log = logging.getLogger(__name__)
 
 Durability = Literal["commit", "fsync"]
 Kind = Literal[
-    "turn", "episode", "fact", "note", "decision", "job", "control", "usage", "source_offset", "tombstone"
+    "turn",
+    "episode",
+    "fact",
+    "note",
+    "decision",
+    "job",
+    "control",
+    "usage",
+    "source_offset",
+    "tombstone",
+    "move",
+    "epoch",
 ]
 
 SCHEMA = pa.schema(
@@ -54,16 +66,22 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Fragments of this many rows are left alone by compaction, so each row is rewritten O(log) times.
-ROWS_PER_FRAGMENT = 65_536
 COMMITS_PER_COMPACTION = 256
 KEYS_PER_FILTER = 512
-# Versions younger than this may still be open in a reader.
-READER_GRACE = timedelta(minutes=10)
+ROWS_PER_BATCH = 4_096
+ROWS_PER_SURVEY_BATCH = 262_144
+LANCE_ERRORS = (OSError, ValueError, RuntimeError)
+
+MARKS = "tenant_key = '' AND kind = 'epoch'"
+NO_MARKS = "kind != 'epoch'"
 
 
 class JournalError(StoreError):
     """An append or a read failed; nothing of the failed append is acknowledged."""
+
+
+class Fenced(JournalError):
+    """A later writer has taken the store over: this one is to stop."""
 
 
 @dataclass(slots=True)
@@ -86,98 +104,250 @@ class Journal:
     """Append-only log of one shard. Open with `create` or `open`; one writer at a time."""
 
     def __init__(
-        self, folder: Path, info: StoreInfo, lock: WriterLock | None, durability: Durability = "commit"
+        self,
+        place: Place,
+        info: StoreInfo,
+        *,
+        lock: WriterLock | None = None,
+        takeover: bool = False,
+        writable: bool = False,
+        durability: Durability = "commit",
     ) -> None:
-        self.folder = folder
+        self.place = place
         self.info = info
+        self.writable = writable
+        self.epoch = 0
         self._lock = lock
+        self._takeover = takeover
         self._durability = durability
         self._commits = 0
-        self._failure: str | None = None
-        self._uri = folder / info.journal
+        self._failure: JournalError | None = None
+        self._where = place / info.journal
+        self._next_lsn = 0
+        # of the version `_seen`, the last that we have looked at for claims
+        self._seen = 0
+        self._fences = Fences([])
+        self._stale = ""
+        self._ordered = True
+        with self._opening():
+            self._table = LogTable(self._where, fsync=durability == "fsync")
+
+    @classmethod
+    def create(
+        cls, where: Place | Path | str, dim: int, encoder: dict[str, Any], *, hash_key: str | None = None
+    ) -> None:
+        """Make an empty store, if there is none. Safe to repeat after a kill, or from many processes.
+
+        `hash_key`: 64 hexadecimal digits, for stores between which rows are to move; else a new one.
+        """
+        place = Place.of(where)
+        info = StoreInfo.new(dim, encoder, hash_key)
         try:
-            self._dataset = lance.dataset(str(self._uri))
-        except (OSError, ValueError) as error:
-            raise JournalError(
-                f"{self._uri} cannot be opened ({error}). Restore it from a backup."
+            if not place.exists(DESCRIPTION):
+                LogTable.make(place / info.journal, SCHEMA)
+                place.create(DESCRIPTION, info.as_json)
+        except (*LANCE_ERRORS, StoreError) as error:
+            raise StoreError(
+                f"cannot create a store in {place}: {error}. Check --store, its rights and the disk's space."
             ) from error
-        self._next_lsn = self._last_lsn() + 1
 
     @classmethod
-    def create(cls, folder: Path, dim: int, encoder: dict[str, Any]) -> None:
-        """Make an empty store in `folder`, if there is none. Safe to repeat after a kill half-way."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _cannot_create(folder, error) from error
-        lock = WriterLock(folder)
-        try:
-            if (folder / "store.json").exists():  # another process was quicker; its hash key must stay
-                return
-            info = StoreInfo.new(dim, encoder)
-            _make_empty(folder / info.journal)
-            write_info(folder, info)
-        except OSError as error:
-            raise _cannot_create(folder, error) from error
-        finally:
-            lock.close()
+    def open(
+        cls,
+        where: Place | Path | str,
+        *,
+        writable: bool,
+        durability: Durability = "commit",
+        takeover: bool = False,
+        settled: bool = False,
+    ) -> Journal:
+        """Open an existing store; a writer begins a new epoch, which stops any former writer for good.
 
-    @classmethod
-    def open(cls, folder: Path, *, writable: bool, durability: Durability = "commit") -> Journal:
-        """Open an existing store; a writer takes the lock and begins a new epoch."""
+        In a folder, a writer refuses (StoreLocked) while another process holds the lock, unless
+        `takeover`. An object store has no lock: there the last to open always takes over.
+        `settled`, for a reader that acts on what it reads: JournalError while a writer is taking over,
+        since rows that its former has not acknowledged may turn out not to count.
+        """
+        place = Place.of(where)
+        info = read_info(place)  # refuses what is no store before anything is written into it
         if not writable:
-            return cls(folder, read_info(folder), None, durability)
-        read_info(folder)  # refuses what is no store before anything is written into it
-        lock = WriterLock(folder)
+            journal = cls(place, info, durability=durability)
+            with journal._opening():
+                journal._survey()
+            if settled and journal._fences.claimed > journal._fences.in_force:
+                raise JournalError(
+                    f"another writer is taking over {journal._where}. Try again when it is up."
+                )
+            return journal
+        lock = _lock(place, takeover)
         try:
-            return cls(folder, next_epoch(folder), lock, durability)
+            journal = cls(
+                place,
+                read_info(place),
+                lock=lock,
+                takeover=takeover,
+                writable=True,
+                durability=durability,
+            )
+            with journal._opening():
+                journal._begin()
+            return journal
         except BaseException:
-            lock.close()
+            if lock is not None:
+                lock.close()
             raise
 
-    @property
-    def writable(self) -> bool:
-        return self._lock is not None
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        try:
+            yield
+        except LANCE_ERRORS as error:
+            raise JournalError(
+                f"{self._where} cannot be opened ({error}). Restore it from a backup."
+            ) from error
 
     def close(self) -> None:
-        if self._lock:
+        self.writable = False
+        if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    # ---- who may write
+
+    def _begin(self) -> None:
+        """Claim the next epoch and begin it: see engine/fencing.py."""
+        writer = secrets.token_hex(8)
+        contested = True
+        while contested:
+            self.epoch = self._read_fences().claimed + 1
+            with self._putting():
+                self._table.append(_mark_table([Mark(self.epoch, writer)]))
+            contested = self._read_fences().contested(self.epoch, writer)
+        self._table.reload()
+        self._look()
+        begin = Mark(self.epoch, writer, self._next_lsn, self._fences.in_force)
+        with self._putting():
+            self._table.append(_mark_table([begin]))
+            self._follow()
+        self._fences = self._read_fences()
+        if read_info(self.place).journal != self.info.journal:
+            raise StoreError(f"{self.place} was embedded again while it was opened. Open it once more.")
+
+    @property
+    def former_epoch(self) -> int:
+        """The epoch of the writer that the last one took over from; 0 for none."""
+        return self._fences.former
+
+    def _read_fences(self) -> Fences:
+        """The marks that stand in the version we are at."""
+        marks = self._table.scanner(["epoch", "payload"], MARKS).to_table().to_pylist()
+        return Fences(Mark.of(**mark) for mark in marks)
+
+    def check_in_force(self) -> None:
+        """Fenced if another writer has claimed the store by now."""
+        with self._rewriting():
+            self._table.reload()
+            self._look()
+
+    def _follow(self) -> None:
+        """After one commit: if it did not follow our last one, see whether someone has claimed the store."""
+        if self._table.version > self._seen + 1:
+            self._look()
+        self._seen = self._table.version
+
+    def _look(self) -> None:
+        """Fenced if someone has claimed the store in the version we are at."""
+        self._survey()
+        if self.writable and self._fences.claimed > self.epoch:
+            self._failure = Fenced(
+                f"another writer has taken over {self._where} (epoch {self._fences.claimed} after "
+                f"{self.epoch}). Nothing of this step was acknowledged; leave it to that one, or open again."
+            )
+            raise self._failure
+
+    def _survey(self) -> None:
+        """Learn from the version we are at which rows are stale, and where the log ends."""
+        self._fences = self._read_fences()
+        self._ordered = True
+        stale: set[int] = set()
+        end = np.empty(0, np.int64)
+        last = self._fences.first_lsn - 1
+        scanner = self._table.scanner(["epoch", "lsn"], batch_size=ROWS_PER_SURVEY_BATCH)
+        for batch in scanner.to_batches():
+            epochs, lsns = (batch.column(name).to_numpy() for name in ("epoch", "lsn"))
+            dead = self._fences.stale(epochs, lsns)
+            stale.update(np.unique(epochs[dead]).tolist())
+            alive = np.concatenate([end, lsns[~dead & (lsns != MARK_LSN)]])
+            # a former writer's late compaction may put older rows behind newer ones
+            self._ordered &= bool((np.diff(alive) > 0).all())
+            end = alive[-1:]
+            last = max(last, int(alive.max(initial=MARK_LSN)))
+        ends = self._fences.end_of(stale)
+        self._stale = " OR ".join(f"(epoch = {epoch} AND lsn >= {end})" for epoch, end in ends.items())
+        self._next_lsn = max(self._next_lsn, last + 1)
+        self._seen = self._table.version
+
+    # ---- writing
 
     def append(self, rows: Sequence[Row]) -> None:
         """Write all rows as one atomic version. JournalError: none of them is acknowledged.
 
         After a failure every later append fails too: the state in memory is ahead of the log by then,
-        and only opening the store again brings them together.
+        and only opening the store again brings them together. Fenced: another writer has taken over.
         """
-        if self._failure is not None:
-            raise JournalError(f"an earlier write failed: {self._failure}")
+        self._check_writable()
         if not rows:
             return
-        if not self.writable:
-            raise JournalError(f"{self.folder} was opened for reading only.")
         for lsn, row in enumerate(rows, self._next_lsn):
-            row.lsn, row.epoch = lsn, self.info.epoch
-        self._write(rows)
+            row.lsn, row.epoch = lsn, self.epoch
+        self.append_copies(rows)
 
     def append_copies(self, rows: Sequence[Row]) -> None:
         """Append rows of another journal as they are, lsn and epoch kept; for `reindex`. JournalError."""
-        self._write(rows)
-
-    def _write(self, rows: Sequence[Row]) -> None:
         table = _to_table(rows)
+        with self._putting():
+            self._table.append(table)
+        self._acknowledge(rows[-1].lsn + 1)
+
+    def append_stream(self, rows: Iterable[Row | pa.RecordBatch]) -> int:
+        """Write any number of rows as one atomic version, a few batches in memory; returns how many.
+
+        Record batches have the columns of SCHEMA. All get new lsns, in order, and this writer's epoch.
+        What the iterator raises passes through: then nothing is written, and the journal goes on.
+        """
+        self._check_writable()
+        first, stream = self._next_lsn, _Stream(rows, self._next_lsn, self.epoch)
+        reader = pa.RecordBatchReader.from_batches(SCHEMA, stream)
+        with self._putting(stream):
+            self._table.append_stream(reader)
+        self._acknowledge(stream.next_lsn)
+        return stream.next_lsn - first
+
+    def _check_writable(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(f"an earlier write failed: {self._failure}")
+        if not self.writable:
+            raise JournalError(f"{self.place} was opened for reading only.")
+
+    @contextmanager
+    def _putting(self, stream: _Stream | None = None) -> Iterator[None]:
+        """Around what adds rows: an error of storage ends all writing, one of the rows' source does not."""
         try:
-            if self._durability == "fsync":
-                self._append_synced(table)
-            else:
-                self._dataset.insert(table)
-        except (OSError, ValueError, RuntimeError) as error:
-            self._failure = (
-                f"cannot write to {self._uri}: {error}. Nothing of this step was acknowledged; "
+            yield
+        except LANCE_ERRORS as error:
+            if stream is not None and stream.error is not None:
+                raise stream.error from None
+            self._failure = JournalError(
+                f"cannot write to {self._where}: {error}. Nothing of this step was acknowledged; "
                 "free space or fix the disk, then run again."
             )
-            raise JournalError(self._failure) from error
-        self._next_lsn = rows[-1].lsn + 1
+            raise self._failure from error
+
+    def _acknowledge(self, next_lsn: int) -> None:
+        """What every append ends with, before its rows count as stored. Fenced."""
+        with self._putting():
+            self._follow()
+        self._next_lsn = next_lsn
         self._commits += 1
         if self._commits % COMMITS_PER_COMPACTION == 0:
             self._try_to_compact()
@@ -186,19 +356,12 @@ class Journal:
         """The rows of the append are stored by now: that a disk is too full for more must not undo that."""
         try:
             self.compact()
-        except (OSError, ValueError, RuntimeError) as error:
-            log.warning("cannot compact %s: %s. It goes on uncompacted; free some space.", self._uri, error)
+        except LANCE_ERRORS as error:
+            log.warning("cannot compact %s: %s. It goes on uncompacted; free some space.", self._where, error)
+        except Fenced as error:  # by a claim after this append's commit; the next append is refused
+            log.warning("%s", error)
 
-    def _append_synced(self, table: pa.Table) -> None:
-        """Like insert, but every file of the new version is on the disk before this returns."""
-        fragments = lance.fragment.write_fragments(table, self._dataset, mode="append")
-        for fragment in fragments:
-            for file in fragment.files:
-                fsync_path(self._uri / "data" / file.path)
-        self._dataset = lance.LanceDataset.commit(
-            str(self._uri), lance.LanceOperation.Append(fragments), read_version=self._dataset.version
-        )
-        _sync_manifest(self._uri, self._dataset)
+    # ---- reading
 
     def read(
         self,
@@ -210,145 +373,195 @@ class Journal:
     ) -> Iterator[Row]:
         """Rows in append order; of the named tenants, kinds and ids where given.
 
-        Streams: memory is bounded by one batch, plus one tenant filter's rows when keys are given.
-        """
+        Streams: memory is bounded by one batch, plus one tenant filter's rows when keys are given."""
         columns = [name for name in SCHEMA.names if vectors or name != "vector"]
-        other = [_any_of("kind", kinds), _any_of("id", ids)]
-        key_groups: Iterable[Sequence[str] | None] = [None]
-        if tenant_keys is not None:
-            key_groups = [
-                tenant_keys[i : i + KEYS_PER_FILTER] for i in range(0, len(tenant_keys), KEYS_PER_FILTER)
-            ]
-        for keys in key_groups:
-            terms = [t for t in [_any_of("tenant_key", keys), *other] if t]
-            scanner = self._dataset.scanner(
-                columns=columns, filter=" AND ".join(terms) or None, scan_in_order=True, batch_size=4096
-            )
-            for batch in scanner.to_batches():
+        wanted = _all_of(_any_of("kind", kinds), _any_of("id", ids))
+        for keys in _key_groups(tenant_keys):
+            filter = self._counting(_all_of(_any_of("tenant_key", keys), wanted))
+            for batch in self._scan(columns, filter):
                 yield from _to_rows(batch)
 
     def columns(self, names: Sequence[str], *, kinds: Sequence[str] | None = None) -> pa.Table:
         """Some columns of all rows (of `kinds`), in append order: cheap even for millions of rows."""
-        return self._dataset.to_table(columns=list(names), filter=_any_of("kind", kinds), scan_in_order=True)
+        filter = self._counting(_any_of("kind", kinds))
+        if self._ordered:
+            return self._table.scanner(names, filter).to_table()
+        return self._table.scanner([*{*names, "lsn"}], filter).to_table().sort_by("lsn").select(list(names))
+
+    def _scan(self, columns: Sequence[str], filter: str | None) -> Iterator[pa.RecordBatch]:
+        scanner = self._table.scanner(columns, filter, batch_size=ROWS_PER_BATCH)
+        if self._ordered:
+            return iter(scanner.to_batches())
+        return iter(scanner.to_table().sort_by("lsn").to_batches(ROWS_PER_BATCH))
+
+    def _counting(self, filter: str | None) -> str | None:
+        """`filter`, without marks where it names nothing, and without stale rows."""
+        return _all_of(filter or NO_MARKS, f"NOT ({self._stale})" if self._stale else None)
 
     def count(self, tenant_keys: Sequence[str]) -> int:
         """How many rows the tenants have."""
-        return int(self._dataset.count_rows(filter=_any_of("tenant_key", tenant_keys)))
-
-    def delete(self, tenant_keys: Sequence[str], *, before_lsn: int) -> None:
-        """Delete the tenants' rows older than `before_lsn`; bytes stay until `purge`."""
-        with self._writing():
-            for i in range(0, len(tenant_keys), KEYS_PER_FILTER):
-                keys = _any_of("tenant_key", tenant_keys[i : i + KEYS_PER_FILTER])
-                self._dataset.delete(f"{keys} AND lsn < {before_lsn}")
-            self._sync()
-
-    def delete_rows(self, lsns: Sequence[int]) -> None:
-        """Delete single rows; bytes stay until `purge`."""
-        if lsns:
-            with self._writing():
-                self._dataset.delete(f"lsn IN ({', '.join(map(str, lsns))})")
-                self._sync()
-
-    def purge(self) -> None:
-        """Rewrite what deletions touched and drop all old versions: no deleted byte stays behind."""
-        with self._writing():
-            self._merge_fragments({"materialize_deletions_threshold": 0.0})
-            self._dataset.create_scalar_index("tenant_key", "BTREE", replace=True)
-            self._sync()
-            self._dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=True)
-            self.remove_others()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Deletions and purges: what fails can be repeated, since deleted rows stay deleted."""
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError) as error:
-            raise JournalError(
-                f"cannot rewrite {self._uri}: {error}. Free space or fix the disk, then run it again."
-            ) from error
-
-    def sibling(self, info: StoreInfo) -> Journal:
-        """The journal `info.journal` in the same folder, made if need be, under this writer's lock."""
-        _make_empty(self.folder / info.journal)
-        return Journal(self.folder, info, self._lock, self._durability)
-
-    def remove_others(self) -> None:
-        """Remove every journal of this folder but this one: what a reindex replaced or did not finish."""
-        for path in self.folder.glob("journal*.lance"):
-            if path != self._uri:
-                shutil.rmtree(path)
-
-    def compact(self) -> None:
-        """Merge small fragments, refresh the tenant index, drop versions no reader can still hold."""
-        self._merge_fragments()
-        self._dataset.optimize.optimize_indices()
-        self._sync()
-        self._dataset.cleanup_old_versions(older_than=READER_GRACE)
-
-    def _merge_fragments(self, options: CompactionOptions | None = None) -> None:
-        """Rewrite small fragments as large ones, in their order."""
-        chosen: CompactionOptions = {"target_rows_per_fragment": ROWS_PER_FRAGMENT, **(options or {})}
-        data = self._uri / "data"
-        before = set(data.glob("*"))
-        plan = Compaction.plan(self._dataset, chosen)
-        rewritten = [task.execute(self._dataset) for task in plan.tasks]
-        if self._durability == "fsync":
-            for path in set(data.glob("*")) - before:
-                fsync_path(path)
-        if rewritten:
-            Compaction.commit(self._dataset, rewritten, chosen)
-
-    def _sync(self) -> None:
-        if self._durability == "fsync":
-            _sync_version(self._uri, self._dataset)
+        return self._table.count(self._counting(_any_of("tenant_key", tenant_keys)))
 
     @property
     def row_count(self) -> int:
-        return int(self._dataset.count_rows())
+        return self._table.count(self._counting(None))
 
     @property
     def next_lsn(self) -> int:
         return self._next_lsn
 
-    def _last_lsn(self) -> int:
-        """The highest lsn. Appends are ordered, so it stands in the last fragment that has rows."""
-        for fragment in reversed(self._dataset.get_fragments()):
-            lsns = fragment.to_table(columns=["lsn"])["lsn"].to_numpy()
-            if len(lsns):
-                return int(lsns.max())
-        return -1
+    # ---- deleting and tidying
+
+    def delete(
+        self, tenant_keys: Sequence[str] | None, *, before_lsn: int, kinds: Sequence[str] | None = None
+    ) -> None:
+        """Delete rows older than `before_lsn`, of these tenants and kinds; bytes stay until `purge`.
+
+        None stands for all of them, but the marks of writers stay.
+        """
+        old = f"lsn < {before_lsn} AND {_any_of('kind', kinds) or NO_MARKS}"
+        for keys in _key_groups(tenant_keys):
+            with self._rewriting():
+                self._table.delete(old if keys is None else f"{_any_of('tenant_key', keys)} AND {old}")
+                self._follow()
+
+    def delete_rows(self, lsns: Sequence[int]) -> None:
+        """Delete single rows; bytes stay until `purge`."""
+        if lsns:
+            with self._rewriting():
+                self._table.delete(f"{NO_MARKS} AND lsn IN ({', '.join(map(str, lsns))})")
+                self._follow()
+
+    def purge(self) -> bool:
+        """Rewrite what deletions touched and drop all old versions: no deleted byte stays behind.
+
+        True: for certain. False: where writers take over, an append that was cut off in the last ten minutes
+        may still have its files; a later purge takes them.
+        """
+        with self._rewriting():
+            if self._stale:
+                self._table.delete(self._stale)
+            self._table.rewrite_deleted()
+            self.check_in_force()
+            self._table.drop_history(alone=self._alone)
+            self.remove_others()
+        return self._alone
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no other writer can have an append under way.
+
+        Where writers take over, the next one appends without the lock, even while we still hold it.
+        """
+        return self._lock is not None and not self._takeover
+
+    def compact(self) -> None:
+        """Merge small fragments, refresh the tenant index, drop versions no reader can still hold."""
+        if self._lock is None and self.writable:
+            self._lock = _lock(self.place, takeover=True)  # whoever had it may be gone by now
+        self._table.compact()
+        self._look()
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[None]:
+        """Deletions and purges: what fails can be repeated, since deleted rows stay deleted."""
+        try:
+            yield
+        except LANCE_ERRORS as error:
+            raise JournalError(
+                f"cannot rewrite {self._where}: {error}. Free space or fix the disk, then run it again."
+            ) from error
+
+    def sibling(self, info: StoreInfo) -> Journal:
+        """The journal `info.journal` of the same store, made if need be, under this writer's right."""
+        with self._opening():
+            LogTable.make(self.place / info.journal, SCHEMA)
+            copy = Journal(
+                self.place,
+                info,
+                lock=self._lock,
+                takeover=self._takeover,
+                writable=True,
+                durability=self._durability,
+            )
+            copy.epoch = self.epoch
+            known = copy._read_fences().marks
+            if marks := [mark for mark in self._fences.marks if mark not in known]:
+                copy._table.append(_mark_table(marks))
+            copy._survey()
+        return copy
+
+    def remove_others(self) -> None:
+        """Remove every journal of this store but this one: what a reindex replaced or did not finish."""
+        for name in self.place.children():
+            if JOURNAL_NAME.fullmatch(name) and name != self.info.journal:
+                self.place.remove(name)
 
 
-def _make_empty(uri: Path) -> None:
-    """An empty dataset at `uri`, unless there is a whole one."""
-    if not uri.exists() or not any((uri / "_versions").glob("*.manifest")):
-        dataset = lance.write_dataset(SCHEMA.empty_table(), str(uri), mode="create")
-        dataset.create_scalar_index("tenant_key", "BTREE")
+class _Stream:
+    """Rows as record batches with lsns and an epoch; `error` is what their source raised."""
+
+    def __init__(self, rows: Iterable[Row | pa.RecordBatch], next_lsn: int, epoch: int) -> None:
+        self.next_lsn = next_lsn
+        self.error: BaseException | None = None
+        self._epoch = epoch
+        self._batches = _in_batches(rows)
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error  # between here and the caller lies Arrow, which keeps its text alone
+            raise
+        lsns = np.arange(self.next_lsn, self.next_lsn + batch.num_rows)
+        self.next_lsn += batch.num_rows
+        columns = {name: batch.column(name) for name in SCHEMA.names}
+        columns |= {"lsn": pa.array(lsns), "epoch": pa.array(np.full_like(lsns, self._epoch))}
+        return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
 
 
-def _sync_version(uri: Path, dataset: lance.LanceDataset) -> None:
-    """What a version holds beside data files must be on the disk: index, deletions, manifest."""
-    for folder in (uri / "_indices", uri / "_deletions"):
-        for path in [*folder.rglob("*"), folder] if folder.exists() else []:
-            fsync_path(path)
-    _sync_manifest(uri, dataset)
-    fsync_path(uri)
+def _in_batches(rows: Iterable[Row | pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    waiting: list[Row] = []
+    for row in rows:
+        if isinstance(row, Row):
+            waiting.append(row)
+        if waiting and (len(waiting) == ROWS_PER_BATCH or not isinstance(row, Row)):
+            yield from _to_table(waiting).to_batches()
+            waiting = []
+        if not isinstance(row, Row):
+            yield row
+    if waiting:
+        yield from _to_table(waiting).to_batches()
 
 
-def _sync_manifest(uri: Path, dataset: lance.LanceDataset) -> None:
-    manifest = f"{2**64 - 1 - dataset.version:020d}.manifest"
-    for path in (uri / "_versions" / manifest, uri / "_versions"):
-        fsync_path(path)
-    if (uri / "data").exists():  # an empty store has none yet
-        fsync_path(uri / "data")
+def _lock(place: Place, takeover: bool) -> WriterLock | None:
+    """The writer's lock of a folder; None where there is none to have."""
+    if place.folder is None:
+        return None
+    try:
+        return WriterLock(place.folder)
+    except StoreLocked:
+        if takeover:
+            return None
+        raise
 
 
-def _cannot_create(folder: Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"cannot create a store in {folder}: {error}. Check --store, its rights and the disk's space."
-    )
+def _mark_table(marks: Sequence[Mark]) -> pa.Table:
+    return _to_table([Row("epoch", "", "", -1, m.payload, lsn=MARK_LSN, epoch=m.epoch) for m in marks])
+
+
+def _key_groups(tenant_keys: Sequence[str] | None) -> Iterator[Sequence[str] | None]:
+    """The keys in groups that a filter can take; None, for all tenants, is one group."""
+    if tenant_keys is None:
+        yield None
+        return
+    for i in range(0, len(tenant_keys), KEYS_PER_FILTER):
+        yield tenant_keys[i : i + KEYS_PER_FILTER]
 
 
 def _any_of(column: str, values: Sequence[str] | None) -> str | None:
@@ -357,6 +570,11 @@ def _any_of(column: str, values: Sequence[str] | None) -> str | None:
         return None
     quoted = ", ".join("'" + v.replace("'", "''") + "'" for v in values)
     return f"{column} IN ({quoted})" if quoted else "false"
+
+
+def _all_of(*terms: str | None) -> str | None:
+    """SQL filter for all terms; None when there is none."""
+    return " AND ".join(term for term in terms if term) or None
 
 
 def _to_table(rows: Sequence[Row]) -> pa.Table:

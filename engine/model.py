@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 UNDATED = "undated"
 
@@ -62,6 +62,20 @@ class Turn:
     def text(self) -> str:
         """What is embedded: speakers and words, no timestamp."""
         return spoken(self.messages)
+
+
+class PackedTurn(NamedTuple):
+    """A turn whose row is made already: `payload` as the journal stores it, `text` as it is embedded.
+
+    It was checked where it was packed. A tuple, as a shard makes one of each turn that it is sent.
+    """
+
+    tenant: str
+    dedupe_key: str
+    session_id: str
+    timestamp: str | None
+    text: str
+    payload: bytes
 
 
 INSTRUCTIONS = frozenset({"system", "developer"})

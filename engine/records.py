@@ -12,7 +12,7 @@ import orjson
 from numpy.typing import NDArray
 
 from undertow.engine.journal import Row
-from undertow.engine.model import Memory, MemoryKind, Message, Turn, Usage, memory_id
+from undertow.engine.model import Memory, MemoryKind, Message, PackedTurn, Turn, Usage, memory_id
 
 ControlKind = Literal["settings", "flush", "delete", "replay"]
 
@@ -42,9 +42,18 @@ class Job:
 
 
 def turn_row(
-    tenant: str, tenant_key: str, generation: int, seq: int, turn: Turn, timestamp: str | None
+    tenant: str, tenant_key: str, generation: int, seq: int, turn: Turn | PackedTurn, timestamp: str | None
 ) -> Row:
     """The row of a turn; its vector is set once it is encoded. `timestamp` is the effective one."""
+    if isinstance(turn, Turn):
+        payload = turn_payload(turn, timestamp)
+    else:
+        payload = turn.payload if timestamp == turn.timestamp else _stamped(turn.payload, timestamp)
+    return Row("turn", tenant, tenant_key, seq, payload, turn_id(tenant, generation, seq), timestamp)
+
+
+def turn_payload(turn: Turn, timestamp: str | None) -> bytes:
+    """What the journal stores of a turn, as JSON. JSONEncodeError (a TypeError) for what JSON cannot hold."""
     messages = [_message_body(m) for m in turn.messages]
     body: dict[str, Any] = {"key": turn.dedupe_key, "session": turn.session_id, "messages": messages}
     if timestamp is not None:
@@ -53,8 +62,17 @@ def turn_row(
         body["metadata"] = dict(turn.metadata)
     # The copy has its exact size: orjson's own buffer is cut short in place, which leaves about 4 KB of heap
     # that nothing else fits into for each of the payloads that stay in memory.
-    payload = bytes(memoryview(orjson.dumps(body)))
-    return Row("turn", tenant, tenant_key, seq, payload, turn_id(tenant, generation, seq), timestamp)
+    return bytes(memoryview(orjson.dumps(body)))
+
+
+def _stamped(payload: bytes, timestamp: str | None) -> bytes:
+    """The payload of a turn without a time of its own, with its session's; fields in their usual order."""
+    body = orjson.loads(payload)
+    metadata = body.pop("metadata", None)
+    body["timestamp"] = timestamp
+    if metadata is not None:
+        body["metadata"] = metadata
+    return bytes(memoryview(orjson.dumps(body)))
 
 
 def _message_body(message: Message) -> dict[str, str]:

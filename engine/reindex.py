@@ -18,15 +18,16 @@ import orjson
 from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.journal import Journal, Row
 from undertow.engine.model import spoken
+from undertow.engine.place import Place
 from undertow.engine.records import messages_of
-from undertow.engine.store import StoreError, StoreInfo, read_info, write_info
+from undertow.engine.store import StoreError, StoreInfo, write_info
 
 ROWS_PER_STEP = 512
 PROGRESS_FILE = "reindex.json"
 
 
 def reindex(
-    store: Path,
+    store: Place | Path | str,
     encoder: Encoder,
     *,
     embed_timestamp: bool = False,
@@ -36,8 +37,8 @@ def reindex(
 
     0 when the store's vectors are of this encoder already. `on_rows(done, total)` is told of progress.
     Takes the writer's lock; readers that have the store open must open it again afterwards. StoreError.
+    On an object store, which has no lock, let nobody open the store as a writer meanwhile.
     """
-    epoch_before = read_info(store).epoch
     # the old vectors are deleted afterwards, so the new ones must be on the disk by then
     journal = Journal.open(store, writable=True, durability="fsync")
     plain = encoder.fingerprint
@@ -45,35 +46,36 @@ def reindex(
     try:
         if Fingerprint.stored(journal.info.encoder).mismatch(fingerprint) is None:
             return 0
-        copy = _begin_or_resume(journal, fingerprint, epoch_before)
+        copy = _begin_or_resume(journal, fingerprint)
         embedded = _copy(journal, copy, encoder, embed_timestamp, on_rows)
         if copy.row_count != journal.row_count:
-            (store / PROGRESS_FILE).unlink()
+            journal.place.remove(PROGRESS_FILE)
             raise StoreError(
                 f"the copy has {copy.row_count} rows and the store {journal.row_count}; nothing was "
                 "replaced. Run reindex again: it begins afresh."
             )
         copy.compact()
-        write_info(store, copy.info)
+        journal.check_in_force()
+        write_info(journal.place, copy.info)
         copy.remove_others()
-        (store / PROGRESS_FILE).unlink()
+        journal.place.remove(PROGRESS_FILE)
         return embedded
     finally:
         journal.close()
 
 
-def _begin_or_resume(journal: Journal, fingerprint: Fingerprint, epoch_before: int) -> Journal:
+def _begin_or_resume(journal: Journal, fingerprint: Fingerprint) -> Journal:
     """The copy to go on with. A half-made one counts only if no one has written the store since."""
-    path = journal.folder / PROGRESS_FILE
+    place = journal.place
     wanted: dict[str, Any] = {"encoder": asdict(fingerprint)}
-    name = f"journal-{journal.info.epoch}.lance"
-    if path.exists():
-        state = orjson.loads(path.read_bytes())
-        if state["encoder"] == wanted["encoder"] and state["epoch"] == epoch_before:
+    name = f"journal-{journal.epoch}.lance"
+    if (progress := place.read(PROGRESS_FILE)) is not None:
+        state = orjson.loads(progress)
+        if state["encoder"] == wanted["encoder"] and state["epoch"] == journal.former_epoch:
             name = state["journal"]
-    if not (journal.folder / name).exists():
+    if not place.exists(name):
         journal.remove_others()
-    path.write_bytes(orjson.dumps({**wanted, "journal": name, "epoch": journal.info.epoch}))
+    place.write(PROGRESS_FILE, orjson.dumps({**wanted, "journal": name, "epoch": journal.epoch}))
     info: StoreInfo = replace(journal.info, dim=fingerprint.dim, encoder=wanted["encoder"], journal=name)
     return journal.sibling(info)
 
@@ -87,7 +89,7 @@ def _copy(
 ) -> int:
     """Copy what the copy does not have yet; how many vectors it then holds."""
     total, embedded, done = journal.row_count, 0, 0
-    first = copy.next_lsn
+    first = max(copy.columns(["lsn"])["lsn"].to_pylist(), default=-1) + 1
     for rows in _batches(journal):
         texts = [embedded_text(row, embed_timestamp) for row in rows]
         embedded += sum(text is not None for text in texts)

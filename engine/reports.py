@@ -188,8 +188,7 @@ class Reports:
         return sorted((row for row in rows if self._is_alive(row)), key=lambda row: row.lsn)
 
     def _is_alive(self, row: Row) -> bool:
-        stone = self.tenants.erased.get(row.tenant_key)
-        return stone is None or row.lsn >= int(stone["lsn"])
+        return row.tenant_key not in self.tenants.departed and not self.tenants.buried(row)
 
 
 class _Withheld:

@@ -19,7 +19,7 @@ from undertow.engine.admission import Admission, Inbox, Receipt, Ticket
 from undertow.engine.deciding import begin, decision_body, job_id
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import BadReply, Completion, LLMClient, ServerRefused
-from undertow.engine.model import Decision, Memory, Usage
+from undertow.engine.model import Decision, Memory, UndertowError, Usage
 from undertow.engine.policies.base import (
     Complete,
     Decide,
@@ -37,6 +37,19 @@ from undertow.engine.trace import Trace
 
 # Gate queries of one step: enough to fill the kernel, few enough that a step stays short.
 LOOKAHEAD_PER_STEP = 8_192
+
+
+class TenantFault(UndertowError):
+    """Deciding a record of one tenant failed in a way that nobody foresaw."""
+
+    def __init__(self, tenant: str, seq: int, reason: str) -> None:
+        super().__init__(tenant, seq, reason)
+        self.tenant, self.seq, self.reason = tenant, seq, reason
+
+    def __str__(self) -> str:
+        return (
+            f"deciding record {self.seq} of tenant {self.tenant!r} failed: {self.reason}. Please report it."
+        )
 
 
 @dataclass(slots=True)
@@ -97,6 +110,13 @@ class Scheduler:
         self._to_ask: list[tuple[Running, Complete]] = []
         self._replies: SimpleQueue[Running] = SimpleQueue()
         self._rows: list[Row] = []
+        self._notes: list[Row] = []
+        # after the arena was full: how few tenants may be at work when admission tries again
+        self._admit_at: int | None = None
+        # within a step, once turns are admitted: what is undecided may be in use though not `at_work`
+        self.deciding = False
+        # whom to tell of a tenant whose live state is to go before all of its log is decided
+        self.put_out: Callable[[Tenant], None] | None = None
         # Memories remade without a deleted turn: their older versions still hold its words.
         self._shed: dict[str, int] = {}  # id -> first version without it
         self._report = StepReport()
@@ -111,6 +131,24 @@ class Scheduler:
     @property
     def running_count(self) -> int:
         return len(self._running)
+
+    @property
+    def lacks_room(self) -> bool:
+        """Turns wait that the arena had no room for: what comes free is for them."""
+        return len(self.inbox) > 0 and self._admit_at is not None
+
+    @property
+    def holds_back(self) -> bool:
+        """Turns wait to be stored until tenants at work, who fill the arena, have come to rest."""
+        return len(self.inbox) > 0 and self._admit_at is not None and self._at_work > self._admit_at
+
+    @property
+    def _at_work(self) -> int:
+        return len(self._ready) + len(self._running)
+
+    def tenants_at_work(self) -> list[Tenant]:
+        """Those whose live state must stay."""
+        return [*self._ready.values(), *(running.tenant for running in self._running.values())]
 
     def wake(self, tenant: Tenant) -> None:
         """Have the tenant's undecided records decided."""
@@ -128,22 +166,56 @@ class Scheduler:
         self.wake(tenant)
 
     def note(self, row: Row) -> None:
-        """Have a row of the shard's own committed together with the next step's."""
-        self._rows.append(row)
+        """Have a row of the shard's own committed together with the last of the turns that are queued."""
+        self._notes.append(row)
 
-    def busy(self, name: str) -> bool:
-        """Whether the tenant has work under way; then its live state must stay."""
-        return name in self._running or name in self._ready or self.inbox.holds(name)
+    def at_work(self, name: str) -> bool:
+        """Whether the tenant's records are being decided; then its live state must stay."""
+        return name in self._running or name in self._ready
 
     def forget(self, name: str) -> None:
         """Drop all work of a tenant that is being erased; late replies will find no one."""
         self.inbox.drop(name)
+        if running := self._drop(name):
+            running.steps.close()
+
+    def dismiss(self, names: Sequence[str], records: Sequence[Row]) -> list[Ticket]:
+        """Stop all work of tenants, and commit `records`, the last of their logs here.
+
+        What their jobs have cost is metered; what those have made is made again elsewhere. Returns the
+        tickets of turns that were not stored yet.
+        """
+        tickets = [ticket for name in names for ticket in self.inbox.drop(name)]
+        for name in names:
+            if running := self._drop(name):
+                self._abandon(running)
+        self._rows += records
+        self._commit()
+        return tickets
+
+    def _drop(self, name: str) -> Running | None:
+        """Take a tenant out of every queue; the job that it had under way, which the caller closes."""
         self._ready.pop(name, None)
         self.blocked.pop(name, None)
-        if running := self._running.pop(name, None):
-            running.steps.close()
-            if running.call is not None and self._llm is not None:
-                self._llm.cancel(running.call)
+        running = self._running.pop(name, None)
+        if running is not None and running.call is not None and self._llm is not None:
+            self._llm.cancel(running.call)
+        return running
+
+    def block(self, name: str, why: str) -> None:
+        """Decide nothing of a tenant until the engine is opened again; its turns are still stored."""
+        self._ready.pop(name, None)
+        self.blocked[name] = why
+
+    def put_off(self) -> None:
+        """Abandon what is ready or running, to be taken up again from the log: others need the room."""
+        at_work = self.tenants_at_work()
+        for tenant in at_work:
+            if running := self._drop(tenant.name):
+                self._abandon(running)
+        self._commit()
+        for tenant in at_work:
+            self._put_out(tenant)
 
     def stop(self) -> None:
         """Before closing: abandon the jobs under way and commit what they have cost."""
@@ -155,16 +227,23 @@ class Scheduler:
     def step(self, wait_s: float = 0.0) -> StepReport:
         """One round. Waits up to `wait_s` for a reply when there is nothing else to do.
 
+        ArenaFull: the turns that wait do not fit into the arena though nobody is at work; they are dropped.
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
         self._report = StepReport()
         tickets, receipts = self._admit()
-        self._hear(0.0 if len(self.inbox) or self._ready else wait_s)
+        if not len(self.inbox):
+            self._rows += self._notes
+            self._notes.clear()
+        self.deciding = True
+        more = len(self.inbox) > 0 and not self.holds_back
+        self._hear(0.0 if tickets or more or self._ready else wait_s)
         self._decide()
         self._commit()
         for ticket, receipt in zip(tickets, receipts, strict=True):
             ticket.receipt = receipt
         self._ask()
+        self.deciding = False
         return self._report
 
     # ---- the phases of a step
@@ -180,20 +259,35 @@ class Scheduler:
                 self._journal.delete_rows(older)
 
     def _admit(self) -> tuple[list[Ticket], list[Receipt]]:
+        """A batch from the queue, if it holds any and the arena has room for it."""
         if not len(self.inbox):
+            self._admit_at = None  # those who waited may have been erased or moved away
+        if not len(self.inbox) or self.holds_back:
             return [], []
         tickets = self.inbox.take(self._batch_turns)
         try:
             with self._trace.span("admit", turns=len(tickets)):
                 rows, receipts, touched = self._admission.admit(tickets)
         except ArenaFull:
-            self._rows.clear()  # notes that go with these turns
-            raise
+            if not self._at_work:
+                self._refuse()
+                raise
+            # half as many: few attempts, and room for more than a turn or two
+            self._admit_at = self._at_work // 2
+            self.inbox.put_back(tickets)
+            return [], []
+        self._admit_at = None
         self._rows += rows
         self._report.admitted = sum(not receipt.duplicate for receipt in receipts)
         for tenant in touched:
             self.wake(tenant)
         return tickets, receipts
+
+    def _refuse(self) -> None:
+        """Drop all that waits: a later turn of a tenant must not be stored without an earlier one."""
+        self._admit_at = None
+        self.inbox.clear()
+        self._notes.clear()
 
     def _hear(self, wait_s: float) -> None:
         """Resume the jobs whose replies have come."""
@@ -212,7 +306,7 @@ class Scheduler:
 
     def _decide(self) -> None:
         """Settle each ready tenant's records up to the first that needs more than the gate."""
-        if not self._ready or (len(self.inbox) and self._server_is_full):
+        if not self._ready or (len(self.inbox) and self._server_is_full and not self.holds_back):
             return
         with self._trace.span("decide", tenants=len(self._ready)):
             ahead = self._look_ahead()
@@ -235,8 +329,6 @@ class Scheduler:
                     stopped.add(running.tenant.name)
                     started.append((running, follow_up))
             self._start(started)
-            for tenant in {r.tenant.name: r.tenant for r, _ in ahead}.values():
-                self.wake(tenant)
 
     @property
     def _server_is_full(self) -> bool:
@@ -298,6 +390,8 @@ class Scheduler:
         except StopIteration as stop:
             outcome: Outcome = stop.value
             return outcome
+        except Exception as error:
+            raise TenantFault(running.tenant.name, running.seq, repr(error)) from error
 
     def _next(self, running: Running, value: Any) -> Effect | None:
         """Like `_resume`, and settles what was decided."""
@@ -308,21 +402,38 @@ class Scheduler:
         return step
 
     def _settle(self, running: Running, outcome: Outcome) -> None:
-        """Turn an outcome into rows and state: memories, marks and cursor in one commit."""
+        """Turn an outcome into rows and state: memories, marks and cursor in one commit.
+
+        Where the arena has no room for the memories, they are in the journal alone: the tenant's live
+        state goes, and is loaded with them when it is wanted again.
+        """
         tenant, seq = running.tenant, running.seq
-        self._running.pop(tenant.name, None)
-        for draft in outcome.drafts:
-            memory = draft.memory if draft.memory.deleted else replace(draft.memory, model=running.model)
-            self._rows.append(memory_row(memory, tenant.key, draft.vector))
-            tenant.set_memory(memory, draft.vector)
-            self._report.made.append(memory)
+        made = [
+            (d.memory if d.memory.deleted else replace(d.memory, model=running.model), d.vector)
+            for d in outcome.drafts
+        ]
         body = decision_body(outcome, running.usage)
-        payload = orjson.dumps(body)
-        self._rows.append(Row("decision", tenant.name, tenant.key, seq, payload))
-        tenant.add_decision(seq, body)
-        self._settle_jobs(running, outcome)
+        self._rows += [memory_row(memory, tenant.key, vector) for memory, vector in made]
+        self._rows.append(Row("decision", tenant.name, tenant.key, seq, orjson.dumps(body)))
+        self._report.made += [memory for memory, _ in made]
         self._report.decided += 1
-        self.wake(tenant)
+        if stays := not made or tenant.make_place([memory for memory, _ in made]):
+            for memory, vector in made:
+                tenant.set_memory(memory, vector)
+            tenant.add_decision(seq, body)
+        self._settle_jobs(running, outcome)
+        self._running.pop(tenant.name, None)
+        if stays:
+            self.wake(tenant)
+        else:
+            tenant.cursor = seq + 1
+            self._put_out(tenant)
+
+    def _put_out(self, tenant: Tenant) -> None:
+        self._ready.pop(tenant.name, None)
+        if self.put_out is None:
+            raise MemoryError(f"the arena has no room for the memories of tenant {tenant.name!r}")
+        self.put_out(tenant)
 
     def _settle_jobs(self, running: Running, outcome: Outcome) -> None:
         tenant, seq = running.tenant, running.seq

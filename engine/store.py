@@ -1,7 +1,7 @@
-"""The store's folder: its description (`store.json`), its format version and its single writer.
+"""What makes a place a store: its description (`store.json`), its format version, its writer's lock.
 
-store/store.json      format version, encoder fingerprint, key of the tenant hashes, epoch
-store/writer.lock     held by the one process that may append
+store/store.json      format version, encoder fingerprint, key of the tenant hashes, journal in force
+store/writer.lock     in a folder: held by the one process that may append
 store/journal.lance   the journal (after a reindex journal-EPOCH.lance)
 """
 
@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import secrets
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, get_type_hints
@@ -19,16 +19,14 @@ from typing import Any, Self, get_type_hints
 import orjson
 from filelock import FileLock, Timeout
 
-from undertow.engine.model import UndertowError
+from undertow.engine.place import Place
+from undertow.engine.place import StoreError as StoreError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+DESCRIPTION = "store.json"
 
 HASH_KEY = re.compile(r"[0-9a-f]{64}")
 JOURNAL_NAME = re.compile(r"journal[0-9A-Za-z_-]*\.lance")
-
-
-class StoreError(UndertowError):
-    """The store cannot be opened or written; the text names the cure."""
 
 
 class StoreLocked(StoreError):
@@ -37,7 +35,7 @@ class StoreLocked(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """What `store.json` holds. `epoch` counts writers: each row carries that of its writer.
+    """What `store.json` holds.
 
     `journal` names the dataset in force, so that replacing this one file puts another in its place.
     """
@@ -46,12 +44,18 @@ class StoreInfo:
     dim: int
     encoder: dict[str, Any]
     hash_key: str
-    epoch: int = 0
     journal: str = "journal.lance"
 
     @classmethod
-    def new(cls, dim: int, encoder: dict[str, Any]) -> Self:
-        return cls(FORMAT_VERSION, dim, encoder, secrets.token_hex(32))
+    def new(cls, dim: int, encoder: dict[str, Any], hash_key: str | None = None) -> Self:
+        """A description with this key, or a new one. ValueError: the key is not 64 hexadecimal digits."""
+        if hash_key is not None and not HASH_KEY.fullmatch(hash_key):
+            raise ValueError(f"hash_key is {hash_key!r:.80}; it must be 64 hexadecimal digits in lower case")
+        return cls(FORMAT_VERSION, dim, encoder, hash_key or secrets.token_hex(32))
+
+    @property
+    def as_json(self) -> bytes:
+        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2)
 
     def tenant_key(self, tenant: str) -> str:
         """Keyed 128-bit hash of a tenant's name: what the index and deletions name it by."""
@@ -59,35 +63,39 @@ class StoreInfo:
         return hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=key, digest_size=16).hexdigest()
 
 
-def is_store(folder: Path) -> bool:
-    """Whether the folder holds a description and a journal, whatever is in them."""
-    return (folder / "store.json").is_file() and any(folder.glob("journal*.lance"))
+def is_store(where: Place | Path | str) -> bool:
+    """Whether the place holds a description and a journal, whatever is in them."""
+    names = Place.of(where).children()
+    return DESCRIPTION in names and any(JOURNAL_NAME.fullmatch(name) for name in names)
 
 
-def read_info(folder: Path) -> StoreInfo:
-    """Read `store.json`; StoreError when it is missing, damaged, no description or of a newer format."""
-    path = folder / "store.json"
+def read_info(where: Place | Path | str) -> StoreInfo:
+    """Read `store.json`; StoreError when it is missing, damaged, no description or of another format."""
+    place = Place.of(where)
+    data = place.read(DESCRIPTION)
+    if data is None:
+        raise StoreError(f"{place} is not an Undertow store (no {DESCRIPTION}). Check --store.")
     try:
-        raw = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise StoreError(f"{folder} is not an Undertow store (no store.json). Check --store.") from None
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise StoreError(f"{path} cannot be read ({error}). Restore it from a backup.") from error
+        raw = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise StoreError(
+            f"{place / DESCRIPTION} cannot be read ({error}). Restore it from a backup."
+        ) from error
     if not isinstance(raw, dict):
-        raise _no_description(path, "it is no JSON object")
+        raise _no_description(place, "it is no JSON object")
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise StoreError(
-            f"{folder} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
+            f"{place} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
             "Install the Undertow that wrote it, or export there and ingest here."
         )
     if flaw := _flaw(raw):
-        raise _no_description(path, flaw)
+        raise _no_description(place, flaw)
     return StoreInfo(**raw)
 
 
-def _no_description(path: Path, flaw: str) -> StoreError:
-    return StoreError(f"{path} does not describe a store: {flaw}. Restore it from a backup.")
+def _no_description(place: Place, flaw: str) -> StoreError:
+    return StoreError(f"{place / DESCRIPTION} does not describe a store: {flaw}. Restore it from a backup.")
 
 
 def _flaw(raw: dict[str, Any]) -> str | None:
@@ -106,32 +114,12 @@ def _flaw(raw: dict[str, Any]) -> str | None:
         return "hash_key is not 64 hexadecimal digits"
     if not JOURNAL_NAME.fullmatch(raw["journal"]):
         return f"journal is {raw['journal']!r:.60}"
-    return None if raw["dim"] > 0 and raw["epoch"] >= 0 else "dim or epoch is out of range"
+    return None if raw["dim"] > 0 else "dim is out of range"
 
 
-def write_info(folder: Path, info: StoreInfo) -> None:
-    """Replace `store.json` atomically and durably."""
-    draft = folder / "store.json.new"
-    try:
-        with draft.open("wb") as file:
-            file.write(orjson.dumps(asdict(info), option=orjson.OPT_INDENT_2))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(folder / "store.json")
-        fsync_path(folder)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {draft}: {error.strerror}. Free space or change its rights."
-        ) from error
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_info(place: Place, info: StoreInfo) -> None:
+    """Replace `store.json` atomically and durably. StoreError."""
+    place.write(DESCRIPTION, info.as_json)
 
 
 class WriterLock:
@@ -163,11 +151,3 @@ def _holder(path: Path) -> str:
         return path.read_text() or "another process"
     except OSError:
         return "another process"
-
-
-def next_epoch(folder: Path) -> StoreInfo:
-    """Begin a new writer's epoch; call it with the lock held."""
-    info = read_info(folder)
-    info = replace(info, epoch=info.epoch + 1)
-    write_info(folder, info)
-    return info

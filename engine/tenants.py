@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from undertow.engine.card import SETTING as SHARES_SETTING
-from undertow.engine.journal import Journal, JournalError, Row
+from undertow.engine.departures import Move, move_of
+from undertow.engine.journal import Journal, JournalError, Kind, Row
 from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, Usage, spoken
 from undertow.engine.policies.base import Thresholds, TurnView
 from undertow.engine.records import (
@@ -36,6 +37,10 @@ from undertow.engine.records import (
 from undertow.kernels.arena import Arena
 
 NO_ROW = -1
+
+# what helps against a full arena beside more memory: a batch, and one tenant alone
+FEWER = "lower UNDERTOW_BATCH_TURNS, so that fewer tenants are needed at a time"
+LATER = "ask again once the turns of other tenants are decided"
 
 
 class UnknownTenant(UndertowError, KeyError):
@@ -213,9 +218,24 @@ class Tenant:
         rows = [self.row_by_seq[s] for s in seqs]
         return np.array([Arena.handle(self.turns_segment, r) for r in rows], dtype=np.int64)
 
+    @property
+    def segments(self) -> list[int]:
+        """Where the arena has this tenant's rows."""
+        return [self.turns_segment, *(tier.segment for tier in self.tiers.values())]
+
+    def make_place(self, memories: Iterable[Memory]) -> bool:
+        """Room in the arena for those that are new; False where there is none, and nothing has changed."""
+        tiers = [(self.tiers[m.kind], m.id) for m in memories if not m.deleted]
+        new = [tier.segment for tier, memory_id in tiers if memory_id not in tier.row_of]
+        try:
+            self._arena.reserve(np.array(new, dtype=np.int64))
+        except MemoryError:
+            return False
+        return True
+
     def release(self) -> None:
         """Give the arena back what this tenant holds there."""
-        for segment in (self.turns_segment, *(t.segment for t in self.tiers.values())):
+        for segment in self.segments:
             self._arena.release(segment)
 
 
@@ -310,9 +330,16 @@ class Tenants:
         self._arena = arena
         self._loaded: dict[str, Tenant] = {}
         self.erased: dict[str, Mapping[str, Any]] = {}
-        for row in journal.read(kinds=["tombstone"], vectors=False):
-            self.erased[row.tenant_key] = orjson.loads(row.payload)
-        self._known: set[str] | None = None
+        # moves of a resharding that has not ended, by tenant key
+        self.departed: dict[str, Move] = {}
+        self.arrived: dict[str, Move] = {}
+        for row in journal.read(kinds=["tombstone", "move"], vectors=False):
+            if row.kind == "move":
+                self.note_move(row.tenant_key, move_of(row))
+            else:
+                self.erased[row.tenant_key] = orjson.loads(row.payload)
+        # of every tenant with something in the store: its key by its name
+        self._known: dict[str, str] | None = None
         self._in_hand: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
@@ -331,34 +358,73 @@ class Tenants:
         return self.get_many([name])[0]
 
     def existing(self, name: str) -> Tenant:
-        """The tenant, which must have something in the store. UnknownTenant."""
+        """The tenant, which must have something in the store. UnknownTenant, Moved, InTransit."""
         self.require(name)
         return self.get(name)
 
     def require(self, name: str) -> None:
-        """UnknownTenant unless the tenant has something in the store."""
+        """UnknownTenant unless the tenant has something in the store; Moved, InTransit where it leaves."""
+        self.require_here([name])
         if name not in self:
             raise UnknownTenant(
-                f"no tenant {name!r} in {self._journal.folder}. `undertow list --kind tenants` shows them."
+                f"no tenant {name!r} in {self._journal.place}. `undertow list --kind tenants` shows them."
             )
+
+    def stored(self, name: str, *kinds: Kind) -> Iterator[Row]:
+        """A tenant's rows of these kinds from the journal, without vectors and those of an erased life."""
+        key = self._journal.info.tenant_key(name)
+        rows = self._journal.read(tenant_keys=[key], kinds=kinds, vectors=False)
+        return (row for row in rows if not self.buried(row))
+
+    def next_seq(self, name: str) -> int:
+        """Where a tenant's log goes on, from the journal alone."""
+        return 1 + max((row.seq for row in self.stored(name, "turn", "control")), default=-1)
+
+    def parked_jobs(self) -> dict[str, list[str]]:
+        """The ids of all jobs that wait to be replayed, by tenant, from the journal alone."""
+        last = {
+            job.id: (row.tenant, job.state)
+            for row in self._journal.read(kinds=["job"], vectors=False)
+            if row.tenant in self._known_names() and not self.buried(row)
+            for job in [job_of(row)]
+        }
+        parked: dict[str, list[str]] = {}
+        for job_id, (name, state) in last.items():
+            if state == "parked":
+                parked.setdefault(name, []).append(job_id)
+        return dict(sorted(parked.items()))
+
+    def generation(self, key: str) -> int:
+        """Which life of its name the tenant lives: 1, and one more with each that was erased."""
+        return int(self.erased[key]["generation"]) + 1 if key in self.erased else 1
+
+    def require_here(self, names: Iterable[str]) -> None:
+        """Moved or InTransit when one of the tenants has left, or is about to."""
+        for name in names if self.departed else ():
+            if (move := self.departed.get(self._journal.info.tenant_key(name))) is not None:
+                raise move.refusal(name)
 
     def get_many(self, names: Sequence[str]) -> list[Tenant]:
         """Load what is not loaded yet, with one read of the journal for all. ArenaFull.
 
-        `make_room` leaves these tenants alone until the next call.
+        `make_room` leaves these tenants alone until the next call, or `let_go`.
         """
         self._in_hand = frozenset(names)
         missing = sorted({n for n in names if n not in self._loaded})
-        known = self._known_names() if missing else set()
+        known = self._known_names() if missing else {}
         stored = [n for n in missing if n in known]
         self._load(stored)
         for name in missing:
             if name not in self._loaded:
                 self._loaded[name] = self._new(name)
-                known.add(name)
+                known[name] = self._loaded[name].key
         for name in dict.fromkeys(names):
             self._loaded[name] = self._loaded.pop(name)  # to the end: used last
         return [self._loaded[n] for n in names]
+
+    def let_go(self) -> None:
+        """Nobody uses the tenants of the last `get_many` any more, but who has work under way."""
+        self._in_hand = frozenset()
 
     def evict(self, name: str) -> None:
         """Forget the live state; the journal still has it all."""
@@ -378,30 +444,48 @@ class Tenants:
         try:
             self._arena.reserve(segments)
         except MemoryError as error:
-            raise self.full(f"{len(segments)} more turns", error) from error
+            raise self._full(f"{len(segments)} more turns", error, FEWER) from error
 
-    def full(self, what: str, error: MemoryError) -> ArenaFull:
+    def _full(self, what: str, error: MemoryError, cure: str) -> ArenaFull:
         """In words: the need, the size, and what to do about it."""
         size = self._arena.capacity_bytes
         held = "" if size is None else f" of {size} bytes"
         return ArenaFull(
             f"the arena{held} has no room for {what}, though every idle tenant was put out: {error}. "
-            f"Give it a larger share of the card ({SHARES_SETTING}), or lower UNDERTOW_BATCH_TURNS, so that "
-            "fewer tenants are needed at a time."
+            f"Give it a larger share of the card ({SHARES_SETTING}), or {cure}."
         )
 
     def bury(self, name: str, tombstone: Mapping[str, Any]) -> None:
         """The tenant disappears from every answer; its name may begin anew."""
+        self._drop(name)
+        self.erased[self._journal.info.tenant_key(name)] = tombstone
+
+    def names_by_key(self) -> dict[str, str]:
+        """The name of every tenant that has something in the store, by its key."""
+        return {key: name for name, key in self._known_names().items()}
+
+    def note_move(self, key: str, move: Move) -> None:
+        """A move was committed: from here on it counts."""
+        (self.arrived if move.state == "arrived" else self.departed)[key] = move
+
+    def depart(self, name: str) -> None:
+        """The tenant's log ends here: it disappears from every answer of this shard."""
+        self._drop(name)
+
+    def arrive(self, names: Mapping[str, str], tombstones: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tenants have come from another shard, by key, with the tombstones of their earlier lives."""
+        self._known_names().update({name: key for key, name in names.items()})
+        self.erased.update(tombstones)
+
+    def _drop(self, name: str) -> None:
         if name in self._loaded:
             self.evict(name)
-        self._known_names().discard(name)
-        self.erased[self._journal.info.tenant_key(name)] = tombstone
+        self._known_names().pop(name, None)
 
     def _new(self, name: str) -> Tenant:
         key = self._journal.info.tenant_key(name)
         tenant = Tenant(name, key, self._arena)
-        if key in self.erased:
-            tenant.generation = int(self.erased[key]["generation"]) + 1
+        tenant.generation = self.generation(key)
         return tenant
 
     def _load(self, names: Sequence[str]) -> None:
@@ -421,7 +505,10 @@ class Tenants:
         except MemoryError as error:
             for tenant in loaded.values():
                 tenant.release()
-            raise self.full(f"{len(names)} tenants from the journal", error) from error
+            what, cure = f"{len(names)} tenants from the journal", FEWER
+            if len(names) == 1:
+                what, cure = f"tenant {names[0]!r} from the journal", LATER
+            raise self._full(what, error, cure) from error
         self._loaded |= loaded
 
     def buried(self, row: Row) -> bool:
@@ -430,7 +517,10 @@ class Tenants:
         return stone is not None and row.lsn < stone["lsn"]
 
     def alive(self, table: pa.Table) -> pa.Table:
-        """The rows that no erasure has buried; the table must hold `tenant_key` and `lsn`."""
+        """The rows that are not buried, nor of tenants that leave; needs `tenant_key` and `lsn`."""
+        if self.departed:
+            left = pa.array(list(self.departed), pa.string())
+            table = table.filter(pc.invert(pc.is_in(table["tenant_key"], left)))
         for key, stone in self.erased.items():
             if stone["purged"]:
                 continue  # nothing of it is left
@@ -438,11 +528,13 @@ class Tenants:
             table = table.filter(pc.invert(buried))
         return table
 
-    def _known_names(self) -> set[str]:
+    def _known_names(self) -> dict[str, str]:
         if self._known is None:
             # Each tenant begins with a settings record, and keeps it when all its turns are deleted.
             table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["control"])
-            self._known = set(self.alive(table)["tenant"].unique().to_pylist())
+            known = self.alive(table).group_by(["tenant", "tenant_key"]).aggregate([])
+            names, keys = known["tenant"].to_pylist(), known["tenant_key"].to_pylist()
+            self._known = dict(zip(names, keys, strict=True))
         return self._known
 
     def behind(self) -> list[str]:

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.device import Device, resolve
 from undertow.kernels.memory import Memory
+from undertow.kernels.segments import SegmentIds
 from undertow.kernels.vectors import Float16s, Vectors
 
 Int64s = NDArray[np.int64]
@@ -26,7 +27,6 @@ LIVE = 2
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
-_RELEASED = -1
 # of the memory that is free on a device, where no size is given: the rest is for results and libraries
 _DEVICE_SHARE = 0.75
 _GONE = "the arena was closed: its rows are gone"
@@ -45,9 +45,10 @@ class Arena:
     """Vectors of `dim` fp16 values in per-segment slabs of a memory (the host's where none is given).
 
     Flags of a row: PRESENT (it holds a vector), LIVE (it counts in gates). Handles are
-    `segment << 32 | row`. Every vector must be finite and have a norm of at most 4, the domain in
-    which scores are exact (see `kernels/exact.py`). Methods raise ValueError for bad input and
-    MemoryError when there is no more memory; in either case nothing is changed.
+    `segment << 32 | row`; an id, and so a handle, is never used again (`kernels/segments.py`). Every
+    vector must be finite and have a norm of at most 4, the domain in which scores are exact (see
+    `kernels/exact.py`). Methods raise ValueError for bad input and MemoryError when there is no more
+    memory; in either case nothing is changed.
 
     `reclaim`, where set, is asked before a MemoryError: it is told how many rows one segment needs,
     releases segments that nobody is about to use, and says whether it did.
@@ -64,8 +65,10 @@ class Arena:
         self._memory: Memory[Any, Any] | _Closed = _host_memory(dim) if memory is None else memory
         if self._memory.dim != dim:
             raise ValueError(f"the memory holds vectors of {self._memory.dim} values, not {dim}")
-        self._slabs: list[Any] = []
-        # per segment; grown by doubling, the first len(_slabs) entries are valid
+        self._ids = SegmentIds()
+        # by the segment's slot; here only those that hold memory
+        self._slabs: dict[int, Any] = {}
+        # the same, of all slots; grown by doubling
         self._address = np.zeros(16, np.int64)
         self._flags_address = np.zeros(16, np.int64)
         self._capacity = np.zeros(16, np.int64)
@@ -74,7 +77,7 @@ class Arena:
     def close(self) -> None:
         """Give all memory back at once, whoever still refers to the arena. Its rows are gone."""
         self._memory, self.reclaim = _Closed(), None
-        self._slabs = [None] * len(self._slabs)
+        self._slabs.clear()
 
     @property
     def device(self) -> str:
@@ -89,30 +92,35 @@ class Arena:
     # -- segments
 
     def new_segment(self) -> int:
-        """An empty segment's id: 0, 1, 2, ... It holds no memory until it gets rows."""
-        segment = len(self._slabs)
-        if segment == len(self._length):
+        """An empty segment's id: 0, 1, 2, ... while none is released. It has no memory until it gets rows.
+
+        MemoryError: no id is left.
+        """
+        segment = self._ids.take()
+        if self._ids.slots > len(self._length):
             for name in ("_address", "_flags_address", "_capacity", "_length"):
                 table = getattr(self, name)
                 setattr(self, name, np.concatenate((table, np.zeros_like(table))))
-        self._slabs.append(None)
         return segment
 
     def release(self, segment: int) -> None:
         """Zero a segment's memory and give it back. Its id is not used again."""
-        self._check_segments(segment)
-        self._drop(segment)
-        self._length[segment] = _RELEASED
+        slot = int(self._slots_of(segment)[0])
+        self._drop(slot)
+        self._length[slot] = 0
+        self._ids.give(segment)
 
     def compact(self) -> int:
         """Refit every slab to its rows; the bytes freed. Views taken before no longer follow the segment."""
         before = self._memory.nbytes
-        for segment, slab in enumerate(self._slabs):
-            length = int(self._length[segment])
-            if slab is not None and length == 0:  # room that was made in vain
-                self._drop(segment)
-            elif slab is not None and self._memory.spare(slab, length) > 0:
-                self._move(segment, length)
+        for slot in list(self._slabs):
+            slab, length = self._slabs.get(slot), int(self._length[slot])
+            if slab is None:  # released meanwhile, for another's new slab
+                continue
+            if length == 0:  # room that was made in vain
+                self._drop(slot)
+            elif self._memory.spare(slab, length) > 0:
+                self._move(slot, length)
         if self._memory.pack(0):
             self._find_slabs()
         return before - self._memory.nbytes
@@ -127,18 +135,16 @@ class Arena:
         """
         owners = np.atleast_1d(np.asarray(segments, np.int64))
         held = self._accept(vectors, len(owners))
-        self._check_segments(owners)
-        rows = self._place(owners)
-        self._memory.write(self._vector_addresses(owners, rows), held)
-        self._memory.change_flags(self._flag_addresses(owners, rows), 0, PRESENT | (LIVE if live else 0))
-        np.maximum.at(self._length, owners, rows + 1)
+        slots = self._slots_of(owners)
+        rows = self._place(slots)
+        self._memory.write(self._vector_addresses(slots, rows), held)
+        self._memory.change_flags(self._flag_addresses(slots, rows), 0, PRESENT | (LIVE if live else 0))
+        np.maximum.at(self._length, slots, rows + 1)
         return owners << _ROW_BITS | rows
 
     def reserve(self, segments: ArrayLike) -> None:
         """Make the room that `extend` of these segments, int64 [n], takes: it then cannot lack memory."""
-        owners = np.atleast_1d(np.asarray(segments, np.int64))
-        self._check_segments(owners)
-        self._place(owners)
+        self._place(self._slots_of(segments))
 
     def write(self, handle: ArrayLike, vector: Vectors) -> None:
         """Replace the vector of a row, or of each of several rows, in place; flags stay.
@@ -146,11 +152,11 @@ class Arena:
         handle: int64 or int64 [n]; vector: float16 [dim] or [n, dim], as in `extend`. Of several
         vectors for one row the last is kept. A redacted row is an error.
         """
-        owners, rows = self._resolve(handle)
+        slots, rows = self._resolve(handle)
         vectors = vector.reshape(1, -1) if getattr(vector, "ndim", 0) == 1 else vector
-        held = self._accept(vectors, len(owners))
-        self._check_present(owners, rows)
-        addresses = self._vector_addresses(owners, rows)
+        held = self._accept(vectors, len(slots))
+        self._check_present(slots, rows)
+        addresses = self._vector_addresses(slots, rows)
         if len(addresses) > 1:
             last = len(addresses) - 1 - np.unique(addresses[::-1], return_index=True)[1]
             if len(last) < len(addresses):
@@ -160,36 +166,37 @@ class Arena:
 
     def set_live(self, handles: ArrayLike, live: bool) -> None:
         """Set or clear LIVE. A redacted row can be cleared, and making it live is an error."""
-        owners, rows = self._resolve(handles)
+        slots, rows = self._resolve(handles)
         if live:
-            self._check_present(owners, rows)
-        self._memory.change_flags(self._flag_addresses(owners, rows), 0xFF & ~LIVE, LIVE if live else 0)
+            self._check_present(slots, rows)
+        self._memory.change_flags(self._flag_addresses(slots, rows), 0xFF & ~LIVE, LIVE if live else 0)
 
     def redact(self, handles: ArrayLike) -> None:
         """Zero the vectors and clear all flags. The rows keep their places."""
-        owners, rows = self._resolve(handles)
-        self._memory.wipe(self._vector_addresses(owners, rows))
-        self._memory.change_flags(self._flag_addresses(owners, rows), 0, 0)
+        slots, rows = self._resolve(handles)
+        self._memory.wipe(self._vector_addresses(slots, rows))
+        self._memory.change_flags(self._flag_addresses(slots, rows), 0, 0)
 
     # -- reading
 
     def length(self, segment: int) -> int:
         """Rows of a segment, redacted ones included."""
-        self._check_segments(segment)
-        return int(self._length[segment])
+        return int(self._length[self._slots_of(segment)[0]])
 
     def vectors(self, segment: int) -> Any:
         """A view of the rows, good until the next extend, release or compact of any segment.
 
         Host: float32 NumPy [n, dim], read-only. Device: float16 tensor [n, dim], rows `row_bytes` apart.
         """
-        length = self.length(segment)
-        return self._memory.vectors(self._slabs[segment], length)
+        return self._memory.vectors(*self._slab_of(segment))
 
     def flags(self, segment: int) -> NDArray[np.uint8]:
         """uint8 NumPy [n]: a read-only view, good until the next extend, release or compact."""
-        length = self.length(segment)
-        return self._memory.flags(self._slabs[segment], length)
+        return self._memory.flags(*self._slab_of(segment))
+
+    def held_flags(self, segment: int) -> Any:
+        """The same where kernels read them: uint8 NumPy [n], or a tensor [n] on the device."""
+        return self._memory.held_flags(*self._slab_of(segment))
 
     def vector16(self, handles: ArrayLike) -> Float16s:
         """float16 NumPy [n, dim]: a copy of the rows."""
@@ -204,14 +211,17 @@ class Arena:
 
     def locate(self, segments: ArrayLike) -> tuple[Int64s, Int64s, Int64s]:
         """(address of the rows, address of the flags, length), int64 [n] each: what the kernels take."""
-        ids = np.atleast_1d(np.asarray(segments, np.int64))
-        self._check_segments(ids)
-        return self._address[ids], self._flags_address[ids], self._length[ids]
+        slots = self._slots_of(segments)
+        return self._address[slots], self._flags_address[slots], self._length[slots]
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved: all slabs held by segments, their room for growth included."""
         return self._memory.nbytes
+
+    def bytes_of(self, segments: ArrayLike) -> int:
+        """What these segments, int64 [n], take of `nbytes`, their room for growth included."""
+        return int(self._capacity[self._slots_of(segments)].sum()) * (self.row_bytes + 1)
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -221,8 +231,7 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         """Bytes of the rows and flags that are there."""
-        lengths = self._length[: len(self._slabs)]
-        return int(lengths[lengths > 0].sum()) * (self.row_bytes + 1)
+        return int(self._length.sum()) * (self.row_bytes + 1)
 
     # -- handles
 
@@ -238,88 +247,87 @@ class Arena:
     def row_of(handle: int) -> int:
         return handle & _ROW_MASK
 
-    # -- inside
+    # -- inside: by slot
 
-    def _vector_addresses(self, segments: Int64s, rows: Int64s) -> Int64s:
-        return self._address[segments] + rows * self._memory.row_bytes
+    def _vector_addresses(self, slots: Int64s, rows: Int64s) -> Int64s:
+        return self._address[slots] + rows * self._memory.row_bytes
 
-    def _flag_addresses(self, segments: Int64s, rows: Int64s) -> Int64s:
-        return self._flags_address[segments] + rows
+    def _flag_addresses(self, slots: Int64s, rows: Int64s) -> Int64s:
+        return self._flags_address[slots] + rows
+
+    def _slab_of(self, segment: int) -> tuple[Any, int]:
+        """A segment's slab, None where it has none, and how many rows it has."""
+        slot = int(self._slots_of(segment)[0])
+        return self._slabs.get(slot), int(self._length[slot])
 
     def _place(self, owners: Int64s) -> Int64s:
         """The row number that each new row gets, after making room for all of them."""
         if len(owners) == 0:
             return np.zeros(0, np.int64)
         order = np.argsort(owners, kind="stable")
-        ids, starts, counts = np.unique(owners[order], return_index=True, return_counts=True)
-        needed = self._length[ids] + counts
-        for segment, rows in zip(
-            ids[needed > self._capacity[ids]], needed[needed > self._capacity[ids]], strict=True
-        ):
-            self._move(int(segment), int(rows))
+        slots, starts, counts = np.unique(owners[order], return_index=True, return_counts=True)
+        needed = self._length[slots] + counts
+        short = needed > self._capacity[slots]
+        for slot, rows in zip(slots[short], needed[short], strict=True):
+            self._move(int(slot), int(rows))
         placed = np.empty(len(owners), np.int64)
-        placed[order] = np.arange(len(owners)) + np.repeat(self._length[ids] - starts, counts)
+        placed[order] = np.arange(len(owners)) + np.repeat(self._length[slots] - starts, counts)
         return placed
 
-    def _move(self, segment: int, rows: int) -> None:
+    def _move(self, slot: int, rows: int) -> None:
         """Put a segment into a slab with room for `rows` rows."""
         while True:
             try:
-                slab = self._memory.resize(self._slabs[segment], rows, int(self._length[segment]))
+                slab = self._memory.resize(self._slabs.get(slot), rows, int(self._length[slot]))
                 break
             except MemoryError:
                 if self._memory.pack(rows):
                     self._find_slabs()
                 elif self.reclaim is None or not self.reclaim(rows):
                     raise
-        self._slabs[segment] = slab
-        self._find_slab(segment, slab)
+        self._slabs[slot] = slab
+        self._find_slab(slot, slab)
 
-    def _drop(self, segment: int) -> None:
-        """Zero a segment's slab and give it back."""
-        if self._slabs[segment] is not None:
-            self._memory.give(self._slabs[segment])
-        self._slabs[segment] = None
-        self._address[segment] = self._flags_address[segment] = self._capacity[segment] = 0
+    def _drop(self, slot: int) -> None:
+        """Zero a segment's slab, where it has one, and give it back."""
+        if (slab := self._slabs.pop(slot, None)) is not None:
+            self._memory.give(slab)
+        self._address[slot] = self._flags_address[slot] = self._capacity[slot] = 0
 
-    def _find_slab(self, segment: int, slab: Any) -> None:
+    def _find_slab(self, slot: int, slab: Any) -> None:
         address, flags_address, capacity = self._memory.place(slab)
-        self._address[segment], self._flags_address[segment] = address, flags_address
-        self._capacity[segment] = capacity
+        self._address[slot], self._flags_address[slot] = address, flags_address
+        self._capacity[slot] = capacity
 
     def _find_slabs(self) -> None:
         """After the memory has moved slabs."""
-        for segment, slab in enumerate(self._slabs):
-            if slab is not None:
-                self._find_slab(segment, slab)
+        for slot, slab in self._slabs.items():
+            self._find_slab(slot, slab)
 
     def _resolve(self, handles: ArrayLike) -> tuple[Int64s, Int64s]:
-        """Segments and rows of handles, checked."""
+        """Slots and rows of handles, checked."""
         ids = np.atleast_1d(np.asarray(handles, np.int64))
-        owners, rows = ids >> _ROW_BITS, ids & _ROW_MASK
-        self._check_segments(owners)
-        beyond = np.flatnonzero(rows >= self._length[owners])
+        rows = ids & _ROW_MASK
+        slots = self._slots_of(ids >> _ROW_BITS)
+        beyond = np.flatnonzero(rows >= self._length[slots])
         if len(beyond):
-            segment, row = int(owners[beyond[0]]), int(rows[beyond[0]])
-            raise ValueError(f"segment {segment} has {self.length(segment)} rows, so there is no row {row}")
-        return owners, rows
+            slot, row = int(slots[beyond[0]]), int(rows[beyond[0]])
+            raise ValueError(
+                f"segment {self._ids.id_of(slot)} has {self._length[slot]} rows, so there is no row {row}"
+            )
+        return slots, rows
 
-    def _check_segments(self, segments: ArrayLike) -> None:
+    def _slots_of(self, segments: ArrayLike) -> Int64s:
+        """The slots of segments that are there, int64 [n]. ValueError."""
         if isinstance(self._memory, _Closed):
             raise ValueError(_GONE)
-        ids = np.atleast_1d(np.asarray(segments, np.int64))
-        unknown = ids[(ids < 0) | (ids >= len(self._slabs))]
-        if len(unknown):
-            raise ValueError(f"there is no segment {unknown[0]}: {len(self._slabs)} were made by new_segment")
-        released = ids[self._length[ids] == _RELEASED]
-        if len(released):
-            raise ValueError(f"segment {released[0]} was released: take the rows from a new segment")
+        return self._ids.slots_of(segments)
 
-    def _check_present(self, owners: Int64s, rows: Int64s) -> None:
-        flags = self._memory.read_flags(self._flag_addresses(owners, rows))
+    def _check_present(self, slots: Int64s, rows: Int64s) -> None:
+        flags = self._memory.read_flags(self._flag_addresses(slots, rows))
         gone = np.flatnonzero(flags & PRESENT == 0)
         if len(gone):
-            segment, row = int(owners[gone[0]]), int(rows[gone[0]])
+            segment, row = self._ids.id_of(int(slots[gone[0]])), int(rows[gone[0]])
             raise ValueError(f"row {row} of segment {segment} was redacted: append a new row instead")
 
     def _accept(self, vectors: Vectors, count: int) -> Any:

@@ -176,6 +176,10 @@ class DeviceMemory:
         view.flags.writeable = False
         return view
 
+    def held_flags(self, slab: Range | None, length: int) -> torch.Tensor:
+        start = 0 if slab is None else slab.start
+        return self._flags[start : start + length]
+
     def _rows_at(self, addresses: Int64s) -> torch.Tensor:
         return self._upload((addresses - self._address) // self.row_bytes)
 

@@ -53,14 +53,19 @@ class GateReadings:
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of one segment's rows, made for one call: where the arena's rows lie, and on the host."""
+    """Flags of one segment's rows, made for one call: uint8 [n] where the arena's rows lie."""
 
-    host: NDArray[np.uint8]
     held: torch.Tensor
 
     @property
     def address(self) -> int:
         return self.held.data_ptr()
+
+    @property
+    def host(self) -> NDArray[np.uint8]:
+        """A copy for the reference."""
+        flags: NDArray[np.uint8] = self.held.cpu().numpy()
+        return flags
 
 
 @dataclass(frozen=True)
@@ -128,13 +133,13 @@ class Gate:
         queries: Vectors,
         segments: ArrayLike,
         k: ArrayLike,
-        wanted: NDArray[np.bool_] | None = None,
+        wanted: NDArray[np.bool_] | torch.Tensor | None = None,
     ) -> tuple[Int64s, Int64s, Float64s]:
         """The k nearest PRESENT rows of each query's segment, live or not: the same pass, without a gate.
 
-        queries as in `read`; segments, k: int64 [q]; wanted: bool [rows], only these rows are read, and
-        all segments must be one. Returns offsets [q + 1], rows and scores as GateReadings has them.
-        Raises ValueError as `read` does.
+        queries as in `read`; segments, k: int64 [q]; wanted: bool [rows], for a gate on a device also a
+        tensor there; only these rows are read, and all segments must be one. Returns offsets [q + 1], rows
+        and scores as GateReadings has them. Raises ValueError as `read` does.
         """
         count = len(queries)
         probes = self._check(
@@ -149,12 +154,16 @@ class Gate:
         found = self._read(replace(probes, turn_flag=PRESENT, turn_flags=flags))
         return found.offsets, found.rows, found.scores
 
-    def _flags(self, segments: Int64s, wanted: NDArray[np.bool_]) -> Flags:
-        present = self.arena.flags(int(segments[0])) & PRESENT
-        if (segments != segments[0]).any() or np.shape(wanted) != present.shape:
+    def _flags(self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor) -> Flags:
+        present = self.arena.held_flags(int(segments[0]))
+        is_bool = str(wanted.dtype) in ("bool", "torch.bool")  # other numbers would alter the flags
+        if (segments != segments[0]).any() or not is_bool or tuple(wanted.shape) != tuple(present.shape):
             raise ValueError(f"wanted must be bool [{len(present)}], one entry a row of the only segment")
-        flags = np.where(wanted, present, np.uint8(0))
-        return Flags(flags, to_tensor(flags).to(self.arena.device))
+        if not isinstance(present, torch.Tensor):
+            return Flags(to_tensor(np.where(np.asarray(wanted), present & PRESENT, np.uint8(0))))
+        # what the host knows goes up; the rows' own flags are read where they are
+        held = wanted if isinstance(wanted, torch.Tensor) else to_tensor(wanted).to(present.device)
+        return Flags((present & PRESENT) * held)
 
     def _check(
         self,

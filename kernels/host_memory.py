@@ -104,3 +104,5 @@ class HostMemory:
         view = slab.bytes[start : start + length]
         view.flags.writeable = False
         return view
+
+    held_flags = flags

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.arena import PRESENT, Arena
-from undertow.kernels.topk import Float64s, Int64s, Scan, top_k
+from undertow.kernels.topk import Float64s, Int64s, Scan, scanned, top_k
 from undertow.kernels.vectors import to_tensor, widened
 
 Float32s = NDArray[np.float32]
@@ -97,15 +97,14 @@ class IvfIndex:
         if probe is None:
             return top_k(self._arena, self.segment, queries, k, scan=self._scan)
         opened = _nearest_lists(self._centroids, widened(queries, self._arena.dim))[:, : probe.lists]
-        present = self._arena.flags(self.segment) & PRESENT != 0
         scores, rows = np.empty((len(queries), k)), np.empty((len(queries), k), np.int64)
+        segment = np.array([self.segment])
         for i, lists in enumerate(opened):
-            wanted = self._rows_in(lists, present)
-            if np.count_nonzero(wanted) < k:
-                wanted = present
-            scores[i : i + 1], rows[i : i + 1] = top_k(
-                self._arena, self.segment, queries[i : i + 1], k, wanted, self._scan
-            )
+            query = queries[i : i + 1]
+            near, found = scanned(self._scan, segment, query, k, self._rows_in(lists))
+            if (found < 0).any():  # the lists do not hold k rows
+                near, found = top_k(self._arena, self.segment, query, k, scan=self._scan)
+            scores[i : i + 1], rows[i : i + 1] = near, found
         return scores, rows
 
     def refresh(self) -> bool:
@@ -127,13 +126,14 @@ class IvfIndex:
     def _probe(self, k: int) -> Probe | None:
         return next((probe for probe in self._probes if k <= probe.k), None)
 
-    def _rows_in(self, lists: Int64s, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """bool [rows of the segment]: PRESENT rows that are in these lists or in none yet."""
-        wanted = np.zeros(len(present), np.bool_)
-        for one in lists:
-            wanted[self._order[self._start[one] : self._start[one + 1]]] = True
+    def _rows_in(self, lists: Int64s) -> NDArray[np.bool_] | torch.Tensor:
+        """bool [rows of the segment], where its flags are: the rows in these lists or in none yet."""
+        order = self._order
+        wanted = torch.zeros(self._arena.length(self.segment), dtype=torch.bool, device=order.device)
+        opened = [order[self._start[one] : self._start[one + 1]] for one in lists]
+        wanted.index_fill_(0, torch.cat(opened), True)
         wanted[len(self._list_of) :] = True
-        return wanted & present
+        return wanted if isinstance(self._arena.held_flags(self.segment), torch.Tensor) else wanted.numpy()
 
     def _train(self) -> None:
         """Centroids, lists and measured recall, from the rows as they are."""
@@ -160,7 +160,8 @@ class IvfIndex:
 
     def _list(self, list_of: NDArray[np.int32]) -> None:
         self._list_of = list_of
-        self._order = np.argsort(list_of, kind="stable")
+        # on the device, so that a search there makes no pass over the rows here
+        self._order = torch.from_numpy(np.argsort(list_of, kind="stable")).to(self._arena.device)
         counts = np.bincount(list_of, minlength=len(self._centroids))
         self._start = np.concatenate(([0], np.cumsum(counts)))
 

@@ -84,3 +84,6 @@ class Memory(Protocol[Slab, Held]):
 
     def flags(self, slab: Slab | None, length: int) -> NDArray[np.uint8]:
         """A view of the first `length` flags, on the host."""
+
+    def held_flags(self, slab: Slab | None, length: int) -> Any:
+        """A view of the first `length` flags where kernels read them: NumPy, or a tensor on a device."""

@@ -65,7 +65,7 @@ class Scan(Protocol):
         queries: NDArray[np.float16],
         segments: ArrayLike,
         k: ArrayLike,
-        wanted: NDArray[np.bool_] | None = None,
+        wanted: NDArray[np.bool_] | torch.Tensor | None = None,
     ) -> tuple[Int64s, Int64s, Float64s]:
         """(offsets [q + 1], rows, scores): the k nearest PRESENT (and wanted) rows for each query."""
 
@@ -94,7 +94,7 @@ def top_k(
         if np.shape(allowed) != (length,) or np.asarray(allowed).dtype != np.bool_:
             raise ValueError(f"allowed must be bool [{length}], one entry a row of segment {segment}")
     if scan is not None and _scannable(queries, k):
-        return _scanned(scan, np.full(len(wide), segment), queries, k, allowed)
+        return scanned(scan, np.full(len(wide), segment), queries, k, allowed)
     present = arena.flags(segment) & PRESENT != 0
     wanted = present if allowed is None else present & allowed
     return _search(rows_of(arena, segment), np.flatnonzero(wanted), wide, k)
@@ -112,7 +112,7 @@ def top_k_many(
     if owners.shape != (len(wide),) or (len(owners) and owners.dtype.kind not in "iu"):
         raise ValueError(f"segments must be {len(wide)} integers, one a query")
     if scan is not None and _scannable(queries, k):
-        return _scanned(scan, owners, queries, k)
+        return scanned(scan, owners, queries, k)
     scores, rows = _padded(len(wide), k)
     order = np.argsort(owners, kind="stable")
     ids, starts = np.unique(owners[order], return_index=True)
@@ -126,9 +126,14 @@ def _scannable(queries: Queries, k: int) -> bool:
     return queries.dtype == np.float16 and 0 < k <= _SCAN_K
 
 
-def _scanned(
-    scan: Scan, segments: Int64s, queries: Queries, k: int, allowed: NDArray[np.bool_] | None = None
+def scanned(
+    scan: Scan,
+    segments: Int64s,
+    queries: Queries,
+    k: int,
+    allowed: NDArray[np.bool_] | torch.Tensor | None = None,
 ) -> tuple[Float64s, Int64s]:
+    """`top_k_many` by one scan, of float16 queries; allowed: as `wanted` of `Scan.nearest`."""
     halves = queries.astype(np.float16, copy=False)
     offsets, found, near = scan.nearest(
         queries=halves, segments=segments, k=np.full(len(halves), k), wanted=allowed

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from undertow.engine.model import UndertowError
+from undertow.engine.place import Place
 
 if TYPE_CHECKING:
     from undertow.engine.config import Settings
@@ -31,7 +32,7 @@ class Finding(NamedTuple):
     needed: bool = False
 
 
-def examine(settings: Settings, store: Path | None) -> list[Finding]:
+def examine(settings: Settings, store: Place | None) -> list[Finding]:
     """Every check in order; none raises, none changes anything. The encoder and the server are tried."""
     return [
         _python(),
@@ -103,10 +104,6 @@ def _gpu(settings: Settings) -> list[Finding]:
         return [Finding("gpu", True, f"{CUDA_DEVICE_COUNT} CUDA devices, unused: the device setting is cpu")]
     import torch
 
-    if not torch.cuda.is_available():
-        cure = "install a CUDA build of torch, or set UNDERTOW_DEVICE=cpu"
-        text = f"CuPy finds a CUDA device and torch {torch.__version__} none: {cure}"
-        return [Finding("gpu", False, text, needed=True)]
     card = torch.cuda.get_device_properties(torch.cuda.current_device())
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     memory = f"{_gib(free_bytes)} of {_gib(total_bytes)} GiB free"
@@ -165,7 +162,7 @@ def _encoder(settings: Settings) -> Finding:
     return Finding("encoder", True, f"{made.model}, {made.dim} dimensions, {made.dtype} on {made.device}")
 
 
-def _store(settings: Settings, store: Path) -> list[Finding]:
+def _store(settings: Settings, store: Place) -> list[Finding]:
     from undertow.engine.store import StoreError, read_info
     from undertow.serving.cli.unloaded import stored_fingerprint
 
@@ -179,7 +176,9 @@ def _store(settings: Settings, store: Path) -> list[Finding]:
         findings.append(Finding("store", same, text + cure))
     except StoreError as error:
         findings.append(Finding("store", False, str(error), needed=True))
-    place = next((p for p in (store, *store.absolute().parents) if p.is_dir()), Path.cwd())
+    if store.folder is None:
+        return findings
+    place = next(p for p in (store.folder, *store.folder.parents) if p.is_dir())
     writable = os.access(place, os.W_OK)
     findings.append(
         Finding("store folder", writable, f"{place} can{'' if writable else 'not'} be written", needed=True)

@@ -57,6 +57,7 @@ STAGES = {
 LIFELINE = 'exec 3<&0; (read -r _ <&3; kill -TERM 0) & exec "$@" 3<&- </dev/null'
 
 TERMINATE_S = 15.0
+LOOPBACK = "127.0.0.1"
 
 # a proxy named in the environment is for other machines than this one
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -66,36 +67,17 @@ class LocalServerError(UndertowError):
     """The local vLLM server cannot be started, or died; the message holds its last log lines."""
 
 
-def server_environment(kv_cache_gib: int, threads: int | None) -> dict[str, str]:
-    """This process's environment, changed so that vLLM imports only its own packages, offline and quietly."""
-    bound = {} if threads is None else {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}
-    bound |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return (
-        kept
-        | bound
-        | {
-            # a folder named `kernels` in the working directory must not be imported in place of the package
-            "PYTHONSAFEPATH": "1",
-            "HF_HUB_OFFLINE": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
-        }
-    )
-
-
-def free_port() -> int:
+def free_port(host: str = LOOPBACK) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def require_port(port: int) -> None:
+def require_port(port: int, host: str = LOOPBACK) -> None:
     """Raises LocalServerError if somebody listens on `port`: vLLM would share it, and requests go astray."""
     with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise LocalServerError(f"port {port} of 127.0.0.1 is in use; name another, or 0 for a free one")
+        if probe.connect_ex((host, port)) == 0:
+            raise LocalServerError(f"port {port} of {host} is in use; name another, or 0 for a free one")
 
 
 def last_lines(path: Path, count: int, tail_bytes: int = 16_384) -> list[str]:
@@ -113,40 +95,49 @@ def group_alive(group: int) -> bool:
 
 
 class LocalVLLM:
-    """A vLLM server on 127.0.0.1, as a context manager; `url` is its OpenAI-compatible address.
+    """A vLLM server on this machine, as a context manager; `url` is its OpenAI-compatible address.
 
-    `port` 0 takes a free one. `kv_cache_gib`: memory for the KV cache, beside the weights. `threads`: cores
-    to bind, from the first on; None leaves it to vLLM, which keeps one core free (on a machine that others
-    use too, more threads wait for each other). `log_path`: where the server's output goes; the default is a
-    temporary file, removed after a clean end. `extra_args` go to vLLM's command line as they are. Raises
-    LocalServerError, on entry, with the cure or the last log lines.
+    `model` is a folder, or with `from_hub` a name that vLLM may load from a model hub. `host`: the address
+    to listen on; who can reach it can use the server, unless `api_key` is set. `port` 0 takes a free one.
+    `kv_cache_gib`: on a CPU, memory for the KV cache, beside the weights. `threads`: cores to bind, from the
+    first on; None leaves it to vLLM, which keeps one core free (on a machine that others use too, more
+    threads wait for each other). `eager`: no CUDA graphs, for CPUs and a quick start. `log_path`: where the
+    server's output goes; the default is a temporary file, removed after a clean end. `extra_args` go to
+    vLLM's command line as they are. Raises LocalServerError, on entry, with the cure or the last log lines.
     """
 
     def __init__(
         self,
-        model_dir: str | Path,
+        model: str | Path,
         served_name: str,
         *,
+        from_hub: bool = False,
         python: str | Path = SERVER_PYTHON,
+        host: str = LOOPBACK,
         port: int = 0,
+        api_key: str | None = None,
         max_model_len: int = 8192,
         kv_cache_gib: int = 2,
         dtype: Dtype = "auto",
         threads: int | None = None,
+        eager: bool = True,
         log_path: str | Path | None = None,
         start_timeout_s: float = 600.0,
         progress: Progress | None = None,
         extra_args: Sequence[str] = (),
     ) -> None:
-        self.model_dir = Path(model_dir).resolve()
+        self.model = model if from_hub else Path(model).resolve()
         self.served_name = served_name
         # not resolved: a virtual environment's python is a link, and following it leaves the environment
         self.python = Path(python).absolute()
+        self.host = host
         self.port = port
+        self.api_key = api_key
         self.max_model_len = max_model_len
         self.kv_cache_gib = kv_cache_gib
         self.dtype = dtype
         self.threads = threads
+        self.eager = eager
         self.log_path = None if log_path is None else Path(log_path).resolve()
         self.start_timeout_s = start_timeout_s
         self.progress = progress
@@ -157,7 +148,7 @@ class LocalVLLM:
     @property
     def root_url(self) -> str:
         """Where /health and /metrics are."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -171,19 +162,35 @@ class LocalVLLM:
     def command(self) -> list[str]:
         """The server's command line. vLLM's own `vllm` command fails under the package's name vllm-cpu."""
         options: dict[str, object] = {
-            "--host": "127.0.0.1",
+            "--host": self.host,
             "--port": self.port,
-            "--model": self.model_dir,
+            "--model": self.model,
             "--served-model-name": self.served_name,
             "--max-model-len": self.max_model_len,
             "--dtype": self.dtype,
         }
-        switches = ["--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        switches = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        switches += ["--enforce-eager"] if self.eager else []
         # without it a schema allows white space without end, in which small models lose themselves
         options["--structured-outputs-config"] = '{"backend": "xgrammar", "disable_any_whitespace": true}'
         words = [str(word) for option in options.items() for word in option]
         entry = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
         return [*entry, *words, *switches, *self.extra_args]
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, changed so that vLLM imports only its own packages, and quietly."""
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        # a folder named `kernels` in the working directory must not be imported in place of the package
+        kept |= {"PYTHONSAFEPATH": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
+        kept["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_cache_gib)
+        if self.threads is not None:
+            kept["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{self.threads - 1}"
+            kept["OMP_NUM_THREADS"] = str(self.threads)
+        if isinstance(self.model, Path):
+            kept["HF_HUB_OFFLINE"] = "1"
+        if self.api_key is not None:  # not on the command line, which every user of the machine can read
+            kept["VLLM_API_KEY"] = self.api_key
+        return kept
 
     def __enter__(self) -> Self:
         self.start()
@@ -201,7 +208,7 @@ class LocalVLLM:
         """Returns when the server answers. Raises LocalServerError; then nothing is left running."""
         self._check()
         if self.port == 0:
-            self.port = free_port()
+            self.port = free_port(self.host)
         if self.log_path is None:
             handle, name = tempfile.mkstemp(prefix="undertow-vllm-", suffix=".log")
             os.close(handle)
@@ -212,7 +219,7 @@ class LocalVLLM:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(self.kv_cache_gib, self.threads),
+                env=self.environment(),
                 start_new_session=True,
             )
         try:
@@ -260,10 +267,10 @@ class LocalVLLM:
             raise LocalServerError("the local vLLM server is already running")
         if not self.python.exists():
             raise LocalServerError(f"no vLLM environment: {self.python} is missing; run `make setup-vllm`")
-        if not (self.model_dir / "config.json").is_file():
-            raise LocalServerError(f"no config.json in {self.model_dir}; `make model` makes a small model")
+        if isinstance(self.model, Path) and not (self.model / "config.json").is_file():
+            raise LocalServerError(f"no config.json in {self.model}; `make model` makes a small model")
         if self.port != 0:
-            require_port(self.port)
+            require_port(self.port, self.host)
 
     def _wait_until_healthy(self) -> None:
         started_s = time.monotonic()
@@ -274,7 +281,7 @@ class LocalVLLM:
             stage = self._stage(stage)
             if self.progress is not None:
                 self.progress(stage, elapsed_s)
-            if self._healthy():
+            if self.healthy():
                 return
             if elapsed_s > self.start_timeout_s:
                 raise LocalServerError(
@@ -282,7 +289,8 @@ class LocalVLLM:
                 )
             time.sleep(0.5)
 
-    def _healthy(self) -> bool:
+    def healthy(self) -> bool:
+        """Whether it answers its health check."""
         try:
             with DIRECT.open(f"{self.root_url}/health", timeout=5) as reply:
                 return bool(reply.status == 200)

@@ -14,10 +14,13 @@ import pytest
 
 from undertow.kernels import device
 
+from .s3_server import s3_server
+
 if TYPE_CHECKING:
     from undertow.serving.local_vllm import LocalVLLM
 
 TINY_CONTEXT_TOKENS = 4096
+S3_BUCKETS = ("memories", "whole", "bulk-logs", "readers-logs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +51,22 @@ def lacking(request: pytest.FixtureRequest) -> Callable[[str], NoReturn]:
         pytest.skip(f"missing: {what}")
 
     return end
+
+
+@pytest.fixture(scope="session")
+def s3_variables() -> Iterator[dict[str, str]]:
+    """The environment that leads to an S3 server: one a session, as clients are kept by bucket."""
+    with s3_server(*S3_BUCKETS) as variables:
+        yield variables
+
+
+@pytest.fixture(scope="module")
+def s3(s3_variables: dict[str, str]) -> Iterator[dict[str, str]]:
+    """An S3 server with `S3_BUCKETS`, to which this process's environment leads for a test file."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_variables.items():
+            patch.setenv(name, value)
+        yield s3_variables
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from undertow.engine.encoder import make_encoder
 from undertow.engine.engine import Engine, make_llm
 from undertow.engine.ingest import Ingest
 from undertow.engine.journal import Journal
+from undertow.engine.log_table import LogTable
 from undertow.engine.model import Message, Turn, UndertowError
 from undertow.engine.trace import Trace
 from undertow.prompts import ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
@@ -66,11 +67,12 @@ TASKS = {"ingest": ingest, "erase": erase, "delete": delete, "add_each": add_eac
 
 
 def arm(kill: dict[str, Any]) -> None:
-    """Die by SIGKILL right before or after the n-th call of a method of Journal."""
+    """Die by SIGKILL right before or after the n-th call of a method of Journal, or of its table."""
     name, left = kill["method"], kill["n"]
-    method = getattr(Journal, name)
+    owner = Journal if hasattr(Journal, name) else LogTable
+    method = getattr(owner, name)
 
-    def wrapped(self: Journal, *args: Any, **named: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0 and not kill["after"]:
@@ -80,7 +82,7 @@ def arm(kill: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(Journal, name, wrapped)
+    setattr(owner, name, wrapped)
 
 
 def child(task: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ import orjson
 
 from undertow.engine.journal import Journal
 from undertow.engine.model import Turn
+from undertow.engine.place import Place
 from undertow.engine.readers import read
 from undertow.engine.reports import Reports
 
@@ -83,7 +84,7 @@ class State:
         return {r["kind"] for r in records} | {r["decision"] for r in records if r["kind"] == "decision"}
 
 
-def end_state(store: Path) -> State:
+def end_state(store: Path | Place) -> State:
     """All that `undertow export --vectors` and `undertow jobs` show of all tenants."""
     with reports(store) as of:
         exports = {
@@ -97,7 +98,7 @@ def end_state(store: Path) -> State:
 
 
 @contextmanager
-def reports(store: Path) -> Iterator[Reports]:
+def reports(store: Path | Place) -> Iterator[Reports]:
     journal = Journal.open(store, writable=False)
     try:
         yield Reports(journal)

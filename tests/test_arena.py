@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from undertow.kernels.arena import LIVE, PRESENT, Arena, make_arena
 from undertow.kernels.device_memory import DeviceMemory
 from undertow.kernels.pool import CLASS_BYTES, DOUBLING_PAGES
+from undertow.kernels.segments import SLOT_BITS, SegmentIds
 
 DIM = 20
 DEVICE_BYTES = 8 << 20
@@ -163,6 +164,19 @@ def test_many_growing_segments_keep_the_process_within_its_memory_bound() -> Non
 
 
 @MAKES
+def test_bytes_of_segments_add_up_to_those_of_the_arena(make: Make) -> None:
+    arena = make(DIM)
+    segments = [arena.new_segment() for _ in range(4)]
+    for segment, count in zip(segments, (1, 40, 300, 0), strict=True):
+        arena.extend(np.full(count, segment), numbered(0, count), live=True)
+    assert arena.bytes_of(segments[3]) == arena.bytes_of([]) == 0
+    assert arena.bytes_of(segments) == sum(map(arena.bytes_of, segments))
+    assert arena.used_bytes <= arena.bytes_of(segments) <= arena.nbytes
+    if arena.capacity_bytes is not None:
+        assert arena.bytes_of(segments) == arena.nbytes
+
+
+@MAKES
 def test_released_memory_is_zero_and_used_again(make: Make) -> None:
     arena = make(DIM)
     first = arena.new_segment()
@@ -173,7 +187,7 @@ def test_released_memory_is_zero_and_used_again(make: Make) -> None:
     assert (arena.nbytes, arena.used_bytes) == (0, 0)
     second = arena.new_segment()
     arena.extend(np.full(100, second), numbered(1, 100), live=True)
-    assert second == 1
+    assert second == 1 << SLOT_BITS, "another life of the same slot"
     for use in (arena.length, arena.vectors, arena.flags, arena.release):
         with pytest.raises(ValueError, match="segment 0 was released"):
             use(first)
@@ -181,6 +195,62 @@ def test_released_memory_is_zero_and_used_again(make: Make) -> None:
         arena.extend(np.array([first]), numbered(0, 1), live=True)
     with pytest.raises(ValueError, match="segment 0 was released"):
         arena.vector16([Arena.handle(0, 0)])
+
+
+@MAKES
+def test_bookkeeping_follows_the_segments_that_are_there_not_all_that_were(make: Make) -> None:
+    """Tenants that come and go cost nothing for good, and packing looks only at slabs that are held."""
+    arena, former = make(DIM), []
+    stays = arena.new_segment()
+    kept = arena.extend(np.full(5, stays), numbered(1, 5), live=True)
+    for n in range(200):
+        segments = [arena.new_segment() for _ in range(3)]
+        handles = arena.extend(segments[:2], numbered(n, 2), live=True)
+        former.append((segments[0], handles))
+        for segment in segments:
+            arena.release(segment)
+    assert len({int(handle) for _, handles in former for handle in handles}) == 400
+    assert arena._ids.slots == 4
+    assert [len(table) for table in (arena._length, arena._address, arena._slabs)] == [16, 16, 1]
+    # others now live where these lived
+    heirs = [arena.new_segment() for _ in range(3)]
+    arena.extend(heirs, numbered(7, 3), live=True)
+    for segment, handles in former:
+        with pytest.raises(ValueError, match=f"segment {segment} was released"):
+            arena.locate([heirs[0], segment])
+        with pytest.raises(ValueError, match="was released"):
+            arena.redact(handles)
+    assert arena.flags(heirs[0]).tolist() == [PRESENT | LIVE]
+    np.testing.assert_array_equal(arena.vector16(kept), numbered(1, 5))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=120))
+def test_an_id_is_given_once_until_all_are_used_up(steps: list[int | None]) -> None:
+    """Against sets, with 4 slots of 8 lives each: `None` takes an id, a number gives one back."""
+    ids = SegmentIds(slot_bits=2, id_bits=5)
+    here: list[int] = []
+    ever: set[int] = set()
+    for step in steps:
+        if step is None:
+            spent = [sum(one % 4 == slot for one in ever) == 8 for slot in range(4)]
+            taken = {one % 4 for one in here}
+            if all(spent[slot] or slot in taken for slot in range(4)):
+                with pytest.raises(MemoryError, match="release some"):
+                    ids.take()
+                continue
+            segment = ids.take()
+            assert segment not in ever and 0 <= segment < 32
+            here.append(segment)
+            ever.add(segment)
+        elif here:
+            ids.give(here.pop(step % len(here)))
+        slots = ids.slots_of(here)
+        assert len(set(slots.tolist())) == len(here) and [ids.id_of(s) for s in slots.tolist()] == here
+        for segment in range(-40, 40):
+            if segment not in here:
+                with pytest.raises(ValueError, match="released" if segment in ever else "no segment"):
+                    ids.slots_of([*here, segment])
 
 
 @MAKES

@@ -5,6 +5,7 @@ The pool is on torch's CPU device, which no setting offers; the gate is the refe
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.bench.mock_replies import MockReplies
 from undertow.engine import engine as engine_module
+from undertow.engine.engine import Engine
 from undertow.engine.journal import Row
 from undertow.engine.model import Turn
-from undertow.engine.tenants import ArenaFull, Tenants
+from undertow.engine.tenants import ArenaFull, Tenants, UnknownTenant
 from undertow.kernels.arena import Arena
 from undertow.kernels.device_memory import DeviceMemory
 from undertow.kernels.gate import Gate
 
 from .engine_harness import (
+    ALONE,
     ENCODER,
     NEVER,
     HeldLLM,
@@ -150,6 +153,7 @@ def test_searches_and_figures_go_round_more_tenants_than_the_pool_holds(
     with open_engine(tmp_path, None, **THETA) as engine:
         assert [engine.search(name, "a dog in the garden") for name in names] == expected
         assert engine.stats() == figures
+        assert engine.replay_jobs() == 0, "nothing is parked"
     assert len(evicted) > 12
 
 
@@ -163,7 +167,9 @@ def test_a_tenant_that_the_pool_cannot_hold_is_refused_and_others_go_on(
     use_pool(monkeypatch, 200)
     with engine_module.Engine(tmp_path, settings_of(**THETA), ENCODER) as engine:
         size = engine.arena.capacity_bytes
-        with pytest.raises(ArenaFull, match=rf"{size} bytes has no room for 1 tenants.*UNDERTOW_CARD_SHARES"):
+        with pytest.raises(
+            ArenaFull, match=rf"{size} bytes has no room for tenant 't1'.*UNDERTOW_CARD_SHARES"
+        ):
             engine.search("t1", "word3")
         assert engine.arena.nbytes == 0
         assert engine.search("t0", "a dog").turns
@@ -190,6 +196,83 @@ def test_a_batch_that_the_pool_cannot_hold_is_refused_and_nothing_of_it_is_store
             engine.add_batch(batch[start : start + 20])
             assert engine.drain()
     assert len(rows_of(tmp_path, "turn")) == 121
+
+
+def crowded(engine: Engine, name: str) -> None:
+    """Fill the pool with tenants whose replies do not come, until it has no room for one more tenant."""
+    for n in range(40):
+        engine.add_batch(turns_of(f"busy{n}", 1))
+    with pytest.raises(ArenaFull, match=f"tenant '{name}' from the journal") as refusal:
+        engine.search(name, "word3")
+    assert "decided" in str(refusal.value)
+    assert "UNDERTOW_BATCH_TURNS" not in str(refusal.value), "that would not help a search"
+
+
+def prepared(store: Path) -> None:
+    """A tenant with memories, parked jobs and a deleted turn; no pool bounds it."""
+    ill = MockReplies(malformed_rate=0.5, malformed_sticky=True)
+    with open_engine(store, RecordingLLM(ill), **ALONE) as engine:
+        receipts = engine.add_batch(turns_of("quiet", 40))
+        assert engine.drain()
+        engine.delete(str(receipts[7].id))
+        assert engine.drain()
+        assert engine.stats()["dead_letters"] > 5 and len(engine.get_all("quiet")) > 5
+
+
+def test_erasing_and_deleting_need_no_room_in_a_full_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletions and replays are logged at once and decided later, as they are where there is room."""
+
+    def act(engine: Engine, llm: HeldLLM) -> tuple[object, ...]:
+        turn = engine.journal.read(tenant_keys=[engine.journal.info.tenant_key("quiet")], kinds=["turn"])
+        last = [row.id for row in turn][-1]
+        episode = next(row for row in engine.journal.read(kinds=["episode"]) if row.tenant == "quiet")
+        done = (engine.delete(str(last)), engine.delete(str(episode.id)), engine.replay_jobs())
+        while not engine.idle:
+            llm.release()
+            engine.step(0.01)
+        return *done, engine.get_all("quiet"), engine.search("quiet", "word3 other3"), engine.stats()
+
+    found = []
+    for name in ("host", "pool"):
+        prepared(tmp_path / name)
+    for name in ("host", "pool"):
+        if name == "pool":
+            use_pool(monkeypatch, 240)
+        llm = HeldLLM()
+        with open_engine(tmp_path / name, llm, **ALONE) as engine:
+            if name == "pool":
+                crowded(engine, "quiet")
+            else:
+                engine.add_batch([turn for n in range(40) for turn in turns_of(f"busy{n}", 1)])
+            found.append(act(engine, llm))
+            assert not engine.scheduler.blocked
+    assert found[1] == found[0]
+    assert found[0][:2] == ("turn", "episode") and int(str(found[0][2])) > 5
+
+
+def test_a_tenant_is_erased_though_a_full_pool_has_no_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(tmp_path)
+    with open_engine(tmp_path, None, **ALONE) as engine:
+        current = Counter(memory.kind for memory in engine.get_all("quiet"))
+    use_pool(monkeypatch, 240)
+    with open_engine(tmp_path, HeldLLM(), **ALONE) as engine:
+        crowded(engine, "quiet")
+        rows = engine.journal.count([engine.journal.info.tenant_key("quiet")])
+        certificate = engine.erase("quiet", now=True)
+        assert certificate is not None
+        assert (certificate.turns_removed, certificate.rows_removed) == (40, rows)
+        assert (certificate.episodes_removed, certificate.facts_removed) == (
+            current["episode"],
+            current["fact"],
+        )
+        assert "quiet" not in engine.tenants.names()
+        with pytest.raises(UnknownTenant):
+            engine.erase("quiet")
+    assert {row.kind for row in rows_of(tmp_path) if row.tenant in ("", "quiet")} == {"tombstone"}
 
 
 def test_tenants_at_work_stay_while_others_are_put_out(

@@ -139,9 +139,9 @@ def test_a_store_of_another_encoder_or_a_newer_format_is_refused(tmp_path: Path)
 NO_DESCRIPTIONS: dict[str, Any] = {
     "a list": [1],
     "a text": "store",
-    "format only": {"format_version": 1},
+    "format only": {"format_version": 2},
     "no number": {"dim": "384"},
-    "a truth for a number": {"epoch": True},
+    "a truth for a number": {"dim": True},
     "no object": {"encoder": ["hash:384"]},
     "no key": {"hash_key": "xyz"},
     "an unknown field": {"colour": "red"},

@@ -335,6 +335,18 @@ def test_gate_and_topk_are_measured_with_torch_cupy_and_numpy_alone() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "('gate', 'topk')"), done.stderr
 
 
+def test_the_encoder_is_measured_without_the_packages_of_a_store() -> None:
+    code = (
+        "import sys\n"
+        "absent = 'numba faiss lance pyarrow pydantic pydantic_settings orjson filelock obstore'.split()\n"
+        "sys.modules.update(dict.fromkeys(absent))\n"
+        "from undertow.bench import gpu, gpu_encoder\n"
+        "print(gpu.parts_of('encoder'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "('encoder',)"), done.stderr
+
+
 def test_a_wrong_part_is_wrong_usage() -> None:
     from .cli_harness import run
 

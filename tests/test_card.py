@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undertow.engine import engine as engine_module
+from undertow.engine import residence as residence_module
 from undertow.engine.card import CardShares, CardTooFull
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
@@ -129,8 +130,8 @@ class FakeCard:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[tuple[weakref.ref[DeviceMemory], int]] = []
-        monkeypatch.setattr(engine_module, "resolve", lambda device: "cuda")
-        monkeypatch.setattr(engine_module, "make_arena", self.make_arena)
+        monkeypatch.setattr(residence_module, "resolve", lambda device: "cuda")
+        monkeypatch.setattr(residence_module, "make_arena", self.make_arena)
         monkeypatch.setattr(engine_module, "make_gate", Gate)
         monkeypatch.setattr("torch.cuda.empty_cache", self.empty_cache)
         monkeypatch.setattr("torch.cuda.memory_reserved", self.reserved)

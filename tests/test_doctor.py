@@ -26,7 +26,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(device, "CUDA_DEVICE_COUNT", 1)
     monkeypatch.setattr(device, "load_faiss_gpu", lambda: None)
     monkeypatch.setattr(doctor, "_driver_cuda", lambda: "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="A Card"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (78 * GIB, 80 * GIB))
@@ -63,9 +62,19 @@ def test_libraries_that_do_not_fit_the_card(card: pytest.MonkeyPatch) -> None:
     card.setattr(device, "load_faiss_gpu", missing)
     search = gpu(Settings())["gpu search"]
     assert (search.ok, "libcublas.so.12" in search.text) == (False, True)
+
+
+def test_a_torch_that_sees_no_card(card: pytest.MonkeyPatch) -> None:
+    """CuPy sees it: work goes on without it, or is refused where the card was asked for."""
+    card.setattr(device, "HAS_CUDA", False)
     card.setattr(torch.cuda, "is_available", lambda: False)
+    card.setattr(torch.version, "cuda", None)
+    card.setattr("importlib.util.find_spec", lambda name: object())
     (only,) = doctor._gpu(Settings())
-    assert (only.ok, only.needed, "CUDA build of torch" in only.text) == (False, True, True)
+    assert (only.ok, only.needed) == (True, False)
+    assert "install a CUDA build of torch: everything runs on the CPU" in only.text
+    (only,) = doctor._gpu(Settings(device="cuda"))
+    assert (only.ok, only.needed, "install a CUDA build of torch" in only.text) == (False, True, True)
 
 
 def test_a_card_that_is_not_to_be_used(card: pytest.MonkeyPatch) -> None:

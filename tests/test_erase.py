@@ -334,7 +334,7 @@ def driver() -> Driver:
     [
         ("delete", 1, False),  # right after the tombstone
         ("delete", 1, True),
-        ("_merge_fragments", 1, True),
+        ("check_in_force", 1, True),
         ("purge", 1, True),
     ],
 )

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from undertow.kernels import ivf
-from undertow.kernels.arena import Arena
+from undertow.kernels.arena import PRESENT, Arena
 from undertow.kernels.device_memory import DeviceMemory
 from undertow.kernels.gate import Gate, make_gate
 from undertow.kernels.ivf import IvfIndex
@@ -109,6 +110,43 @@ def test_the_same_rows_give_the_same_index(memory: str) -> None:
     queries = one.queries(20)
     for left, right in zip(a.search(queries, 10), b.search(queries, 10), strict=True):
         assert left.tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("memory", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_search_on_a_device_makes_no_pass_over_the_flags_on_the_host(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Membership goes to the gate as a tensor, and flags are read where the rows are."""
+    world = World(3000, memory)
+    index = index_of(world)
+    world.redact(np.arange(0, 3000, 7))
+    world.append(40)
+    queries = world.queries(4)
+    # what the lists hold, by the definition: rows of the opened lists that are there, and new rows
+    present = world.arena.flags(world.segment) & PRESENT != 0
+    near = np.argsort(-(queries.astype(np.float32) @ index._centroids.T), axis=1, kind="stable")
+    opened = near[:, : index.report.probes[0].lists]
+    expected = []
+    for query, lists in zip(queries, opened, strict=True):
+        member = np.append(np.isin(index._list_of, lists), np.ones(40, bool)) & present
+        exact = np.where(member, world.vectors.astype(np.float64) @ query.astype(np.float64), -np.inf)
+        expected.append(np.argsort(-exact, kind="stable")[:10])
+
+    wanted: list[torch.Tensor] = []
+    scan = index._scan
+
+    class Noted:
+        def nearest(self, **asked: Any) -> Any:
+            wanted.append(asked["wanted"])
+            return scan.nearest(**asked)
+
+    def refuse(segment: int) -> Any:
+        raise AssertionError("the host went over the flags")
+
+    monkeypatch.setattr(index, "_scan", Noted())
+    monkeypatch.setattr(world.arena, "flags", refuse)
+    assert (index.search(queries, 10)[1] == np.stack(expected)).all()
+    assert [(one.device.type, one.dtype, len(one)) for one in wanted] == [(memory, torch.bool, 3040)] * 4
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

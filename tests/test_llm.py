@@ -3,130 +3,36 @@
 import json
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
-from undertow.bench.mock_llm import MockLLM, MockReplies, spawn_server
+from undertow.bench.mock_llm import MockReplies, spawn_server
 from undertow.engine.config import Settings
-from undertow.engine.llm import BadReply, Completion, OpenAILLM, ServerRefused, read_reply
+from undertow.engine.llm import BadReply, OpenAILLM, ServerRefused, read_reply
 from undertow.engine.model import Usage
-from undertow.prompts import (
-    Prompt,
-    ShownMemory,
-    ShownTurn,
-    answer_prompt,
-    episode_prompt,
-    merge_prompt,
-    refine_prompt,
-)
+from undertow.prompts import answer_prompt
 from undertow.prompts.replies import MergeReply
 
-Handler = Callable[[dict[str, Any], int], tuple[int, Any]]
-"""(request body, number of the request) -> (status, JSON body, or text sent as it is)."""
+from .llm_harness import (
+    client,
+    completion,
+    expected,
+    merge,
+    odd_server,
+    prompts,
+    results,
+    server_stats,
+    wait_until,
+)
 
 
 @pytest.fixture(scope="module")
 def mock_url() -> Iterator[str]:
     with spawn_server() as url:
         yield url
-
-
-@contextmanager
-def odd_server(handle: Handler) -> Iterator[str]:
-    """A server in a thread that answers POSTs as `handle` says and offers the models a, b."""
-    numbers = iter(range(10**9))
-    lock = threading.Lock()
-
-    class Odd(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in "ab"]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            with lock:
-                number = next(numbers)
-            self.send(*handle(body, number))
-
-        def send(self, status: int, body: Any) -> None:
-            raw = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-type", "text/html" if isinstance(body, str) else "application/json")
-            self.send_header("content-length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
-    server.handle_error = lambda request, address: None  # type: ignore[assignment]  # clients that left
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def completion(
-    content: str | None, finish_reason: str = "stop", usage: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    message = {"role": "assistant", "content": content}
-    choices = [{"index": 0, "finish_reason": finish_reason, "message": message}]
-    return {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "a",
-        "choices": choices,
-        "usage": usage,
-    }
-
-
-def client(url: str, **settings: Any) -> OpenAILLM:
-    return OpenAILLM(Settings(llm_url=url, **settings))
-
-
-def merge(n: int = 0) -> Prompt:
-    return merge_prompt(
-        ShownMemory(1, None, "Ann sails."), ShownTurn(1, "2023-05-08", f"Ann: sail number {n}")
-    )
-
-
-def prompts(n: int) -> list[Prompt]:
-    turns = [ShownTurn(i, "2023-05-08", f"Ann: lesson {n} of {i}") for i in (1, 2, 3)]
-    memory = ShownMemory(1, None, "Ann learns.")
-    asked = answer_prompt(f"What of {n}?", [memory], [], [], None)
-    return [episode_prompt(turns), merge(n), refine_prompt(memory, turns, [memory]), asked]
-
-
-def results(futures: list[Future[Completion]]) -> list[Completion]:
-    return [future.result(60) for future in futures]
-
-
-def expected(asked: list[Prompt], replies: MockReplies) -> list[Completion]:
-    with MockLLM(replies) as mock:
-        return results([mock.submit(prompt, tenant="t") for prompt in asked])
-
-
-def server_stats(url: str) -> Any:
-    with urllib.request.urlopen(url.removesuffix("/v1") + "/stats", timeout=10) as response:
-        return json.load(response)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_replies_usage_and_model(mock_url: str) -> None:

@@ -19,17 +19,36 @@ SERVER = "http://localhost:8000/v1"
 def test_the_python_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (example,) = [code for language, code in BLOCKS if language == "python"]
+    printed = run_example(0, tmp_path, monkeypatch, capsys)
+    assert printed.startswith("turn ")
+    assert "I signed up for the pottery course." in printed
+    assert (tmp_path / "memories" / "store.json").exists()
+
+
+def test_the_cluster_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray = pytest.importorskip("ray")
+    try:
+        printed = run_example(1, tmp_path, monkeypatch, capsys)
+    finally:
+        ray.shutdown()
+    assert "I signed up for the pottery course." in printed
+    assert (tmp_path / "cluster-memories" / "map" / "00000001.json").exists()
+
+
+def run_example(
+    which: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Run a block of Python as it stands, against a mock server; what it printed."""
+    example = [code for language, code in BLOCKS if language == "python"][which]
     assert SERVER in example
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("UNDERTOW_ENCODER", "hash:384")
     with spawn_server() as url:
         monkeypatch.setenv("UNDERTOW_LLM_URL", url)
         exec(compile(example.replace(SERVER, url), "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert printed.startswith("turn ")
-    assert "I signed up for the pottery course." in printed
-    assert (tmp_path / "memories" / "store.json").exists()
+    return capsys.readouterr().out
 
 
 def test_every_command_named_exists() -> None:

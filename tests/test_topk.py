@@ -16,7 +16,7 @@ from undertow.kernels import topk_device, topk_host
 from undertow.kernels.arena import Arena
 from undertow.kernels.device_memory import DeviceMemory
 from undertow.kernels.gate import Gate, make_gate
-from undertow.kernels.topk import top_k, top_k_many
+from undertow.kernels.topk import scanned, top_k, top_k_many
 
 from .cuda_shim.shim import COMPILER
 from .gate_oracle import Row, Store
@@ -291,8 +291,13 @@ def test_a_scan_reads_any_subset_of_rows(memory: str) -> None:
         allowed = rng.random(700) < share
         expected = [oracle(store, 1, q, 12, allowed) for q in queries]
         check(top_k(arena, 1, queries, 12, allowed, scan), expected)
+        if memory != "host":
+            held = torch.from_numpy(allowed).to(arena.device)
+            check(scanned(scan, np.ones(9, np.int64), queries, 12, held), expected)
     with pytest.raises(ValueError, match="the only segment"):
         scan.nearest(queries=queries[:2], segments=[0, 1], k=[1, 1], wanted=np.ones(40, bool))
+    with pytest.raises(ValueError, match="bool"):
+        scan.nearest(queries=queries[:1], segments=[0], k=[1], wanted=np.full(40, 2))
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

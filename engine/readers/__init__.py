@@ -1,4 +1,4 @@
-"""Conversation logs in, turns out: JSON lines, Parquet, LoCoMo and LongMemEval, all streamed.
+"""Conversation logs in, turns out: JSON lines, Parquet, LoCoMo and LongMemEval, all streamed, also from S3.
 
 A bad line never stops the stream: it becomes a `BadInput` that names file, line, field and cure, and
 the good lines around it are read. One bad message rejects its whole line (its whole session in the
@@ -12,19 +12,21 @@ from pathlib import Path
 
 from undertow.engine.model import InputError
 from undertow.engine.readers.datasets import read_locomo, read_longmemeval
-from undertow.engine.readers.files import Format, LogFormat, detect_format, iter_paths
+from undertow.engine.readers.files import Format, LogFormat, detect_format, find_logs
 from undertow.engine.readers.jsonl import read_jsonl
 from undertow.engine.readers.messages import parse_messages
 from undertow.engine.readers.pairing import pair_chat, pair_dialogue
 from undertow.engine.readers.parquet import read_parquet
 from undertow.engine.readers.record import Record
+from undertow.engine.readers.source import Log
 
 __all__ = [
     "Format",
+    "Log",
     "LogFormat",
     "Record",
     "detect_format",
-    "iter_paths",
+    "find_logs",
     "pair_chat",
     "pair_dialogue",
     "parse_messages",
@@ -39,7 +41,9 @@ _READERS = {
 }
 
 
-def read(path: Path, format: Format = "auto", *, after: int = 0, max_message_bytes: int) -> Iterator[Record]:
+def read(
+    path: Log | Path, format: Format = "auto", *, after: int = 0, max_message_bytes: int
+) -> Iterator[Record]:
     """The records of one file, in file order, at positions greater than `after`.
 
     `max_message_bytes` bounds the UTF-8 length of one message. Memory is bounded by one line, record
@@ -47,9 +51,10 @@ def read(path: Path, format: Format = "auto", *, after: int = 0, max_message_byt
     record that holds the error and no turns. Warnings given once per file (unknown fields, order of
     timestamps) know only what was read since `after`.
     """
+    log = Log.of(path)
     try:
-        found: LogFormat = detect_format(path) if format == "auto" else format
+        found: LogFormat = detect_format(log) if format == "auto" else format
     except InputError as refusal:
         yield Record(after, errors=(refusal.problem,))
         return
-    yield from _READERS[found](path, after=after, max_message_bytes=max_message_bytes)
+    yield from _READERS[found](log, after=after, max_message_bytes=max_message_bytes)

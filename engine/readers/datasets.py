@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ijson
 
 from undertow.engine.model import BadInput, Message, Turn, dedupe_key, time_key
-from undertow.engine.readers.jsonl import DAMAGED, open_log
 from undertow.engine.readers.messages import check_text, messages_of, name_of, text_of, time_of
 from undertow.engine.readers.pairing import pair_chat, pair_dialogue
 from undertow.engine.readers.record import BadField, OrderWatch, Record
+from undertow.engine.readers.source import DAMAGED, Log
 
 _SESSION_KEY = re.compile(r"session_([0-9]{1,9})")
 _SCHEMA = "Compare with the published schema of the data set."
@@ -39,51 +38,51 @@ class _Session:
 _Sample = tuple[str, list[_Session], list[BadField]]
 
 
-def read_locomo(path: Path, *, after: int, max_message_bytes: int) -> Iterator[Record]:
+def read_locomo(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
     """A record a sample: sessions in number order, messages paired two by two, captions in the text.
 
     Tenant is the sample's id, session the key (`session_3`), timestamp that of the session. A bad
     message or date rejects its session and no other.
     """
-    return _read(path, _locomo, after, max_message_bytes)
+    return _read(log, _locomo, after, max_message_bytes)
 
 
-def read_longmemeval(path: Path, *, after: int, max_message_bytes: int) -> Iterator[Record]:
+def read_longmemeval(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
     """A record a question: sessions by date (equal dates in file order), paired as chat.
 
     Tenant is the question's id, session its haystack id, timestamp its haystack date. A bad message
     or date rejects its session and no other.
     """
-    return _read(path, _longmemeval, after, max_message_bytes)
+    return _read(log, _longmemeval, after, max_message_bytes)
 
 
 def _read(
-    path: Path, parse: Callable[[Any, int], _Sample], after: int, max_message_bytes: int
+    log: Log, parse: Callable[[Any, int], _Sample], after: int, max_message_bytes: int
 ) -> Iterator[Record]:
     position = 0
     try:
-        with open_log(path) as log:
-            is_array = log.read(64).lstrip()[:1] == b"["
-            log.seek(0)
-            for position, raw in enumerate(ijson.items(log, "item" if is_array else "", use_float=True), 1):
+        with log.unpacked() as file:
+            is_array = file.read(64).lstrip()[:1] == b"["
+            file.seek(0)
+            for position, raw in enumerate(ijson.items(file, "item" if is_array else "", use_float=True), 1):
                 if position > after:
-                    yield _record(path, position, raw, parse, max_message_bytes)
+                    yield _record(log, position, raw, parse, max_message_bytes)
     except (ijson.JSONError, UnicodeDecodeError, *DAMAGED) as problem:
         reason = f"cannot be read after {position} samples: {problem}"
         cure = "Mend the file from there on; the samples before it were taken."
-        yield Record(max(position, after), errors=(BadInput(str(path), None, None, reason, cure),))
+        yield Record(max(position, after), errors=(BadInput(str(log), None, None, reason, cure),))
 
 
 def _record(
-    path: Path, position: int, raw: Any, parse: Callable[[Any, int], _Sample], max_message_bytes: int
+    log: Log, position: int, raw: Any, parse: Callable[[Any, int], _Sample], max_message_bytes: int
 ) -> Record:
-    source = str(path)
+    source = str(log)
     try:
         tenant, sessions, errors = parse(raw, max_message_bytes)
     except BadField as bad:
         return Record(position, errors=(bad.at(source, position),))
     turns = tuple(
-        Turn(tenant, pair, dedupe_key(path.name, s.id, where, pair), s.id, s.timestamp)
+        Turn(tenant, pair, dedupe_key(log.name, s.id, where, pair), s.id, s.timestamp)
         for s in sessions
         for pair, where in zip(s.pairs, s.positions, strict=True)
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import ijson
 
 from undertow.engine.model import BadInput, InputError
-from undertow.engine.readers.jsonl import DAMAGED, open_log
+from undertow.engine.place import S3
+from undertow.engine.readers.source import DAMAGED, Log, objects_below
 from undertow.engine.store import is_store
 
 LogFormat = Literal["messages", "parquet", "locomo", "longmemeval"]
@@ -18,6 +19,8 @@ Format = Literal["auto"] | LogFormat
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet", ".json")
 
+# by these a store and a cluster's root are known in a listing
+_OURS_ON_S3 = ("/store.json", "/map/00000001.json")
 _PARQUET_MAGIC = b"PAR1"
 _MARKS: dict[str, LogFormat] = {
     "conversation": "locomo",
@@ -27,67 +30,107 @@ _MARKS: dict[str, LogFormat] = {
 _CURE = "Name the format: messages, parquet, locomo or longmemeval."
 
 
-def iter_paths(paths: Sequence[Path]) -> Iterator[Path]:
-    """`paths` sorted, each folder replaced by the log files under it, sorted; none twice.
+def find_logs(places: Sequence[Path | str]) -> Iterator[Log]:
+    """The logs at these paths and s3:// addresses, sorted, folders and prefixes searched; none twice.
 
-    Undertow stores under a folder are passed over: what lies there are no logs.
-    Raises InputError for a path that does not exist or a folder that holds no log.
+    Sorted part by part of a path, so that a folder copied to a bucket gives the same order. Stores and
+    roots of clusters under a folder are passed over: what lies there are no logs.
+    Raises InputError for a place that does not exist or cannot be listed, and for one without a log.
     """
-    seen: set[Path] = set()
-    for path in sorted(paths):
-        if path.is_dir():
-            if is_store(path):
-                raise _refuse(path, "is an Undertow store", "Name the folder of the logs.")
-            found = sorted(_logs_under(path))
-            if not found:
-                raise _refuse(path, "holds no log", f"Known are {', '.join(SUFFIXES)}.")
-        elif path.exists():
-            found = [path]
-        else:
+    seen: set[str] = set()
+    for place in sorted(places, key=_parts):
+        on_s3 = isinstance(place, str) and place.startswith(S3)
+        for log in _logs_on_s3(str(place)) if on_s3 else _logs_at(Path(place)):
+            if log.uri not in seen:
+                seen.add(log.uri)
+                yield log
+
+
+def _parts(place: Path | str) -> tuple[str, ...]:
+    return tuple(str(place).split("/")) if isinstance(place, str) and "://" in place else Path(place).parts
+
+
+def _logs_at(path: Path) -> list[Log]:
+    if not path.is_dir():
+        if not path.exists():
             raise _refuse(path, "does not exist", "Check the path.")
-        for file in found:
-            if (key := file.resolve()) not in seen:
-                seen.add(key)
-                yield file
+        return [Log.of(path)]
+    if _is_ours(path):
+        raise _refuse(path, "is an Undertow store", "Name the folder of the logs.")
+    found = [Log.of(file) for file in sorted(_logs_under(path))]
+    if not found:
+        raise _refuse(path, "holds no log", f"Known are {', '.join(SUFFIXES)}.")
+    return found
 
 
 def _logs_under(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         here = Path(place)
-        folders[:] = [name for name in folders if not is_store(here / name)]
+        folders[:] = [name for name in folders if not _is_ours(here / name)]
         yield from (here / n for n in names if n.endswith(SUFFIXES) and (here / n).is_file())
 
 
-def detect_format(path: Path) -> LogFormat:
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a store, or the root of a cluster of them."""
+    return is_store(folder) or ((folder / "map").is_dir() and (folder / "shards").is_dir())
+
+
+def _logs_on_s3(address: str) -> list[Log]:
+    try:
+        listed = dict(objects_below(address))
+    except OSError as problem:
+        raise _refuse(address, f"cannot be listed: {problem}", "Check the address.") from None
+    if not listed:
+        raise _refuse(address, "does not exist", "Check the address.")
+    if list(listed) == [address]:
+        return [Log(address, address, listed[address])]
+    ours = _ours_among(listed)
+    found = [
+        Log(uri, uri, size_bytes)
+        for uri, size_bytes in sorted(listed.items(), key=lambda item: _parts(item[0]))
+        if uri.endswith(SUFFIXES) and not any(uri.startswith(folder) for folder in ours)
+    ]
+    if not found:
+        raise _refuse(address, "holds no log", f"Known are {', '.join(SUFFIXES)}.")
+    return found
+
+
+def _ours_among(addresses: Iterable[str]) -> set[str]:
+    """The stores and roots of clusters that these objects make up, each with a slash at its end."""
+    return {a.removesuffix(mark) + "/" for mark in _OURS_ON_S3 for a in addresses if a.endswith(mark)}
+
+
+def detect_format(path: Log | Path) -> LogFormat:
     """The format of a file, by its suffix and first bytes, else by the first telling field name.
 
     Raises InputError where neither tells, and where the file cannot be read.
     """
-    if path.name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")):
+    log = Log.of(path)
+    if log.name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")):
         return "messages"
     try:
-        with open_log(path) as log:
-            if log.read(4) == _PARQUET_MAGIC:
+        with log.unpacked() as file:
+            if file.read(4) == _PARQUET_MAGIC:
                 return "parquet"
-            log.seek(0)
-            for prefix, event, value in ijson.parse(log):
+            file.seek(0)
+            for prefix, event, value in ijson.parse(file):
                 if event == "map_key" and prefix in ("", "item") and value in _MARKS:
-                    return _telling(path, prefix, value)
+                    return _telling(log, prefix, value)
                 if event == "end_map" and prefix in ("", "item"):
                     break
     except DAMAGED as problem:
-        raise _refuse(path, f"cannot be read: {problem}", "Check its permissions.") from None
+        raise _refuse(log, f"cannot be read: {problem}", "Check its permissions.") from None
     except (ijson.JSONError, UnicodeDecodeError) as problem:
-        raise _refuse(path, f"is not of a known format: {problem}", _CURE) from None
-    raise _refuse(path, f"has none of the fields {', '.join(_MARKS)}", _CURE)
+        raise _refuse(log, f"is not of a known format: {problem}", _CURE) from None
+    raise _refuse(log, f"has none of the fields {', '.join(_MARKS)}", _CURE)
 
 
-def _telling(path: Path, prefix: str, field: str) -> LogFormat:
+def _telling(log: Log, prefix: str, field: str) -> LogFormat:
     found = _MARKS[field]
     if found == "messages" and prefix == "item":
-        raise _refuse(path, "is a JSON array of message lines", "Write one object a line (.jsonl).")
+        raise _refuse(log, "is a JSON array of message lines", "Write one object a line (.jsonl).")
     return found
 
 
-def _refuse(path: Path, reason: str, cure: str) -> InputError:
-    return InputError(BadInput(str(path), None, None, reason, cure))
+def _refuse(place: object, reason: str, cure: str) -> InputError:
+    return InputError(BadInput(str(place), None, None, reason, cure))

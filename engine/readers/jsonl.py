@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import orjson
 
 from undertow.engine.model import BadInput
 from undertow.engine.readers.messages import LineParser
 from undertow.engine.readers.record import Record
+from undertow.engine.readers.source import DAMAGED, Log
 
 MAX_LINE_BYTES = 64 << 20
-_BUFFER_BYTES = 1 << 20
+_SKIP_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-DAMAGED = (OSError, EOFError, zlib.error)  # gzip raises all three
 
 
-def open_log(path: Path) -> BinaryIO:
-    """The file's bytes, unpacked where its name ends in .gz."""
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return path.open("rb", buffering=_BUFFER_BYTES)
-
-
-def read_jsonl(path: Path, *, after: int, max_message_bytes: int) -> Iterator[Record]:
+def read_jsonl(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
     """The records of a `messages` file after line `after`; blank lines make no record.
 
     A line over MAX_LINE_BYTES is skipped without being held in memory. Where the file can no longer
     be read (a cut-off gzip, a disk error), the last record says so.
     """
-    source = str(path)
-    parser = LineParser(source, path.name, max_message_bytes)
+    source = str(log)
+    parser = LineParser(source, log.name, max_message_bytes)
     number = 0
     try:
-        with open_log(path) as log:
-            for number, line in _lines(log):
+        with log.unpacked() as file:
+            for number, line in _lines(file):
                 if number > after and (line is None or not line.isspace()):
                     yield _record(parser, source, number, line)
     except DAMAGED as problem:
@@ -60,13 +50,13 @@ def _record(parser: LineParser, source: str, number: int, line: bytes | None) ->
     return parser.record(number, raw)
 
 
-def _lines(log: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
     """Line numbers from 1 with their bytes, None for a line that is too long to hold."""
     number = 0
-    while line := log.readline(MAX_LINE_BYTES + 1):
+    while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-            while (rest := log.readline(_BUFFER_BYTES)) and not rest.endswith(b"\n"):
+            while (rest := file.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
                 pass
             yield number, None
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 from undertow.engine.model import BadInput
 from undertow.engine.readers.messages import LINE_FIELDS, LineParser
 from undertow.engine.readers.record import Record
+from undertow.engine.readers.source import Log
 
 _REQUIRED = ("tenant", "messages")
 _BATCH_ROWS = 1_024
@@ -20,23 +20,23 @@ _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
 
 
-def read_parquet(path: Path, *, after: int, max_message_bytes: int) -> Iterator[Record]:
+def read_parquet(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
     """The records of a Parquet file after row `after`.
 
     Columns as the fields of the `messages` format; `messages` is a list of structs or JSON text,
     `metadata` a struct or JSON text, timestamps are text, numbers or Arrow timestamps. Unknown
     columns are not read at all; the first record names them.
     """
-    source = str(path)
+    source = str(log)
     row = after
     try:
-        with pq.ParquetFile(path) as table:
+        with pq.ParquetFile(log.seekable()) as table:
             names = table.schema_arrow.names
             missing = [name for name in _REQUIRED if name not in names]
             if missing:
                 yield Record(after, errors=(_missing(source, missing, names),))
                 return
-            parser = LineParser(source, path.name, max_message_bytes)
+            parser = LineParser(source, log.name, max_message_bytes)
             warnings = tuple(
                 f"{source}: column {n!r} is not known and is ignored" for n in names if n not in LINE_FIELDS
             )

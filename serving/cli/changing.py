@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from undertow.serving.cli.errors import Exit
-from undertow.serving.cli.ingesting import tell_pending
+from undertow.serving.cli.ingesting import Ray, tell_pending
 from undertow.serving.cli.opening import (
     AsJson,
     EncoderName,
@@ -18,14 +19,20 @@ from undertow.serving.cli.opening import (
     Tenant,
     check_settings,
     open_engine,
-    open_reports,
     settings_of,
 )
 from undertow.serving.cli.output import console, put_json, put_json_lines, put_pairs, put_table, put_text, say
+from undertow.serving.cli.shards import every_reports, refuse_root
 
 if TYPE_CHECKING:
     from undertow.engine.config import Settings
     from undertow.engine.engine import Engine
+    from undertow.engine.erasure import Certificate
+    from undertow.engine.place import Place
+
+# what to do instead, where a command that writes one store was given a cluster's root
+ADD_RAY = "add --ray local, or --ray ADDRESS"
+ONE_SHARD = "stop the cluster (`undertow cluster drain --stop`), then name each of its shards/ in turn"
 
 
 def delete(
@@ -34,6 +41,7 @@ def delete(
     llm: Llm = None,
     model: Model = None,
     encoder: EncoderName = None,
+    ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete one memory.
@@ -42,14 +50,24 @@ def delete(
     which needs an LLM: without one that work stays pending. An episode or fact goes alone.
     """
     settings = settings_of(llm=llm, model=model, encoder=encoder)
-    with open_engine(store, settings) as engine:  # facts may be embedded anew even without an LLM
-        kind = engine.delete(memory_id)
-        settled, code = _settle(engine, settings)
+    if ray is None:
+        refuse_root(store, ADD_RAY)
+        kind, settled, code = _delete(store, settings, memory_id)
+    else:
+        from undertow.serving.cli.on_ray import delete_on_ray
+
+        kind, settled, code = delete_on_ray(store, settings, ray, memory_id)
     if as_json:
         put_json({"id": memory_id, "kind": kind, "deleted": True, "settled": settled})
     else:
         put_text(f"Deleted {kind} {memory_id}.")
     raise typer.Exit(code)
+
+
+def _delete(store: Place, settings: Settings, memory_id: str) -> tuple[str, bool, Exit]:
+    with open_engine(store, settings) as engine:  # facts may be embedded anew even without an LLM
+        kind = engine.delete(memory_id)
+        return kind, *_settle(engine, settings)
 
 
 def _settle(engine: Engine, settings: Settings) -> tuple[bool, Exit]:
@@ -67,24 +85,24 @@ def erase(
         bool, typer.Option("--now", help="Remove the bytes at once, not at the next purge.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
     """Erase a tenant: gone from every answer at once; --now removes every byte and prints a certificate."""
     if as_json and not yes:
         raise typer.BadParameter("--json cannot ask: add --yes")
-    with open_engine(store, settings_of(llm="off"), encodes=False) as engine:
-        key = engine.journal.info.tenant_key(tenant)
-        buried = (
-            tenant not in engine.tenants and not engine.tenants.erased.get(key, {"purged": True})["purged"]
-        )
-        if not buried:
-            engine.tenants.require(tenant)
-            if not yes:
-                typer.confirm(f"Erase all memories of {tenant!r} in {store}?", abort=True, err=True)
-            engine.erase(tenant)
-        certificates = engine.purge() if now else {}
-    certificate = certificates.pop(key, None)
-    others = [asdict(c) for c in certificates.values()]
+
+    def ask() -> None:
+        if not yes:
+            typer.confirm(f"Erase all memories of {tenant!r} in {store}?", abort=True, err=True)
+
+    if ray is None:
+        refuse_root(store, ADD_RAY)
+        certificate, others = _erase(store, tenant, ask, now=now)
+    else:
+        from undertow.serving.cli.on_ray import erase_on_ray
+
+        certificate, others = erase_on_ray(store, tenant, ray, ask, now=now), []
     if as_json:
         document = {"erased": True, "purged": now}
         put_json(
@@ -98,6 +116,24 @@ def erase(
     else:
         for issued in (asdict(certificate), *others):
             put_pairs(issued, title="Certificate of erasure")
+
+
+def _erase(
+    store: Place, tenant: str, ask: Callable[[], None], *, now: bool
+) -> tuple[Certificate | None, list[dict[str, Any]]]:
+    """The tenant's certificate, with `now`, and those of others that were purged with it."""
+    with open_engine(store, settings_of(llm="off"), encodes=False) as engine:
+        key = engine.journal.info.tenant_key(tenant)
+        buried = (
+            tenant not in engine.tenants and not engine.tenants.erased.get(key, {"purged": True})["purged"]
+        )
+        if not buried:
+            engine.tenants.require(tenant)
+            ask()
+            engine.erase(tenant)
+        certificates = engine.purge() if now else {}
+    certificate = certificates.pop(key, None)
+    return certificate, [asdict(c) for c in certificates.values()]
 
 
 def jobs(
@@ -116,12 +152,15 @@ def jobs(
         settings = settings_of(llm=llm, model=model, encoder=encoder)
         if settings.llm_url is None:
             raise typer.BadParameter("--replay needs an LLM server: give --llm URL or set UNDERTOW_LLM_URL")
+        refuse_root(store, ONE_SHARD)
         with open_engine(store, settings) as engine:
             engine.resume()
             say(f"{engine.replay_jobs()} parked jobs run again.")
             _, code = _settle(engine, settings)
-    with open_reports(store) as reports:
-        records = reports.jobs()
+    with every_reports(store) as shards:
+        records = sorted(
+            (job for reports in shards for job in reports.jobs()), key=lambda job: (job["tenant"], job["seq"])
+        )
     if as_json:
         put_json_lines(records)
     else:
@@ -143,6 +182,7 @@ def reindex(
     from undertow.engine.reindex import reindex as embed_again
     from undertow.engine.store import read_info
 
+    refuse_root(store, ONE_SHARD)
     settings = settings_of(llm="off", encoder=encoder)
     read_info(store)
     check_settings(settings)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from undertow.engine.place import Place
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.ingesting import ProfileName
 from undertow.serving.cli.opening import (
@@ -17,6 +17,7 @@ from undertow.serving.cli.opening import (
     Store,
     check_settings,
     open_reports,
+    place_of,
     settings_of,
 )
 from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
@@ -70,7 +71,10 @@ def calibrate(
 
 
 def doctor(
-    store: Annotated[Path | None, typer.Option("--store", help="Also look at this store.")] = None,
+    store: Annotated[
+        Place | None,
+        typer.Option("--store", parser=place_of, metavar="PLACE", help="Also look at this store."),
+    ] = None,
     llm: Llm = None,
     model: Model = None,
     encoder: EncoderName = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -16,14 +16,26 @@ from undertow.engine.model import BadInput, InputError
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.opening import AsJson, EncoderName, Llm, Model, Store, open_engine, settings_of
 from undertow.serving.cli.output import put_json, put_pairs, say
+from undertow.serving.cli.shards import refuse_root
 
 if TYPE_CHECKING:
     from undertow.engine.engine import Engine
     from undertow.engine.ingest import IngestReport
+    from undertow.engine.readers import Log
     from undertow.serving.cli.progress import Progress
 
 # of each kind, how many problems are told one by one
 SHOWN_PROBLEMS = 50
+
+
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS|local",
+        help="Work on a cluster's shards: Ray's address (auto: the running one), or this machine.",
+    ),
+]
 
 
 class LogFormatName(StrEnum):
@@ -40,7 +52,10 @@ class ProfileName(StrEnum):
 
 
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Logs, or folders of logs.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX."),
+    ],
     store: Store,
     format: Annotated[LogFormatName, typer.Option("--format")] = LogFormatName.AUTO,
     profile: Annotated[ProfileName | None, typer.Option("--profile", help="Set of thresholds.")] = None,
@@ -60,16 +75,21 @@ def ingest(
         bool, typer.Option("--resume", help="Start each file where the last run left it.")
     ] = False,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace here.")] = None,
+    ray: Ray = None,
+    shards: Annotated[
+        int | None, typer.Option("--shards", min=1, help="With --ray: how many a new cluster begins with.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Store conversation logs and consolidate what recurs.
 
     Turns are durable and searchable at once; memories follow as the LLM answers. The same log twice
     changes nothing. Counts of the summary are those of the store; elapsed_s, turns_per_s (new turns
-    until searchable), errors and warnings are those of this run.
+    until searchable), errors and warnings are those of this run. With --ray the logs are read on a Ray
+    cluster, and --store is the root of its shards, on storage that all its nodes share.
     """
     began_s = time.perf_counter()
-    files = _files(paths)
+    logs = _logs(paths)
     settings = settings_of(
         llm=llm,
         model=model,
@@ -80,6 +100,16 @@ def ingest(
         theta_count=theta_count,
         batch_turns=batch_turns,
     )
+    if ray is not None:
+        if trace is not None:
+            raise WrongUsage("--trace is for one process; leave it out with --ray.")
+        from undertow.serving.cli.on_ray import ingest_on_ray
+
+        options = {"format": format.value, "resume": resume, "strict": strict}
+        raise typer.Exit(ingest_on_ray(logs, store, settings, ray, shards, began_s, as_json, **options))
+    if shards is not None:
+        raise WrongUsage("--shards goes with --ray: give --ray local, or the address of a Ray cluster.")
+    refuse_root(store, "add --ray local, or --ray ADDRESS")
     from undertow.engine.ingest import Ingest
     from undertow.engine.trace import Trace
     from undertow.serving.cli.progress import Progress
@@ -101,9 +131,9 @@ def ingest(
             on_step=progress.step,
             stop=lambda: bool(interrupted),
         )
-        code = _run(engine, run, files, progress)
-        problems.tell_rest()
-        summary = _summary(engine, run.report, time.perf_counter() - began_s)
+        code = _run(engine, run, logs, progress)
+        problems.tell_rest(run.report)
+        summary = summary_of(engine.stats(), run.report, time.perf_counter() - began_s)
     if as_json:
         put_json(summary)
     else:
@@ -111,12 +141,12 @@ def ingest(
     raise typer.Exit(code)
 
 
-def _files(paths: list[Path]) -> list[Path]:
-    """The log files of the command line; a path that names none is an error of usage."""
-    from undertow.engine.readers import iter_paths
+def _logs(paths: list[str]) -> list[Log]:
+    """The logs of the command line; a path that names none is an error of usage."""
+    from undertow.engine.readers import find_logs
 
     try:
-        return list(iter_paths(paths))
+        return list(find_logs(paths))
     except InputError as error:
         raise WrongUsage(str(error)) from None
 
@@ -131,17 +161,22 @@ def _check_trace(path: Path) -> None:
         ) from None
 
 
-def _run(engine: Engine, run: Any, files: list[Path], progress: Progress) -> Exit:
+STOPPED = "undertow: stopped at the first refused input (--strict); its batch was not stored."
+INTERRUPTED = "Interrupted; all that was acknowledged is stored. Go on with the same command and --resume."
+PENDING = "Everything stored is searchable. Run ingest again with a working --llm to consolidate the rest."
+
+
+def _run(engine: Engine, run: Any, logs: list[Log], progress: Progress) -> Exit:
     engine.resume()
-    run.feed(files)
+    run.feed(logs)
     report: IngestReport = run.report
     if report.stopped_by is not None:
-        say("undertow: stopped at the first refused input (--strict); its batch was not stored.")
+        say(STOPPED)
         return Exit.INPUT
     decided = not report.interrupted and run.settle()
     progress.close()
     if report.interrupted:
-        say("Interrupted; all that was acknowledged is stored. Go on with the same command and --resume.")
+        say(INTERRUPTED)
         return Exit.INTERRUPTED
     if not decided:
         unusable = tell_pending(engine)
@@ -156,13 +191,13 @@ def tell_pending(engine: Engine) -> bool:
 
     for line in obstacles(engine):
         say(f"pending: {line}")
-    say("Everything stored is searchable. Run ingest again with a working --llm to consolidate the rest.")
+    say(PENDING)
     return engine.server_lost or engine.scheduler.refused is not None
 
 
-def _summary(engine: Engine, report: IngestReport, elapsed_s: float) -> dict[str, int | float]:
+def summary_of(counts: Mapping[str, int], report: IngestReport, elapsed_s: float) -> dict[str, Any]:
     return {
-        **engine.stats(),
+        **counts,
         "elapsed_s": round(elapsed_s, 3),
         "turns_per_s": round(report.turns_per_s, 1),
         "errors": report.errors,
@@ -187,11 +222,12 @@ class Problems:
         if self._warnings <= SHOWN_PROBLEMS:
             say(f"warning: {text}")
 
-    def tell_rest(self) -> None:
-        """How many were not told one by one."""
-        for count, name in ((self._errors, "errors"), (self._warnings, "warnings")):
-            if count > SHOWN_PROBLEMS:
-                say(f"... and {count - SHOWN_PROBLEMS:,} more {name}")
+    def tell_rest(self, report: IngestReport) -> None:
+        """How many of a run's were not told one by one."""
+        told = (("errors", report.errors, self._errors), ("warnings", report.warnings, self._warnings))
+        for name, count, shown in told:
+            if more := count - min(shown, SHOWN_PROBLEMS):
+                say(f"... and {more:,} more {name}")
 
 
 @contextmanager

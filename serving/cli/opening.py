@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.engine.place import Place
 from undertow.serving.cli.errors import wrong_usage
 
 if TYPE_CHECKING:
@@ -17,19 +17,39 @@ if TYPE_CHECKING:
     from undertow.engine.reports import Reports
     from undertow.engine.trace import Trace
 
-Store = Annotated[Path, typer.Option("--store", help="Folder of the store.", show_default=False)]
+
+def place_of(text: str) -> Place:
+    """Where a store lies, as the command line names it. WrongUsage."""
+    with wrong_usage("--store"):
+        return Place.of(text)
+
+
+Store = Annotated[
+    Place,
+    typer.Option(
+        "--store",
+        parser=place_of,
+        metavar="PLACE",
+        help="The store: a folder, or s3://BUCKET/PREFIX.",
+        show_default=False,
+    ),
+]
 Tenant = Annotated[str, typer.Option("--tenant", help="Whose memories.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output and nothing else.")]
 Llm = Annotated[
     str | None,
-    typer.Option("--llm", metavar="URL|off", help="OpenAI-compatible server [default: UNDERTOW_LLM_URL]."),
+    typer.Option(
+        "--llm",
+        metavar="URL|off",
+        help="OpenAI-compatible server; left out: UNDERTOW_LLM_URL. Several with commas between.",
+    ),
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="Model at the server [default: its first].")
+    str | None, typer.Option("--model", metavar="NAME", help="Model at the server; left out: its first.")
 ]
 EncoderName = Annotated[
     str | None,
-    typer.Option("--encoder", metavar="NAME", help="Embedding model [default: UNDERTOW_ENCODER or MiniLM]."),
+    typer.Option("--encoder", metavar="NAME", help="Embedding model; left out: UNDERTOW_ENCODER, or MiniLM."),
 ]
 
 
@@ -59,7 +79,7 @@ def check_settings(settings: Settings) -> None:
 
 
 @contextmanager
-def open_reports(store: Path) -> Iterator[Reports]:
+def open_reports(store: Place) -> Iterator[Reports]:
     """The reports of a store, while others may be writing it."""
     from undertow.engine.journal import Journal
     from undertow.engine.reports import Reports
@@ -73,7 +93,7 @@ def open_reports(store: Path) -> Iterator[Reports]:
 
 @contextmanager
 def open_engine(
-    store: Path,
+    store: Place,
     settings: Settings,
     *,
     writable: bool = True,
@@ -87,13 +107,13 @@ def open_engine(
     """
     from undertow.engine.encoder import make_encoder
     from undertow.engine.engine import Engine, make_llm
-    from undertow.engine.store import read_info
+    from undertow.engine.store import DESCRIPTION, read_info
     from undertow.engine.trace import Trace
     from undertow.serving.cli.output import say
     from undertow.serving.cli.unloaded import UnloadedEncoder, stored_fingerprint
 
     trace = trace or Trace()
-    if not create or (store / "store.json").exists():
+    if not create or store.exists(DESCRIPTION):
         info = read_info(store)
         stored_fingerprint(info)
     check_settings(settings)

@@ -18,13 +18,10 @@ if TYPE_CHECKING:
 REFRESH_S = 0.25
 
 
-class Progress:
-    """Shows turns stored and decided, LLM calls in flight and the consolidation lag."""
+class Bar:
+    """One line of text and a bar; redrawn a few times a second."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._admitted = 0
-        self._decided = 0
+    def __init__(self) -> None:
         self._shown_s = 0.0
         self._bar = bars.Progress(
             bars.SpinnerColumn(),
@@ -49,19 +46,33 @@ class Progress:
     def close(self) -> None:
         self._bar.stop()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is shown at all, and was not redrawn just now."""
+        return not self._bar.disable and time.monotonic() - self._shown_s >= REFRESH_S
+
+    def show(self, text: str, completed: int, total: int | None) -> None:
+        self._shown_s = time.monotonic()
+        self._bar.update(self._task, description=text, completed=completed, total=total)
+
+
+class Progress(Bar):
+    """Shows turns stored and decided, LLM calls in flight and the consolidation lag of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._admitted = 0
+        self._decided = 0
+
     def step(self, report: StepReport) -> None:
-        """Count a step; redraw a few times a second."""
+        """Count a step."""
         self._admitted += report.admitted
         self._decided += report.decided
-        now_s = time.monotonic()
-        if self._bar.disable or now_s - self._shown_s < REFRESH_S:
-            return
-        self._shown_s = now_s
-        lag = self._engine.lag
-        self._bar.update(
-            self._task,
-            description=f"{self._admitted:,} stored, {self._decided:,} decided, "
-            f"{self._engine.llm_in_flight} LLM calls, lag {lag.undecided_turns:,}",
-            completed=self._decided,
-            total=self._decided + lag.undecided_turns,
-        )
+        if self.is_due:
+            lag = self._engine.lag
+            text = (
+                f"{self._admitted:,} stored, {self._decided:,} decided, "
+                f"{self._engine.llm_in_flight} LLM calls, lag {lag.undecided_turns:,}"
+            )
+            self.show(text, self._decided, self._decided + lag.undecided_turns)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.engine.place import Place
 from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
 from undertow.serving.cli.opening import (
     AsJson,
@@ -24,10 +25,12 @@ from undertow.serving.cli.opening import (
     settings_of,
 )
 from undertow.serving.cli.output import put_json, put_json_lines, put_pairs, put_table, put_text, say
+from undertow.serving.cli.shards import every_reports, is_root, store_of
 
 if TYPE_CHECKING:
     from undertow.engine.config import Settings
     from undertow.engine.engine import Engine
+    from undertow.engine.reports import Reports
     from undertow.engine.retrieval import Found, Hit
 
 Since = Annotated[str | None, typer.Option("--since", help="Only what is dated at or after this.")]
@@ -72,7 +75,7 @@ def search(
     _check_words("query", query)
     since, until = _moment("--since", since), _moment("--until", until)
     settings = settings_of(llm="off", encoder=encoder)
-    with open_engine(store, settings, writable=False) as engine:
+    with open_engine(store_of(store, tenant), settings, writable=False) as engine:
         engine.tenants.require(tenant)
         found = engine.search(tenant, query, k_sub=k, k_epi=k, k_sem=k, since=since, until=until)
     # of the tiers only the turns may be found through an index, which can miss some
@@ -116,7 +119,7 @@ def ask(
 
     _check_words("question", question)
     settings = settings_of(llm=llm, model=model, encoder=encoder)
-    with _open_to_answer(store, settings) as engine:
+    with _open_to_answer(store, tenant, settings) as engine:
         engine.tenants.require(tenant)
         try:
             given = engine.answer(tenant, question, as_of=as_of)
@@ -135,15 +138,22 @@ def ask(
 
 
 @contextmanager
-def _open_to_answer(store: Path, settings: Settings) -> Iterator[Engine]:
+def _open_to_answer(store: Place, tenant: str, settings: Settings) -> Iterator[Engine]:
     """For writing where that can be, so that the call's cost is recorded; else for reading only."""
     from undertow.engine.store import StoreError
 
     with ExitStack() as stack:
         try:
+            if is_root(store):
+                raise StoreError(
+                    "the tenant's shard alone writes its journal. Ask a running cluster instead."
+                )
+            if store.folder is None:
+                raise StoreError(f"{store} has no lock to ask; writing would stop whoever writes it now.")
             engine = stack.enter_context(open_engine(store, settings))
         except StoreError as refusal:
-            engine = stack.enter_context(open_engine(store, settings, writable=False))
+            place = store_of(store, tenant)
+            engine = stack.enter_context(open_engine(place, settings, writable=False))
             say(f"warning: the cost of this call is not recorded: {refusal}")
         yield engine
 
@@ -163,16 +173,7 @@ def list_(
     if (kind is ListKind.TENANTS) != (tenant is None):
         need = "takes no --tenant" if tenant is not None else "needs --tenant"
         raise typer.BadParameter(f"--kind {kind.value} {need}")
-    with open_reports(store) as reports:
-        match kind:
-            case ListKind.TENANTS:
-                records = reports.tenant_sizes()
-            case ListKind.TURNS:
-                records = reports.turns(str(tenant), every=every)
-            case ListKind.EPISODES:
-                records = reports.memories(str(tenant), "episode", every=every)
-            case ListKind.FACTS:
-                records = reports.memories(str(tenant), "fact", every=every)
+    records = _tenant_sizes(store) if tenant is None else _of_tenant(store, tenant, kind, every=every)
     if as_json:
         put_json_lines(records)
     else:
@@ -180,9 +181,22 @@ def list_(
         put_table(records, [c for c in columns if every or c != "superseded_at_seq"])
 
 
+def _tenant_sizes(store: Place) -> list[dict[str, Any]]:
+    with every_reports(store) as shards:
+        sizes = [record for reports in shards for record in reports.tenant_sizes()]
+    return sorted(sizes, key=lambda record: str(record["tenant"]))
+
+
+def _of_tenant(store: Place, tenant: str, kind: ListKind, *, every: bool) -> list[dict[str, Any]]:
+    with open_reports(store_of(store, tenant)) as reports:
+        if kind is ListKind.TURNS:
+            return reports.turns(tenant, every=every)
+        return reports.memories(tenant, "episode" if kind is ListKind.EPISODES else "fact", every=every)
+
+
 def explain(tenant: Tenant, store: Store, as_json: AsJson = False) -> None:
     """Why each memory exists: what was decided for each turn, and on what grounds."""
-    with open_reports(store) as reports:
+    with open_reports(store_of(store, tenant)) as reports:
         records = reports.explain(tenant)
     if as_json:
         put_json_lines(records)
@@ -203,13 +217,26 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """Every version of one memory, oldest first."""
-    with open_reports(store) as reports:
-        records = reports.history(memory_id)
+    with every_reports(store) as shards:
+        records = _history(shards, memory_id)
     if as_json:
         put_json_lines(records)
     else:
         columns = ("kind", "version", "made_at_seq", "superseded_at_seq", "deleted", "timestamp", "text")
         put_table(records, columns, title=f"History of {memory_id}")
+
+
+def _history(shards: list[Reports], memory_id: str) -> list[dict[str, Any]]:
+    """An id does not tell its tenant, so each shard is asked. UndertowError: none has it."""
+    from undertow.engine.model import UndertowError
+
+    refusal = UndertowError("the cluster has stored nothing yet.")
+    for reports in shards:
+        try:
+            return reports.history(memory_id)
+        except UndertowError as error:
+            refusal = error
+    raise refusal
 
 
 def export(
@@ -221,7 +248,7 @@ def export(
     ] = True,
 ) -> None:
     """Write all that is kept of a tenant as JSON lines: turns, memories in every version, decisions."""
-    with open_reports(store) as reports:
+    with open_reports(store_of(store, tenant)) as reports:
         put_json_lines(reports.export(tenant, vectors=vectors))
 
 
@@ -233,13 +260,26 @@ def stats(
     """Counts, pending work and LLM cost of a store, or of one tenant in it."""
     from undertow.engine.figures import store_stats, store_usage, tenant_stats
 
-    with open_reports(store) as reports:
-        tenants = reports.tenants
-        counts = store_stats(tenants) if tenant is None else tenant_stats(tenants.existing(tenant))
-        usage = store_usage(tenants, tenant)
+    if tenant is None:
+        with every_reports(store) as shards:
+            counts = _sum(store_stats(reports.tenants) for reports in shards)
+            spent = [store_usage(reports.tenants, None) for reports in shards]
+            usage = {name: _sum(u.get(name, {}) for u in spent) for name in sorted(set().union(*spent))}
+    else:
+        with open_reports(store_of(store, tenant)) as reports:
+            counts = tenant_stats(reports.tenants.existing(tenant))
+            usage = store_usage(reports.tenants, tenant)
     if as_json:
         put_json({**({} if tenant is None else {"tenant": tenant}), **counts, "usage": usage})
         return
     put_pairs(counts, title=str(store) if tenant is None else f"{tenant} in {store}")
     columns = ("operation", "calls", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
     put_table([{"operation": name, **used} for name, used in usage.items()], columns, title="LLM cost")
+
+
+def _sum(figures: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Figures of the same names added up, in the order of the first."""
+    total: Counter[str] = Counter()
+    for some in figures:
+        total.update(some)
+    return dict(total)

@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from undertow.engine.cluster.actors import connect as connect
+    from undertow.engine.cluster.cluster import Cluster as Cluster
+    from undertow.engine.cluster.resources import ClusterSettings as ClusterSettings
     from undertow.engine.config import Settings as Settings
     from undertow.engine.encoder import make_encoder as make_encoder
     from undertow.engine.engine import Engine as Engine
@@ -21,17 +24,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Cluster": "cluster.cluster",
+    "ClusterSettings": "cluster.resources",
     "Engine": "engine",
     "Memory": "model",
     "Message": "model",
     "Settings": "config",
     "Turn": "model",
     "UndertowError": "model",
+    "connect": "cluster.actors",
     "make_encoder": "encoder",
     "make_llm": "engine",
 }
 
 __all__ = [
+    "Cluster",
+    "ClusterSettings",
     "Engine",
     "Memory",
     "Message",
@@ -39,6 +47,7 @@ __all__ = [
     "Turn",
     "UndertowError",
     "__version__",
+    "connect",
     "make_encoder",
     "make_llm",
 ]

@@ -1,0 +1,191 @@
+"""Shards as Ray actors: detached, named by root and shard, restarted when they die.
+
+A driver may end at any time: its shards live on, and the next driver finds them by their names. A shard
+that is restarted takes its journal over and goes on from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from undertow.engine.admission import QueueFull
+from undertow.engine.cluster.lane import ShardGone
+from undertow.engine.cluster.resources import ClusterSettings
+from undertow.engine.cluster.wire import compact
+from undertow.engine.config import Settings
+from undertow.engine.model import UndertowError
+from undertow.engine.place import Place
+
+try:
+    import ray
+    from ray.exceptions import (
+        PendingCallsLimitExceeded,
+        RayActorError,
+        RayError,
+        RayTaskError,
+    )
+except ModuleNotFoundError as missing:
+    if missing.name != "ray":
+        raise
+    raise UndertowError(
+        "a cluster needs Ray, which is not installed. Install it: pip install 'undertow[cluster]'"
+    ) from None
+
+NAMESPACE = "undertow"
+# what an actor that ends itself leaves its answers to get away
+LAST_WORDS_S = 1.0
+
+
+class ShardActor:
+    """What runs in a shard's process: calls of `Shard` by name, awaited side by side."""
+
+    def __init__(self, root: str, shard: str, settings: dict[str, Any], parts: Any) -> None:
+        from undertow.engine.cluster.shard import Shard
+
+        self._closing = False
+        self._shard = Shard(Place.of(root), shard, Settings(**settings), parts)
+        threading.Thread(target=self._watch, name=f"watch-{shard}", daemon=True).start()
+
+    def _watch(self) -> None:
+        """A shard whose thread has ended of itself serves nobody any more; a new process does."""
+        self._shard.join()
+        if not self._closing:
+            os._exit(1)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The shard's answer; its errors as they are."""
+        from undertow.engine.cluster.housing import Sick
+        from undertow.engine.journal import Fenced
+
+        try:
+            return await asyncio.wrap_future(getattr(self._shard, method)(*args, **kwargs))
+        except Fenced:
+            # Another writer has the journal; to go on here is to take it over again, with a new process.
+            os._exit(1)
+        except Sick:
+            # a new process again, but the caller is to know
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+            raise
+
+    async def close(self) -> None:
+        """Close the engine; the actor answers nothing after it."""
+        self._closing = True
+        await asyncio.to_thread(self._shard.close)
+
+
+class RayShard:
+    """The calls of one shard's actor."""
+
+    def __init__(self, start: Starter, shard: str) -> None:
+        """Finds the actor, or starts it."""
+        self.shard = shard
+        self._start = start
+        self._actor = start(shard)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """See lane.ShardCalls."""
+        try:
+            sent = tuple(compact(arg) if isinstance(arg, pa.Table) else arg for arg in args)
+            return await self._actor.call.remote(method, *sent, **kwargs)
+        except PendingCallsLimitExceeded:
+            raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None
+        except RayTaskError as error:
+            _reraise(error)
+        except RayActorError as error:
+            self._actor = self._start(self.shard)  # if it is gone for good, a new one
+            raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
+        except RayError as error:  # an object lost on the way, a node that died: not told apart from here
+            raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
+
+    async def end(self) -> None:
+        """Close the shard's engine and end its actor for good."""
+        with suppress(RayError):  # dead already: it left its journal as good as closed
+            await self._actor.close.remote()
+        ray.kill(self._actor, no_restart=True)
+
+
+class Starter:
+    """Finds the actors of a root's shards by their names, and starts those that are not there."""
+
+    def __init__(self, root: Place, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
+        """`settings`, `resources` and `parts` are those of shards that are started here."""
+        self._root = root
+        self._settings = settings.model_dump()
+        self._resources = resources
+        self._parts = parts
+
+    def __call__(self, shard: str) -> Any:
+        resources = self._resources
+        environment = resources.environment()
+        return (
+            ray.remote(ShardActor)
+            .options(
+                name=actor_name(self._root, shard),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                # repeating is the router's: Ray would keep no order
+                max_task_retries=0,
+                max_pending_calls=resources.max_pending_calls,
+                num_cpus=resources.num_cpus,
+                num_gpus=resources.num_gpus,
+                memory=resources.memory_bytes or None,
+                runtime_env={"env_vars": environment} if environment else None,
+            )
+            .remote(str(self._root), shard, self._settings, self._parts)
+        )
+
+    def check(self, shards: Sequence[str]) -> None:
+        """ResourcesLacking where those of the shards that do not run yet find no room."""
+        missing = [shard for shard in shards if not self.runs(shard)]
+        every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        self._resources.check(len(missing), free, [node["Resources"] for node in every if node["Alive"]])
+
+    def runs(self, shard: str) -> bool:
+        """Whether there is an actor of this shard, be it restarting."""
+        try:
+            ray.get_actor(actor_name(self._root, shard), namespace=NAMESPACE)
+        except ValueError:
+            return False
+        return True
+
+
+def actor_name(root: Place, shard: str) -> str:
+    """A shard's name in the cluster's namespace: its root may be long, so it goes in as a hash."""
+    digest = hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()
+    return f"{digest}-{shard}"
+
+
+def connect(address: str | None = None, **options: Any) -> None:
+    """Join the Ray cluster at `address`, or start one on this machine ("local"); once a process.
+
+    `options`: of ray.init. UndertowError where there is no cluster.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, namespace=NAMESPACE, **options)
+    except ConnectionError as error:
+        raise UndertowError(f"no Ray cluster at {address}: {error}. Start one with `ray start`.") from None
+
+
+def _reraise(error: RayTaskError) -> NoReturn:
+    """The shard's own error, without Ray's report around it."""
+    cause = error.cause
+    if isinstance(cause, UndertowError | ValueError):
+        raise cause from None
+    raise error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

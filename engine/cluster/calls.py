@@ -1,0 +1,187 @@
+"""One call of many turns inside a shard: which of them are fed to the engine, and what became of each."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from undertow.engine.admission import Inbox, QueueFull, Receipt, Ticket
+from undertow.engine.cluster.wire import Status, receipts_table, unpack
+from undertow.engine.model import PackedTurn, UndertowError
+
+Outcome = tuple[Status, str | None, int | None, str | None]
+
+# clients that a shard keeps in mind; one that was forgotten says hello again
+CLIENTS = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The place of a call in its client's line: Ray keeps no order of calls to a concurrent actor.
+
+    `token` is what the shard said at the last hello; `number` counts the calls from there on, from 0.
+    `map_version` is that of the map by which the call was sent to this shard, or of a newer one.
+    """
+
+    client: str
+    token: str
+    number: int
+    map_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A shard's answer to a client's first call: the token of its line, and the map that it goes by."""
+
+    token: str
+    map_version: int
+
+
+class StaleSession(UndertowError):
+    """The shard knows nothing of this client's line: it has been restarted. Say hello, send again."""
+
+
+class Call:
+    """Turns that came together, and their receipts. Several calls are fed to the engine as one line."""
+
+    def __init__(self, table: pa.Table, map_version: int = 0) -> None:
+        """`map_version`: the shard is to go by this map at least. ValueError for a table of no turns."""
+        self.map_version = map_version
+        self.turns: list[PackedTurn] = unpack(table)
+        self.tenants = frozenset(turn.tenant for turn in self.turns)
+        self.future: Future[pa.Table] = Future()
+        self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self._outcomes: list[Outcome | None] = [None] * len(self.turns)
+        self._tickets: list[tuple[int, Ticket]] = []
+        self._pending = deque(range(len(self.turns)))
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def feed(self, inbox: Inbox, refuse: Callable[[PackedTurn], Outcome | None] | None) -> bool:
+        """Offer the turns, in order, while there is room. Whether all have been offered.
+
+        `refuse` says what becomes of a turn that is not for this engine; None: all are for it.
+        """
+        turns, pending, room = self.turns, self._pending, inbox.room
+        while pending and room > 0:
+            place = pending.popleft()
+            outcome = None if refuse is None else refuse(turns[place])
+            if outcome is None:
+                self._tickets.append((place, inbox.put(turns[place])))
+                room -= 1
+            else:
+                self._outcomes[place] = outcome
+        return not pending
+
+    def settle(self) -> bool:
+        """Give the receipts, once every turn has one. Whether the call is over."""
+        if self.future.done():
+            return True
+        if self._pending or any(ticket.receipt is None for _, ticket in self._tickets):
+            return False
+        self._collect()
+        self.future.set_result(receipts_table([outcome for outcome in self._outcomes if outcome is not None]))
+        return True
+
+    def _collect(self) -> None:
+        for place, ticket in self._tickets:
+            if ticket.receipt is not None:
+                self._outcomes[place] = outcome_of(ticket.receipt)
+        self._tickets = [(place, ticket) for place, ticket in self._tickets if ticket.receipt is None]
+
+    def recall(self) -> list[int]:
+        """The engine has lost its queue: the places of the turns that were in it without a receipt."""
+        self._collect()
+        lost = [place for place, _ in self._tickets]
+        self._tickets = []
+        return lost
+
+    def restore(self, places: Sequence[int]) -> None:
+        """Turns that were recalled are offered again, before all others."""
+        self._pending.extendleft(reversed(places))
+
+    def set(self, place: int, outcome: Outcome) -> None:
+        self._outcomes[place] = outcome
+
+    def withdraw(self, tenant: str, outcome: Outcome) -> None:
+        """The engine has dropped what it had in its queue of a tenant: that is what became of it."""
+        self._collect()
+        for place, ticket in self._tickets:
+            if ticket.turn.tenant == tenant:
+                self._outcomes[place] = outcome
+        self._tickets = [(place, t) for place, t in self._tickets if t.turn.tenant != tenant]
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more is acknowledged of this call."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def outcome_of(receipt: Receipt) -> Outcome:
+    """What became of a turn that the engine took."""
+    status = Status.DUPLICATE if receipt.duplicate else Status.STORED
+    return status, receipt.id, receipt.seq, None
+
+
+@dataclass(slots=True)
+class _Line:
+    token: str
+    next: int = 0
+    ahead: dict[int, Call] = field(default_factory=dict)
+
+
+class Lines:
+    """Puts each client's calls back in order. Not thread-safe."""
+
+    def __init__(self, bound_turns: int) -> None:
+        """`bound_turns`: how many turns may wait before a call is refused."""
+        self._bound = bound_turns
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
+
+    def begin(self, client: str) -> str:
+        """A new line for a client: its token. Calls of an earlier one that came too early are refused."""
+        self._refuse_ahead(self._lines.pop(client, None))
+        token = secrets.token_hex(8)
+        self._lines[client] = _Line(token)
+        while len(self._lines) > CLIENTS:
+            self._refuse_ahead(self._lines.popitem(last=False)[1])
+        return token
+
+    def accept(self, call: Call, stamp: Stamp, waiting_turns: int) -> list[Call]:
+        """The calls whose turn it is by now, in order; a call that came too early waits for those before.
+
+        StaleSession; QueueFull: the same call is to be sent again, those behind it wait for that.
+        """
+        line = self._lines.get(stamp.client)
+        if line is None or line.token != stamp.token or stamp.number < line.next:
+            raise StaleSession("this shard was restarted, or has forgotten the client")
+        self._lines.move_to_end(stamp.client)
+        line.ahead[stamp.number] = call
+        ready: list[Call] = []
+        while (following := line.ahead.get(line.next)) is not None:
+            if waiting_turns and waiting_turns + len(following) > self._bound:
+                self._refuse(line.ahead.pop(line.next))
+                break
+            ready.append(line.ahead.pop(line.next))
+            waiting_turns += len(following)
+            line.next += 1
+        return ready
+
+    def end_all(self) -> None:
+        """No line goes on: its clients have to begin anew."""
+        while self._lines:
+            self._refuse_ahead(self._lines.popitem()[1])
+
+    def _refuse(self, call: Call) -> None:
+        call.fail(QueueFull(f"{self._bound} turns wait at this shard. Try again in a moment."))
+
+    @staticmethod
+    def _refuse_ahead(line: _Line | None) -> None:
+        for call in line.ahead.values() if line is not None else ():
+            call.fail(StaleSession("the client has begun a new line"))

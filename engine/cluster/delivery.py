@@ -1,0 +1,120 @@
+"""What a router has on its way: calls of its users, cut into parcels, each for one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from undertow.engine.cluster.wire import RETURNED, Status, receipts_table
+
+Rows = NDArray[np.int64]
+
+_RETURNED = pa.array([str(status) for status in RETURNED], pa.string())
+
+
+class Delivery:
+    """One call of a user: its receipts come in parts, as its parcels are stored."""
+
+    def __init__(self, count: int) -> None:
+        """`count`: its turns."""
+        self.future: Future[pa.Table] = Future()
+        self._missing = count
+        self._parts: list[tuple[Rows, pa.Table]] = []
+        if not count:
+            self.future.set_result(receipts_table([]))
+
+    def give(self, rows: Rows, receipts: pa.Table) -> None:
+        """The receipts of some of its turns, `rows` int64 [n]; the last ones fulfil it, in order."""
+        if self.future.done() or not len(rows):
+            return
+        self._parts.append((rows, receipts))
+        self._missing -= len(rows)
+        if self._missing:
+            return
+        if len(self._parts) == 1:
+            self.future.set_result(receipts)
+            return
+        places = np.concatenate([rows for rows, _ in self._parts])
+        together = pa.concat_tables([part for _, part in self._parts])
+        self.future.set_result(together.take(pa.array(np.argsort(places))))
+
+    def fail(self, error: Exception) -> None:
+        """Some of its turns cannot be stored. Parcels on their way go on; their receipts find no one."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """Turns of one delivery for one shard: `table` holds its turns `rows`, in order.
+
+    `suspected`: it was under way when the shard's process died. `deaths`: how often that was so while
+    nothing else was under way.
+    """
+
+    delivery: Delivery
+    rows: Rows
+    table: pa.Table
+    suspected: bool = False
+    deaths: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def tenants(self) -> list[str]:
+        """Each of its tenants once."""
+        names: list[str] = pc.unique(self.table.column("tenant")).to_pylist()
+        return names
+
+    def settle(self, receipts: pa.Table) -> tuple[Parcel | None, dict[str, str], bool]:
+        """Hand on the receipts. Returned turns as a parcel, new shards of moved tenants, any in transit."""
+        status = receipts.column("status")
+        back = pc.is_in(status, value_set=_RETURNED)
+        if not pc.any(back).as_py():
+            self.delivery.give(self.rows, receipts)
+            return None, {}, False
+        mask = back.to_numpy()
+        self.delivery.give(self.rows[~mask], receipts.filter(pc.invert(back)))
+        moved = pc.equal(status, str(Status.MOVED))
+        names = self.table.column("tenant").filter(moved).to_pylist()
+        places = receipts.column("detail").filter(moved).to_pylist()
+        parcel = Parcel(self.delivery, self.rows[mask], self.table.filter(back))
+        return parcel, dict(zip(names, places, strict=True)), len(names) < len(parcel)
+
+    def part(self, places: Rows) -> Parcel:
+        """Some of its turns, by their places in it; copied, as Arrow would send the whole with a slice."""
+        table = self.table.take(pa.array(places))
+        return Parcel(self.delivery, self.rows[places], table, self.suspected, self.deaths)
+
+    def halves(self) -> list[Parcel]:
+        """Two parcels of half its turns each. One death more makes a half a suspect to be cut again."""
+        middle = len(self) // 2
+        halves = [self.part(np.arange(middle)), self.part(np.arange(middle, len(self)))]
+        for half in halves:
+            half.deaths = 1 if len(half) > 1 else 0
+        return halves
+
+
+def split(parcel: Parcel, key_of: Callable[[str], str], most_turns: int) -> list[tuple[str, Parcel]]:
+    """Cut a parcel by what `key_of` says of each tenant, and into `most_turns` turns or fewer; in order."""
+    encoded = parcel.table.column("tenant").combine_chunks().dictionary_encode()
+    keys = [key_of(name) for name in encoded.dictionary.to_pylist()]
+    distinct = list(dict.fromkeys(keys))
+    if len(distinct) == 1 and len(parcel) <= most_turns:
+        return [(distinct[0], parcel)]
+    number = {key: n for n, key in enumerate(distinct)}
+    of_tenant = np.array([number[key] for key in keys], dtype=np.int64)
+    of_turn = of_tenant[encoded.indices.to_numpy(zero_copy_only=False)]
+    parts = []
+    for n, key in enumerate(distinct):
+        places = np.flatnonzero(of_turn == n)
+        for start in range(0, len(places), most_turns):
+            parts.append((key, parcel.part(places[start : start + most_turns])))
+    return parts

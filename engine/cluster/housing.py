@@ -1,0 +1,338 @@
+"""The engine inside a shard: opened from its journal, and opened again without what made it fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from undertow.engine.admission import Ticket
+from undertow.engine.cluster import shard_map
+from undertow.engine.cluster.calls import Call, outcome_of
+from undertow.engine.cluster.parking import Parking
+from undertow.engine.cluster.wire import Status
+from undertow.engine.config import Settings
+from undertow.engine.encoder import Encoder, make_encoder
+from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine, make_llm
+from undertow.engine.erasure import Certificate, certificate_of
+from undertow.engine.journal import Fenced
+from undertow.engine.llm import LLMClient
+from undertow.engine.model import PackedTurn, UndertowError
+from undertow.engine.moving import Moving
+from undertow.engine.place import Place, StoreError
+from undertow.engine.records import Control, control_of
+from undertow.engine.scheduler import TenantFault
+from undertow.engine.tenants import ArenaFull
+
+log = logging.getLogger(__name__)
+
+# between attempts to open a journal that could not be opened
+RETRY_S = 5.0
+
+# the folder of a root that holds the shards' stores
+STORES = "shards"
+
+# so many turns do not all happen to be poison: if each of them fails, it is the engine
+SICK_TURNS = 8
+
+Suspect = tuple[Call, int, PackedTurn]
+
+
+class Sick(UndertowError):
+    """The engine fails whatever it is given; a new process may help, as with a lost device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What makes an engine's encoder and LLM client; module-level functions, as they travel to actors.
+
+    The encoder lives as long as the shard; each engine closes its client, so that is made anew.
+    """
+
+    encoder: Callable[[Settings], Encoder] = make_encoder
+    llm: Callable[[Settings], LLMClient | None] = make_llm
+
+
+class Housing:
+    """One shard's engine, or why there is none now. Not thread-safe."""
+
+    def __init__(self, root: Place, shard: str, settings: Settings, parts: Parts) -> None:
+        self.engine: Engine | None = None
+        self.failure: Exception | None = None
+        self._root = root
+        self._shard = shard
+        self._settings = settings
+        self._parts = parts
+        self._encoder: Encoder | None = None
+        self._parking: Parking | None = None
+        self._moving: Moving | None = None
+        self._fenced: Exception | None = None
+        # tenants whose deciding has failed, and why: left alone until the shard is restarted
+        self._faults: dict[str, str] = {}
+        self._tried_s = -RETRY_S
+        self.reopened_count = 0
+        # how long the last opening took
+        self.opened_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine is not None and not self.engine.idle
+
+    @property
+    def parking(self) -> Parking:
+        assert self._parking is not None, "it comes with the engine"
+        return self._parking
+
+    @property
+    def moving(self) -> Moving:
+        assert self._moving is not None, "it comes with the engine"
+        return self._moving
+
+    def open(self) -> Engine:
+        """The engine; opened, where it was not, with all that is undecided taken up. UndertowError."""
+        if self._fenced is not None:
+            raise self._fenced
+        if self.engine is None:
+            self._tried_s = time.monotonic()
+            try:
+                self.engine = self._opened()
+                self.opened_s = time.monotonic() - self._tried_s
+            except Exception as error:
+                self.failure = error
+                raise
+            self.failure = None
+        return self.engine
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to try again to open what could not be opened."""
+        return self.engine is None and self._fenced is None and self._tried_s + RETRY_S <= time.monotonic()
+
+    def _opened(self) -> Engine:
+        newest = shard_map.load(self._root)
+        if self._parking is None:
+            self._parking = Parking(self._root, self._shard, newest.tenant_key)
+        if self._encoder is None:
+            self._encoder = self._parts.encoder(self._settings)
+        engine = Engine(
+            self._root / STORES / self._shard,
+            self._settings,
+            self._encoder,
+            llm=self._parts.llm(self._settings),
+            takeover=True,
+            hash_key=newest.hash_key,
+        )
+        try:
+            self._moving = Moving(engine, self._shard, self._root / STORES, newest)
+            engine.resume()
+            for tenant, why in self._faults.items():
+                engine.scheduler.block(tenant, why)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def keep_up(self, map_version: int) -> bool:
+        """Go by the newest map, where there is one of this version. Whether it was new here. StoreError."""
+        if map_version <= self.moving.map.version:
+            return False
+        self.moving.adopt(shard_map.load(self._root))
+        return True
+
+    def close(self) -> None:
+        """Let the engine go. What it cannot write any more stands in the journal, or is done again."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            try:
+                engine.close()
+            except UndertowError as error:
+                log.warning("shard %s: its engine could not be closed properly: %s", self._shard, error)
+
+    # ---- when it fails
+
+    def inspect(self, error: Exception) -> bool:
+        """After a command that failed: whether the engine had to go, and its queue with it."""
+        if isinstance(error, ValueError) or (
+            isinstance(error, UndertowError) and not isinstance(error, StoreError)
+        ):
+            return False
+        return self._discard(error)
+
+    def isolate(self, error: Exception, suspects: Sequence[Suspect]) -> Exception | None:
+        """After a step that failed: store what was in the queue, but for the turns that make it fail.
+
+        Those are parked. An error that is not their doing is returned, one of parking too; then some may
+        be neither stored nor parked.
+        """
+        if isinstance(error, ArenaFull):  # the engine is sound, and has dropped them
+            return error
+        self._discard(error)
+        if _is_environment(error):
+            return error
+        guilty: list[tuple[Suspect, Exception]] = []
+        if (failure := self._narrow(suspects, guilty)) is not None or not guilty:
+            return failure
+        if (sickness := self._sickness(guilty, len(suspects))) is not None:
+            return sickness
+        try:
+            for suspect, error in guilty:
+                self._park(suspect, error)
+        except UndertowError as failure:
+            return failure
+        return None
+
+    def _narrow(
+        self, suspects: Sequence[Suspect], guilty: list[tuple[Suspect, Exception]]
+    ) -> Exception | None:
+        """Store those that can be, by halves; the others, each with its error, go into `guilty`."""
+        error = self._attempt(suspects)
+        if error is None or _is_environment(error) or not suspects:
+            return error
+        if len(suspects) == 1:
+            guilty.append((suspects[0], error))
+            return None
+        middle = len(suspects) // 2
+        return self._narrow(suspects[:middle], guilty) or self._narrow(suspects[middle:], guilty)
+
+    def _sickness(self, guilty: Sequence[tuple[Suspect, Exception]], suspects: int) -> Sick | None:
+        """Whether it is the engine that fails, whatever it is given: then no turn is to blame."""
+        if (without := self._attempt([])) is None and (suspects < SICK_TURNS or len(guilty) < suspects):
+            try:
+                assert self._encoder is not None, "an engine was opened with it"
+                self._encoder.encode(["hello"])
+                return None
+            except Exception as failure:  # noqa: BLE001 - as in _attempt
+                without = failure
+        error = without or guilty[-1][1]
+        return Sick(
+            f"shard {self._shard} fails with all that it is given ({error!r}). It is to be restarted."
+        )
+
+    def _attempt(self, suspects: Sequence[Suspect]) -> Exception | None:
+        """Have these turns stored by the engine, opened anew if need be; None, or what went wrong."""
+        while True:
+            try:
+                self._store(self.open(), suspects)
+                return None
+            except TenantFault as fault:
+                self._discard(fault)  # and once more, the tenant left alone
+            except Exception as error:  # noqa: BLE001 - this is what it is here to find out
+                if not isinstance(error, ArenaFull):
+                    self._discard(error)
+                return error
+
+    def _store(self, engine: Engine, suspects: Sequence[Suspect]) -> None:
+        tickets: list[Ticket] = []
+        for _, _, turn in suspects:
+            while engine.scheduler.inbox.room <= 0:
+                engine.step()
+            tickets.append(engine.scheduler.inbox.put(turn))
+        engine.step()
+        while any(ticket.receipt is None for ticket in tickets):
+            engine.step(WAIT_FOR_REPLY_S)
+            if engine.server_lost:
+                raise UndertowError(f"no room, and the LLM server does not answer: {engine.llm_error}")
+        for (call, place, _), ticket in zip(suspects, tickets, strict=True):
+            if ticket.receipt is not None:
+                call.set(place, outcome_of(ticket.receipt))
+
+    def _park(self, suspect: Suspect, error: Exception) -> None:
+        call, place, turn = suspect
+        reason = f"{type(error).__name__}: {error}"
+        log.error("shard %s: a turn makes the engine fail and is parked: %s", self._shard, reason)
+        self.parking.park(turn, reason)
+        call.set(place, (Status.PARKED, None, None, reason))
+
+    def park_all(self, turns: Sequence[PackedTurn], reason: str) -> int:
+        """Set turns aside at a router's word."""
+        for turn in turns:
+            self.parking.park(turn, reason)
+        return len(turns)
+
+    def _discard(self, error: Exception) -> bool:
+        """Let the engine go; its memory may be ahead of the journal. Whether there was one."""
+        if isinstance(error, Fenced):
+            self._fenced = error
+        if isinstance(error, TenantFault):
+            self._faults[error.tenant] = error.reason
+        self.failure = error
+        if self.engine is None:
+            return False
+        self.reopened_count += 1
+        self.close()
+        return True
+
+    # ---- what repeated calls need to know
+
+    def log_flush(self, tenant: str, *, again: bool) -> None:
+        """Log a flush. `again`: one at the log's end will do."""
+        engine = self.open()
+        records = engine.tenants.existing(tenant).records if again else []
+        if not (records and isinstance(records[-1], Control) and records[-1].kind == "flush"):
+            engine.log_flush(tenant)
+
+    def decided(self, tenant: str) -> bool | None:
+        """Whether the tenant's log is decided; False: it cannot be; None: not yet."""
+        engine = self.open()
+        engine.tenants.require(tenant)
+        if engine.at_rest(tenant):
+            return tenant not in engine.scheduler.blocked
+        return False if engine.server_lost else None
+
+    def holder(self, memory_id: str) -> str | None:
+        """The tenant whose memory has this id, if it is here."""
+        row = self.open().row_of(memory_id)
+        return None if row is None else row.tenant
+
+    def deleted(self, memory_id: str) -> str | None:
+        """The kind of the memory of this id, if its deletion is logged here."""
+        for row in self.open().journal.read(kinds=["control"], vectors=False):
+            control = control_of(row)
+            if control.kind == "delete" and memory_id in (
+                control.body.get("id"),
+                control.body.get("memory_id"),
+            ):
+                return str(control.body.get("kind", "turn"))
+        return None
+
+    def certificate(self, tenant: str) -> Certificate | None:
+        """The certificate of a tenant that is erased already; None where nothing is known of it."""
+        engine = self.open()
+        key = engine.journal.info.tenant_key(tenant)
+        stone = engine.tenants.erased.get(key)
+        if stone is None:
+            return None
+        return certificate_of(key, stone) if stone["purged"] else engine.purge().get(key)
+
+    def report(self) -> dict[str, Any]:
+        """The engine's state as plain data."""
+        engine = self.engine
+        state: dict[str, Any] = {
+            "state": "failed" if engine is None else "serving",
+            "failure": None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
+            "reopened": self.reopened_count,
+            "pid": os.getpid(),
+            "parked": self._parking.report() if self._parking is not None else [],
+            "faulty_tenants": dict(self._faults),
+        }
+        if engine is None:
+            return state
+        return state | {
+            "map_version": self.moving.map.version,
+            **asdict(engine.lag),
+            "blocked": dict(Counter(engine.scheduler.blocked.values())),
+            "llm_in_flight": engine.llm_in_flight,
+            "llm_error": engine.llm_error,
+            "arena_bytes": engine.arena.nbytes,
+            "opened_s": round(self.opened_s, 3),
+            "journal_rows": engine.journal.row_count,
+        }
+
+
+def _is_environment(error: Exception) -> bool:
+    """A disk, a server, a lost right to write: it would fail with other turns too."""
+    return isinstance(error, UndertowError) and not isinstance(error, TenantFault)

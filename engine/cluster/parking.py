@@ -1,0 +1,85 @@
+"""Poison turns, set aside: each an Arrow file in the cluster's root, with the reason.
+
+ROOT/parked/SHARD/TENANT_KEY/DEDUPE_HASH.arrow: one row of wire.TURNS; the reason stands in the schema's
+metadata. The names tell neither the tenant nor the key, and an erasure finds them by the tenant's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from undertow.engine.cluster.wire import TURNS
+from undertow.engine.model import PackedTurn
+from undertow.engine.place import Place
+from undertow.engine.records import key_hash
+
+FOLDER = "parked"
+REASON, PARKED_AT = b"reason", b"parked_at"
+
+
+class ParkedTurn(NamedTuple):
+    """A turn that was set aside. `parked_at` is ISO 8601, in UTC."""
+
+    turn: PackedTurn
+    reason: str
+    parked_at: str
+
+
+class Parking:
+    """The turns that one shard has set aside. A turn that is sent again is parked still.
+
+    To have one tried again, remove its file and restart the shard.
+    """
+
+    def __init__(self, root: Place, shard: str, tenant_key: Callable[[str], str]) -> None:
+        self._root = root
+        self._folder = f"{FOLDER}/{shard}"
+        self._tenant_key = tenant_key
+        self._reasons = {name: self.read(name).reason for name in root.list(self._folder)}
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def reason(self, turn: PackedTurn) -> str | None:
+        """Why the turn was set aside; None: it was not."""
+        return self._reasons.get(self._name(turn)) if self._reasons else None
+
+    def park(self, turn: PackedTurn, reason: str) -> None:
+        """Set a turn aside, durably. StoreError; safe to repeat."""
+        parked_at = datetime.now(UTC).isoformat(timespec="seconds")
+        schema = TURNS.with_metadata({REASON: reason.encode(errors="replace"), PARKED_AT: parked_at.encode()})
+        columns = [pa.array([value], field.type) for value, field in zip(turn, TURNS, strict=True)]
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, schema) as writer:
+            writer.write_table(pa.table(columns, schema=schema))
+        name = self._name(turn)
+        self._root.write(name, sink.getvalue().to_pybytes())
+        self._reasons[name] = reason
+
+    def read(self, name: str) -> ParkedTurn:
+        """One parked file, by its name in the root."""
+        table = pa.ipc.open_file(pa.py_buffer(self._root.read(name) or b"")).read_all()
+        row = [table.column(column)[0].as_py() for column in TURNS.names]
+        metadata = table.schema.metadata or {}
+        return ParkedTurn(
+            PackedTurn._make(row), metadata.get(REASON, b"").decode(), metadata.get(PARKED_AT, b"").decode()
+        )
+
+    def report(self) -> list[dict[str, str]]:
+        """What is parked, for people: the file and the reason, no words of the turn."""
+        return [{"file": name, "reason": reason} for name, reason in sorted(self._reasons.items())]
+
+    def forget(self, tenant: str) -> None:
+        """Remove what any shard has parked of a tenant that is being erased: it may have moved since."""
+        key = self._tenant_key(tenant)
+        for shard in self._root.children(FOLDER):
+            self._root.remove(f"{FOLDER}/{shard}/{key}")
+        mine = f"{self._folder}/{key}/"
+        self._reasons = {name: why for name, why in self._reasons.items() if not name.startswith(mine)}
+
+    def _name(self, turn: PackedTurn) -> str:
+        return f"{self._folder}/{self._tenant_key(turn.tenant)}/{key_hash(turn.dedupe_key):016x}.arrow"

@@ -1,0 +1,220 @@
+"""A shard: one engine behind futures, which goes on consolidating between the calls that reach it.
+
+What fails is contained: a turn that makes the engine fail is found and parked, a tenant whose deciding
+fails is left undecided, a disk or server that fails is told to whoever calls, and the engine is opened
+again from its journal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from undertow.engine.cluster.calls import Call, Hello, Stamp
+from undertow.engine.cluster.housing import Housing, Parts
+from undertow.engine.cluster.keeper import Keeper, refused
+from undertow.engine.cluster.shard_map import ShardMap
+from undertow.engine.cluster.wire import Status
+from undertow.engine.config import Settings
+from undertow.engine.engine import Answer, Asked, Engine
+from undertow.engine.erasure import Certificate
+from undertow.engine.model import Memory, UndertowError
+from undertow.engine.moving import Leaver, Moving
+from undertow.engine.place import Place
+from undertow.engine.retrieval import Found
+
+T = TypeVar("T")
+
+
+class Shard:
+    """The engine of one shard of a root; safe to call from several threads.
+
+    Errors of a call are set on its future. Close it to release the journal.
+    """
+
+    def __init__(self, root: Place, shard: str, settings: Settings, parts: Parts | None = None) -> None:
+        """Opens the journal in the background, taking it over from any earlier writer."""
+        self.id = shard
+        self._began_s = time.monotonic()
+        self._housing = Housing(root, shard, settings, parts or Parts())
+        self._keeper = Keeper(shard, self._housing, settings.queue_turns)
+        self._ask = self._keeper.ask
+
+    # ---- calls, from any thread
+
+    def hello(self, client: str, map_version: int) -> Future[Hello]:
+        """Begin a client's line of adds; the shard has read the map of this version when it answers.
+
+        StoreError, JournalError: the journal cannot be opened now.
+        """
+        return self._ask(lambda _: self._greet(client, map_version))
+
+    def add(self, table: pa.Table, stamp: Stamp) -> Future[pa.Table]:
+        """Store turns (wire.TURNS): receipts (wire.RECEIPTS), one a turn, in order.
+
+        Turns of tenants that are elsewhere come back as MOVED, those of one that is on its way as
+        IN_TRANSIT; the others are stored. Where the stamp knows a newer map, that is read first.
+        ValueError for a table of something else; StaleSession, QueueFull: see `Lines.accept`.
+        """
+        try:
+            call = Call(table, stamp.map_version)
+            self._keeper.offer(call, stamp)
+        except (ValueError, UndertowError) as error:
+            refused_call: Future[pa.Table] = Future()
+            refused_call.set_exception(error)
+            return refused_call
+        return call.future
+
+    def search(self, tenant: str, query: str, **how: Any) -> Future[Found]:
+        """As Engine.search. Moved, InTransit."""
+        return self._ask(lambda engine: engine.search(self._checked(tenant), query, **how))
+
+    def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[Answer]:
+        """As Engine.answer, while other calls go on. Moved, InTransit."""
+        asked: list[tuple[Engine, Asked]] = []
+
+        def answer(engine: Engine) -> Answer | None:
+            if not asked or asked[0][0] is not engine:  # one that was opened anew has not asked yet
+                asked[:] = [(engine, engine.ask(self._checked(tenant), question, as_of=as_of))]
+            return engine.heard(asked[0][1])
+
+        return self._ask(answer, wait=True)
+
+    def get_all(self, tenant: str) -> Future[list[Memory]]:
+        """As Engine.get_all. Moved, InTransit."""
+        return self._ask(lambda engine: engine.get_all(self._checked(tenant)))
+
+    def holds(self, memory_id: str) -> Future[bool]:
+        """Whether `delete` would find this id here."""
+        return self._ask(lambda engine: self._housing.holder(memory_id) is not None)
+
+    def delete(self, memory_id: str, *, again: bool = False) -> Future[str]:
+        """As Engine.delete. `again`: the call is a repeat; that it was done already is no error."""
+        return self._ask(lambda engine: self._delete(engine, memory_id, again))
+
+    def flush(self, tenant: str, *, again: bool = False) -> Future[bool]:
+        """As Engine.flush, while other calls go on. `again`: a flush at the log's end is taken for it."""
+        logged: list[bool] = []
+
+        def flushed(_: Engine) -> bool | None:
+            if not logged:
+                self._housing.log_flush(self._checked(tenant), again=again)
+                logged.append(True)
+            return self._housing.decided(tenant)
+
+        return self._ask(flushed, wait=True)
+
+    def erase(self, tenant: str, *, now: bool = False, again: bool = False) -> Future[Certificate | None]:
+        """As Engine.erase, its parked turns included. `again`: the call is a repeat."""
+        return self._ask(lambda engine: self._erase(engine, tenant, now, again))
+
+    def stats(self) -> Future[dict[str, int]]:
+        """As Engine.stats."""
+        return self._ask(lambda engine: engine.stats())
+
+    def drain(self) -> Future[bool]:
+        """True once everything is decided; False: something is blocked, or the LLM server is lost."""
+        return self._ask(lambda engine: self._drained(engine), wait=True)
+
+    def park(self, table: pa.Table, reason: str) -> Future[int]:
+        """Set turns aside that are known to end the shard's process; their number. StoreError."""
+        turns = Call(table).turns
+        return self._ask(lambda _: self._housing.park_all(turns, reason))
+
+    # ---- resharding: see engine/moving.py
+
+    def leaving(self) -> Future[list[Leaver]]:
+        """As Moving.leaving."""
+        return self._move(lambda moving: moving.leaving())
+
+    def seal(self, version: int, keys: Sequence[str]) -> Future[None]:
+        """As Moving.seal; turns that were queued go back to their senders as IN_TRANSIT."""
+        return self._move(lambda moving: self._seal(moving, version, keys))
+
+    def pull(self, version: int, source: str, keys: Sequence[str]) -> Future[int]:
+        """As Moving.pull."""
+        return self._move(lambda moving: moving.pull(version, source, keys))
+
+    def release(self, version: int, keys: Sequence[str]) -> Future[None]:
+        """As Moving.release."""
+        return self._move(lambda moving: moving.release(version, keys))
+
+    def clear(self, version: int) -> Future[dict[str, Certificate]]:
+        """As Moving.clear."""
+        return self._move(lambda moving: moving.clear(version))
+
+    def adopt(self, shard_map: ShardMap) -> Future[None]:
+        """As Moving.adopt."""
+        return self._move(lambda moving: self._adopt(moving, shard_map))
+
+    def _move(self, step: Callable[[Moving], T]) -> Future[T]:
+        return self._ask(lambda _: step(self._housing.moving))
+
+    # ---- the shard itself
+
+    def status(self) -> Future[dict[str, Any]]:
+        """What the shard is doing, as plain data; it comes also where the engine cannot be opened."""
+        return self._keeper.ask_without(self._status)
+
+    def close(self) -> None:
+        """Close the engine and end the thread; calls under way fail."""
+        self._keeper.close()
+
+    def join(self) -> None:
+        """Wait until the shard has ended: by `close`, or by an error that it should have outlived."""
+        self._keeper.join()
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "waiting_turns": self._keeper.waiting_turns,
+            "uptime_s": round(time.monotonic() - self._began_s, 1),
+            **self._housing.report(),
+        }
+
+    # ---- on the keeper's thread
+
+    def _checked(self, tenant: str) -> str:
+        """The tenant, if it is this shard's to serve. Moved, InTransit."""
+        for refusal in self._housing.moving.refusals([tenant]).values():
+            raise refusal
+        return tenant
+
+    def _greet(self, client: str, map_version: int) -> Hello:
+        self._keeper.keep_up(map_version)
+        return Hello(self._keeper.begin_line(client), self._housing.moving.map.version)
+
+    def _adopt(self, moving: Moving, shard_map: ShardMap) -> None:
+        self._keeper.forget_owners()
+        moving.adopt(shard_map)
+
+    def _seal(self, moving: Moving, version: int, keys: Sequence[str]) -> None:
+        dropped = {ticket.turn.tenant for ticket in moving.seal(version, keys)}
+        refusals = moving.refusals(list(dropped))
+        for call in self._keeper.calls:
+            for tenant, refusal in refusals.items():
+                call.withdraw(tenant, refused(refusal))
+
+    def _delete(self, engine: Engine, memory_id: str, again: bool) -> str:
+        if again and (kind := self._housing.deleted(memory_id)) is not None:
+            return kind
+        if (tenant := self._housing.holder(memory_id)) is not None:
+            self._checked(tenant)
+        return engine.delete(memory_id)
+
+    def _erase(self, engine: Engine, tenant: str, now: bool, again: bool) -> Certificate | None:
+        self._checked(tenant)
+        self._housing.parking.forget(tenant)
+        if again and tenant not in engine.tenants:
+            return self._housing.certificate(tenant) if now else None
+        for call in self._keeper.calls:
+            call.withdraw(tenant, (Status.STORED, None, None, None))
+        return engine.erase(tenant, now=now)
+
+    def _drained(self, engine: Engine) -> bool | None:
+        if engine.server_lost:
+            return False
+        return not engine.scheduler.blocked if engine.idle and not self._keeper.calls else None

@@ -1,0 +1,129 @@
+"""Turns and receipts as Arrow tables: what travels between a router and its shards.
+
+A turn's row is made where the turn is packed: the JSON that the journal will store, and the words that
+will be embedded. So a shard neither decodes nor encodes it again (measured: docs/performance.md), and
+what JSON, Unicode or Arrow cannot hold is refused at the sender, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from undertow.engine.admission import Receipt, check_turn
+from undertow.engine.model import BadInput, InputError, PackedTurn, Turn
+from undertow.engine.records import turn_payload
+
+TURNS = pa.schema(
+    [
+        pa.field("tenant", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("session", pa.string(), nullable=False),
+        pa.field("timestamp", pa.string()),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("payload", pa.binary(), nullable=False),
+    ]
+)
+
+RECEIPTS = pa.schema(
+    [
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("id", pa.string()),
+        pa.field("seq", pa.int64()),
+        pa.field("detail", pa.string()),
+    ]
+)
+
+
+class Status(StrEnum):
+    """What became of a turn that was sent.
+
+    `detail` holds the reason of a parked turn; for a moved one, the shard to send it to. Of a turn in
+    transit nothing was done: it is to be sent again shortly.
+    """
+
+    STORED = "stored"
+    DUPLICATE = "duplicate"
+    PARKED = "parked"
+    MOVED = "moved"
+    IN_TRANSIT = "in_transit"
+
+
+# of buffers, sent along for nothing at most
+SLACK_BYTES = 16_384
+
+# a shard did not take these: the router sends them again, to the owner
+RETURNED = (Status.MOVED, Status.IN_TRANSIT)
+
+
+def pack(turns: Iterable[Turn]) -> pa.Table:
+    """Turns as a table of schema TURNS, in their order. InputError names the field that cannot be sent."""
+    line = list(turns)
+    rows = [_packed(turn) for turn in line]
+    columns = list(zip(*rows, strict=True)) if rows else [()] * len(TURNS)
+    return pa.table([pa.array(c, f.type) for c, f in zip(columns, TURNS, strict=True)], schema=TURNS)
+
+
+def unpack(table: pa.Table) -> list[PackedTurn]:
+    """The turns of a table, in its order. ValueError for one of another schema or without a tenant."""
+    check_turns(table)
+    columns = [table.column(name).to_pylist() for name in TURNS.names]
+    return list(map(PackedTurn._make, zip(*columns, strict=True)))
+
+
+def check_turns(table: pa.Table) -> None:
+    """ValueError unless the table holds turns: the columns of TURNS, each with a tenant and no gaps."""
+    if not table.schema.equals(TURNS):
+        raise ValueError(
+            f"a table of turns has the columns {TURNS.names}, not {table.schema.names}: use pack()."
+        )
+    holed = [f.name for f in TURNS if not f.nullable and table.column(f.name).null_count]
+    if holed:
+        raise ValueError(f"the column {holed[0]!r} of a table of turns has nulls: use pack().")
+    names = pc.unique(table.column("tenant"))
+    if pc.any(pc.or_(pc.equal(names, ""), pc.match_substring(names, "\0"))).as_py():
+        raise ValueError("a turn's tenant is empty or holds a NUL. Name the owner of the memory.")
+
+
+def compact(table: pa.Table) -> pa.Table:
+    """The table without what a slice hides: Arrow would send all that its buffers hold."""
+    hidden_bytes = table.get_total_buffer_size() - table.nbytes
+    return table.take(pa.array(range(table.num_rows))) if hidden_bytes > SLACK_BYTES else table
+
+
+def receipts_table(rows: Sequence[tuple[Status, str | None, int | None, str | None]]) -> pa.Table:
+    """One row a turn, in the order of the turns: (status, id, seq, detail)."""
+    columns = list(zip(*rows, strict=True)) if rows else [()] * len(RECEIPTS)
+    return pa.table([pa.array(c, f.type) for c, f in zip(columns, RECEIPTS, strict=True)], schema=RECEIPTS)
+
+
+def unpack_receipts(receipts: pa.Table, tenants: Iterable[str]) -> list[Receipt]:
+    """The engine's receipts of the turns of `tenants`, one a row of `receipts`, in order."""
+    rows = zip(*(receipts.column(name).to_pylist() for name in RECEIPTS.names), strict=True)
+    return [
+        Receipt(
+            tenant, id, seq, status == Status.DUPLICATE, parked=detail if status == Status.PARKED else None
+        )
+        for tenant, (status, id, seq, detail) in zip(tenants, rows, strict=True)
+    ]
+
+
+def _packed(turn: Turn) -> PackedTurn:
+    check_turn(turn)
+    try:
+        turn.dedupe_key.encode()
+    except UnicodeEncodeError:
+        raise _refusal("idempotency_key", "holds half a surrogate pair", "Send valid Unicode.") from None
+    try:
+        payload = turn_payload(turn, turn.timestamp)
+    except orjson.JSONEncodeError as error:
+        raise _refusal("messages", f"cannot be written as JSON ({error})", "Send valid Unicode.") from None
+    return PackedTurn(turn.tenant, turn.dedupe_key, turn.session_id, turn.timestamp, turn.text, payload)
+
+
+def _refusal(field: str, reason: str, cure: str) -> InputError:
+    return InputError(BadInput("add", None, field, reason, cure))

@@ -1,0 +1,179 @@
+"""One Lance dataset as a log: atomic appends, made durable where asked, compacted, and cleaned up.
+
+What the rows mean is engine/journal.py's business. Errors of Lance pass through as they are
+(OSError, ValueError, RuntimeError); the journal puts them into words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import lance
+import pyarrow as pa
+from lance.optimize import Compaction, CompactionOptions
+
+from undertow.engine.place import Place, fsync_path
+
+# Fragments of this many rows are left alone by compaction, so each row is rewritten O(log) times.
+ROWS_PER_FRAGMENT = 32_768
+# Versions younger than this may still be open in a reader, files younger than this in an append.
+READER_GRACE = timedelta(minutes=10)
+# What Lance keeps in memory of a dataset's files. By itself it goes up to 1 GiB and 6 GiB, about 80 KB a
+# commit, most of it of versions and fragments that are not read again.
+METADATA_CACHE_BYTES = 32 << 20
+INDEX_CACHE_BYTES = 256 << 20
+INDEXED = "tenant_key"
+
+
+class LogTable:
+    """An open dataset. `version` is that of this handle: what others commit is seen after `reload`."""
+
+    def __init__(self, place: Place, *, fsync: bool = False) -> None:
+        """Open the dataset at `place`. `fsync` has no meaning on an object store, where a put is durable."""
+        self._place = place
+        self._folder = place.folder
+        self._fsync = fsync and self._folder is not None
+        session = lance.Session(  # type: ignore[attr-defined]
+            metadata_cache_size_bytes=METADATA_CACHE_BYTES, index_cache_size_bytes=INDEX_CACHE_BYTES
+        )
+        self._dataset = lance.dataset(place.uri, session=session)
+
+    @classmethod
+    def make(cls, place: Place, schema: pa.Schema) -> None:
+        """An empty dataset at `place`, unless there is a whole one. OSError."""
+        if _is_whole(place):
+            return
+        empty = lance.LanceOperation.Overwrite(schema, [])
+        try:
+            # without retries, only the first version will do: a late creator must never replace what is there
+            dataset = lance.LanceDataset.commit(place.uri, empty, read_version=0, max_retries=0)
+        except OSError:
+            if _is_whole(place):
+                return  # another process was quicker
+            raise
+        dataset.create_scalar_index(INDEXED, "BTREE")
+
+    @property
+    def version(self) -> int:
+        return int(self._dataset.version)
+
+    def reload(self) -> None:
+        """Go to the newest version."""
+        self._dataset.checkout_latest()  # type: ignore[no-untyped-call]
+
+    # ---- reading
+
+    def scanner(self, columns: Sequence[str], filter: str | None = None, **options: Any) -> Any:
+        """A Lance scanner over rows in the order of the fragments."""
+        return self._dataset.scanner(columns=list(columns), filter=filter, scan_in_order=True, **options)
+
+    def count(self, filter: str | None = None) -> int:
+        return int(self._dataset.count_rows(filter=filter))
+
+    # ---- writing
+
+    def append(self, table: pa.Table) -> None:
+        """Add all rows as one version."""
+        if self._fsync:
+            self.append_stream(table.to_reader())
+        else:
+            self._dataset.insert(table)
+
+    def append_stream(self, batches: pa.RecordBatchReader) -> None:
+        """Add all rows of a stream as one version, with no more than a few batches in memory."""
+        fragments = lance.fragment.write_fragments(
+            batches, self._dataset, mode="append", max_rows_per_file=ROWS_PER_FRAGMENT
+        )
+        if not fragments:
+            return
+        if self._fsync:
+            for fragment in fragments:
+                for file in fragment.files:
+                    fsync_path(self._data / file.path)
+        self._dataset = lance.LanceDataset.commit(
+            self._dataset, lance.LanceOperation.Append(fragments), read_version=self._dataset.version
+        )
+        if self._fsync:
+            _sync_manifest(Path(self._place.uri), self._dataset)
+
+    def delete(self, filter: str) -> None:
+        """Delete rows; their bytes stay until they are compacted away and old versions dropped."""
+        self._dataset.delete(filter)
+        self._sync()
+
+    # ---- tidying
+
+    def compact(self) -> None:
+        """Merge small fragments, refresh the index, drop versions that no reader can still hold."""
+        self._merge_fragments()
+        self._dataset.optimize.optimize_indices()
+        self._sync()
+        self._dataset.cleanup_old_versions(older_than=READER_GRACE)
+
+    def rewrite_deleted(self) -> None:
+        """Rewrite what deletions touched, and the index, so that the newest version has none of it."""
+        self._merge_fragments({"materialize_deletions_threshold": 0.0})
+        self._dataset.create_scalar_index(INDEXED, "BTREE", replace=True)
+        self._sync()
+
+    def drop_history(self, *, alone: bool) -> None:
+        """Remove every version but the newest, and what appends that never ended left behind.
+
+        Unless `alone`, such an append may be under way in another process, so that files of the last
+        `READER_GRACE` are left to a later call.
+        """
+        self._dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=alone)
+        if not alone:
+            self._remove_leftovers(datetime.now(UTC) - READER_GRACE)
+
+    def _remove_leftovers(self, before: datetime) -> None:
+        self.reload()
+        files = [file for fragment in self._dataset.get_fragments() for file in fragment.metadata.files]
+        used = {f"data/{file.path}" for file in files}
+        for name in self._place.list("data", before=before):
+            if name not in used:
+                self._place.remove(name)
+
+    def _merge_fragments(self, options: CompactionOptions | None = None) -> None:
+        """Rewrite small fragments as large ones, in their order."""
+        chosen: CompactionOptions = {"target_rows_per_fragment": ROWS_PER_FRAGMENT, **(options or {})}
+        before = set(self._data.glob("*")) if self._fsync else set()
+        plan = Compaction.plan(self._dataset, chosen)
+        rewritten = [task.execute(self._dataset) for task in plan.tasks]
+        if self._fsync:
+            for path in set(self._data.glob("*")) - before:
+                fsync_path(path)
+        if rewritten:
+            Compaction.commit(self._dataset, rewritten, chosen)
+
+    @property
+    def _data(self) -> Path:
+        return Path(self._place.uri) / "data"
+
+    def _sync(self) -> None:
+        if self._fsync:
+            _sync_version(Path(self._place.uri), self._dataset)
+
+
+def _is_whole(place: Place) -> bool:
+    return any(name.endswith(".manifest") for name in place.children("_versions"))
+
+
+def _sync_version(uri: Path, dataset: lance.LanceDataset) -> None:
+    """What a version holds beside data files must be on the disk: index, deletions, manifest."""
+    for folder in (uri / "_indices", uri / "_deletions"):
+        for path in [*folder.rglob("*"), folder] if folder.exists() else []:
+            fsync_path(path)
+    _sync_manifest(uri, dataset)
+    fsync_path(uri)
+
+
+def _sync_manifest(uri: Path, dataset: lance.LanceDataset) -> None:
+    manifest = f"{2**64 - 1 - dataset.version:020d}.manifest"
+    for path in (uri / "_versions" / manifest, uri / "_versions"):
+        fsync_path(path)
+    if (uri / "data").exists():  # an empty store has none yet
+        fsync_path(uri / "data")

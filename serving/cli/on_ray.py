@@ -1,0 +1,290 @@
+"""Commands that work on the shards of a cluster, over Ray: ingest, delete, erase."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from undertow.engine.place import Place
+from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
+from undertow.serving.cli.ingesting import INTERRUPTED, PENDING, STOPPED, Problems, ctrl_c, summary_of
+from undertow.serving.cli.opening import check_settings, settings_of
+from undertow.serving.cli.output import put_json, put_pairs, put_table, say
+from undertow.serving.cli.progress import Bar
+from undertow.serving.cli.shards import is_root
+
+if TYPE_CHECKING:
+    from undertow.engine.cluster.bulk import BulkReport
+    from undertow.engine.cluster.bulk import Progress as Reached
+    from undertow.engine.cluster.cluster import Cluster
+    from undertow.engine.config import Settings
+    from undertow.engine.erasure import Certificate
+    from undertow.engine.readers import Log
+
+# of a machine's free memory, what Ray's object store may take there with --ray local
+STORE_SHARE = 8
+MAX_STORE_BYTES = 4 << 30
+MIN_STORE_BYTES = 100 << 20
+# of each file that had problems, how many stand in the summary
+FIRST_PROBLEMS = 5
+POLL_S = 0.5
+
+
+@contextmanager
+def open_cluster(
+    root: Place, settings: Settings, address: str, *, shards: int | None = None, grow_to: int = 0
+) -> Iterator[Cluster]:
+    """The cluster of a root, its shards running. With "local" they end with this command, else they stay.
+
+    `shards`: how many a new root begins with. `grow_to`: how many a local Ray must have room for.
+    WrongUsage, UndertowError.
+    """
+    from undertow.engine.cluster.resources import ClusterSettings
+    from undertow.engine.store import is_store
+
+    if is_store(root):
+        raise WrongUsage(f"{root} is the store of one process, no root of a cluster. Name another folder.")
+    if shards is None and not is_root(root):
+        raise WrongUsage(f"{root} is no cluster's root yet: say with --shards how many it is to have.")
+    check_settings(settings)
+    with wrong_usage():
+        resources = ClusterSettings()
+    with on_ray(address, max(shards or _shard_count(root), grow_to), resources.num_cpus):
+        from undertow.engine.cluster.cluster import Cluster
+
+        before = actors(root) if is_root(root) else {}
+        opened = Cluster.open(root, settings, shards=shards, resources=resources)
+        if before:
+            say(f"{len(before)} shards run already: they keep the settings that they were started with.")
+        try:
+            yield opened
+        finally:
+            (opened.stop if address == "local" else opened.close)()
+
+
+def _shard_count(root: Place) -> int:
+    from undertow.engine.cluster.shard_map import load
+
+    return len(load(root).everyone)
+
+
+@contextmanager
+def on_ray(address: str, shards: int, shard_cpus: float) -> Iterator[None]:
+    """Joined to Ray; "local" starts one, with room for the shards and for what feeds them. UndertowError."""
+    import ray
+    from ray.exceptions import RayError
+
+    from undertow.engine.cluster.actors import connect
+    from undertow.engine.model import UndertowError
+
+    # Ray starts programs, it does not go on in a fork
+    warnings.filterwarnings("ignore", message="lance is not fork-safe")
+    joined = not ray.is_initialized()
+    with redirect_stdout(sys.stderr):  # where Ray tells of workers that died; standard output is for results
+        if joined:
+            connect(address, **_local_options(shards, shard_cpus) if address == "local" else {}, **_QUIET)
+        try:
+            yield
+        except RayError as error:
+            raise UndertowError(f"the Ray cluster failed: {error}") from error
+        finally:
+            if joined:
+                ray.shutdown()
+
+
+# levels as logging has them: errors alone
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": 40}
+
+
+def _local_options(shards: int, shard_cpus: float) -> dict[str, Any]:
+    import math
+    import os
+
+    import psutil
+
+    free_bytes = psutil.virtual_memory().available // STORE_SHARE
+    return {
+        "num_cpus": max(os.cpu_count() or 1, math.ceil(shards * shard_cpus) + 2),
+        "object_store_memory": max(MIN_STORE_BYTES, min(free_bytes, MAX_STORE_BYTES)),
+        "include_dashboard": False,
+    }
+
+
+def actors(root: Place) -> dict[str, Any]:
+    """The actors of a root's shards that are there, by shard."""
+    import ray
+
+    from undertow.engine.cluster.actors import NAMESPACE, actor_name
+    from undertow.engine.cluster.shard_map import load
+
+    found = {}
+    for shard in load(root).everyone:
+        try:
+            found[shard] = ray.get_actor(actor_name(root, shard), namespace=NAMESPACE)
+        except ValueError:
+            continue
+    return found
+
+
+# ---- ingest
+
+
+def ingest_on_ray(
+    logs: Sequence[Log],
+    root: Place,
+    settings: Settings,
+    address: str,
+    shards: int | None,
+    began_s: float,
+    as_json: bool,
+    **options: Any,
+) -> Exit:
+    """`undertow ingest --ray`: the summary of one machine, and a report of each file that had problems."""
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_cluster(root, settings, address, shards=shards))
+        from undertow.engine.cluster.bulk import BulkIngest
+        from undertow.engine.cluster.bulk_feeding import router_to
+
+        bar = stack.enter_context(Bar())
+        problems = Problems()
+        interrupted = stack.enter_context(ctrl_c())
+        run = BulkIngest(
+            root,
+            partial(router_to, root, settings, opened.settings),
+            max_message_bytes=settings.max_message_bytes,
+            on_error=problems.error,
+            on_warning=problems.warning,
+            on_progress=partial(_show_stored, bar),
+            stop=lambda: bool(interrupted),
+            **options,
+        )
+        run.feed(logs)
+        code = _settle(opened, run.report, bar, interrupted)
+        bar.close()
+        problems.tell_rest(run.report)
+        summary = _summary(opened, run.report, time.perf_counter() - began_s)
+    if as_json:
+        put_json(summary)
+    else:
+        files = summary.pop("files")
+        put_pairs(summary, title=str(root))
+        if files:
+            put_table(files, ("file", "turns", "errors", "warnings"), title="Files with problems")
+    return code
+
+
+def _show_stored(bar: Bar, reached: Reached) -> None:
+    if bar.is_due:
+        text = (
+            f"{reached.new_turns:,} stored, part {reached.wave} of {reached.waves}, "
+            f"{reached.groups_left:,} groups left in it"
+        )
+        bar.show(text, reached.wave - 1, reached.waves)
+
+
+def _settle(opened: Cluster, report: BulkReport, bar: Bar, interrupted: list[int]) -> Exit:
+    """Wait until all is decided, unless the run has ended or is interrupted; the exit code of it all."""
+    if report.stopped_by is not None:
+        say(STOPPED)
+        return Exit.INPUT
+    settled = None if report.interrupted else drained(opened, bar, interrupted)
+    if settled is None:
+        report.interrupted = True
+        say(INTERRUPTED)
+        return Exit.INTERRUPTED
+    if not settled and tell_pending(opened):
+        return Exit.LLM
+    return Exit.INPUT if report.errors else Exit.DONE
+
+
+def drained(opened: Cluster, bar: Bar, interrupted: list[int]) -> bool | None:
+    """Whether all is decided; None: interrupted before that was known."""
+    done: Future[bool] = Future()
+
+    def drain() -> None:
+        try:
+            done.set_result(opened.drain())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
+            done.set_exception(error)
+
+    Thread(target=drain, name="drain", daemon=True).start()
+    most = 0
+    while not done.done():
+        if interrupted:
+            return None
+        if bar.is_due:
+            states = opened.status().values()
+            undecided, calls = (_total(states, name) for name in ("undecided_turns", "llm_in_flight"))
+            most = max(most, undecided)
+            bar.show(f"deciding, {calls} LLM calls, lag {undecided:,}", most - undecided, most)
+        time.sleep(POLL_S / 10)
+    return done.result()
+
+
+def _total(states: Any, name: str) -> int:
+    return sum(int(state.get(name) or 0) for state in states)
+
+
+def tell_pending(opened: Cluster) -> bool:
+    """Say why work is pending. True: because an LLM server cannot be used."""
+    reasons: Counter[str] = Counter()
+    unusable = set()
+    for state in opened.status().values():
+        reasons.update(state.get("blocked", {}))
+        reasons.update({f"tenant {t!r}: {why}": 1 for t, why in state.get("faulty_tenants", {}).items()})
+        if state.get("llm_error"):
+            unusable.add(str(state["llm_error"]))
+    for error in sorted(unusable):
+        say(f"pending: an LLM server cannot be used: {error}")
+    for why, count in reasons.most_common():
+        say(f"pending: {count} tenant{'s' * (count > 1)}: {why}")
+    say(PENDING)
+    return bool(unusable)
+
+
+def _summary(opened: Cluster, report: BulkReport, elapsed_s: float) -> dict[str, Any]:
+    for reason in report.parked_reasons:
+        say(f"parked: {reason}")
+    files = [
+        {
+            "file": log.shown,
+            "turns": found.turns,
+            "errors": found.errors,
+            "warnings": found.warnings,
+            "first": [str(p) for p in (*found.first_errors, *found.first_warnings)][:FIRST_PROBLEMS],
+        }
+        for log, found in report.files
+    ]
+    totals = summary_of(opened.stats(), report, elapsed_s)
+    return {**totals, "parked_turns": report.parked_turns, "files": files}
+
+
+# ---- delete and erase
+
+
+def delete_on_ray(root: Place, settings: Settings, address: str, memory_id: str) -> tuple[str, bool, Exit]:
+    """`undertow delete --ray`: the kind of what is gone, whether all that follows is decided, exit code."""
+    with open_cluster(root, settings, address) as opened, Bar() as bar, ctrl_c() as interrupted:
+        kind = opened.delete(memory_id)
+        settled = drained(opened, bar, interrupted)
+        bar.close()
+        unusable = settled is False and tell_pending(opened)
+    code = Exit.INTERRUPTED if settled is None else Exit.LLM if unusable else Exit.DONE
+    return kind, bool(settled), code
+
+
+def erase_on_ray(
+    root: Place, tenant: str, address: str, ask: Callable[[], None], *, now: bool
+) -> Certificate | None:
+    """`undertow erase --ray`. `ask` is called before anything is started."""
+    ask()
+    with open_cluster(root, settings_of(), address) as opened:
+        return opened.erase(tenant, now=now)

@@ -1,0 +1,406 @@
+"""A router's way to one shard, over a shard that is made up: order, windows, deaths and who is to blame."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from undertow.engine.admission import QueueFull
+from undertow.engine.cluster import lane as lanes
+from undertow.engine.cluster.calls import Hello, StaleSession, Stamp
+from undertow.engine.cluster.delivery import Delivery, Parcel, split
+from undertow.engine.cluster.lane import Lane, ShardGone
+from undertow.engine.cluster.resources import ClusterSettings
+from undertow.engine.cluster.wire import Status, pack, receipts_table, unpack
+from undertow.engine.model import UndertowError
+from undertow.engine.place import StoreError
+
+from .engine_harness import turn_of
+
+SETTINGS = ClusterSettings(window_calls=4, patience_s=5)
+
+
+@dataclass
+class FakeShard:
+    """Stores texts. It dies of some words, and whenever the test says so, and forgets its clients then."""
+
+    deadly: str = "badger"
+    stored: list[str] = field(default_factory=list)
+    parked: list[str] = field(default_factory=list)
+    deaths: int = 0
+    hellos: int = 0
+    under_way: int = 0
+    most_under_way: int = 0
+    kill_when: Callable[[list[str]], bool] = lambda _: False
+    dies_idle: int = 0
+    full: int = 0
+    broken: Exception | None = None
+    away: dict[str, tuple[Status, str]] = field(default_factory=dict)
+    _life: int = 0
+    _next: int = 0
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self, method)(*args)
+
+    async def hello(self, client: str, map_version: int) -> Hello:
+        self.hellos += 1
+        self._next = 0
+        return Hello(f"life {self._life}", map_version)
+
+    async def status(self) -> dict[str, Any]:
+        if self.dies_idle:
+            self.dies_idle -= 1
+            self.die()
+        return {}
+
+    async def park(self, table: pa.Table, reason: str) -> int:
+        texts = [turn.text for turn in unpack(table)]
+        self.parked += texts
+        return len(texts)
+
+    def die(self) -> None:
+        self._life += 1
+        self.deaths += 1
+        raise ShardGone("dead")
+
+    async def add(self, table: pa.Table, stamp: Stamp) -> pa.Table:
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        life = self._life
+        try:
+            while stamp.token == f"life {self._life}" and stamp.number != self._next:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+            if life != self._life:
+                raise ShardGone("died meanwhile")
+            if stamp.token != f"life {self._life}":
+                raise StaleSession("another life")
+            return self._store(table)
+        finally:
+            self.under_way -= 1
+
+    def _store(self, table: pa.Table) -> pa.Table:
+        texts = [turn.text for turn in unpack(table)]
+        if self.full:
+            self.full -= 1
+            raise QueueFull("later")
+        self._next += 1
+        if self.broken is not None:
+            raise self.broken
+        if any(self.deadly in text for text in texts) or self.kill_when(texts):
+            self.die()
+        rows: list[tuple[Status, str | None, int | None, str | None]] = []
+        for turn in unpack(table):
+            if turn.tenant in self.away:
+                status, to = self.away[turn.tenant]
+                rows.append((status, None, None, to))
+            else:
+                known = turn.text in self.stored
+                if not known:
+                    self.stored.append(turn.text)
+                rows.append((Status.DUPLICATE if known else Status.STORED, None, None, None))
+        return receipts_table(rows)
+
+
+@dataclass
+class Sent:
+    """A lane in use: what was put, and what came back for other shards."""
+
+    lane: Lane
+    returned: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
+    held: int = 0
+    # what reading the map, and sending parcels anew, fails with
+    no_map: Exception | None = None
+    no_way: Exception | None = None
+
+
+def with_lane(
+    shard: FakeShard, work: Callable[[Sent], Coroutine[Any, Any, None]], settings: ClusterSettings = SETTINGS
+) -> None:
+    async def run() -> None:
+        def change(parcel: Parcel, others: Any) -> None:
+            sent.held += len(others) - 1
+
+        async def read_map() -> None:
+            await asyncio.sleep(0)
+            if sent.no_map is not None:
+                raise sent.no_map
+
+        def anew(parcels: Any, moved: dict[str, str]) -> None:
+            if sent.no_way is not None:
+                sent.held -= len(parcels)
+                raise sent.no_way
+            sent.returned.append(([t.text for p in parcels for t in unpack(p.table)], moved))
+            shard.away.clear()
+            for parcel in parcels:
+                sent.lane.put(parcel)
+
+        lane = Lane(
+            "s0",
+            shard,
+            "client",
+            settings,
+            map_version=lambda: 1,
+            on_change=change,
+            read_map=read_map,
+            on_returned=anew,
+        )
+        sent = Sent(lane)
+        try:
+            await asyncio.wait_for(work(sent), 20)
+            assert sent.lane.waiting_turns == 0
+            assert sent.held == 0
+        finally:
+            await lane.stop()
+
+    asyncio.run(run())
+
+
+def put(sent: Sent, *texts: str, tenant: str = "ann") -> asyncio.Future[list[str]]:
+    table = pack([turn_of(tenant, n, text) for n, text in enumerate(texts)])
+    delivery = Delivery(len(texts))
+    sent.held += 1
+    sent.lane.put(Parcel(delivery, np.arange(len(texts)), table))
+
+    async def statuses() -> list[str]:
+        receipts = await asyncio.wrap_future(delivery.future)
+        found: list[str] = receipts.column("status").to_pylist()
+        return found
+
+    return asyncio.ensure_future(statuses())
+
+
+def said(*texts: str) -> list[str]:
+    """As the texts of `turn_of` are stored."""
+    return [f"user: {text}\nassistant: I see." for text in texts]
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "PROBATION_S", 0.02)
+    monkeypatch.setattr(lanes, "SHORTEST_PAUSE_S", 0.001)
+    monkeypatch.setattr(lanes, "REFUSAL_PATIENCE_S", 0.02)
+
+
+def test_calls_are_stored_in_order_and_a_bounded_number_is_under_way() -> None:
+    shard = FakeShard(full=7)
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, f"a{n}", f"b{n}") for n in range(30)]:
+            assert await found == ["stored", "stored"]
+
+    with_lane(shard, work)
+    assert shard.stored == said(*(text for n in range(30) for text in (f"a{n}", f"b{n}")))
+    assert shard.most_under_way == 4
+    assert shard.hellos == 1
+
+
+def test_what_was_under_way_at_a_death_is_sent_again_before_all_else() -> None:
+    shard = FakeShard()
+    fatal = {said("a5")[0], said("a11")[0]}
+
+    def once(texts: list[str]) -> bool:
+        found = fatal & set(texts)
+        fatal.difference_update(found)
+        return bool(found)
+
+    shard.kill_when = once
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, f"a{n}") for n in range(20)]:
+            assert await found == ["stored"]
+        assert sent.lane.deaths == 2
+
+    with_lane(shard, work)
+    assert shard.stored == said(*(f"a{n}" for n in range(20)))
+    assert not shard.parked
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_the_turn_that_kills_is_found_among_others_and_parked(place: int) -> None:
+    shard = FakeShard()
+    texts = ["badger" if n == place else f"a{n}" for n in range(8)]
+
+    async def work(sent: Sent) -> None:
+        calls = [put(sent, "first"), put(sent, *texts), put(sent, "last")]
+        assert await calls[1] == ["parked" if n == place else "stored" for n in range(8)]
+        assert [await calls[0], await calls[2]] == [["stored"], ["stored"]]
+
+    with_lane(shard, work)
+    assert shard.parked == said("badger")
+    assert shard.stored == said("first", *(t for t in texts if t != "badger"), "last")
+    # one with the others under way, then: the parcel alone, its halves, and the turn three times
+    assert shard.deaths <= 2 + 2 + 1 + 3
+
+
+def test_a_shard_that_dies_without_a_turn_too_has_the_turn_acquitted() -> None:
+    shard = FakeShard(dies_idle=1)
+    left = [4]
+
+    def four_times(texts: list[str]) -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    shard.kill_when = four_times
+
+    async def work(sent: Sent) -> None:
+        assert await put(sent, "innocent") == ["stored"]
+
+    with_lane(shard, work)
+    assert not shard.parked
+    assert shard.deaths == 5
+
+
+def test_returned_turns_are_sent_anew_in_order_with_all_that_waits() -> None:
+    shard = FakeShard(away={"bob": (Status.MOVED, "s1")})
+
+    async def work(sent: Sent) -> None:
+        calls = []
+        for n in range(10):
+            calls += [put(sent, f"a{n}"), put(sent, f"b{n}", tenant="bob")]
+        for found in calls:
+            assert await found == ["stored"]
+        ((texts, moved),) = sent.returned
+        assert moved == {"bob": "s1"}
+        assert [t for t in texts if " b" in t] == said(*(f"b{n}" for n in range(10)))
+
+    with_lane(shard, work)
+    for letter in "ab":
+        mine = [t for t in shard.stored if f" {letter}" in t]
+        assert mine == said(*(f"{letter}{n}" for n in range(10)))
+
+
+def test_turns_in_transit_are_sent_again_to_the_same_shard() -> None:
+    shard = FakeShard(away={"bob": (Status.IN_TRANSIT, "s1")})
+
+    async def work(sent: Sent) -> None:
+        calls = [put(sent, "a0"), put(sent, "b0", tenant="bob"), put(sent, "b1", tenant="bob")]
+        assert [await found for found in calls] == [["stored"]] * 3
+        assert sent.returned[0][1] == {}
+
+    with_lane(shard, work)
+    assert shard.stored == said("a0", "b0", "b1")
+
+
+def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on() -> None:
+    shard = FakeShard(broken=StoreError("disk full"))
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, f"a{n}") for n in range(8)]:
+            with pytest.raises(StoreError, match="disk full"):
+                await found
+        shard.broken = None
+        assert await put(sent, "b") == ["stored"]
+
+    with_lane(shard, work)
+    assert shard.stored == said("b")
+
+
+def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> None:
+    shard = FakeShard()
+
+    async def refuse(client: str, map_version: int) -> Hello:
+        raise StoreError("no such bucket")
+
+    shard.hello = refuse  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        with pytest.raises(UndertowError, match="no such bucket"):
+            await put(sent, "a")
+
+    with_lane(shard, work)
+
+
+@pytest.mark.parametrize("place", ["no_map", "no_way"])
+def test_returned_turns_that_find_no_way_fail_and_the_lane_goes_on(place: str) -> None:
+    shard = FakeShard(away={"bob": (Status.MOVED, "s1")})
+
+    async def work(sent: Sent) -> None:
+        setattr(sent, place, StoreError("503"))
+        calls = [put(sent, "b0", tenant="bob"), put(sent, "a0"), put(sent, "b1", tenant="bob")]
+        calls += [put(sent, f"c{n}", tenant="bob") for n in range(8)]
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(one, StoreError) for one in failed] == [n != 1 for n in range(11)]
+        shard.away.clear()
+        setattr(sent, place, None)
+        assert await put(sent, "b0", "b1", tenant="bob") == ["stored", "stored"]
+        assert not sent.returned
+
+    with_lane(shard, work)
+    assert shard.stored == said("a0", "b0", "b1")
+
+
+def test_turns_put_while_the_map_is_read_stay_behind_those_that_came_back() -> None:
+    shard = FakeShard(away={"bob": (Status.MOVED, "s1")})
+
+    async def work(sent: Sent) -> None:
+        later: list[asyncio.Future[list[str]]] = []
+
+        async def read_map() -> None:
+            later.append(put(sent, "b1", tenant="bob"))
+            await asyncio.sleep(0.01)
+
+        sent.lane._read_map = read_map
+        assert await put(sent, "b0", tenant="bob") == ["stored"]
+        assert [await found for found in later] == [["stored"]]
+        assert [texts for texts, _ in sent.returned] == [said("b0", "b1")]
+
+    with_lane(shard, work)
+    assert shard.stored == said("b0", "b1")
+
+
+def test_a_turn_that_can_be_neither_stored_nor_parked_fails_what_is_behind_it() -> None:
+    shard = FakeShard()
+
+    async def refuse(table: pa.Table, reason: str) -> int:
+        raise StoreError("disk full")
+
+    shard.park = refuse  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, "badger"), put(sent, "a0"), put(sent, "a1")]:
+            with pytest.raises(StoreError, match="disk full"):
+                await found
+        assert await put(sent, "b") == ["stored"]
+
+    with_lane(shard, work)
+    assert shard.stored == said("b")
+
+
+def test_a_lane_that_fails_leaves_nobody_waiting() -> None:
+    shard = FakeShard()
+
+    async def work(sent: Sent) -> None:
+        def broken() -> None:
+            raise RuntimeError("a bug")
+
+        sent.lane._regroup = broken  # type: ignore[assignment]
+        shard.broken = StoreError("disk full")
+        calls = [put(sent, f"a{n}") for n in range(8)]
+        failed = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(failed[0], StoreError)
+        assert all(isinstance(one, UndertowError) for one in failed)
+        assert "a bug" in str(failed[-1])
+        assert sent.lane.ended
+
+    with_lane(shard, work)
+
+
+def test_a_parcel_is_cut_by_shard_and_size_and_its_receipts_put_together() -> None:
+    names = ["ann", "bob", "cyd"] * 5
+    delivery = Delivery(15)
+    whole = Parcel(delivery, np.arange(15), pack([turn_of(name, n, f"w{n}") for n, name in enumerate(names)]))
+    parts = split(whole, {"ann": "x", "bob": "y", "cyd": "x"}.__getitem__, 4)
+    assert [(key, len(part)) for key, part in parts] == [("x", 4), ("x", 4), ("x", 2), ("y", 4), ("y", 1)]
+    for _, part in reversed(parts):
+        assert not delivery.future.done()
+        rows = [(Status.STORED, turn.text, None, None) for turn in unpack(part.table)]
+        assert part.settle(receipts_table(rows)) == (None, {}, False)
+    ids = delivery.future.result(0).column("id").to_pylist()
+    assert ids == said(*(f"w{n}" for n in range(15)))

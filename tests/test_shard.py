@@ -1,0 +1,560 @@
+"""One shard: order, bounds, and that what fails is contained and told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.engine.admission import QueueFull
+from undertow.engine.cluster import shard_map
+from undertow.engine.cluster.calls import StaleSession, Stamp
+from undertow.engine.cluster.housing import STORES, Parts, Sick
+from undertow.engine.cluster.keeper import Keeper
+from undertow.engine.cluster.parking import Parking
+from undertow.engine.cluster.shard import Shard
+from undertow.engine.cluster.shard_map import ShardMap
+from undertow.engine.cluster.wire import pack
+from undertow.engine.departures import Moved
+from undertow.engine.engine import Engine
+from undertow.engine.journal import Fenced, Journal, JournalError
+from undertow.engine.model import Turn, UndertowError
+from undertow.engine.place import Place, StoreError
+from undertow.engine.policies.recmem import RecMem
+from undertow.engine.tenants import UnknownTenant
+
+from .cluster_harness import PARTS, FailingEncoder, begin, cluster_state, mock_llm, settings
+from .engine_harness import bytes_hold, turn_of
+from .fault_harness import assert_same_state, end_state, turns_of, write_log
+
+SOON_S = 30
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Place:
+    return begin(tmp_path / "root", 1)
+
+
+@pytest.fixture
+def shard(root: Place) -> Iterator[Shard]:
+    made = Shard(root, "s0", settings(), PARTS)
+    yield made
+    made.close()
+
+
+class Sender:
+    """A client of one shard, which numbers its calls."""
+
+    def __init__(self, shard: Shard, name: str = "client") -> None:
+        self.shard, self.name = shard, name
+        self.greet()
+
+    def greet(self) -> None:
+        self.token = self.shard.hello(self.name, 1).result(SOON_S).token
+        self.number = 0
+
+    def stamp(self) -> Stamp:
+        self.number += 1
+        return Stamp(self.name, self.token, self.number - 1, 1)
+
+    def add(self, turns: list[Turn]) -> list[dict[str, Any]]:
+        receipts: list[dict[str, Any]] = self.shard.add(pack(turns), self.stamp()).result(SOON_S).to_pylist()
+        return receipts
+
+
+def some(tenant: str, *numbers: int) -> list[Turn]:
+    return [turn_of(tenant, n, f"word{n} other{n}") for n in numbers]
+
+
+# ---- the engine's calls
+
+
+def test_a_shard_gives_what_an_engine_gives(root: Place, shard: Shard, tmp_path: Path) -> None:
+    turns = [t for of in turns_of(write_log(tmp_path / "log.jsonl", ["ann", "bob"], 30)).values() for t in of]
+    sender = Sender(shard)
+    receipts = [r for start in range(0, len(turns), 13) for r in sender.add(turns[start : start + 13])]
+    assert [r["status"] for r in receipts] == ["stored"] * len(turns)
+    assert shard.flush("ann").result(SOON_S)
+    assert shard.drain().result(SOON_S)
+    found = shard.search("bob", turns[40].text, k_sub=3).result(SOON_S)
+    answer = shard.answer("bob", "What of the harbour?").result(SOON_S)
+    memories, figures = shard.get_all("bob").result(SOON_S), shard.stats().result(SOON_S)
+    shard.close()
+    plain = tmp_path / "plain"
+    with Engine(plain, settings(), PARTS.encoder(settings()), llm=mock_llm(settings())) as engine:
+        stored = engine.add_batch(turns)
+        assert engine.flush("ann")
+        assert engine.drain()
+        assert found == engine.search("bob", turns[40].text, k_sub=3)
+        assert answer.text == engine.answer("bob", "What of the harbour?").text
+        assert (memories, figures) == (engine.get_all("bob"), engine.stats())
+    assert [(r["id"], r["seq"]) for r in receipts] == [(r.id, r.seq) for r in stored]
+    assert_same_state(cluster_state(root), end_state(plain))
+
+
+def test_calls_that_arrive_out_of_order_are_stored_in_order(shard: Shard) -> None:
+    sender = Sender(shard)
+    stamps = [sender.stamp() for _ in range(6)]
+    arrivals = [3, 1, 5, 2, 4, 0]
+    futures = {n: shard.add(pack(some("ann", 2 * n, 2 * n + 1)), stamps[n]) for n in arrivals}
+    seqs = [seq for n in range(6) for seq in futures[n].result(SOON_S).column("seq").to_pylist()]
+    assert seqs == list(range(12))
+
+
+def test_an_earlier_line_of_a_client_is_refused(shard: Shard) -> None:
+    old, ahead = Sender(shard), Stamp("client", "", 0, 1)
+    waiting = shard.add(pack(some("ann", 9)), Stamp("client", old.token, 1, 1))
+    new = Sender(shard)
+    with pytest.raises(StaleSession):
+        waiting.result(SOON_S)
+    for stamp in (old.stamp(), ahead):
+        with pytest.raises(StaleSession):
+            shard.add(pack(some("ann", 0)), stamp).result(SOON_S)
+    assert [r["seq"] for r in new.add(some("ann", 0))] == [0]
+
+
+def test_a_full_shard_refuses_and_keeps_the_order(root: Place) -> None:
+    slow = Shard(root, "s0", settings(queue_turns=8), PARTS)
+    try:
+        sender = Sender(slow)
+        release = hold(slow)
+        first = slow.add(pack(some("ann", *range(6))), sender.stamp())
+        again = sender.stamp()
+        behind = slow.add(pack(some("ann", 9)), sender.stamp())
+        with pytest.raises(QueueFull):
+            slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S)
+        release()
+        assert first.result(SOON_S).column("seq").to_pylist() == list(range(6))
+        assert not behind.done()
+        assert slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S).column("seq").to_pylist() == [
+            6,
+            7,
+            8,
+        ]
+        assert behind.result(SOON_S).column("seq").to_pylist() == [9]
+    finally:
+        slow.close()
+
+
+def hold(shard: Shard) -> Any:
+    """Stop the shard's thread until the returned function is called."""
+    began, gate = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        began.set()
+        return gate.wait(SOON_S)
+
+    shard._keeper.ask_without(wait)
+    assert began.wait(SOON_S)
+    return gate.set
+
+
+def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(root: Place) -> None:
+    small = Shard(root, "s0", settings(queue_turns=8), PARTS)
+    try:
+        assert [r["seq"] for r in Sender(small).add(some("ann", *range(40)))] == list(range(40))
+    finally:
+        small.close()
+
+
+def test_errors_of_a_call_are_its_callers_and_the_shard_goes_on(shard: Shard) -> None:
+    with pytest.raises(UnknownTenant):
+        shard.search("nobody", "x").result(SOON_S)
+    with pytest.raises(UndertowError, match="no memory"):
+        shard.delete("none").result(SOON_S)
+    with pytest.raises(ValueError, match="columns"):
+        shard.add(pack(some("ann", 0)).drop_columns(["text"]), Stamp("client", "", 0, 1)).result(SOON_S)
+    sender = Sender(shard)
+    sender.add(some("ann", 0))
+    with pytest.raises(ValueError, match="empty"):
+        shard.search("ann", " ").result(SOON_S)
+    assert shard.status().result(SOON_S)["reopened"] == 0
+
+
+def test_a_closed_shard_says_so(root: Place) -> None:
+    shard = Shard(root, "s0", settings(), PARTS)
+    sender = Sender(shard)
+    release = hold(shard)
+    lost = shard.add(pack(some("ann", 0)), sender.stamp())
+    release()
+    shard.close()
+    with pytest.raises(UndertowError, match="closed"):
+        shard.add(pack(some("ann", 1)), sender.stamp()).result(SOON_S)
+    assert lost.done()
+
+
+# ---- repeats
+
+
+def test_repeated_calls_change_nothing(shard: Shard) -> None:
+    sender = Sender(shard)
+    first = sender.add(some("ann", 0, 1, 2))
+    assert [r["status"] for r in sender.add(some("ann", 0, 1, 2, 3))] == ["duplicate"] * 3 + ["stored"]
+    turn_id = first[1]["id"]
+    assert shard.holds(turn_id).result(SOON_S)
+    assert shard.delete(turn_id).result(SOON_S) == "turn"
+    assert shard.delete(turn_id, again=True).result(SOON_S) == "turn"
+    assert not shard.holds(turn_id).result(SOON_S)
+    with pytest.raises(UndertowError, match="no memory"):
+        shard.delete(turn_id).result(SOON_S)
+    before = records(shard)
+    assert shard.flush("ann").result(SOON_S)
+    assert shard.flush("ann", again=True).result(SOON_S)
+    assert records(shard) == before + 1
+    certificate = shard.erase("ann", now=True).result(SOON_S)
+    repeated = shard.erase("ann", now=True, again=True).result(SOON_S)
+    assert certificate is not None and repeated is not None
+    assert repeated.tenant_key == certificate.tenant_key
+    assert repeated.rows_removed == certificate.rows_removed
+    with pytest.raises(UnknownTenant):
+        shard.erase("ann").result(SOON_S)
+
+
+def records(shard: Shard) -> int:
+    engine = shard._housing.engine
+    assert engine is not None
+    return engine.tenants.existing("ann").next_seq
+
+
+# ---- whose tenants
+
+
+def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path: Path) -> None:
+    root = begin(tmp_path / "root", 3)
+    keys = shard_map.load(root)
+    names = [f"tenant-{n}" for n in range(12)]
+    shard = Shard(root, "s1", settings(), PARTS)
+    try:
+        receipts = Sender(shard).add([turn_of(name, 0, name) for name in names])
+        for name, receipt in zip(names, receipts, strict=True):
+            owner = keys.owner(name)
+            expected = ("stored", None) if owner == "s1" else ("moved", owner)
+            assert (receipt["status"], receipt["detail"]) == expected
+        stranger = next(name for name in names if keys.owner(name) != "s1")
+        for call in (shard.search(stranger, "x"), shard.flush(stranger), shard.erase(stranger)):
+            with pytest.raises(Moved):
+                call.result(SOON_S)
+    finally:
+        shard.close()
+
+
+def test_a_shard_reads_the_map_that_its_clients_know(root: Place, shard: Shard) -> None:
+    sender = Sender(shard)
+    names = [f"tenant-{n}" for n in range(12)]
+    sender.add([turn_of(names[0], 0, "x")])
+    shard_map.publish(root, ShardMap(2, ("s0", "s9"), None, shard_map.load(root).hash_key))
+    sender.token, sender.number = shard.hello("client", 2).result(SOON_S).token, 0
+    statuses = {r["status"] for r in sender.add([turn_of(name, 1, "y") for name in names])}
+    assert statuses == {"stored", "moved"}
+    assert shard.status().result(SOON_S)["map_version"] == 2
+
+
+def test_a_call_brings_its_map_so_that_a_tenants_first_turns_keep_their_order(tmp_path: Path) -> None:
+    """The line was begun while the resharding was closing; the router knows since that it clears."""
+    root = begin(tmp_path / "root", 1)
+    moving = shard_map.load(root).toward(["s0", "s1"])
+    closing = moving.after()
+    for newer in (moving, closing):
+        shard_map.publish(root, newer)
+    name = next(name for name in (f"tenant-{n}" for n in range(99)) if closing.owner(name) == "s1")
+    shard = Shard(root, "s1", settings(), PARTS)
+    try:
+        token = shard.hello("client", closing.version).result(SOON_S).token
+        early = shard.add(pack(some(name, 0)), Stamp("client", token, 0, closing.version)).result(SOON_S)
+        assert early.column("status").to_pylist() == ["moved"]
+        shard_map.publish(root, closing.after())
+        found = [
+            shard.add(pack(some(name, n)), Stamp("client", token, n + 1, closing.version + 1)).result(SOON_S)
+            for n in range(2)
+        ]
+        assert [receipts.column("seq").to_pylist() for receipts in found] == [[0], [1]]
+    finally:
+        shard.close()
+
+
+# ---- what fails
+
+
+def test_poison_turns_are_parked_and_all_others_stored_in_order(root: Place, tmp_path: Path) -> None:
+    encoder = FailingEncoder(["badger", "weasel"])
+    parts = Parts(encoder=lambda _: encoder, llm=mock_llm)
+    turns = some("ann", *range(20)) + some("bob", *range(20))
+    turns[7] = turn_of("ann", 7, "a badger here")
+    turns[30] = turn_of("bob", 10, "a weasel there")
+    shard = Shard(root, "s0", settings(), parts)
+    try:
+        sender = Sender(shard)
+        receipts = sender.add(turns)
+        assert [n for n, r in enumerate(receipts) if r["status"] == "parked"] == [7, 30]
+        assert "no vector for badger" in receipts[7]["detail"]
+        sound = [r for n, r in enumerate(receipts) if n not in (7, 30)]
+        assert [r["status"] for r in sound] == ["stored"] * 38
+        assert [r["seq"] for r in sound] == [*range(19), *range(19)]
+        assert shard.drain().result(SOON_S)
+        status = shard.status().result(SOON_S)
+        assert len(status["parked"]) == 2 and "badger" in str(status["parked"])
+        # sent again, it is parked still, and costs nothing
+        calls = encoder.calls
+        again = sender.add([turns[7], turn_of("ann", 99, "new")])
+        assert [r["status"] for r in again] == ["parked", "stored"]
+        assert encoder.calls == calls + 1
+    finally:
+        shard.close()
+    parking = Parking(root, "s0", shard_map.load(root).tenant_key)
+    kept = [parking.read(entry["file"]) for entry in parking.report()]
+    assert sorted(p.turn.text for p in kept) == sorted(turns[n].text for n in (7, 30))
+    plain = tmp_path / "plain"
+    sound_turns = [*(t for n, t in enumerate(turns) if n not in (7, 30)), turn_of("ann", 99, "new")]
+    with Engine(plain, settings(), PARTS.encoder(settings()), llm=mock_llm(settings())) as engine:
+        engine.add_batch(sound_turns)
+        assert engine.drain()
+    assert_same_state(cluster_state(root), end_state(plain))
+
+
+def test_an_erasure_takes_parked_turns_along(root: Place) -> None:
+    encoder = FailingEncoder(["badger"])
+    shard = Shard(root, "s0", settings(), Parts(encoder=lambda _: encoder, llm=mock_llm))
+    try:
+        sender = Sender(shard)
+        sender.add([turn_of("ann", 0, "a badger here"), turn_of("ann", 1, "hello")])
+        sender.add([turn_of("bob", 0, "a badger too")])
+        assert bytes_hold(Path(str(root)), "a badger here")
+        assert shard.erase("ann", now=True).result(SOON_S) is not None
+        assert not bytes_hold(Path(str(root)), "a badger here")
+        assert len(shard.status().result(SOON_S)["parked"]) == 1
+    finally:
+        shard.close()
+
+
+def test_a_failure_that_does_not_repeat_parks_nothing(root: Place) -> None:
+    encoder = FailingEncoder(["badger"])
+
+    def once(message: str) -> Exception:
+        encoder.words.clear()
+        return RuntimeError(message)
+
+    encoder._error = once
+    shard = Shard(root, "s0", settings(), Parts(encoder=lambda _: encoder, llm=mock_llm))
+    try:
+        receipts = Sender(shard).add([turn_of("ann", 0, "a badger"), turn_of("ann", 1, "hello")])
+        assert [(r["status"], r["seq"]) for r in receipts] == [("stored", 0), ("stored", 1)]
+        assert shard.status().result(SOON_S)["reopened"] == 1
+    finally:
+        shard.close()
+
+
+def test_an_engine_that_fails_with_everything_parks_nothing(root: Place) -> None:
+    encoder = FailingEncoder(["word", "hello"])
+    shard = Shard(root, "s0", settings(), Parts(encoder=lambda _: encoder, llm=mock_llm))
+    try:
+        sender = Sender(shard)
+        for turns in (some("ann", *range(12)), some("ann", 0)):
+            with pytest.raises(Sick, match="no vector"):
+                sender.add(turns)
+            with pytest.raises(StaleSession):  # nothing may come after a gap
+                sender.add(some("ann", 50))
+            sender.greet()
+        assert shard.status().result(SOON_S)["parked"] == []
+        encoder.words.clear()
+        assert [r["seq"] for r in sender.add(some("ann", *range(12)))] == list(range(12))
+    finally:
+        shard.close()
+
+
+def test_a_tenant_whose_deciding_fails_is_left_alone(
+    root: Place, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide = RecMem.decide
+
+    def failing(self: RecMem, seq: int, view: Any) -> Any:
+        if view.tenant == "bob":
+            raise ZeroDivisionError("a bug")
+        return (yield from decide(self, seq, view))
+
+    monkeypatch.setattr(RecMem, "decide", failing)
+    sender = Sender(shard)
+    receipts = sender.add([turn_of(name, n, f"word{n}") for n in range(5) for name in ("ann", "bob")])
+    assert {r["status"] for r in receipts} <= {"stored", "duplicate"}
+    assert shard.flush("ann").result(SOON_S)
+    assert not shard.flush("bob").result(SOON_S)
+    assert not shard.drain().result(SOON_S)
+    assert "a bug" in shard.status().result(SOON_S)["faulty_tenants"]["bob"]
+    assert shard.search("bob", "word3").result(SOON_S).turns
+    assert [r["status"] for r in sender.add(some("bob", 7))] == ["stored"]
+
+
+def test_a_disk_that_fails_fails_the_calls_and_heals(
+    root: Place, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = Sender(shard)
+    sender.add(some("ann", 0))
+    write = Journal.append
+
+    def full(self: Journal, rows: Any) -> None:
+        if rows:
+            raise JournalError("no space left")
+        write(self, rows)
+
+    monkeypatch.setattr(Journal, "append", full)
+    with pytest.raises(JournalError, match="no space"):
+        sender.add(some("ann", 1, 2))
+    assert shard.status().result(SOON_S)["parked"] == []
+    monkeypatch.setattr(Journal, "append", write)
+    sender.greet()
+    assert [r["seq"] for r in sender.add(some("ann", 1, 2))] == [1, 2]
+    assert shard.status().result(SOON_S)["state"] == "serving"
+
+
+def test_what_came_in_during_a_step_that_fails_is_not_stored_past_it(
+    root: Place, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the turns behind it would stand before those that are sent again."""
+    sender = Sender(shard)
+    sender.add(some("ann", 0))
+    write = Journal.append
+    inside, go_on = threading.Event(), threading.Event()
+
+    def full_once(self: Journal, rows: Any) -> None:
+        if rows and not inside.is_set():
+            inside.set()
+            assert go_on.wait(SOON_S)
+            raise JournalError("no space left")
+        write(self, rows)
+
+    monkeypatch.setattr(Journal, "append", full_once)
+    failing = shard.add(pack(some("ann", 1)), sender.stamp())
+    assert inside.wait(SOON_S)
+    behind = shard.add(pack(some("ann", 2)), sender.stamp())
+    asked = shard.status()
+    go_on.set()
+    for call in (failing, behind):
+        with pytest.raises(JournalError, match="no space"):
+            call.result(SOON_S)
+    assert asked.result(SOON_S)["waiting_turns"] == 0, "commands are obeyed all the same"
+    sender.greet()
+    assert [(r["status"], r["seq"]) for r in sender.add(some("ann", 1, 2))] == [("stored", 1), ("stored", 2)]
+
+
+def test_a_turn_that_cannot_be_parked_fails_its_call_and_the_shard_goes_on(
+    root: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = Shard(root, "s0", settings(), Parts(encoder=lambda _: FailingEncoder(["badger"]), llm=mock_llm))
+    try:
+        sender = Sender(shard)
+        with monkeypatch.context() as patch:
+
+            def refuse(self: Parking, turn: Any, reason: str) -> None:
+                raise StoreError("503")
+
+            patch.setattr(Parking, "park", refuse)
+            with pytest.raises(StoreError, match="503"):
+                sender.add([turn_of("ann", 0, "a badger")])
+        assert shard.status().result(SOON_S)["state"] == "serving"
+        sender.greet()
+        receipts = sender.add([turn_of("ann", 0, "a badger"), turn_of("ann", 1, "hello")])
+        assert [(r["status"], r["seq"]) for r in receipts] == [("parked", None), ("stored", 0)]
+    finally:
+        shard.close()
+
+
+def test_an_actor_whose_shard_ends_of_itself_ends_too(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from undertow.engine.cluster import actors
+
+    exits: list[int] = []
+    monkeypatch.setattr("os._exit", exits.append)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def watched() -> tuple[actors.ShardActor, threading.Thread]:
+        before = set(threading.enumerate())
+        actor = actors.ShardActor(str(root), "s0", settings().model_dump(), PARTS)
+        (watch,) = [t for t in set(threading.enumerate()) - before if t.name.startswith("watch")]
+        return actor, watch
+
+    actor, watch = watched()
+    asyncio.run(actor.close())
+    watch.join(SOON_S)
+    assert exits == []
+    actor, watch = watched()
+
+    def broken(self: Keeper) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "_work", broken)
+        with pytest.raises(UndertowError, match="closed"):
+            for _ in range(2):  # the first may be answered before the step
+                actor._shard.status().result(SOON_S)
+                time.sleep(0.1)
+        watch.join(SOON_S)
+    assert exits == [1]
+
+
+def test_a_shard_that_cannot_open_says_why_and_tries_again(
+    root: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = [True]
+
+    def encoder(_: Any) -> FailingEncoder:
+        if broken[0]:
+            raise UndertowError("the model is not there yet")
+        return FailingEncoder([])
+
+    shard = Shard(root, "s0", settings(), Parts(encoder=encoder, llm=mock_llm))
+    try:
+        with pytest.raises(UndertowError, match="not there yet"):
+            shard.hello("client", 1).result(SOON_S)
+        status = shard.status().result(SOON_S)
+        assert status["state"] == "failed" and "not there yet" in status["failure"]
+        broken[0] = False
+        assert Sender(shard).add(some("ann", 0))[0]["status"] == "stored"
+    finally:
+        shard.close()
+
+
+def test_a_zombie_is_fenced_and_acknowledges_nothing(root: Place) -> None:
+    zombie = Shard(root, "s0", settings(), PARTS)
+    heir: Shard | None = None
+    try:
+        sender = Sender(zombie)
+        assert sender.add(some("ann", 0, 1))[1]["seq"] == 1
+        release = hold(zombie)
+        late = zombie.add(pack(some("ann", 77)), sender.stamp())
+        heir = Shard(root, "s0", settings(), PARTS)
+        assert [r["seq"] for r in Sender(heir).add(some("ann", 2))] == [2]
+        release()
+        with pytest.raises(Fenced):
+            late.result(SOON_S)
+        for call in (zombie.search("ann", "x"), zombie.hello("client", 1)):
+            with pytest.raises(Fenced):
+                call.result(SOON_S)
+        assert heir.drain().result(SOON_S)
+        assert [t.memory for t in heir.search("ann", "word77 other77", k_sub=9).result(SOON_S).turns] and (
+            heir.stats().result(SOON_S)["turns"] == 3
+        )
+    finally:
+        zombie.close()
+        if heir is not None:
+            heir.close()
+    state = cluster_state(root)
+    assert len([1 for line in state.exports["ann"] if '"kind":"turn"' in line]) == 3
+
+
+def test_what_was_undecided_is_decided_after_a_restart_without_a_call(root: Place) -> None:
+    with Engine(
+        root / STORES / "s0", settings(), PARTS.encoder(settings()), hash_key=shard_map.load(root).hash_key
+    ) as engine:
+        engine.add_batch(some("ann", *range(6)))
+    shard = Shard(root, "s0", settings(), PARTS)
+    try:
+        until_s = time.monotonic() + SOON_S
+        while shard.status().result(SOON_S).get("undecided_turns", 1) and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert shard.status().result(SOON_S)["undecided_turns"] == 0
+    finally:
+        shard.close()
