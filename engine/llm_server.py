@@ -7,10 +7,10 @@ import email.utils
 import json
 import logging
 import time
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-import openai
 import orjson
 from pydantic import BaseModel, ValidationError
 
@@ -28,6 +28,9 @@ from undertow.engine.llm_outcomes import (
 from undertow.engine.llm_wire import ChatCompletion, ModelList
 from undertow.engine.model import Usage
 from undertow.prompts import Prompt
+
+if TYPE_CHECKING:  # imported at the first request: it takes a second, which a shard's restart would wait for
+    import openai
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +71,25 @@ class Server:
         self._model = model
         self._agreed = model.name is not None
         self._reply_tokens = settings.reply_tokens
+        self._api_key, self._timeout_s = settings.llm_api_key, settings.llm_timeout_s
         self._probe_timeout_s = min(_PROBE_TIMEOUT_S, settings.llm_timeout_s)
         self._told_no_usage = False
-        self._client = openai.AsyncOpenAI(
-            base_url=url,
-            api_key=settings.llm_api_key,
+
+    @cached_property
+    def _client(self) -> openai.AsyncOpenAI:
+        import openai
+
+        return openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=self._api_key,
             max_retries=0,  # retries are the caller's: without end, and visible
-            timeout=openai.Timeout(settings.llm_timeout_s, connect=_CONNECT_TIMEOUT_S),
+            timeout=openai.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
         )
 
     async def complete(self, prompt: Prompt, messages: list[dict[str, str]]) -> Answer:
         """One request. Raises Trouble, Rejected or ServerRefused."""
+        import openai
+
         try:
             if not self._agreed:
                 self._model.agree(self.url, await self._models())
@@ -100,6 +111,8 @@ class Server:
 
     async def offered(self) -> list[str]:
         """The models that it lists. Raises ServerRefused, or Trouble when it does not answer in 10 s."""
+        import openai
+
         try:
             async with asyncio.timeout(self._probe_timeout_s):
                 return await self._models()
@@ -128,7 +141,8 @@ class Server:
             return Health(False, str(refusal))
 
     async def close(self) -> None:
-        await self._client.close()
+        if "_client" in vars(self):
+            await self._client.close()
 
     def _read(self, form: type[_Form], body: object) -> _Form:
         try:

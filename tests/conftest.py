@@ -5,6 +5,7 @@ What needs the engine is imported inside the fixtures: the kernels' tests run wi
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +68,24 @@ def s3(s3_variables: dict[str, str]) -> Iterator[dict[str, str]]:
         for name, value in s3_variables.items():
             patch.setenv(name, value)
         yield s3_variables
+
+
+@pytest.fixture(scope="session")
+def ray_address(s3_variables: dict[str, str]) -> Iterator[str]:
+    """The address of a Ray on this machine, started once a session; its workers find the S3 server."""
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'undertow[cluster]'")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_variables.items():
+            patch.setenv(name, value)  # workers have the environment in which Ray was started
+        ray.init(
+            num_cpus=8,  # counted, not used: shards of several tests stand side by side
+            object_store_memory=200 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

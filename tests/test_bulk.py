@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import random
 import subprocess
 import sys
@@ -192,20 +191,6 @@ def test_a_wave_is_named_by_all_that_makes_its_groups(root: Place, logs: list[Lo
 # ---- on Ray
 
 
-@pytest.fixture(scope="module")
-def on_ray(s3: dict[str, str]) -> Iterator[None]:
-    """Ray whose workers find an S3 server: they have the environment in which Ray was started."""
-    ray.init(
-        num_cpus=2,
-        object_store_memory=200 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
 def kept(tmp_path: Path) -> Kept:
     (tmp_path / "kept").mkdir()
@@ -218,7 +203,7 @@ def ingest(root: Place, kept: Kept, logs: list[Log], **options: Any) -> BulkInge
     return run
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address")
 @pytest.mark.parametrize("wave_bytes", [1, 40_000, None])
 def test_tenants_keep_their_order_whatever_the_waves(
     root: Place, logs: list[Log], kept: Kept, wave_bytes: int | None
@@ -235,7 +220,7 @@ def test_tenants_keep_their_order_whatever_the_waves(
     assert (resumed.read_turns, len(kept.calls())) == (0, before)
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address")
 def test_calls_are_large_and_a_large_tenant_is_sent_in_order(
     root: Place, tmp_path: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +235,7 @@ def test_calls_are_large_and_a_large_tenant_is_sent_in_order(
     assert max(sizes) == CALL_TURNS
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address")
 def test_bad_files_are_reported_and_stop_no_other(root: Place, tmp_path: Path, kept: Kept) -> None:
     folder = write_logs(tmp_path / "logs", files=2, lines=20, tenants=4)
     (folder / "broken.jsonl").write_text("{broken\n" + json.dumps(line("ada", "good")) + "\n[]\n")
@@ -269,7 +254,7 @@ def test_bad_files_are_reported_and_stop_no_other(root: Place, tmp_path: Path, k
     assert told[0].startswith(f"{folder / 'broken.jsonl'}:1: is not JSON")
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address", "s3")
 def test_logs_and_root_on_s3_are_as_in_folders(logs: list[Log], kept: Kept) -> None:
     for log in logs:
         obstore.put(S3Store(BUCKET), f"logs/{log.name}", Path(log.uri).read_bytes())
@@ -281,7 +266,7 @@ def test_logs_and_root_on_s3_are_as_in_folders(logs: list[Log], kept: Kept) -> N
     assert sum(t.num_rows for t in kept.calls()) == sum(map(len, kept.stored().values()))
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address")
 def test_strict_stores_the_waves_before_the_refused_input_alone(
     root: Place, logs: list[Log], kept: Kept
 ) -> None:
@@ -291,7 +276,7 @@ def test_strict_stores_the_waves_before_the_refused_input_alone(
     assert run.report.stopped_by is not None and run.report.stopped_by.source == logs[2].shown
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address")
 def test_a_shard_that_fails_does_not_keep_the_others_from_their_turns(
     root: Place, logs: list[Log], kept: Kept
 ) -> None:
@@ -309,7 +294,7 @@ def test_a_shard_that_fails_does_not_keep_the_others_from_their_turns(
     assert before < set(kept.folder.glob("*.arrow"))
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address")
 def test_workers_that_die_lose_nothing_and_reorder_nothing(root: Place, logs: list[Log], kept: Kept) -> None:
     deadly = Kept(kept.folder, killed=2)
     run = ingest(root, deadly, logs, group_bytes=5_000)
@@ -318,7 +303,7 @@ def test_workers_that_die_lose_nothing_and_reorder_nothing(root: Place, logs: li
     assert run.report.read_turns == sum(map(len, kept.stored().values()))
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address")
 def test_an_interrupt_ends_after_whole_groups_and_resume_completes(
     root: Place, logs: list[Log], kept: Kept
 ) -> None:
@@ -340,7 +325,7 @@ def test_an_interrupt_ends_after_whole_groups_and_resume_completes(
     assert done.report.read_turns == done.report.new_turns
 
 
-@pytest.mark.usefixtures("on_ray")
+@pytest.mark.usefixtures("ray_address")
 def test_a_grown_log_is_read_on(root: Place, logs: list[Log], kept: Kept) -> None:
     ingest(root, kept, logs)
     path = Path(logs[1].uri)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import signal
@@ -35,25 +34,11 @@ from .cli_harness import (  # noqa: E402
     write_log,
 )
 
+pytestmark = pytest.mark.usefixtures("ray_address")
+
 TURNS = 18
 TENANTS = ("ada", "bo", "cy", "dee")
 CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_address() -> Iterator[str]:
-    started = not ray.is_initialized()
-    if started:
-        ray.init(
-            num_cpus=8,  # counted, not used: shards of several tests stand side by side
-            object_store_memory=200 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    yield ray.get_runtime_context().gcs_address
-    if started:
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,7 +20,6 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from undertow.bench.mock_llm import spawn_server  # noqa: E402
-from undertow.engine.cluster.actors import connect  # noqa: E402
 from undertow.engine.cluster.cluster import Cluster  # noqa: E402
 from undertow.engine.cluster.housing import Parts  # noqa: E402
 from undertow.engine.cluster.resources import ClusterSettings, ResourcesLacking  # noqa: E402
@@ -41,20 +40,9 @@ from .fault_harness import (  # noqa: E402
     write_log,
 )
 
+pytestmark = pytest.mark.usefixtures("ray_address")
+
 SMALL = ClusterSettings(num_cpus=0.5, threads=1, patience_s=90, call_turns=16, lane_turns=64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_here() -> Iterator[None]:
-    connect(
-        "local",
-        num_cpus=2,
-        object_store_memory=200_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -25,14 +25,11 @@ def test_the_python_example_runs(
     assert (tmp_path / "memories" / "store.json").exists()
 
 
+@pytest.mark.usefixtures("ray_address")
 def test_the_cluster_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ray = pytest.importorskip("ray")
-    try:
-        printed = run_example(1, tmp_path, monkeypatch, capsys)
-    finally:
-        ray.shutdown()
+    printed = run_example(1, tmp_path, monkeypatch, capsys)
     assert "I signed up for the pottery course." in printed
     assert (tmp_path / "cluster-memories" / "map" / "00000001.json").exists()
 

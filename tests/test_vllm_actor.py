@@ -213,18 +213,8 @@ def test_the_shell_does_not_fail_to_be_made(stand_in: Path, monkeypatch: pytest.
 # ---- on Ray
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    mine = not ray.is_initialized()
-    if mine:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
-    yield
-    if mine:
-        ray.shutdown()
-
-
 @pytest.fixture
-def no_servers(cluster: None) -> Iterator[None]:
+def no_servers(ray_address: str) -> Iterator[None]:
     yield
     stop_servers(NAMESPACE)
 
