@@ -48,13 +48,13 @@ def checked(args: argparse.Namespace) -> dict[str, Any]:
     if args.rounds < 1:
         raise ValueError(f"--rounds is {args.rounds}; give 1 or more")
     profile, result = check(args.data, args.rounds)
-    table = Table("load", "figure", "measured", "predicted", "ratio", title="prediction against this machine")
+    title = "prediction against this machine"
+    table = Table("what", "load", "figure", "measured", "predicted", "ratio", title=title)
     for row in result["cases"]:
         for what in ("searchable", "decided"):
             figures = (row[f"{what}_per_s"], row[f"{what}_predicted"], row[f"{what}_ratio"])
-            table.add_row(
-                f"{row['tenants']} x {row['turns']}, {row['name']}", f"{what}/s", *map(str, figures)
-            )
+            load = f"{row['tenants']} x {row['turns']}, {row['name']}"
+            table.add_row(row["target"], load, f"{what}/s", *map(str, figures))
     Console().print(table)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The model against the engine: the same loads, once run and once predicted, rounds of both in turn."""
+"""The model against the engine, alone and as a shard on Ray: the same loads, once run and once predicted."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from undertow.bench.capacity_calibrate import Calibration, warmed
+from undertow.bench.capacity_plan import Assumptions
 from undertow.bench.capacity_profile import LLMServer, Profile
 from undertow.bench.capacity_shard import Arrival, Memoir, SimulatedShard
-from undertow.bench.ingest import settings
+from undertow.bench.ingest import copies, settings
 from undertow.bench.machine import describe
 from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_replies import MockReplies
+from undertow.engine.config import Settings
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine
+from undertow.engine.llm import LLMClient
 
 WITHIN = 0.2
 LIFE_TURNS = 100
+_WARM = (4, 40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,15 @@ class Rates:
     llm_calls: int
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is measured, and by how much the model takes it to be slower than the engine alone."""
+
+    name: str
+    run: Callable[[Case, Path, Path], Rates]
+    slowdown: float
+
+
 def run(case: Case, data: Path, folder: Path) -> Rates:
     """The engine itself."""
     log, encoder = warmed(data, case.tenants, case.turns)
@@ -63,7 +79,35 @@ def run(case: Case, data: Path, folder: Path) -> Rates:
     return Rates(len(log) / searchable_s, len(log) / decided_s, calls)
 
 
-def predict(case: Case, profile: Profile) -> Rates:
+def run_on_ray(case: Case, data: Path, _: Path) -> Rates:
+    """One shard behind the router, each of its libraries with one thread, fed 512 turns a call."""
+    from undertow.bench.cluster import cluster_of, feed, packed, start_ray  # `plan` needs no Ray
+
+    start_ray()
+    log = list(copies(data, case.tenants, case.turns))
+    warm = [replace(turn, tenant=f"warm-{turn.tenant}") for turn in copies(data, *_WARM)]
+    with cluster_of(data, 1, partial(mock_llm, latency_s=case.latency_s)) as cluster:
+        feed(cluster, packed(warm, 1))  # compiles the kernels
+        cluster.drain()
+        calls_before = cluster.stats()["llm_calls"]
+        packed_log = packed(log, 1)
+        began_s = time.perf_counter()
+        feed(cluster, packed_log)
+        searchable_s = time.perf_counter() - began_s
+        cluster.drain()
+        decided_s = time.perf_counter() - began_s
+        calls = cluster.stats()["llm_calls"] - calls_before
+    return Rates(len(log) / searchable_s, len(log) / decided_s, calls)
+
+
+def mock_llm(of: Settings, *, latency_s: float) -> LLMClient:
+    return MockLLM(MockReplies(refusal_rate=0.3), latency_s=latency_s)
+
+
+TARGETS = (Target("engine", run, 1.0), Target("shard on Ray", run_on_ray, Assumptions().slowdown))
+
+
+def predict(case: Case, profile: Profile, slowdown: float = 1.0) -> Rates:
     """The same in simulated time; tenant n repeats the n-th recorded life."""
     lives = profile.lives
     shard = SimulatedShard(
@@ -71,6 +115,7 @@ def predict(case: Case, profile: Profile) -> Rates:
         settings(device="cpu"),
         lambda arrival: Memoir(lives[arrival.rank % len(lives)]),
         servers=LLMServer.even(case.latency_s),
+        slowdown=slowdown,
     )
     for n in range(case.turns):
         for tenant in range(case.tenants):
@@ -78,55 +123,53 @@ def predict(case: Case, profile: Profile) -> Rates:
     while len(shard.scheduler.inbox):
         shard.step()
     searchable_s = shard.clock.now_s
-    finish(shard)
+    shard.finish()
     turns = case.tenants * case.turns
     return Rates(turns / searchable_s, turns / shard.clock.now_s, sum(shard.llm.calls.values()))
-
-
-def finish(shard: SimulatedShard) -> None:
-    """Step until everything is decided, as `Engine.drain` does."""
-    while not shard.scheduler.idle:
-        if not (shard.step() or shard.clock.wait(None) or shard.scheduler.idle):
-            raise RuntimeError("the simulated shard has work left and nothing to wait for")
 
 
 def check(data: Path, rounds: int) -> tuple[Profile, dict[str, Any]]:
     """Rounds of: calibrate, run the cases, calibrate again, predict the cases from these two calibrations.
 
     So a ratio compares times of the same minutes. The profile is that of all calibrations together.
-    `within_20_percent`: the median ratio over rounds is, for each rate.
+    `within_20_percent`: the median ratio over rounds is, for each rate of each target.
     """
     pooled = Calibration(data, LIFE_TURNS)
-    ratios: dict[str, list[tuple[Rates, Rates]]] = {case.name: [] for case in CASES}
+    runs = [(target, case) for target in TARGETS for case in CASES]
+    found: defaultdict[tuple[Target, Case], list[tuple[Rates, Rates]]] = defaultdict(list)
     folder = Path(tempfile.mkdtemp(prefix="undertow-capacity-"))
     try:
-        run(Case("", 4, 40, 0.001), data, folder / "warm")  # compiles the kernels
+        run(Case("", *_WARM, 0.001), data, folder / "warm")  # compiles the kernels
         for number in range(rounds):
             around = Calibration(data, LIFE_TURNS)
             around.round(folder / f"{number}-before")
-            measured = [run(case, data, folder / f"{number}-{n}") for n, case in enumerate(CASES)]
+            measured = [
+                target.run(case, data, folder / f"{number}-{n}") for n, (target, case) in enumerate(runs)
+            ]
             around.round(folder / f"{number}-after")
             profile = around.profile()
-            for case, rates in zip(CASES, measured, strict=True):
-                ratios[case.name].append((rates, predict(case, profile)))
+            for (target, case), rates in zip(runs, measured, strict=True):
+                found[target, case].append((rates, predict(case, profile, target.slowdown)))
             pooled.absorb(around)
     finally:
         shutil.rmtree(folder)
-    rows = [_row(case, ratios[case.name]) for case in CASES]
-    within = all(
-        abs(row[f"{what}_ratio"] - 1) <= WITHIN for row in rows for what in ("searchable", "decided")
-    )
+    rows = [_row(target, case, found[target, case]) for target, case in runs]
     return pooled.profile(), {
         "machine": describe(),
         "rounds": rounds,
         "cases": rows,
-        "within_20_percent": within,
+        "within_20_percent": all(abs(ratio - 1) <= WITHIN for ratio in ratios(rows)),
     }
 
 
-def _row(case: Case, found: list[tuple[Rates, Rates]]) -> dict[str, Any]:
+def ratios(rows: list[dict[str, Any]]) -> list[float]:
+    """Of all cases, for both rates: predicted over measured, the median of the rounds."""
+    return [row[f"{what}_ratio"] for row in rows for what in ("searchable", "decided")]
+
+
+def _row(target: Target, case: Case, found: list[tuple[Rates, Rates]]) -> dict[str, Any]:
     """Rates as (measured, predicted) of each round: medians, and the median of their ratios."""
-    row: dict[str, Any] = asdict(case)
+    row: dict[str, Any] = {"target": target.name, **asdict(case)}
     for what in ("searchable", "decided"):
         pairs = [(getattr(measured, what), getattr(predicted, what)) for measured, predicted in found]
         row[f"{what}_per_s"] = round(statistics.median(m for m, _ in pairs), 1)

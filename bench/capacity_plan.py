@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from undertow.bench.capacity_check import finish
 from undertow.bench.capacity_clock import Gauge
 from undertow.bench.capacity_load import Spread, Traffic, shard_map, tenant_name
 from undertow.bench.capacity_profile import LLMServer, Profile
@@ -188,7 +187,7 @@ def flowing(
     since_s = times[int(_WARM_UP * turns)]
     llm = simulated.llm
     busy, waiting = llm.at_servers.mean(llm.now_s), llm.waiting.mean(llm.now_s)
-    finish(simulated)
+    simulated.finish()
     return {
         "turns_per_s": round(rate, 1),
         "searchable_lag_s": _percentiles(delays(simulated.searchable_s, since_s)),

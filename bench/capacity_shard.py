@@ -157,6 +157,12 @@ class SimulatedShard:
         self.clock.charge("step", heard)
         return True
 
+    def finish(self) -> None:
+        """Step until everything is decided, as `Engine.drain` does."""
+        while not self.scheduler.idle:
+            if not (self.step() or self.clock.wait(None) or self.scheduler.idle):
+                raise RuntimeError("the simulated shard has work left and nothing to wait for")
+
     def put(self, arrival: Arrival) -> None:
         self.clock.charge("enqueue", 1)
         self.scheduler.inbox.put(arrival)

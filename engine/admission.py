@@ -60,7 +60,7 @@ def check_turn(turn: Turn) -> None:
         _refuse("tenant", "is empty or holds a NUL", "Name the owner of the memory.")
     if turn.metadata:
         try:
-            orjson.dumps(dict(turn.metadata))
+            orjson.dumps({"metadata": dict(turn.metadata)})  # as deep as it will stand in the payload
         except TypeError as error:
             _refuse("metadata", f"is no JSON ({error})", "Give plain JSON values.")
 

@@ -52,7 +52,8 @@ class Settings(BaseSettings):
     # a tenant with more turns is searched through an index of its own
     ivf_rows: int = Field(default=1_000_000, ge=1)
 
-    # of one server, or of several with commas between them; the limit in flight is that of each
+    # URLs with commas between them, or ray:NAME for a server that an actor keeps (engine/llm_address.py);
+    # the limit in flight is that of each
     llm_url: str | None = None
     llm_model: str | None = None
     llm_api_key: str = "none"

@@ -20,7 +20,16 @@ from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, JournalError, Row
 from undertow.engine.llm import Completion, LLMClient, OpenAILLM
-from undertow.engine.model import BadInput, InputError, Memory, Turn, UndertowError, Usage, dedupe_key
+from undertow.engine.model import (
+    BadInput,
+    InputError,
+    Memory,
+    Turn,
+    UndertowError,
+    Usage,
+    dedupe_key,
+    unknown_memory,
+)
 from undertow.engine.place import Place
 from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds
 from undertow.engine.policies.recmem import RecMem
@@ -72,7 +81,8 @@ class Engine:
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
     `takeover`: a former writer that may still be alive is fenced off; else its lock refuses this one.
-    `hash_key` is that of a store which has yet to be made. See Journal.open and Journal.create.
+    `life` is that of a shard, which is restarted by itself; `hash_key` that of a store which has yet to be
+    made. See Journal.open and Journal.create.
     """
 
     def __init__(
@@ -84,6 +94,7 @@ class Engine:
         llm: LLMClient | None = None,
         writable: bool = True,
         takeover: bool = False,
+        life: str = "",
         hash_key: str | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -99,7 +110,7 @@ class Engine:
             if writable:
                 Journal.create(store, encoder.dim, asdict(self._fingerprint), hash_key=hash_key)
             self.journal = Journal.open(
-                store, writable=writable, takeover=takeover, durability=settings.durability
+                store, writable=writable, takeover=takeover, life=life, durability=settings.durability
             )
             self._set_up(encoder, llm)
         except BaseException:
@@ -408,16 +419,16 @@ class Engine:
 
     # ---- what users do to their memories
 
-    def delete(self, memory_id: str) -> str:
-        """Delete a turn, an episode or a fact by id; returns its kind.
+    def delete(self, memory_id: str, *, tenant: str | None = None) -> str:
+        """Delete a turn, an episode or a fact by id, if given only one of this tenant; returns its kind.
 
         A turn's text and vector are gone from every answer at once; what rests on it is remade
         when the cursor reaches the record. An episode or fact goes alone; its history stays.
         """
         self._check_sound()
         row = self.row_of(memory_id)
-        if row is None:
-            raise UndertowError(f"no memory has the id {memory_id}. `undertow list` shows the ids.")
+        if row is None or tenant not in (None, row.tenant):
+            raise unknown_memory(memory_id, tenant)
         if row.kind == "turn":
             self._delete_turn(row)
         else:

@@ -19,6 +19,9 @@ writer only grow, and at step 2 the last row that counts is the former's own las
 above all that it took over); so what the former commits later is at or above the new first lsn. A begin that
 lands late (its writer was overtaken between 2 and 3) is no one's former, or in force only until the higher
 claim begins; its writer has acknowledged nothing. None of this depends on where rows stand in the dataset.
+
+A writer that starts again by itself may belong to a *life*: one shard of one cluster, through all its
+restarts. A life that another has taken the log from never takes it back, or the two would do so for ever.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ MARK_LSN = -1
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A claim, or with `first_lsn` a begin. `former`: the epoch taken over from, 0 for none."""
+    """A claim, or with `first_lsn` a begin. `former`: the epoch taken over from, 0 for none.
+
+    `writer` is of one opening; what stands before a dot in it is the life that it belongs to.
+    """
 
     epoch: int
     writer: str
@@ -47,6 +53,11 @@ class Mark:
     @property
     def payload(self) -> bytes:
         return orjson.dumps({"writer": self.writer, "first_lsn": self.first_lsn, "former": self.former})
+
+    @property
+    def life(self) -> str:
+        """Empty for a writer that belongs to none."""
+        return self.writer.rpartition(".")[0]
 
     @classmethod
     def of(cls, epoch: int, payload: bytes) -> Mark:
@@ -64,6 +75,7 @@ class Fences:
         while epoch:
             chain.insert(0, begun[epoch])
             epoch = begun[epoch].former
+        self._lives = [mark.life for mark in chain if mark.life]
         firsts = [mark.first_lsn or 0 for mark in chain]
         self.first_lsn = (firsts or [0])[-1]
         self._epochs = np.array([mark.epoch for mark in chain], np.int64)
@@ -87,6 +99,10 @@ class Fences:
     def contested(self, epoch: int, writer: str) -> bool:
         """Whether another writer has claimed this epoch or a higher one."""
         return any(mark.epoch >= epoch and mark.writer != writer for mark in self.marks)
+
+    def is_over(self, life: str) -> bool:
+        """Whether another life has taken the log over from this one."""
+        return life in self._lives and self._lives[-1] != life
 
     def ends(self, epochs: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each epoch the lsn from which on its rows are stale: int64 of the same shape."""

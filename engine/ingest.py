@@ -34,6 +34,16 @@ class IngestReport:
     def turns_per_s(self) -> float:
         return self.new_turns / self.admit_s if self.admit_s > 0 else 0.0
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over, with logs left."""
+        return self.interrupted or self.stopped_by is not None
+
+    def interrupt_if(self, stop: Callable[[], bool]) -> bool:
+        """Whether the run is interrupted; `stop` is not asked again once it has said so."""
+        self.interrupted = self.interrupted or stop()
+        return self.interrupted
+
 
 class Ingest:
     """Feeds files to an engine in steps of at most `batch_turns` turns.
@@ -73,9 +83,9 @@ class Ingest:
         """Store every turn of the files; decisions go on alongside. JournalError: reopen the engine."""
         began_s = time.perf_counter()
         for path in paths:
-            if not self._ended:
+            if not self.report.ended:
                 self._feed_file(Log.of(path))
-        if not self._ended:
+        if not self.report.ended:
             self._flush()
         self._batch.clear()
         self._reached.clear()
@@ -91,13 +101,8 @@ class Ingest:
                 return False
         return not self._engine.scheduler.blocked
 
-    @property
-    def _ended(self) -> bool:
-        return self.report.interrupted or self.report.stopped_by is not None
-
     def _stopping(self) -> bool:
-        self.report.interrupted = self.report.interrupted or self._stop()
-        return self.report.interrupted
+        return self.report.interrupt_if(self._stop)
 
     def _feed_file(self, log: Log) -> None:
         source = self._engine.journal.info.tenant_key(log.uri)
@@ -109,10 +114,10 @@ class Ingest:
             for turn in record.turns:
                 if len(self._batch) == self._batch_turns:
                     self._flush()
-                if self._ended:
+                if self.report.ended:
                     return
                 self._batch.append(turn)
-            if self._ended or self._stopping():
+            if self.report.ended or self._stopping():
                 return
             self._reached[source] = {"source": source, "position": record.position, **head}
 

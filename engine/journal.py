@@ -84,6 +84,10 @@ class Fenced(JournalError):
     """A later writer has taken the store over: this one is to stop."""
 
 
+class Displaced(JournalError):
+    """Another life has taken the store over, and this one does not take it back: see engine/fencing.py."""
+
+
 @dataclass(slots=True)
 class Row:
     """One row. `vector` is fp16 [dim] or None; `payload` is JSON bytes; `lsn` is set on append."""
@@ -110,6 +114,7 @@ class Journal:
         *,
         lock: WriterLock | None = None,
         takeover: bool = False,
+        life: str = "",
         writable: bool = False,
         durability: Durability = "commit",
     ) -> None:
@@ -119,6 +124,7 @@ class Journal:
         self.epoch = 0
         self._lock = lock
         self._takeover = takeover
+        self._life = life
         self._durability = durability
         self._commits = 0
         self._failure: JournalError | None = None
@@ -159,12 +165,14 @@ class Journal:
         writable: bool,
         durability: Durability = "commit",
         takeover: bool = False,
+        life: str = "",
         settled: bool = False,
     ) -> Journal:
         """Open an existing store; a writer begins a new epoch, which stops any former writer for good.
 
         In a folder, a writer refuses (StoreLocked) while another process holds the lock, unless
         `takeover`. An object store has no lock: there the last to open always takes over.
+        `life`: that the writer belongs to, if it starts again by itself. Displaced: that is over.
         `settled`, for a reader that acts on what it reads: JournalError while a writer is taking over,
         since rows that its former has not acknowledged may turn out not to count.
         """
@@ -186,6 +194,7 @@ class Journal:
                 read_info(place),
                 lock=lock,
                 takeover=takeover,
+                life=life,
                 writable=True,
                 durability=durability,
             )
@@ -216,10 +225,18 @@ class Journal:
 
     def _begin(self) -> None:
         """Claim the next epoch and begin it: see engine/fencing.py."""
-        writer = secrets.token_hex(8)
+        token = secrets.token_hex(8)
+        writer = f"{self._life}.{token}" if self._life else token
         contested = True
         while contested:
-            self.epoch = self._read_fences().claimed + 1
+            fences = self._read_fences()
+            if self._life and fences.is_over(self._life):
+                raise Displaced(
+                    f"another cluster works on this root: it has taken over {self.place}, which is left to "
+                    "it. Stop one of the two; for this one to go on, end its shards (`undertow cluster "
+                    "drain --stop`) and run the command again."
+                )
+            self.epoch = fences.claimed + 1
             with self._putting():
                 self._table.append(_mark_table([Mark(self.epoch, writer)]))
             contested = self._read_fences().contested(self.epoch, writer)
@@ -322,6 +339,14 @@ class Journal:
             self._table.append_stream(reader)
         self._acknowledge(stream.next_lsn)
         return stream.next_lsn - first
+
+    def sync(self) -> None:
+        """Have all that is stored on the disk, whatever the durability of appends. JournalError.
+
+        For what others are about to act upon, maybe on another machine: who loses power loses no more.
+        """
+        with self._rewriting():
+            self._table.sync()
 
     def _check_writable(self) -> None:
         if self._failure is not None:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol, Self
 
 from undertow.engine.config import Settings
+from undertow.engine.llm_address import server_addresses
 from undertow.engine.llm_outcomes import (
     Answer,
     BadReply,
@@ -28,7 +29,7 @@ from undertow.engine.llm_outcomes import (
     Trouble,
     read_reply,
 )
-from undertow.engine.llm_server import ModelChoice, Server, server_urls
+from undertow.engine.llm_server import ModelChoice, Server
 from undertow.engine.llm_servers import Servers
 from undertow.engine.llm_slots import backoff_s
 from undertow.engine.model import Usage
@@ -89,9 +90,9 @@ class OpenAILLM:
     """`LLMClient` over HTTP. An event loop in a thread of its own does the waiting."""
 
     def __init__(self, settings: Settings, *, on_call: OnCall | None = None) -> None:
-        """ValueError if `settings.llm_url` names no http(s) URL. Does not connect yet."""
+        """ValueError if `settings.llm_url` names no server (`server_addresses`). Does not connect yet."""
         model = ModelChoice(settings.llm_model)
-        self._named = [Server(url, settings, model) for url in server_urls(settings.llm_url)]
+        self._named = [Server(at, settings, model) for at in server_addresses(settings.llm_url)]
         self._servers = Servers(self._named, settings.llm_in_flight, settings.llm_timeout_s)
         self._llm_model = settings.llm_model
         self._on_call = on_call

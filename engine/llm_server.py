@@ -9,12 +9,12 @@ import logging
 import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
 from undertow.engine.config import Settings
+from undertow.engine.llm_address import BY_NAME, NamedActor, NoCluster, NoServer
 from undertow.engine.llm_outcomes import (
     SHOWN_ERROR_CHARS,
     Answer,
@@ -65,9 +65,12 @@ class ModelChoice:
 class Server:
     """HTTP to one server. Lives on the event loop that first awaits it."""
 
-    def __init__(self, url: str, settings: Settings, model: ModelChoice) -> None:
-        """`url`: as `server_urls` gives it. `model` is shared with the other servers. Connects to nothing."""
-        self.url = url
+    def __init__(self, address: str, settings: Settings, model: ModelChoice) -> None:
+        """`address`: one of `server_addresses`. `model` is shared with the others. Connects to nothing."""
+        self._address = address
+        self._actor = NamedActor(address) if address.startswith(BY_NAME) else None
+        self._url = address if self._actor is None else None
+        self._asked: asyncio.Future[str] | None = None
         self._model = model
         self._agreed = model.name is not None
         self._reply_tokens = settings.reply_tokens
@@ -75,21 +78,54 @@ class Server:
         self._probe_timeout_s = min(_PROBE_TIMEOUT_S, settings.llm_timeout_s)
         self._told_no_usage = False
 
+    @property
+    def url(self) -> str:
+        """Where it is, in words: its URL, or its actor's name with the URL if that is known."""
+        if self._actor is None or self._url is None:
+            return self._address
+        return f"{self._address} ({self._url})"
+
     @cached_property
     def _client(self) -> openai.AsyncOpenAI:
         import openai
 
         return openai.AsyncOpenAI(
-            base_url=self.url,
+            base_url=self._url,
             api_key=self._api_key,
             max_retries=0,  # retries are the caller's: without end, and visible
             timeout=openai.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
         )
 
+    async def find(self) -> bool:
+        """Ask its actor where it is now. True: it has moved, and requests under way are where it was.
+
+        Where a URL is known, it stays if the actor is silent. Raises Trouble or ServerRefused if none is.
+        """
+        if self._actor is None:
+            return False
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().run_in_executor(None, self._actor.url)
+        try:
+            url = await asyncio.shield(self._asked)  # all who wait get one answer
+        except (NoServer, NoCluster) as unknown:
+            if self._url is None:
+                kind = Trouble if isinstance(unknown, NoServer) else ServerRefused
+                raise kind(str(unknown)) from unknown
+            log.debug("%s", unknown)
+            return False
+        before, self._url = self._url, url
+        if before in (None, url):
+            return False
+        log.info("%s was at %s before", self.url, before)
+        if "_client" in vars(self):
+            self._client.base_url = url
+        return True
+
     async def complete(self, prompt: Prompt, messages: list[dict[str, str]]) -> Answer:
         """One request. Raises Trouble, Rejected or ServerRefused."""
         import openai
 
+        await self._found()
         try:
             if not self._agreed:
                 self._model.agree(self.url, await self._models())
@@ -113,6 +149,7 @@ class Server:
         """The models that it lists. Raises ServerRefused, or Trouble when it does not answer in 10 s."""
         import openai
 
+        await self._found()
         try:
             async with asyncio.timeout(self._probe_timeout_s):
                 return await self._models()
@@ -141,8 +178,14 @@ class Server:
             return Health(False, str(refusal))
 
     async def close(self) -> None:
+        if self._asked is not None:
+            self._asked.cancel()
         if "_client" in vars(self):
             await self._client.close()
+
+    async def _found(self) -> None:
+        if self._url is None:
+            await self.find()
 
     def _read(self, form: type[_Form], body: object) -> _Form:
         try:
@@ -198,23 +241,6 @@ class Server:
     async def _models(self) -> list[str]:
         listed = self._read(ModelList, await self._client.get("/models", cast_to=object))
         return [model.id for model in listed.data]
-
-
-def server_urls(text: str | None) -> tuple[str, ...]:
-    """The servers that `llm_url` names, comma separated, each once and with its `/v1`. ValueError if none."""
-    urls = [url.strip() for url in (text or "").split(",") if url.strip()]
-    return tuple(dict.fromkeys(_base_url(url, text) for url in urls or [""]))
-
-
-def _base_url(url: str, named: str | None) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        which = f", of which {url!r} is no URL" if "," in (named or "") else ""
-        raise ValueError(
-            f"llm_url is {named!r}{which}; give a server's URL such as http://127.0.0.1:8000/v1, "
-            "or several with commas between them"
-        )
-    return url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
 
 
 def _retry_after_s(header: str | None) -> float:

@@ -1,8 +1,8 @@
 """Which of several LLM servers a request goes to: the one with the fewest requests under way.
 
 One queue for all servers, most urgent first. A server that is out (`Slots`) gets no requests: its
-own go to the others, it is knocked at, and one request tries it before it is back. A server that
-refuses is left out with its name told, unless all do: then the settings are wrong.
+own go to the others, it is looked for and knocked at, and one request tries it before it is back. A
+server that refuses is left out with its name told, unless all do: then the settings are wrong.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Servers:
         try:
             yield
         except TimeoutError as called_back:
-            text = f"{place.url} does not answer any more; what was under way there is asked elsewhere"
+            text = f"{place.url} does not answer any more where it was; what was under way is asked anew"
             raise Trouble(text) from called_back
         except Trouble as trouble:
             place.slots.failed()
@@ -157,7 +157,7 @@ class Servers:
                 return
             heapq.heappop(self._waiting)
             place.slots.began()
-            if len(self) > 1 and (place.watch is None or place.watch.done()):
+            if place.watch is None or place.watch.done():
                 place.watch = self._spawn(self._watch(place), f"watch over {place.url}")
             turn.set_result(place)
 
@@ -198,9 +198,12 @@ class Servers:
         return any(other is not place and not other.slots.out for other in self._places)
 
     async def _answers(self, place: _Place) -> bool:
+        """Whether it does, where it is now: one that an actor keeps may have moved."""
         try:
+            if await place.server.find():
+                place.call_back()
             await place.server.knock()
-        except Trouble as trouble:
+        except (Trouble, ServerRefused) as trouble:
             log.debug("%s", trouble)
             return False
         return True

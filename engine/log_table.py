@@ -15,7 +15,7 @@ import lance
 import pyarrow as pa
 from lance.optimize import Compaction, CompactionOptions
 
-from undertow.engine.place import Place, fsync_path
+from undertow.engine.place import Place, fsync_path, make_folder
 
 # Fragments of this many rows are left alone by compaction, so each row is rewritten O(log) times.
 ROWS_PER_FRAGMENT = 32_768
@@ -46,6 +46,8 @@ class LogTable:
         """An empty dataset at `place`, unless there is a whole one. OSError."""
         if _is_whole(place):
             return
+        if place.folder is not None:
+            make_folder(place.folder.parent)  # ours: Lance's would not be durable in the folders above
         empty = lance.LanceOperation.Overwrite(schema, [])
         try:
             # without retries, only the first version will do: a late creator must never replace what is there
@@ -98,6 +100,15 @@ class LogTable:
         )
         if self._fsync:
             _sync_manifest(Path(self._place.uri), self._dataset)
+
+    def sync(self) -> None:
+        """Have the version we are at on the disk, with all that it rests on, `fsync` or not. OSError."""
+        if self._folder is None:
+            return
+        for fragment in self._dataset.get_fragments():
+            for file in fragment.metadata.files:
+                fsync_path(self._data / file.path)
+        _sync_version(self._folder, self._dataset)
 
     def delete(self, filter: str) -> None:
         """Delete rows; their bytes stay until they are compacted away and old versions dropped."""

@@ -2,7 +2,8 @@
 
 The tenants that leave go in batches, each in three steps: their shard *seals* their logs, the other
 *pulls* them out of its journal in one commit, and the first *releases* them. Every step is a commit of
-one journal or none, and can be repeated: what has been done is read from the two journals alone.
+one journal or none, and can be repeated: what has been done is read from the two journals alone. A step
+that others build upon is on the disk before it returns, whatever the durability of appends.
 
 Two rules keep a tenant at one shard, whatever map its callers go by: where it comes to, it is served only
 once it has arrived; where it leaves, only until it is sealed. The rows stay at the shard that was left, out
@@ -130,7 +131,7 @@ class Moving:
         whom a first turn is queued.
         """
         tenants = self._engine.tenants
-        here = tenants.names_by_key().keys() | tenants.erased.keys() | tenants.departed.keys()
+        here = tenants.stored_keys() | tenants.erased.keys() | tenants.departed.keys()
         here |= {self.map.tenant_key(name) for name in self._engine.scheduler.inbox.tenants}
         gone = {key for key, move in tenants.departed.items() if move.state == "released"}
         destinations = self.map.leaving(self._shard, sorted(here - gone))
@@ -151,9 +152,10 @@ class Moving:
             raise ValueError(f"{len(fresh) - len(destinations)} tenants need not leave shard {self._shard}")
         rows = [move_row(key, Move("sealed", to, version)) for key, to in destinations.items()]
         queued = {self.map.tenant_key(name): name for name in self._engine.scheduler.inbox.tenants}
-        names = queued | tenants.names_by_key()
+        names = queued | tenants.names_of(fresh)
         tickets = self._engine.dismiss([names[key] for key in fresh if key in names], rows)
         self._note(rows)
+        self._engine.journal.sync()  # lost, they would be served here again while they are over there
         return tickets
 
     def pull(self, version: int, source: str, keys: Sequence[str]) -> int:
@@ -165,8 +167,12 @@ class Moving:
         self._expect(version, "moving", "closing")
         tenants, journal = self._engine.tenants, self._engine.journal
         missing = [key for key in keys if key not in tenants.arrived]
-        if not missing:
-            return 0
+        rows = self._take_over(version, source, missing) if missing else 0
+        journal.sync()  # also what an earlier attempt has stored: the other shard's copy is to be purged
+        return rows
+
+    def _take_over(self, version: int, source: str, missing: Sequence[str]) -> int:
+        tenants, journal = self._engine.tenants, self._engine.journal
         records = [move_row(key, Move("arrived", source, version)) for key in missing]
         with self._journal_of(source) as other:
             _check_twins(journal, other)
@@ -191,6 +197,7 @@ class Moving:
         rows = [move_row(key, replace(move, state="released")) for key, move in sealed.items()]
         self._engine.journal.append(rows)
         self._note(rows)
+        self._engine.journal.sync()  # before the phase ends in which it could be done again
 
     def clear(self, version: int) -> dict[str, Certificate]:
         """Once all have left: remove their rows, and the bytes of all that was deleted or erased.
@@ -210,6 +217,7 @@ class Moving:
             journal.delete(gone, before_lsn=journal.next_lsn, kinds=["tombstone"])
             for key in gone:
                 tenants.erased.pop(key, None)
+        journal.sync()  # before the moves are forgotten
         return {key: issued for key, issued in certificates.items() if key not in tenants.departed}
 
     # ---- helpers

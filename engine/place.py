@@ -192,7 +192,7 @@ def _files(root: Path, prefix: str) -> Iterator[tuple[str, datetime]]:
 @contextmanager
 def _draft(target: Path, data: bytes) -> Iterator[Path]:
     """A durable file with `data` beside `target`, of a name that no other writer has."""
-    _make_folder(target.parent)
+    make_folder(target.parent)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}{DRAFT}")
     try:
         with draft.open("wb") as file:
@@ -204,9 +204,10 @@ def _draft(target: Path, data: bytes) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, durably. OSError."""
     if not folder.is_dir():
-        _make_folder(folder.parent)
+        make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         fsync_path(folder.parent)
 

@@ -338,8 +338,8 @@ class Tenants:
                 self.note_move(row.tenant_key, move_of(row))
             else:
                 self.erased[row.tenant_key] = orjson.loads(row.payload)
-        # of every tenant with something in the store: its key by its name
-        self._known: dict[str, str] | None = None
+        # every tenant with something in the store
+        self._known: set[str] | None = None
         self._in_hand: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
@@ -411,13 +411,13 @@ class Tenants:
         """
         self._in_hand = frozenset(names)
         missing = sorted({n for n in names if n not in self._loaded})
-        known = self._known_names() if missing else {}
+        known = self._known_names() if missing else set()
         stored = [n for n in missing if n in known]
         self._load(stored)
         for name in missing:
             if name not in self._loaded:
                 self._loaded[name] = self._new(name)
-                known[name] = self._loaded[name].key
+                known.add(name)
         for name in dict.fromkeys(names):
             self._loaded[name] = self._loaded.pop(name)  # to the end: used last
         return [self._loaded[n] for n in names]
@@ -460,9 +460,14 @@ class Tenants:
         self._drop(name)
         self.erased[self._journal.info.tenant_key(name)] = tombstone
 
-    def names_by_key(self) -> dict[str, str]:
-        """The name of every tenant that has something in the store, by its key."""
-        return {key: name for name, key in self._known_names().items()}
+    def stored_keys(self) -> set[str]:
+        """The key of every tenant that has something in the journal; a pass over two of its columns."""
+        return set(self._beginnings("tenant_key")["tenant_key"].to_pylist())
+
+    def names_of(self, keys: Sequence[str]) -> dict[str, str]:
+        """The names of these tenants by key, from the journal; those that have nothing in it are left out."""
+        rows = self._journal.read(tenant_keys=keys, kinds=["control"], vectors=False)
+        return {row.tenant_key: row.tenant for row in rows if not self.buried(row)}
 
     def note_move(self, key: str, move: Move) -> None:
         """A move was committed: from here on it counts."""
@@ -474,13 +479,13 @@ class Tenants:
 
     def arrive(self, names: Mapping[str, str], tombstones: Mapping[str, Mapping[str, Any]]) -> None:
         """Tenants have come from another shard, by key, with the tombstones of their earlier lives."""
-        self._known_names().update({name: key for key, name in names.items()})
+        self._known_names().update(names.values())
         self.erased.update(tombstones)
 
     def _drop(self, name: str) -> None:
         if name in self._loaded:
             self.evict(name)
-        self._known_names().pop(name, None)
+        self._known_names().discard(name)
 
     def _new(self, name: str) -> Tenant:
         key = self._journal.info.tenant_key(name)
@@ -528,14 +533,18 @@ class Tenants:
             table = table.filter(pc.invert(buried))
         return table
 
-    def _known_names(self) -> dict[str, str]:
+    def _known_names(self) -> set[str]:
         if self._known is None:
-            # Each tenant begins with a settings record, and keeps it when all its turns are deleted.
-            table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["control"])
-            known = self.alive(table).group_by(["tenant", "tenant_key"]).aggregate([])
-            names, keys = known["tenant"].to_pylist(), known["tenant_key"].to_pylist()
-            self._known = dict(zip(names, keys, strict=True))
+            self._known = set(self._beginnings("tenant", "tenant_key")["tenant"].to_pylist())
         return self._known
+
+    def _beginnings(self, *columns: str) -> pa.Table:
+        """These columns, among them the key, of each tenant: one row, or a few.
+
+        Each begins with a settings record, and keeps it when all its turns are deleted.
+        """
+        table = self._journal.columns([*columns, "lsn"], kinds=["control"])
+        return self.alive(table).group_by(list(columns)).aggregate([])
 
     def behind(self) -> list[str]:
         """Tenants whose log is longer than what has been decided, from a few narrow columns."""

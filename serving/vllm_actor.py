@@ -4,9 +4,10 @@
     python -m undertow.serving.vllm_actor status
     python -m undertow.serving.vllm_actor stop
 
-`start` prints the setting that tells an engine of them, UNDERTOW_LLM_URL. The actors are detached:
-they outlive the program that started them, and Ray starts an actor again whose process or node died.
-A server never outlives its actor.
+`start` prints the setting that tells shards of them, UNDERTOW_LLM_URL: their actors' names, as a server
+has another URL when its actor comes back on another node. Beside it, for processes outside of the
+cluster, the URLs of now. The actors are detached: they outlive the program that started them, and Ray
+starts an actor again whose process or node died. A server never outlives its actor.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from undertow.engine.llm_address import BY_NAME, NAMESPACE
 from undertow.engine.model import UndertowError
 from undertow.serving.local_vllm import SERVER_PYTHON, LocalServerError, LocalVLLM
 from undertow.serving.server_keeper import ServerKeeper, ServerState
@@ -34,7 +36,6 @@ except ModuleNotFoundError as missing:
         "vLLM actors need Ray, which is not installed. Install it: pip install 'undertow[cluster]'"
     ) from None
 
-NAMESPACE = "undertow"
 NODE_RESOURCE = "undertow_vllm"
 _NAME = "vllm-"
 _ASK_S = 30.0
@@ -62,8 +63,8 @@ class ServerPlan(BaseModel):
     node_resource: str = NODE_RESOURCE
 
     python: Path = SERVER_PYTHON
-    # of the first server; the others take the next ones, so that several fit on a node
-    port: int = Field(default=8_000, ge=1_024, le=65_000)
+    # of the first server; the others take the next ones, so that several fit on a node. 0: any free ones
+    port: int = Field(default=8_000, ge=0, le=65_000)
     # of a server on the CPU
     kv_cache_gib: int = Field(default=2, ge=1)
     start_timeout_s: float = Field(default=900.0, gt=0)
@@ -73,6 +74,12 @@ class ServerPlan(BaseModel):
     def _cards_are_whole_or_shared(self) -> ServerPlan:
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
             raise ValueError(f"num_gpus is {self.num_gpus}; above 1 it must be whole")
+        return self
+
+    @model_validator(mode="after")
+    def _port_is_free_to_use(self) -> ServerPlan:
+        if 0 < self.port < 1_024:
+            raise ValueError(f"port is {self.port}; those below 1024 are the system's. 0 takes a free one")
         return self
 
     def demand(self) -> dict[str, float]:
@@ -92,7 +99,7 @@ class ServerPlan(BaseModel):
             from_hub=self.from_hub,
             python=self.python,
             host=host,
-            port=self.port + number,
+            port=self.port and self.port + number,
             api_key=self.api_key,
             max_model_len=self.max_model_len,
             kv_cache_gib=self.kv_cache_gib,
@@ -115,6 +122,10 @@ class VLLMActor:
         """The server's URL once it answers. Raises LocalServerError as `ServerKeeper.ready` does."""
         return self._keeper.ready(timeout_s)
 
+    def url(self) -> str:
+        """The server's URL; empty while it does not answer. Asked by engines (`NamedActor`)."""
+        return self._keeper.state.url
+
     def state(self) -> ServerState:
         return self._keeper.state
 
@@ -122,28 +133,28 @@ class VLLMActor:
         self._keeper.stop()
 
 
-def start_servers(plan: ServerPlan, count: int, *, namespace: str = NAMESPACE) -> list[str]:
-    """The URLs of `count` running servers; those that run already stay as they are.
+def start_servers(plan: ServerPlan, count: int) -> dict[str, str]:
+    """The addresses for `llm_url` of `count` servers, and their URLs now; those that run stay as they are.
 
     Blocks until all answer. Raises LocalServerError with a server's last log lines, or with what the
     cluster lacks; the actors are left, and go on trying.
     """
-    handles = [_actor(plan, number, namespace) for number in range(count)]
+    handles = {f"{_NAME}{number}": _actor(plan, number) for number in range(count)}
     # the actors may have to wait for a node that the autoscaler starts
     deadline_s = time.monotonic() + 2 * plan.start_timeout_s
-    urls = []
-    for handle in handles:
+    urls = {}
+    for name, handle in handles.items():
         left_s = max(1.0, deadline_s - time.monotonic())
         try:
-            urls.append(str(ray.get(handle.ready.remote(plan.start_timeout_s), timeout=left_s)))
+            urls[f"{BY_NAME}{name}"] = str(ray.get(handle.ready.remote(plan.start_timeout_s), timeout=left_s))
         except GetTimeoutError as waited:
             raise LocalServerError(_no_place(plan, count)) from waited
     return urls
 
 
-def server_states(namespace: str = NAMESPACE) -> dict[str, ServerState]:
+def server_states() -> dict[str, ServerState]:
     """The state of every server, by its actor's name. An actor that does not answer is told as such."""
-    asked = {name: _handle(name, namespace).state.remote() for name in _names(namespace)}
+    asked = {name: _handle(name).state.remote() for name in _names()}
     states = {}
     for name, answer in asked.items():
         try:
@@ -154,9 +165,9 @@ def server_states(namespace: str = NAMESPACE) -> dict[str, ServerState]:
     return states
 
 
-def stop_servers(namespace: str = NAMESPACE) -> int:
+def stop_servers() -> int:
     """Ends all servers and their actors; how many there were."""
-    handles = [_handle(name, namespace) for name in _names(namespace)]
+    handles = [_handle(name) for name in _names()]
     if handles:
         # those that do not answer are dead or have no place yet: the kill does it all
         ray.wait([handle.stop.remote() for handle in handles], num_returns=len(handles), timeout=_ASK_S)
@@ -165,10 +176,10 @@ def stop_servers(namespace: str = NAMESPACE) -> int:
     return len(handles)
 
 
-def _actor(plan: ServerPlan, number: int, namespace: str) -> Any:
+def _actor(plan: ServerPlan, number: int) -> Any:
     shell = ray.remote(VLLMActor).options(
         name=f"{_NAME}{number}",
-        namespace=namespace,
+        namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
         max_restarts=-1,
@@ -182,15 +193,15 @@ def _actor(plan: ServerPlan, number: int, namespace: str) -> Any:
     return shell.remote(plan, number)
 
 
-def _names(namespace: str) -> list[str]:
+def _names() -> list[str]:
     found = [
-        actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace
+        actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE
     ]
     return sorted((name for name in found if name.startswith(_NAME)), key=lambda name: (len(name), name))
 
 
-def _handle(name: str, namespace: str) -> Any:
-    return ray.get_actor(name, namespace=namespace)
+def _handle(name: str) -> Any:
+    return ray.get_actor(name, namespace=NAMESPACE)
 
 
 def _no_place(plan: ServerPlan, count: int) -> str:
@@ -227,7 +238,9 @@ def start(
     num_cpus: float = 1.0,
     node_resource: Annotated[str, typer.Option(help="that vLLM nodes have; '' for any node")] = NODE_RESOURCE,
     python: Annotated[Path, typer.Option(help="of the nodes' vLLM environment")] = SERVER_PYTHON,
-    port: int = 8_000,
+    port: Annotated[
+        int, typer.Option(help="of the first server, the others take the next; 0: any free")
+    ] = 8_000,
     max_model_len: int = 8_192,
     gpu_memory_utilization: float = 0.9,
     start_timeout_s: float = 900.0,
@@ -246,10 +259,13 @@ def start(
         )
         plan = ServerPlan(**given, api_key=api_key, extra_args=tuple(vllm_arg or ()))
         _connect(address)
-        typer.echo(f"UNDERTOW_LLM_URL={','.join(start_servers(plan, count))}")
+        urls = start_servers(plan, count)
     except (UndertowError, ValueError, ConnectionError, RayError) as error:
         typer.echo(f"vllm_actor: {error}", err=True)
         raise typer.Exit(1) from None
+    for server, url in urls.items():
+        typer.echo(f"{server} answers at {url}", err=True)
+    typer.echo(f"UNDERTOW_LLM_URL={','.join(urls)}")
 
 
 @cli.command()

@@ -10,10 +10,10 @@ from typing import Any
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.housing import STORES, Parts
-from undertow.engine.cluster.lane import ShardGone
+from undertow.engine.cluster.housing import Parts
+from undertow.engine.cluster.reach import ShardGone, ShardLeft
 from undertow.engine.cluster.shard import Shard
-from undertow.engine.cluster.shard_map import ShardMap
+from undertow.engine.cluster.shard_map import STORES, ShardMap
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Float16, HashingEncoder
 from undertow.engine.journal import Fenced
@@ -115,7 +115,7 @@ class LocalCalls:
             return future.result()
         except Fenced:  # by a zombie that was slow to open: an actor ends itself then
             self._shards.kill(self._name)
-            raise ShardGone(f"shard {self._name} was fenced") from None
+            raise ShardLeft(f"shard {self._name} was fenced") from None
 
 
 def cluster_state(root: Place) -> State:

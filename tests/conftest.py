@@ -1,4 +1,4 @@
-"""Fixtures and options shared by the test files: the gpu marker, and a real vLLM server with a tiny model.
+"""Fixtures and options shared by the test files: the gpu marker, one S3 server and one Ray a session.
 
 What needs the engine is imported inside the fixtures: the kernels' tests run with torch, CuPy and NumPy.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -17,10 +16,6 @@ from undertow.kernels import device
 
 from .s3_server import s3_server
 
-if TYPE_CHECKING:
-    from undertow.serving.local_vllm import LocalVLLM
-
-TINY_CONTEXT_TOKENS = 4096
 S3_BUCKETS = ("memories", "whole", "bulk-logs", "readers-logs")
 
 
@@ -31,6 +26,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("UNDERTOW_REQUIRE_GPU", "") not in ("", "0"),
         help="tests marked gpu fail where they would be skipped (also: UNDERTOW_REQUIRE_GPU=1)",
     )
+
+
+# what these start is dear, so one worker of pytest-xdist has all of their tests
+SHARED = ("tiny_vllm", "ray_address")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `-n`, a file's tests stay together, and so do those that share a server; these begin first."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        group = next((name for name in SHARED if name in fixtures), item.nodeid.partition("::")[0])
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not any(name in getattr(item, "fixturenames", ()) for name in SHARED))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -57,6 +65,7 @@ def lacking(request: pytest.FixtureRequest) -> Callable[[str], NoReturn]:
 @pytest.fixture(scope="session")
 def s3_variables() -> Iterator[dict[str, str]]:
     """The environment that leads to an S3 server: one a session, as clients are kept by bucket."""
+
     with s3_server(*S3_BUCKETS) as variables:
         yield variables
 
@@ -86,30 +95,3 @@ def ray_address(s3_variables: dict[str, str]) -> Iterator[str]:
         )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a two-layer byte-level Llama with random weights, made once a session."""
-    from undertow.serving.tiny_model import make_tiny_model
-
-    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"), context_tokens=TINY_CONTEXT_TOKENS)
-
-
-@pytest.fixture(scope="session")
-def tiny_vllm(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalVLLM]:
-    """A running vLLM server that serves the tiny model under the name `tiny`."""
-    from undertow.serving.local_vllm import SERVER_PYTHON, LocalVLLM
-
-    if not SERVER_PYTHON.exists() and "CI" not in os.environ:
-        pytest.skip(f"no vLLM environment ({SERVER_PYTHON} is missing): run `make setup-vllm`")
-    server = LocalVLLM(
-        tiny_model_dir,
-        "tiny",
-        max_model_len=TINY_CONTEXT_TOKENS,
-        kv_cache_gib=1,
-        log_path=tmp_path_factory.mktemp("vllm") / "server.log",
-        start_timeout_s=420,
-    )
-    with server:
-        yield server

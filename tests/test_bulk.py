@@ -7,7 +7,8 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,38 @@ def test_a_reader_that_fails_ends_its_file_alone(
     assert "a defect of the reader" in str(report.first_errors[0])
 
 
+def test_turns_that_cannot_be_packed_end_their_file_alone(
+    root: Place, logs: list[Log], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect behind the readers, as one in grouping would be: what was packed before it is taken."""
+
+    def fails(turns: Sequence[Turn]) -> pa.Table:
+        if any("file 0 line 20 " in turn.text for turn in turns):
+            raise RuntimeError("a defect of packing")
+        return pack(turns)
+
+    monkeypatch.setattr(bulk_reading, "TABLE_TURNS", 10)
+    monkeypatch.setattr(bulk_reading, "pack", fails)
+    pieces = [Piece(n, log, 0) for n, log in enumerate(logs[:2])]
+    tables = list(bulk_reading.read_all(reading(root), pieces))
+    taken = [t for t in tables if t.column("group")[0].as_py() != bulk_reading.REPORTS]
+    first, second = (FileReport.from_json(t.column("payload")[0].as_py()) for t in tables if t not in taken)
+    of_file = Counter(file for t in taken for file in t.column("file").to_pylist())
+    assert (first.whole, first.errors, of_file[0]) == (False, 1, first.turns)
+    assert 0 < first.turns < second.turns == of_file[1]
+    assert second.whole and not second.errors
+    assert f"with {first.turns} turns taken: RuntimeError: a defect" in str(first.first_errors[0])
+
+
+def test_a_tenant_without_a_group_ends_its_file_alone(
+    root: Place, logs: list[Log], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_reading, "zlib", None)
+    (only,) = reading(root).tables(Piece(0, logs[0], 0))
+    report = FileReport.from_json(only.column("payload")[0].as_py())
+    assert (report.whole, report.errors, report.turns) == (False, 1, 0)
+
+
 def test_calls_are_cut_anew_and_lose_nothing() -> None:
     turns = [Turn("t", (Message("user", str(n)),), str(n)) for n in range(1000)]
     chance = random.Random(3)
@@ -186,6 +219,10 @@ def test_a_wave_is_named_by_all_that_makes_its_groups(root: Place, logs: list[Lo
     ]
     assert len(set(names)) == len(names)
     assert names[0] == wave_name(reading(root, done=frozenset({1})), pieces)
+    path = Path(logs[4].uri)
+    path.write_text(path.read_text().replace("file 4 line 0 ", "file 9 line 0 "))
+    assert Log.of(path).size_bytes == logs[4].size_bytes
+    assert wave_name(reading(root), pieces) not in names
 
 
 # ---- on Ray
@@ -300,7 +337,10 @@ def test_workers_that_die_lose_nothing_and_reorder_nothing(root: Place, logs: li
     run = ingest(root, deadly, logs, group_bytes=5_000)
     assert len(list(kept.folder.glob("death*"))) == 2
     assert kept.stored() == one_process_order(logs)
-    assert run.report.read_turns == sum(map(len, kept.stored().values()))
+    turns = sum(map(len, kept.stored().values()))
+    assert run.report.read_turns == run.report.stored_turns == turns
+    # what the dead had stored is known when it comes again
+    assert 0 < run.report.new_turns < turns
 
 
 @pytest.mark.usefixtures("ray_address")
@@ -313,7 +353,7 @@ def test_an_interrupt_ends_after_whole_groups_and_resume_completes(
         kept,
         logs,
         group_bytes=5_000,
-        on_progress=lambda p: seen.append(p.new_turns),
+        on_progress=lambda p: seen.append(p.stored_turns),
         stop=lambda: bool(seen and seen[-1]),
     )
     expected = one_process_order(logs)
@@ -323,6 +363,29 @@ def test_an_interrupt_ends_after_whole_groups_and_resume_completes(
     assert kept.stored() == expected
     assert run.report.new_turns + done.report.new_turns == sum(map(len, expected.values()))
     assert done.report.read_turns == done.report.new_turns
+
+
+@pytest.mark.usefixtures("ray_address")
+def test_a_log_that_was_replaced_in_an_interrupted_wave_is_read_anew(
+    root: Place, logs: list[Log], kept: Kept
+) -> None:
+    """It is as long as the one before, so only how it begins tells them apart."""
+    seen: list[int] = []
+    ingest(
+        root,
+        kept,
+        logs,
+        group_bytes=5_000,
+        on_progress=lambda p: seen.append(p.stored_turns),
+        stop=lambda: bool(seen and seen[-1]),
+    )
+    path = Path(logs[0].uri)
+    path.write_text(path.read_text().replace("line", "LINE").replace("word", "WORD"))
+    assert Log.of(path).size_bytes == logs[0].size_bytes
+    ingest(root, kept, logs, group_bytes=5_000, resume=True)
+    stored = kept.stored()
+    for tenant, keys in one_process_order(logs).items():
+        assert set(keys) <= set(stored[tenant])
 
 
 @pytest.mark.usefixtures("ray_address")

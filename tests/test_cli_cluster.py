@@ -9,7 +9,9 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -82,54 +84,77 @@ def one_process(
 
 
 @pytest.fixture(scope="module")
-def built(
-    tmp_path_factory: pytest.TempPathFactory,
-    logs: Path,
-    server: str,
-    ray_address: str,
-    one_process: tuple[Path, dict[str, Any]],
-) -> Path:
-    """A root of two shards, which run on; not to be changed."""
+def expected(one_process: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    """What one process makes of the logs, whole."""
+    return everything(one_process[0])
+
+
+@dataclass(frozen=True)
+class Job:
+    """A bulk ingest that was killed at and went on, and how it ended. Its root's shards run on."""
+
+    root: Path
+    killed: Counter[str]
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, logs: Path, server: str, ray_address: str) -> Job:
+    """Into two shards. Its driver is killed, then of the same command a worker, a shard and a worker."""
     root = tmp_path_factory.mktemp("cluster") / "root"
     publish(Place.of(root), evenly_split())
-    done = run(
-        "ingest",
-        logs,
-        "--store",
-        root,
-        "--ray",
-        ray_address,
-        "--shards",
-        "2",
-        "--llm",
-        server,
-        *THETAS,
-        "--json",
-    )
-    assert done.code == 0, done.err
-    assert list(done.doc) == [*SUMMARY_KEYS, "errors", "warnings", "parked_turns", "files"]
-    timed = ("elapsed_s", "turns_per_s", "cached_prompt_tokens")
-    expected = {k: v for k, v in one_process[1].items() if k not in timed}
-    assert {k: done.doc[k] for k in expected} == expected
-    assert (done.doc["parked_turns"], done.doc["files"]) == (0, [])
-    return root
+    command = ["ingest", str(logs), "--store", str(root), "--ray", ray_address, "--shards", "2"]
+    command += ["--llm", server, *THETAS, "--json"]
+    killed: Counter[str] = Counter()
+    with _started(command) as first:
+        _wait_until(lambda: (root / "jobs").exists() or first.poll() is not None)
+        killed["driver"] += first.poll() is None
+    chance = random.Random(11)
+    with _started(command) as second:
+        _wait_until(lambda: bool(_at_work()) or second.poll() is not None)
+        for kind in ("worker", "shard", "worker"):
+            killed[kind] += _kill(root, kind, chance)
+        out, err = second.communicate(timeout=240)
+    return Job(root, killed, second.returncode, out, err)
 
 
-def evenly_split() -> ShardMap:
-    """A map of two shards with a hash key that gives each of them half of the tenants."""
-    maps = (ShardMap(1, ("s0001", "s0002"), hash_key=f"{n:064x}") for n in count())
-    return next(m for m in maps if m.owners(TENANTS).count("s0001") == len(TENANTS) // 2)
+@pytest.fixture(scope="module")
+def built(job: Job) -> Path:
+    """A root of two shards, which run on; not to be changed."""
+    assert job.code == 0, job.err
+    return job.root
 
 
-def everything(store: Path) -> dict[str, Any]:
-    return {tenant: contents(store, tenant) for tenant in TENANTS}
+def evenly_split(shards: int = 2) -> ShardMap:
+    """A map of so many shards, with a hash key by which each of two shards has half of the tenants."""
+    names = ("s0001", "s0002")
+    maps = (ShardMap(1, names, hash_key=f"{n:064x}") for n in count())
+    found = next(m for m in maps if m.owners(TENANTS).count("s0001") == len(TENANTS) // 2)
+    return replace(found, shards=names[:shards])
 
 
-def test_memories_on_shards_are_those_of_one_process(
-    built: Path, one_process: tuple[Path, dict[str, Any]]
+def everything(store: Path, tenants: Sequence[str] = TENANTS) -> dict[str, Any]:
+    return {tenant: contents(store, tenant) for tenant in tenants}
+
+
+def test_a_job_whose_driver_shards_and_workers_are_killed_is_completed_by_the_same_command(
+    job: Job, built: Path, one_process: tuple[Path, dict[str, Any]], expected: dict[str, Any]
 ) -> None:
-    store, _ = one_process
-    assert everything(built) == everything(store)
+    """Shards outlive a driver; the next one finds them. More rounds of it: test_cluster_soak.py."""
+    assert job.killed["driver"] and job.killed["worker"] and job.killed["shard"], job.killed
+    done = json.loads(job.out)
+    assert list(done) == [*SUMMARY_KEYS, "errors", "warnings", "parked_turns", "files"]
+    timed = ("elapsed_s", "turns_per_s", "cached_prompt_tokens")
+    figures = {k: v for k, v in one_process[1].items() if k not in timed}
+    assert {k: done[k] for k in figures} == figures
+    assert (done["parked_turns"], done["files"]) == (0, [])
+    assert "A worker died" not in job.err
+    assert everything(built) == expected
+
+
+def test_tenants_are_spread_over_the_shards(built: Path) -> None:
     shards = list((built / "shards").iterdir())
     assert len(shards) == 2
     held = [run("list", "--kind", "tenants", "--store", shard, "--json").lines for shard in shards]
@@ -171,93 +196,30 @@ def test_ask_on_a_root_reads_and_writes_nothing(built: Path, server: str) -> Non
     assert "cost of this call is not recorded" in asked.err
 
 
-def test_the_same_logs_again_change_nothing(built: Path, logs: Path, server: str, ray_address: str) -> None:
-    before = everything(built)
+def test_the_same_logs_again_change_nothing(
+    built: Path, logs: Path, server: str, ray_address: str, expected: dict[str, Any]
+) -> None:
+    where = ("--store", built, "--ray", ray_address)
     for more in ((), ("--resume",)):
-        done = run(
-            "ingest", logs, "--store", built, "--ray", ray_address, "--llm", server, *THETAS, "--json", *more
-        )
+        done = run("ingest", logs, *where, "--llm", server, *THETAS, "--json", *more)
         assert (done.code, done.doc["turns"], done.doc["turns_per_s"]) == (0, len(TENANTS) * TURNS, 0)
-    assert everything(built) == before
+    assert everything(built) == expected
 
 
-def test_files_with_problems_are_told_one_by_one(tmp_path: Path, logs: Path) -> None:
-    bad = write_log(tmp_path / "bad.jsonl", ["{broken", *conversation("eve", 2), "[]"])
-    done = run(
-        "ingest",
-        bad,
-        logs / "a.jsonl",
-        "--store",
-        tmp_path / "root",
-        "--ray",
-        "local",
-        "--shards",
-        "1",
-        "--llm",
-        "off",
-        "--json",
-    )
-    assert (done.code, done.doc["errors"], done.doc["turns"]) == (3, 2, 2 + TURNS + TURNS // 2)
-    (told,) = done.doc["files"]
-    assert (told["file"], told["turns"], told["errors"], told["warnings"]) == (str(bad), 2, 2, 0)
-    assert told["first"][0].startswith(f"{bad}:1: is not JSON")
-    assert f"{bad}:4: a line must be a JSON object" in done.err
-
-
-def test_a_killed_driver_s_job_is_completed_by_the_same_command(
-    tmp_path: Path, logs: Path, server: str, ray_address: str, one_process: tuple[Path, dict[str, Any]]
-) -> None:
-    """Its shards outlive a driver; the next one finds them."""
-    root = tmp_path / "root"
-    command = ["ingest", str(logs), "--store", str(root), "--ray", ray_address, "--shards", "2"]
-    command += ["--llm", server, *THETAS, "--resume", "--json"]
-    chance = random.Random(5)
-    for _ in range(2):
-        running = _start(command)
-        try:
-            _wait_until((root / "shards").exists)
-            time.sleep(chance.uniform(0, 3))
-        finally:
-            running.send_signal(signal.SIGKILL)
-            running.wait()
-    done = run(*command)
-    assert done.code == 0, done.err
-    assert (done.doc["turns"], done.doc["undecided_turns"]) == (len(TENANTS) * TURNS, 0)
-    assert everything(root) == everything(one_process[0])
-    _end(root, ray_address, server)
-
-
-def test_killed_shards_and_workers_cost_a_running_job_nothing(
-    tmp_path: Path, logs: Path, server: str, ray_address: str, one_process: tuple[Path, dict[str, Any]]
-) -> None:
-    root = tmp_path / "root"
-    command = ["ingest", str(logs), "--store", str(root), "--ray", ray_address, "--shards", "2"]
-    running = _start([*command, "--llm", server, *THETAS, "--json"])
-    chance = random.Random(11)
-    killed: Counter[str] = Counter()
-    try:
-        _wait_until((root / "shards").exists)
-        for kind in ("shard", "worker", "worker", "shard"):
-            time.sleep(chance.uniform(0, 2))
-            killed[kind] += _kill(root, kind, chance)
-        out, err = running.communicate(timeout=240)
-    finally:
-        running.kill()
-    assert running.returncode == 0, err
-    assert killed["shard"], killed
-    assert json.loads(out)["turns"] == len(TENANTS) * TURNS
-    assert everything(root) == everything(one_process[0])
-    _end(root, ray_address, server)
-
-
-def _start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, which is killed at the end."""
+    with subprocess.Popen(
         [*PROGRAM, *command],
         env={**os.environ, **ENV, **CLUSTER_ENV},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def _kill(root: Path, kind: str, chance: random.Random) -> int:
@@ -266,11 +228,21 @@ def _kill(root: Path, kind: str, chance: random.Random) -> int:
         state = run("cluster", "status", "--store", root, "--ray", "auto", "--json").doc
         found = [s["pid"] for s in state["shards"].values() if "pid" in s]
     else:
-        ours = psutil.Process().children(recursive=True)
-        found = [p.pid for p in ours if p.name().startswith("ray::") and "ShardActor" not in p.name()]
+        found = [process.pid for process in _at_work()]
     if found:
         os.kill(chance.choice(found), signal.SIGKILL)
     return bool(found)
+
+
+def _at_work() -> list[psutil.Process]:
+    """Ray's workers that do something now, but for shards and Ray's own."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            name = process.name()
+            if name.startswith("ray::") and not any(other in name for other in ("Shard", "IDLE", "Agent")):
+                found.append(process)
+    return found
 
 
 def _end(root: Path, ray_address: str, server: str) -> None:
@@ -288,34 +260,57 @@ def _wait_until(holds: Callable[[], bool], timeout_s: float = 240.0) -> None:
 
 
 def test_shards_are_added_and_removed(
-    tmp_path: Path, logs: Path, server: str, ray_address: str, one_process: tuple[Path, dict[str, Any]]
+    tmp_path: Path, logs: Path, server: str, ray_address: str, expected: dict[str, Any]
 ) -> None:
-    root, where = tmp_path / "root", ("--ray", ray_address)
-    run("ingest", logs, "--store", root, *where, "--shards", "1", "--llm", server, *THETAS)
-    state = run("cluster", "status", "--store", root, *where, "--json").doc
+    """And what else is done to one root: files with problems, deleting, erasing, embedding anew."""
+    root = tmp_path / "root"
+    where = ("--store", root, "--ray", ray_address)
+    publish(Place.of(root), evenly_split(1))
+    _ingest_with_problems(tmp_path / "bad.jsonl", logs, where, server)
+    state = run("cluster", "status", *where, "--json").doc
     assert {shard: s["state"] for shard, s in state["shards"].items()} == {"s0001": "serving"}
-    more = run("cluster", "move", "--store", root, *where, "--shards", "3", "--llm", server, "--json")
+    more = run("cluster", "move", *where, "--shards", "2", "--llm", server, "--json")
     assert more.code == 0, more.err
-    assert more.doc["shards"] == ["s0001", "s0002", "s0003"]
-    assert more.doc["moved_tenants"] == len(_tenants_of(root, "s0002") + _tenants_of(root, "s0003"))
-    assert everything(root) == everything(one_process[0])
-    less = run("cluster", "move", "--store", root, *where, "--shards", "2", "--llm", server, "--json")
-    assert (less.code, less.doc["shards"]) == (0, ["s0001", "s0002"])
-    assert everything(root) == everything(one_process[0])
-    nothing = run("cluster", "move", "--store", root, *where, "--llm", server, "--json")
-    assert (nothing.code, nothing.doc) == (0, {**less.doc, "moved_tenants": 0, "moved_rows": 0})
+    assert more.doc["shards"] == ["s0001", "s0002"]
+    assert more.doc["moved_tenants"] == len(_tenants_of(root, "s0002")) >= 2
+    assert everything(root) == expected
     _erase_and_delete(root, where, server)
-    assert run("cluster", "drain", "--store", root, *where, "--stop", "--llm", server).code == 0
-    after = run("cluster", "status", "--store", root, *where, "--json").doc
+    less = run("cluster", "move", *where, "--shards", "1", "--llm", server, "--json")
+    assert (less.code, less.doc["shards"]) == (0, ["s0001"])
+    nothing = run("cluster", "move", *where, "--llm", server, "--json")
+    assert (nothing.code, nothing.doc) == (0, {**less.doc, "moved_tenants": 0, "moved_rows": 0})
+    running = run("reindex", *where, "--encoder", "hash:128")
+    assert (running.code, "drain --stop" in running.err) == (2, True)
+    replayed = run("jobs", "--replay", *where, "--llm", server, "--json")
+    assert (replayed.code, replayed.lines, "0 parked jobs" in replayed.err) == (0, [], True)
+    _end(root, ray_address, server)
+    after = run("cluster", "status", *where, "--json").doc
     assert {s["state"] for s in after["shards"].values()} == {"not running"}
+    assert run("reindex", *where, "--encoder", "hash:128").code == 0
+    rest = ("ada", "bo")
+    assert everything(root, rest) == {tenant: expected[tenant] for tenant in rest}
 
 
-def _erase_and_delete(root: Path, where: tuple[str, str], server: str) -> None:
-    erased = run("erase", "--tenant", "cy", "--store", root, *where, "--now", "--yes", "--json")
+def _ingest_with_problems(bad: Path, logs: Path, where: tuple[str | Path, ...], server: str) -> None:
+    """The logs, and one whose problems are told one by one."""
+    write_log(bad, ["{broken", *conversation("eve", 2), "[]"])
+    done = run("ingest", bad, logs, *where, "--shards", "1", "--llm", server, *THETAS, "--json")
+    assert (done.code, done.doc["errors"], done.doc["turns"]) == (3, 2, 2 + len(TENANTS) * TURNS)
+    (told,) = done.doc["files"]
+    assert (told["file"], told["turns"], told["errors"], told["warnings"]) == (str(bad), 2, 2, 0)
+    assert told["first"][0].startswith(f"{bad}:1: is not JSON")
+    assert f"{bad}:4: a line must be a JSON object" in done.err
+
+
+def _erase_and_delete(root: Path, where: tuple[str | Path, ...], server: str) -> None:
+    erased = run("erase", "--tenant", "cy", *where, "--now", "--yes", "--json")
     assert (erased.code, erased.doc["purged"], erased.doc["turns_removed"]) == (0, True, TURNS), erased.err
     assert run("list", "--kind", "turns", "--tenant", "cy", "--store", root).code == 1
     turn = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines[0]
-    deleted = run("delete", turn["id"], "--store", root, *where, "--llm", server, "--json")
+    command = ("delete", turn["id"], *where, "--llm", server)
+    refused = run(*command, "--tenant", "ada")
+    assert (refused.code, "no memory of 'ada'" in refused.err) == (1, True)
+    deleted = run(*command, "--json")
     assert (deleted.code, deleted.doc["kind"], deleted.doc["settled"]) == (0, "turn", True), deleted.err
     left = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines
     assert [t["id"] for t in left].count(turn["id"]) == 0 and len(left) == TURNS - 1
@@ -349,6 +344,7 @@ def test_wrong_usage_is_exit_2(
         ("delete", "0" * 32, "--store", built),
         ("erase", "--tenant", "ada", "--store", built, "--yes"),
         ("jobs", "--replay", "--store", built, "--llm", "http://127.0.0.1:9/v1"),
+        ("jobs", "--ray", "local", "--store", built),
         ("reindex", "--encoder", "hash:128", "--store", built),
     ):
         done = run(*args)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from undertow.bench.mock_llm import spawn_server  # noqa: E402
+from undertow.engine.cluster.actors import NAMESPACE, actor_name  # noqa: E402
 from undertow.engine.cluster.cluster import Cluster  # noqa: E402
 from undertow.engine.cluster.housing import Parts  # noqa: E402
+from undertow.engine.cluster.resharding import reshard  # noqa: E402
 from undertow.engine.cluster.resources import ClusterSettings, ResourcesLacking  # noqa: E402
+from undertow.engine.cluster.shard_map import Removed  # noqa: E402
 from undertow.engine.config import Settings  # noqa: E402
 from undertow.engine.encoder import Encoder, Float16, HashingEncoder  # noqa: E402
 from undertow.engine.engine import Engine, make_llm  # noqa: E402
@@ -42,6 +46,8 @@ from .fault_harness import (  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("ray_address")
 
+# that name no thresholds
+PLAIN = Settings(device="cpu", encoder="hash:384")
 SMALL = ClusterSettings(num_cpus=0.5, threads=1, patience_s=90, call_turns=16, lane_turns=64)
 
 
@@ -107,6 +113,7 @@ connect(address, log_to_driver=False)
 settings = Settings(device="cpu", encoder="hash:384")
 cluster = Cluster.open(root, settings, shards=2, resources=ClusterSettings(num_cpus=0.5, threads=1))
 cluster.add_batch([Turn(f"t{n % 5}", (Message("user", f"word{n}"),), f"k{n}") for n in range(50)])
+cluster.drain()  # by then each has started
 print(sorted(state["pid"] for state in cluster.status().values()), flush=True)
 time.sleep(600)
 """
@@ -122,14 +129,45 @@ def test_shards_outlive_their_driver_and_the_next_one_finds_them(root: Place) ->
     driver.kill()
     driver.wait()
     assert pids.startswith("[")
-    with Cluster.open(root, settings(), resources=SMALL) as cluster:
+    with pytest.raises(UndertowError, match="decided by theta_sim"):
+        Cluster.open(root, settings(), resources=SMALL)
+    with Cluster.open(root, PLAIN, resources=SMALL) as cluster:
         assert str(pids_of(cluster)) == pids
         assert cluster.stats()["turns"] == 50
         again = cluster.add_batch([turn_of("t0", 0, "after")])
         assert again[0].seq == 10
         cluster.stop()
     with pytest.raises(UndertowError, match="has 2 shards"):
-        Cluster.open(root, settings(), shards=3, resources=SMALL)
+        Cluster.open(root, PLAIN, shards=3, resources=SMALL)
+
+
+def test_the_shard_of_a_move_that_died_at_its_end_ends_and_is_not_started_again(root: Place) -> None:
+    names = [f"tenant-{n}" for n in range(8)]
+    with (
+        Cluster.open(root, PLAIN, shards=2, resources=SMALL) as cluster,
+        Cluster.open(root, PLAIN, resources=SMALL) as stale,
+    ):
+        turns = [turn_of(name, n, f"word{n}") for n in range(3) for name in names]
+        stale.add_batch(turns)
+        moved = [name for name in names if stale.owners([name]) == ["s0002"]]
+        assert moved
+        reshard(root, ["s0001"], cluster._remote)
+        actor = ray.get_actor(actor_name(root, "s0002"), namespace=NAMESPACE)
+        with pytest.raises(Removed):  # what it does by itself, some time
+            ray.get(actor.call.remote("look"))
+        with pytest.raises(ray.exceptions.RayActorError):
+            while True:
+                with suppress(UndertowError):  # closed, but not gone yet
+                    ray.get(actor.call.remote("status"))
+        # callers with the old map find the tenants, and start no shard
+        assert [hit.memory for hit in stale.search(moved[0], "word1").turns]
+        assert [r.seq for r in stale.add_batch([turn_of(name, 3, "word3") for name in moved])] == [3] * len(
+            moved
+        )
+        assert stale.stats()["turns"] == len(turns) + len(moved)
+        with pytest.raises(ValueError, match="Failed to look up"):
+            ray.get_actor(actor_name(root, "s0002"), namespace=NAMESPACE)
+        cluster.stop()
 
 
 class DeadlyEncoder(HashingEncoder):

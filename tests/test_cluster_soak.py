@@ -31,9 +31,8 @@ from undertow.bench.mock_llm import spawn_server  # noqa: E402
 from undertow.engine.admission import QueueFull  # noqa: E402
 from undertow.engine.cluster.actors import connect  # noqa: E402
 from undertow.engine.cluster.cluster import Cluster  # noqa: E402
-from undertow.engine.cluster.housing import STORES  # noqa: E402
 from undertow.engine.cluster.resources import ClusterSettings  # noqa: E402
-from undertow.engine.cluster.shard_map import load  # noqa: E402
+from undertow.engine.cluster.shard_map import STORES, load  # noqa: E402
 from undertow.engine.cluster.wire import pack  # noqa: E402
 from undertow.engine.encoder import HashingEncoder  # noqa: E402
 from undertow.engine.engine import Engine, make_llm  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,99 +14,21 @@ import pytest
 
 from undertow.engine.admission import QueueFull
 from undertow.engine.cluster import lane as lanes
-from undertow.engine.cluster.calls import Hello, StaleSession, Stamp
+from undertow.engine.cluster import reach
+from undertow.engine.cluster.calls import Call, Hello, Stamp
 from undertow.engine.cluster.delivery import Delivery, Parcel, split
-from undertow.engine.cluster.lane import Lane, ShardGone
+from undertow.engine.cluster.lane import Lane
+from undertow.engine.cluster.reach import ShardDown, ShardGone, ShardLeft
 from undertow.engine.cluster.resources import ClusterSettings
+from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import Status, pack, receipts_table, unpack
 from undertow.engine.model import UndertowError
 from undertow.engine.place import StoreError
 
 from .engine_harness import turn_of
+from .lane_harness import FakeShard, always_full, said
 
 SETTINGS = ClusterSettings(window_calls=4, patience_s=5)
-
-
-@dataclass
-class FakeShard:
-    """Stores texts. It dies of some words, and whenever the test says so, and forgets its clients then."""
-
-    deadly: str = "badger"
-    stored: list[str] = field(default_factory=list)
-    parked: list[str] = field(default_factory=list)
-    deaths: int = 0
-    hellos: int = 0
-    under_way: int = 0
-    most_under_way: int = 0
-    kill_when: Callable[[list[str]], bool] = lambda _: False
-    dies_idle: int = 0
-    full: int = 0
-    broken: Exception | None = None
-    away: dict[str, tuple[Status, str]] = field(default_factory=dict)
-    _life: int = 0
-    _next: int = 0
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(self, method)(*args)
-
-    async def hello(self, client: str, map_version: int) -> Hello:
-        self.hellos += 1
-        self._next = 0
-        return Hello(f"life {self._life}", map_version)
-
-    async def status(self) -> dict[str, Any]:
-        if self.dies_idle:
-            self.dies_idle -= 1
-            self.die()
-        return {}
-
-    async def park(self, table: pa.Table, reason: str) -> int:
-        texts = [turn.text for turn in unpack(table)]
-        self.parked += texts
-        return len(texts)
-
-    def die(self) -> None:
-        self._life += 1
-        self.deaths += 1
-        raise ShardGone("dead")
-
-    async def add(self, table: pa.Table, stamp: Stamp) -> pa.Table:
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
-        life = self._life
-        try:
-            while stamp.token == f"life {self._life}" and stamp.number != self._next:
-                await asyncio.sleep(0)
-            await asyncio.sleep(0.001)
-            if life != self._life:
-                raise ShardGone("died meanwhile")
-            if stamp.token != f"life {self._life}":
-                raise StaleSession("another life")
-            return self._store(table)
-        finally:
-            self.under_way -= 1
-
-    def _store(self, table: pa.Table) -> pa.Table:
-        texts = [turn.text for turn in unpack(table)]
-        if self.full:
-            self.full -= 1
-            raise QueueFull("later")
-        self._next += 1
-        if self.broken is not None:
-            raise self.broken
-        if any(self.deadly in text for text in texts) or self.kill_when(texts):
-            self.die()
-        rows: list[tuple[Status, str | None, int | None, str | None]] = []
-        for turn in unpack(table):
-            if turn.tenant in self.away:
-                status, to = self.away[turn.tenant]
-                rows.append((status, None, None, to))
-            else:
-                known = turn.text in self.stored
-                if not known:
-                    self.stored.append(turn.text)
-                rows.append((Status.DUPLICATE if known else Status.STORED, None, None, None))
-        return receipts_table(rows)
 
 
 @dataclass
@@ -114,52 +37,75 @@ class Sent:
 
     lane: Lane
     returned: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
+    in_transit: set[str] = field(default_factory=set)
+    # whether tenants are still away when their turns are sent anew
+    stays_away: bool = False
     held: int = 0
     # what reading the map, and sending parcels anew, fails with
     no_map: Exception | None = None
     no_way: Exception | None = None
 
 
+def in_use(shard: FakeShard, client: str, settings: ClusterSettings) -> Sent:
+    def change(parcel: Parcel, others: Any) -> None:
+        sent.held += len(others) - 1
+
+    async def read_map() -> None:
+        await asyncio.sleep(0)
+        if sent.no_map is not None:
+            raise sent.no_map
+
+    def anew(parcels: Any, moved: dict[str, str], in_transit: AbstractSet[str]) -> None:
+        if sent.no_way is not None:
+            sent.held -= len(parcels)
+            raise sent.no_way
+        sent.returned.append(([t.text for p in parcels for t in unpack(p.table)], moved))
+        sent.in_transit |= in_transit
+        if not sent.stays_away:
+            shard.away.clear()
+        for parcel in parcels:
+            sent.lane.put(parcel)
+
+    lane = Lane(
+        "s0",
+        shard,
+        client,
+        settings,
+        map_version=lambda: 1,
+        on_change=change,
+        read_map=read_map,
+        on_returned=anew,
+    )
+    sent = Sent(lane)
+    return sent
+
+
+def with_lanes(
+    shard: FakeShard,
+    work: Callable[..., Coroutine[Any, Any, None]],
+    *clients: str,
+    settings: ClusterSettings = SETTINGS,
+) -> None:
+    """Run `work` with a lane to the shard for each client."""
+
+    async def run() -> None:
+        every = [in_use(shard, client, settings) for client in clients]
+        try:
+            await asyncio.wait_for(work(*every), 20)
+            for sent in every:
+                assert sent.lane.waiting_turns == 0
+                assert sent.held == 0
+        finally:
+            for sent in every:
+                await sent.lane.stop()
+
+    asyncio.run(run())
+
+
 def with_lane(
     shard: FakeShard, work: Callable[[Sent], Coroutine[Any, Any, None]], settings: ClusterSettings = SETTINGS
 ) -> None:
-    async def run() -> None:
-        def change(parcel: Parcel, others: Any) -> None:
-            sent.held += len(others) - 1
-
-        async def read_map() -> None:
-            await asyncio.sleep(0)
-            if sent.no_map is not None:
-                raise sent.no_map
-
-        def anew(parcels: Any, moved: dict[str, str]) -> None:
-            if sent.no_way is not None:
-                sent.held -= len(parcels)
-                raise sent.no_way
-            sent.returned.append(([t.text for p in parcels for t in unpack(p.table)], moved))
-            shard.away.clear()
-            for parcel in parcels:
-                sent.lane.put(parcel)
-
-        lane = Lane(
-            "s0",
-            shard,
-            "client",
-            settings,
-            map_version=lambda: 1,
-            on_change=change,
-            read_map=read_map,
-            on_returned=anew,
-        )
-        sent = Sent(lane)
-        try:
-            await asyncio.wait_for(work(sent), 20)
-            assert sent.lane.waiting_turns == 0
-            assert sent.held == 0
-        finally:
-            await lane.stop()
-
-    asyncio.run(run())
+    with_lanes(shard, work, "client", settings=settings)
 
 
 def put(sent: Sent, *texts: str, tenant: str = "ann") -> asyncio.Future[list[str]]:
@@ -176,15 +122,11 @@ def put(sent: Sent, *texts: str, tenant: str = "ann") -> asyncio.Future[list[str
     return asyncio.ensure_future(statuses())
 
 
-def said(*texts: str) -> list[str]:
-    """As the texts of `turn_of` are stored."""
-    return [f"user: {text}\nassistant: I see." for text in texts]
-
-
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "PROBATION_S", 0.02)
-    monkeypatch.setattr(lanes, "SHORTEST_PAUSE_S", 0.001)
+    monkeypatch.setattr(lanes, "COURTESY_S", 0.001)
+    monkeypatch.setattr(reach, "SHORTEST_PAUSE_S", 0.001)
     monkeypatch.setattr(lanes, "REFUSAL_PATIENCE_S", 0.02)
 
 
@@ -257,6 +199,105 @@ def test_a_shard_that_dies_without_a_turn_too_has_the_turn_acquitted() -> None:
     assert shard.deaths == 5
 
 
+class Entangled(FakeShard):
+    """Dies of its word only while a call of another client is there too, if one comes at all.
+
+    And an innocent call takes for as long as a deadly one is there.
+    """
+
+    async def is_due(self, client: str, call: Call) -> bool:
+        if not self._kills(call):
+            entangled = any(self._kills(other) for _, other in self.inside)
+            return not entangled and await super().is_due(client, call)
+        for _ in range(20):
+            if any(other != client for other, _ in self.inside):
+                break
+            await asyncio.sleep(0.001)
+        return call in self.ready
+
+    def _kills(self, call: Call) -> bool:
+        return any(self.deadly in turn.text for turn in call.turns)
+
+
+def test_two_lanes_whose_shard_dies_blame_only_the_turn_that_kills_it() -> None:
+    shard = Entangled()
+
+    async def work(guilty: Sent, innocent: Sent) -> None:
+        calls = [put(guilty, "badger"), put(innocent, "b0"), put(innocent, "b1")]
+        calls += [put(guilty, "a1"), put(innocent, "b2")]
+        assert [await found for found in calls] == [
+            ["parked"], ["stored"], ["stored"], ["stored"], ["stored"]
+        ]  # fmt: skip
+
+    with_lanes(shard, work, "guilty", "innocent")
+    assert shard.parked == said("badger")
+    assert sorted(shard.stored) == said("a1", "b0", "b1", "b2")
+    assert shard.deaths == 1 + lanes.DEATHS + 1
+
+
+def test_two_lanes_find_their_own_culprits() -> None:
+    shard = Entangled()
+
+    async def work(*both: Sent) -> None:
+        calls = [put(one, f"x{n}", f"badger {n}", f"y{n}") for n, one in enumerate(both)]
+        assert [await found for found in calls] == [["stored", "parked", "stored"]] * 2
+
+    with_lanes(shard, work, "one", "other")
+    assert sorted(shard.parked) == said("badger 0", "badger 1")
+
+
+def test_losses_that_are_no_deaths_blame_no_turn() -> None:
+    shard = FakeShard(loses=2 * lanes.DEATHS + 2)
+
+    async def work(sent: Sent) -> None:
+        assert await put(sent, "a") == ["duplicate"]
+        assert sent.lane.deaths == 0
+
+    with_lane(shard, work)
+    assert not shard.parked
+
+
+def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
+    shard = FakeShard()
+    left = [3 * lanes.DEATHS]
+
+    def leave(texts: list[str]) -> bool:
+        if left[0]:
+            left[0] -= 1
+            with pytest.raises(ShardGone):
+                shard.die()
+            raise ShardLeft("fenced")
+        return False
+
+    shard.kill_when = leave
+
+    async def work(sent: Sent) -> None:
+        assert await put(sent, "a") == ["stored"]
+
+    with_lane(shard, work)
+    assert shard.deaths == 3 * lanes.DEATHS
+    assert not shard.trials and not shard.parked
+
+
+def test_turns_for_a_shard_that_was_removed_find_their_way_anew() -> None:
+    shard = FakeShard()
+    removed = [Removed("s0", 5)]
+
+    async def gone(client: str, map_version: int) -> Hello:
+        if removed:
+            raise removed.pop()
+        return await FakeShard.hello(shard, client, map_version)
+
+    shard.hello = gone  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        calls = [put(sent, "a0"), put(sent, "a1")]
+        assert [await found for found in calls] == [["stored"]] * 2
+        assert [texts for texts, _ in sent.returned] == [said("a0", "a1")]
+
+    with_lane(shard, work)
+
+
 def test_returned_turns_are_sent_anew_in_order_with_all_that_waits() -> None:
     shard = FakeShard(away={"bob": (Status.MOVED, "s1")})
 
@@ -283,9 +324,22 @@ def test_turns_in_transit_are_sent_again_to_the_same_shard() -> None:
         calls = [put(sent, "a0"), put(sent, "b0", tenant="bob"), put(sent, "b1", tenant="bob")]
         assert [await found for found in calls] == [["stored"]] * 3
         assert sent.returned[0][1] == {}
+        assert sent.in_transit == {"bob"}
 
     with_lane(shard, work)
     assert shard.stored == said("a0", "b0", "b1")
+
+
+def test_turns_that_come_back_for_longer_than_our_patience_fail_with_the_cure() -> None:
+    shard = FakeShard(away={"bob": (Status.IN_TRANSIT, "s1")})
+
+    async def work(sent: Sent) -> None:
+        sent.stays_away = True
+        with pytest.raises(UndertowError, match="cluster move"):
+            await put(sent, "b", tenant="bob")
+        assert await put(sent, "a") == ["stored"]
+
+    with_lane(shard, work, ClusterSettings(patience_s=0.02))
 
 
 def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on() -> None:
@@ -300,6 +354,73 @@ def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on() ->
 
     with_lane(shard, work)
     assert shard.stored == said("b")
+
+
+def test_a_call_that_the_shard_never_takes_fails_those_that_wait_for_it_there() -> None:
+    shard = FakeShard()
+    add, refusals = shard.add, [ValueError("no turns")]
+
+    async def refuse(table: pa.Table, stamp: Stamp) -> pa.Table:
+        if refusals:
+            raise refusals.pop()
+        return await add(table, stamp)
+
+    shard.add = refuse  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, f"a{n}") for n in range(6)]:
+            with pytest.raises(ValueError, match="no turns"):
+                await found
+        assert await put(sent, "b") == ["stored"]
+
+    with_lane(shard, work)
+    assert shard.stored == said("b")
+
+
+def test_a_shard_that_has_no_room_and_stores_nothing_fails_its_calls() -> None:
+    shard = FakeShard()
+    always_full(shard)
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, "a"), put(sent, "b")]:
+            with pytest.raises(QueueFull, match=r"s0 has had no room for 0\.01 s.*cluster status"):
+                await found
+
+    with_lane(shard, work, ClusterSettings(patience_s=0.01))
+
+
+def test_a_shard_that_has_no_room_but_stores_what_others_sent_is_waited_for() -> None:
+    shard, add = FakeShard(), FakeShard.add
+    always_full(shard)
+
+    async def status() -> dict[str, Any]:
+        shard.stored.append("another's")
+        if len(shard.stored) == 3:
+            shard.add = lambda *args: add(shard, *args)  # type: ignore[method-assign]
+        return {"journal_rows": len(shard.stored)}
+
+    shard.status = status  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        assert await put(sent, "a") == ["stored"]
+
+    with_lane(shard, work, ClusterSettings(patience_s=0.01))
+    assert len(shard.stored) == 4
+
+
+def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
+    shard = FakeShard()
+
+    async def hello(client: str, map_version: int) -> Hello:
+        return await asyncio.Future[Hello]()
+
+    shard.hello = hello  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        with pytest.raises(ShardDown, match=r"shard s0 .*does not answer.*ray status"):
+            await put(sent, "a")
+
+    with_lane(shard, work, ClusterSettings(patience_s=0.02))
 
 
 def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> None:
@@ -401,6 +522,6 @@ def test_a_parcel_is_cut_by_shard_and_size_and_its_receipts_put_together() -> No
     for _, part in reversed(parts):
         assert not delivery.future.done()
         rows = [(Status.STORED, turn.text, None, None) for turn in unpack(part.table)]
-        assert part.settle(receipts_table(rows)) == (None, {}, False)
+        assert part.settle(receipts_table(rows)) is None
     ids = delivery.future.result(0).column("id").to_pylist()
     assert ids == said(*(f"w{n}" for n in range(15)))

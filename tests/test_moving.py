@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undertow.engine import log_table
 from undertow.engine.cluster import resharding
 from undertow.engine.cluster.resharding import batches, reshard, resume
 from undertow.engine.cluster.shard_map import ShardMap, publish
@@ -23,6 +25,7 @@ from undertow.engine.departures import InTransit, Moved, MoveError, NotYet
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.journal import Journal, Row
+from undertow.engine.log_table import LogTable
 from undertow.engine.luggage import Luggage
 from undertow.engine.model import Turn, UndertowError
 from undertow.engine.moving import Leaver, Moving, StaleMap
@@ -367,6 +370,87 @@ def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn
         shards.crash()
 
 
+def test_sealing_looks_at_its_batch_alone(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard may have millions of tenants, and a resharding thousands of batches."""
+
+    class Unlisted(set[str]):
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("all tenants are gone through")
+
+    a, keys = shards("a"), keys_of(shards, LEAVE_A)
+    engine = shards.engines["a"]
+    engine.tenants._known = Unlisted(engine.tenants.names())
+    read: list[str] = []
+    scan = LogTable.scanner
+
+    def scanner(table: LogTable, columns: Sequence[str], filter: str | None = None, **options: Any) -> Any:
+        read.append(filter or "")
+        return scan(table, columns, filter, **options)
+
+    monkeypatch.setattr(LogTable, "scanner", scanner)
+    a.seal(2, keys[:2])
+    assert read and all(f"tenant_key IN ('{keys[0]}', '{keys[1]}')" in filter for filter in read)
+    assert set(a.refusals(LEAVE_A)) == set(LEAVE_A[:2])
+
+
+def test_each_step_of_a_move_is_on_the_disk_before_the_next(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Appends need not be, by default; but the rows that are purged over here must not be lost over there."""
+    synced: set[Path] = set()
+
+    def fsync(path: Path) -> None:
+        assert path.exists()
+        synced.add(path)
+
+    def lacking(shard: str) -> list[str]:
+        """Files that the newest version of a journal rests on and that may be lost with the power."""
+        folder = Path(shards.store(shard).uri) / shards.engines[shard].journal.info.journal
+        manifest = min((folder / "_versions").glob("*.manifest"))  # they count down
+        files = [*(folder / "data").iterdir(), *(folder / "_deletions").glob("*"), manifest]
+        return sorted(path.name for path in {*files, manifest.parent, folder / "data"} - synced)
+
+    monkeypatch.setattr(log_table, "fsync_path", fsync)
+    a, c, keys = shards("a"), shards("c"), keys_of(shards, LEAVE_A)
+    assert shards.engines["a"].settings.durability == "commit" and lacking("a")
+    a.seal(2, keys)
+    assert lacking("a") == []
+    with after_commits(Strike(1)), pytest.raises(Killed):  # between the commit and what comes after it
+        c.pull(2, "a", keys)
+    assert lacking("c")
+    shards.close()
+    shards("a"), shards("c")
+    shards("c").pull(2, "a", keys)
+    assert lacking("c") == [], "what an earlier attempt has stored"
+    assert lacking("a"), "that one was opened again"
+    shards("a").release(2, keys)
+    assert lacking("a") == []
+
+
+def test_a_shard_is_cleared_once_all_that_has_left_it_is_on_the_disk(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    sync, delete = Journal.sync, LogTable.delete
+
+    def synced(journal: Journal) -> None:
+        sync(journal)
+        events.append(f"{journal.place.uri[-1]} is on the disk at {journal.next_lsn}")
+
+    def deleted(table: LogTable, filter: str) -> None:
+        if "'turn'" in filter:
+            ends = [f"{name} is on the disk at {shards.engines[name].journal.next_lsn}" for name in "abc"]
+            assert set(ends) <= set(events)
+            events.append("cleared")
+        delete(table, filter)
+
+    monkeypatch.setattr(Journal, "sync", synced)
+    monkeypatch.setattr(LogTable, "delete", deleted)
+    resume(shards.root, shards)
+    assert events.count("cleared") == 2
+    assert events[-1].startswith("b is on the disk"), "and so is that it was cleared"
+
+
 # ---- erasing
 
 
@@ -499,6 +583,26 @@ def test_one_change_at_a_time(shards: Shards) -> None:
     resume(shards.root, shards)
     done = reshard(shards.root, ["c", "b", "a"], shards)
     assert (done.shard_map.version, done.tenants) == (5, 0), "they are its shards already"
+
+
+def test_a_shard_that_is_gone_is_asked_nothing_and_its_folder_named(shards: Shards) -> None:
+    resume(shards.root, shards)
+    settled: list[str] = []
+
+    def calls(shard: str) -> Busy:
+        def happen() -> None:
+            if shards.map.phase is None:
+                settled.append(shard)
+
+        return Busy(shards(shard), happen)
+
+    done = reshard(shards.root, ["a", "b"], calls)
+    assert settled == ["a", "b"], "c may have ended by then"
+    assert done.left_over == ["c"]
+    assert resume(shards.root, calls).left_over == ["c"]
+    assert shards.engines["c"].tenants.names() == []
+    shards.close()
+    assert reshard(shards.root, ["a", "b", "c"], shards).tenants > 0, "it may come back"
 
 
 def test_two_that_resume_at_once_do_it_once(shards: Shards, turns: list[Turn], expected: State) -> None:

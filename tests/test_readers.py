@@ -300,6 +300,11 @@ def test_openai_content_forms(message: dict[str, Any], text: str) -> None:
 U: dict[str, Any] = {"role": "user", "content": "x"}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """Objects in objects, so deep."""
+    return {} if depth == 1 else {"in": nested(depth - 1)}
+
+
 @pytest.mark.parametrize(
     ("bad", "field", "reason"),
     [
@@ -315,6 +320,7 @@ U: dict[str, Any] = {"role": "user", "content": "x"}
         (line(timestamp="yesterday"), "timestamp", "is not a timestamp"),
         (line(timestamp=True), "timestamp", "is not a timestamp"),
         (line(metadata=3), "metadata", "must be an object"),
+        (line(metadata=nested(254)), "metadata", "cannot be stored as JSON"),
         (line(idempotency_key=3), "idempotency_key", "must be text"),
         (line(messages=None), "messages", "missing"),
         (line(messages={}), "messages", "must be a list"),

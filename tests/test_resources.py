@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from undertow.engine.cluster.resources import THREAD_VARIABLES, ClusterSettings, ResourcesLacking
+from undertow.engine.process import ONE_HEAP
 
 NODE = {"CPU": 4.0, "GPU": 1.0, "memory": 16e9}
 
@@ -14,8 +15,8 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNDERTOW_CLUSTER_THREADS", "2")
     found = ClusterSettings(num_cpus=3)
     assert found.demand() == {"CPU": 3.0, "GPU": 0.5}
-    assert found.environment() == dict.fromkeys(THREAD_VARIABLES, "2")
-    assert ClusterSettings(threads=None).environment() == {}
+    assert found.environment() == ONE_HEAP | dict.fromkeys(THREAD_VARIABLES, "2")
+    assert ClusterSettings(threads=None).environment() == ONE_HEAP
 
 
 @pytest.mark.parametrize("wrong", [{"num_cpus": -1}, {"threads": 0}, {"window_calls": 0}, {"gpus": 1}])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,20 +17,26 @@ import pyarrow as pa
 import pytest
 
 from undertow.engine.admission import QueueFull
+from undertow.engine.cluster import lane as lanes
+from undertow.engine.cluster import router as routers
 from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.lane import Lane, ShardDown
+from undertow.engine.cluster.delivery import Parcel, split
+from undertow.engine.cluster.lane import Lane
+from undertow.engine.cluster.reach import ShardDown
 from undertow.engine.cluster.resharding import reshard
 from undertow.engine.cluster.resources import ClusterSettings
 from undertow.engine.cluster.router import Router
-from undertow.engine.cluster.wire import pack
+from undertow.engine.cluster.wire import Status, pack
+from undertow.engine.departures import Moved
 from undertow.engine.engine import Engine
 from undertow.engine.model import Turn, UndertowError
 from undertow.engine.place import Place, StoreError
 from undertow.engine.tenants import UnknownTenant
 
-from .cluster_harness import PARTS, LocalShards, begin, cluster_state, mock_llm, settings
+from .cluster_harness import PARTS, LocalCalls, LocalShards, begin, cluster_state, mock_llm, settings
 from .engine_harness import interleaved, turn_of
 from .fault_harness import State, assert_same_state, end_state, turns_of, write_log
+from .lane_harness import FakeShard, said
 
 SOON_S = 60
 TENANTS = tuple(f"tenant-{n}" for n in range(9))
@@ -137,7 +145,10 @@ def test_many_clients_at_a_time(turns: Turns, expected: State, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_shards_killed_at_any_moment(seed: int, turns: Turns, expected: State, tmp_path: Path) -> None:
+def test_shards_killed_at_any_moment(
+    seed: int, turns: Turns, expected: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "COURTESY_S", 0.01)
     rng = random.Random(seed)
     root = begin(tmp_path / "root", 2)
     done = threading.Event()
@@ -297,6 +308,113 @@ def test_a_shard_that_stays_down_fails_its_calls_and_no_others(tmp_path: Path) -
             assert [r.seq for r in router.add_batch([turn_of(lost, 0, "x")])] == [0]
 
 
+# ---- shards that are made up
+
+
+def over(root: Place, shards: Mapping[str, FakeShard], patience_s: float) -> Router:
+    return Router(root, shards.__getitem__, ClusterSettings(patience_s=patience_s, call_turns=4))
+
+
+def test_tenants_in_transit_wait_aside_and_nobody_is_sorted_again_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = begin(tmp_path / "root", 1)
+    shard = FakeShard(away={"bob": (Status.IN_TRANSIT, "s1")})
+    sorted_parcels = Counter[str]()
+
+    def counted(parcel: Parcel, *how: Any) -> Any:
+        sorted_parcels.update(parcel.tenants)
+        return split(parcel, *how)
+
+    monkeypatch.setattr(routers, "split", counted)
+    with over(root, {"s0": shard}, SOON_S) as router:
+        bobs = [router.submit_table(pack([turn_of("bob", 0, "b0")]))]
+        anns = [router.submit_table(pack([turn_of("ann", n, f"a{n}")])) for n in range(200)]
+        bobs += [router.submit_table(pack([turn_of("bob", n, f"b{n}")])) for n in range(1, 9)]
+        assert set(statuses(anns)) == {"stored"}
+        returned = shard.returned
+        while shard.returned < returned + 3:  # it is asked again and again, with nothing else on the way
+            time.sleep(0.001)
+        assert not any(future.done() for future in bobs)
+        assert router.status()["s0"]["sent_turns"] == 9
+        shard.away.clear()
+        assert set(statuses(bobs)) == {"stored"}
+        assert statuses([router.submit_table(pack([turn_of("bob", 9, "b9")]))]) == ["stored"]
+    assert [t for t in shard.stored if " a" in t] == said(*(f"a{n}" for n in range(200)))
+    assert [t for t in shard.stored if " b" in t] == said(*(f"b{n}" for n in range(10)))
+    assert sorted_parcels["ann"] <= 2 * 200, "when it is sent, and once behind what came back"
+
+
+def test_a_shard_that_never_starts_fails_the_calls_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routers, "SIGN_S", 0.01)
+    root = begin(tmp_path / "root", 1)
+    with over(root, {"s0": Unstarted()}, 0.05) as router:
+        for work in (
+            lambda: router.search("ann", "x"),
+            lambda: router.flush("ann"),
+            lambda: router.delete("m"),
+            lambda: router.delete("m", tenant="ann"),
+            router.stats,
+            router.drain,
+        ):
+            with pytest.raises(ShardDown, match=r"shard s0 .* its process does not answer.*ray status"):
+                work()
+
+
+def test_a_call_may_take_its_time_while_the_shard_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routers, "SIGN_S", 0.001)
+    root = begin(tmp_path / "root", 1)
+    with over(root, {"s0": Slow()}, 0.05) as router:
+        assert router.drain()
+
+
+def test_shards_that_send_a_question_round_in_circles_fail_it(tmp_path: Path) -> None:
+    root = begin(tmp_path / "root", 2)
+    shards = {"s0": Circular("s1"), "s1": Circular("s0")}
+    with over(root, shards, 0.2) as router, pytest.raises(ShardDown, match="lives at"):
+        router.search("ann", "x")
+    # the waits between: 20 ms and then twice that, and so on
+    assert sum(len(shard.calls) for shard in shards.values()) <= 6
+
+
+def test_a_tenant_is_not_asked_for_at_a_shard_that_is_no_more(tmp_path: Path) -> None:
+    root = begin(tmp_path / "root", 1)
+    with (
+        over(root, {"s0": Circular("s9")}, 0.05) as router,
+        pytest.raises(ShardDown, match=r"shard s0 .*lives at"),
+    ):
+        router.search("ann", "x")
+
+
+class Unstarted(FakeShard):
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.Future[Any]()
+
+
+class Slow(FakeShard):
+    """Is drained once it has been asked often enough for a sign."""
+
+    async def drain(self) -> bool:
+        while self.calls.count("sign") < 5:
+            await asyncio.sleep(0.001)
+        return True
+
+
+class Circular(FakeShard):
+    """Knows no tenant, and says who does."""
+
+    def __init__(self, to: str) -> None:
+        super().__init__()
+        self.to = to
+
+    async def search(self, tenant: str, query: str, **how: Any) -> Any:
+        raise Moved(tenant, self.to)
+
+
 # ---- Engine's other calls
 
 
@@ -322,6 +440,51 @@ def test_the_engines_calls(turns: Turns, tmp_path: Path) -> None:
             router.get_all(name)
         assert router.stats()["tenants"] == 8
         assert router.add_batch([]) == []
+
+
+class Counted:
+    """A shard's calls, noted by their method."""
+
+    def __init__(self, calls: LocalCalls, shard: str, asked: list[tuple[str, str]]) -> None:
+        self._calls, self._shard, self._asked = calls, shard, asked
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._asked.append((self._shard, method))
+        return await self._calls.call(method, *args, **kwargs)
+
+
+def test_a_deletion_asks_one_shard_or_each_of_them_once(turns: Turns, tmp_path: Path) -> None:
+    root = begin(tmp_path / "root", 3)
+    name, other = TENANTS[:2]
+    asked: list[tuple[str, str]] = []
+    with (
+        LocalShards(root, settings()) as shards,
+        Router(
+            root, lambda s: Counted(shards.calls(s), s, asked), ClusterSettings(patience_s=SOON_S)
+        ) as router,
+    ):
+        ids = [receipt.id or "" for receipt in router.add_batch(list(turns[name][:3]))]
+        router.add_batch(list(turns[other][:1]))
+        asked.clear()
+        assert router.delete(ids[0], tenant=name) == "turn"
+        assert asked == [(router.owners([name])[0], "delete")]
+        with pytest.raises(UndertowError, match=f"no memory of '{other}'"):
+            router.delete(ids[1], tenant=other)
+        asked.clear()
+        assert router.delete(ids[1]) == "turn"
+        assert sorted(asked) == [(shard, "delete") for shard in ("s0", "s1", "s2")]
+        with pytest.raises(UndertowError, match="no memory has"):
+            router.delete(ids[1])
+        assert router.stats()["turns"] == 2
+
+
+def test_parked_jobs_of_all_shards_run_again(turns: Turns, tmp_path: Path) -> None:
+    root = begin(tmp_path / "root", 2)
+    with LocalShards(root, settings()) as shards, routed(root, shards) as router:
+        router.add_batch([turn for of in turns.values() for turn in of])
+        assert router.drain()
+        parked = router.stats()["dead_letters"]
+        assert router.replay_jobs() == parked > 0
 
 
 def test_repeats_after_a_kill_act_once(turns: Turns, tmp_path: Path) -> None:

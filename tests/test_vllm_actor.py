@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from typer.testing import CliRunner
 
 from undertow.bench.mock_llm import MODEL, MockReplies
 from undertow.engine.config import Settings
@@ -24,31 +25,46 @@ from undertow.serving.local_vllm import LocalServerError, LocalVLLM, free_port
 from undertow.serving.server_keeper import ServerKeeper
 from undertow.serving.vllm_actor import ServerPlan, VLLMActor, server_states, start_servers, stop_servers
 
-from .llm_harness import expected, merge, prompts, results, wait_until
+from .llm_harness import expected, merge, prompts, results, server_stats, wait_until
 
-STAND_IN = f"""#!{sys.executable}
-import pathlib, sys, uvicorn
-from starlette.responses import Response
-from undertow.bench.mock_llm import MockReplies, MockServer
+PROLOGUE = f"""#!{sys.executable}
+import pathlib, sys
+
+def given(flag):
+    return sys.argv[sys.argv.index(flag) + 1]
+
+host, port = given("--host"), int(given("--port"))
+"""
+
+# answers what is asked of its health, and starts at once
+STAND_IN = f"""{PROLOGUE}
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 here = pathlib.Path(__file__).parent
 if (here / "broken").exists():
     print("no room for the KV cache", flush=True)
     sys.exit(3)
 
-class Server(MockServer):
-    async def _health(self, request):
-        return Response(status_code=500 if (here / "sick").exists() else 200)
+class Server(BaseHTTPRequestHandler):
+    def do_GET(self):
+        sick = self.path == "/health" and (here / "sick").exists()
+        self.send_response(500 if sick else 200)
+        self.send_header("content-length", "0")
+        self.end_headers()
 
-def given(flag):
-    return sys.argv[sys.argv.index(flag) + 1]
+    def log_message(self, *said):
+        pass
 
-print("Starting vLLM server", flush=True)
-app = Server(MockReplies()).app()
-uvicorn.run(app, host=given("--host"), port=int(given("--port")), log_level="critical")
+ThreadingHTTPServer((host, port), Server).serve_forever()
 """
 
-NAMESPACE = "test-vllm"
+# replies to prompts too
+TALKING = f"""{PROLOGUE}
+import uvicorn
+from undertow.bench.mock_llm import MockReplies, MockServer
+
+uvicorn.run(MockServer(MockReplies()).app(), host=host, port=port, log_level="critical")
+"""
 
 
 @pytest.fixture
@@ -216,18 +232,18 @@ def test_the_shell_does_not_fail_to_be_made(stand_in: Path, monkeypatch: pytest.
 @pytest.fixture
 def no_servers(ray_address: str) -> Iterator[None]:
     yield
-    stop_servers(NAMESPACE)
+    stop_servers()
 
 
 @pytest.mark.usefixtures("no_servers")
-def test_two_actors_serve_one_engine_and_come_back(stand_in: Path) -> None:
-    plan = plan_of(stand_in)
-    urls = start_servers(plan, 2, namespace=NAMESPACE)
-    assert len(set(urls)) == 2
-    assert start_servers(plan, 2, namespace=NAMESPACE) == urls, "those that run stay"
-    states = server_states(NAMESPACE)
-    assert list(states) == ["vllm-0", "vllm-1"]
-    assert [state.url for state in states.values()] == urls
+def test_two_actors_serve_one_engine_and_come_back_elsewhere(stand_in: Path) -> None:
+    stand_in.write_text(TALKING)
+    plan = plan_of(stand_in, port=0)
+    urls = start_servers(plan, 2)
+    assert list(urls) == ["ray:vllm-0", "ray:vllm-1"] and len(set(urls.values())) == 2
+    assert start_servers(plan, 2) == urls, "those that run stay"
+    states = server_states()
+    assert [state.url for state in states.values()] == list(urls.values())
 
     asked = [prompt for n in range(6) for prompt in prompts(n)]
     with OpenAILLM(Settings(llm_url=",".join(urls), llm_model=MODEL)) as llm:
@@ -239,17 +255,25 @@ def test_two_actors_serve_one_engine_and_come_back(stand_in: Path) -> None:
         assert server_pid is not None
         os.kill(server_pid, signal.SIGKILL)
         results([llm.submit(merge(n), tenant="t") for n in range(20)])
-        wait_until(lambda: server_states(NAMESPACE)["vllm-0"].starts >= 2)
+        wait_until(lambda: server_states()["vllm-0"].starts >= 2)
 
         actor = psutil.Process(states["vllm-1"].pid).parent()
         assert actor is not None
         actor.kill()
         results([llm.submit(merge(100 + n), tenant="t") for n in range(20)])
-        assert start_servers(plan, 2, namespace=NAMESPACE) == urls, "on one node the URLs stay"
-        results([llm.submit(merge(200 + n), tenant="t") for n in range(20)])
-    pids = [state.pid for state in server_states(NAMESPACE).values()]
-    assert stop_servers(NAMESPACE) == 2
-    assert server_states(NAMESPACE) == {}
+        after = start_servers(plan, 2)
+        assert after["ray:vllm-0"] == urls["ray:vllm-0"], "its actor lives"
+        assert after["ray:vllm-1"] != urls["ray:vllm-1"], "a new actor takes what is free where it is"
+        numbers = iter(range(1_000, 100_000))
+
+        def served_there() -> bool:
+            results([llm.submit(merge(next(numbers)), tenant="t") for _ in range(20)])
+            return bool(server_stats(after["ray:vllm-1"])["calls"])
+
+        wait_until(served_there)
+    pids = [state.pid for state in server_states().values()]
+    assert stop_servers() == 2
+    assert server_states() == {}
     wait_until(lambda: not any(pid is not None and alive(pid) for pid in pids))
 
 
@@ -259,70 +283,43 @@ def test_what_the_cluster_lacks_is_named(stand_in: Path, monkeypatch: pytest.Mon
     plan = plan_of(stand_in, num_cpus=1, node_resource="nowhere", start_timeout_s=0.5)
     lacking = r"CPU 1, nowhere 1 each, the cluster has CPU \d+, nowhere 0 in all"
     with pytest.raises(LocalServerError, match=lacking):
-        start_servers(plan, 1, namespace=NAMESPACE)
-    assert stop_servers(NAMESPACE) == 1
-    assert server_states(NAMESPACE) == {}
+        start_servers(plan, 1)
+    assert stop_servers() == 1
+    assert server_states() == {}
 
 
 @pytest.mark.usefixtures("no_servers")
 def test_a_server_that_cannot_start_says_what_its_log_said(stand_in: Path) -> None:
     (stand_in.parent / "broken").touch()
     with pytest.raises(LocalServerError, match="no room for the KV cache"):
-        start_servers(plan_of(stand_in), 1, namespace=NAMESPACE)
-    (stand_in.parent / "broken").unlink()
-    deadline = time.monotonic() + 60
-    while not server_states(NAMESPACE)["vllm-0"].ready:
-        assert time.monotonic() < deadline, "the actor goes on trying"
-        time.sleep(0.2)
-
-
-def run_command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "undertow.serving.vllm_actor", *words, "--address", address]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+        start_servers(plan_of(stand_in), 1)
+    assert "no room for the KV cache" in (server_states()["vllm-0"].error or ""), "the actor goes on trying"
 
 
 @pytest.mark.usefixtures("no_servers")
-def test_the_command_starts_shows_and_stops(stand_in: Path) -> None:
+def test_the_command_starts_shows_and_stops(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     words = ["--model", str(stand_in.parent), "--served-name", MODEL, "--python", str(stand_in)]
-    words += ["--num-gpus", "0", "--num-cpus", "0", "--node-resource", "", "--port", str(port)]
-    started = run_command("start", *words, "--vllm-arg=--seed", "--vllm-arg=7", UNDERTOW_LLM_API_KEY="secret")
+    words += ["--num-gpus", "0", "--num-cpus", "0", "--node-resource", ""]
+    command = [sys.executable, "-m", "undertow.serving.vllm_actor", "start", *words, "--port", str(port)]
+    command += ["--vllm-arg=--seed", "--vllm-arg=7", "--address", ray.get_runtime_context().gcs_address]
+    secret = {**os.environ, "UNDERTOW_LLM_API_KEY": "secret"}
+    started = subprocess.run(command, capture_output=True, text=True, env=secret)
     assert started.returncode == 0, started.stderr
-    name, _, url = started.stdout.strip().partition("=")
-    assert name == "UNDERTOW_LLM_URL" and url.endswith(f":{port}/v1")
-    shown = run_command("status")
-    assert shown.returncode == 0 and shown.stdout.startswith(f"vllm-0\tready\t{url}\tstarts 1")
-    (state,) = server_states("undertow").values()
+    assert started.stdout == "UNDERTOW_LLM_URL=ray:vllm-0\n"
+    (url,) = re.findall(rf"ray:vllm-0 answers at (http://.*:{port}/v1)", started.stderr)
+
+    monkeypatch.setattr(vllm_actor, "_connect", lambda address: None)  # this process is in the cluster
+    shown = CliRunner().invoke(vllm_actor.cli, ["status"])
+    assert shown.exit_code == 0 and shown.stdout.startswith(f"vllm-0\tready\t{url}\tstarts 1")
+    (state,) = server_states().values()
     server = psutil.Process(state.pid)
     assert server.cmdline()[-2:] == ["--seed", "7"] and "secret" not in server.cmdline()
     assert server.environ()["VLLM_API_KEY"] == "secret"
-    assert run_command("stop").stdout == "1 servers stopped\n"
+    assert CliRunner().invoke(vllm_actor.cli, ["stop"]).stdout == "1 servers stopped\n"
     wait_until(lambda: not alive(server.pid))
-    wrong = run_command("start", *words[:-2], "--port", "80")
-    assert wrong.returncode == 1 and "port" in wrong.stderr and "Traceback" not in wrong.stderr
 
 
-@pytest.mark.vllm
-@pytest.mark.usefixtures("no_servers")
-def test_a_real_vllm_server_in_an_actor(request: pytest.FixtureRequest) -> None:
-    from undertow.serving.local_vllm import SERVER_PYTHON
-
-    if not SERVER_PYTHON.exists() and "CI" not in os.environ:
-        pytest.skip(f"no vLLM environment ({SERVER_PYTHON} is missing): run `make setup-vllm`")
-    folder: Path = request.getfixturevalue("tiny_model_dir")
-    plan = ServerPlan(
-        model=str(folder),
-        served_name="tiny",
-        num_gpus=0,
-        num_cpus=0,
-        node_resource="",
-        port=free_port(),
-        max_model_len=4_096,
-        kv_cache_gib=1,
-        start_timeout_s=420,
-    )
-    (url,) = start_servers(plan, 1, namespace=NAMESPACE)
-    with OpenAILLM(Settings(llm_url=url, llm_model="tiny", context_tokens=4_096, reply_tokens=1_500)) as llm:
-        assert llm.healthy() == (True, f"{url} serves tiny")
-        assert llm.submit(merge(), tenant="t").result(240).usage.calls in (1, 2)
+def test_a_wrong_port_is_refused_in_words(stand_in: Path) -> None:
+    refused = CliRunner().invoke(vllm_actor.cli, ["start", "--model", str(stand_in.parent), "--port", "80"])
+    assert refused.exit_code == 1 and "port is 80" in refused.stderr and "Traceback" not in refused.stderr

@@ -1,14 +1,17 @@
 """Shards as Ray actors: detached, named by root and shard, restarted when they die.
 
 A driver may end at any time: its shards live on, and the next driver finds them by their names. A shard
-that is restarted takes its journal over and goes on from it.
+that is restarted takes its journal over and goes on from it. One that the map does without ends for good by
+itself, whoever removed it, and is not started again: callers that do not know yet are told (Removed).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,12 +20,16 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from undertow.engine.admission import QueueFull
-from undertow.engine.cluster.lane import ShardGone
+from undertow.engine.cluster import shard_map
+from undertow.engine.cluster.reach import ShardGone, ShardLeft
 from undertow.engine.cluster.resources import ClusterSettings
+from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import compact
 from undertow.engine.config import Settings
+from undertow.engine.journal import Fenced
 from undertow.engine.model import UndertowError
 from undertow.engine.place import Place
+from undertow.engine.process import settle_in
 
 try:
     import ray
@@ -39,40 +46,60 @@ except ModuleNotFoundError as missing:
         "a cluster needs Ray, which is not installed. Install it: pip install 'undertow[cluster]'"
     ) from None
 
+log = logging.getLogger(__name__)
+
 NAMESPACE = "undertow"
 # what an actor that ends itself leaves its answers to get away
 LAST_WORDS_S = 1.0
+# between looks of a shard at the map: whether it is still one of the cluster's
+LOOK_S = 60.0
 
 
 class ShardActor:
     """What runs in a shard's process: calls of `Shard` by name, awaited side by side."""
 
-    def __init__(self, root: str, shard: str, settings: dict[str, Any], parts: Any) -> None:
+    def __init__(self, root: str, shard: str, settings: dict[str, Any], parts: Any, life: str) -> None:
         from undertow.engine.cluster.shard import Shard
 
+        settle_in()
         self._closing = False
-        self._shard = Shard(Place.of(root), shard, Settings(**settings), parts)
+        self._restarting = False
+        self._shard = Shard(Place.of(root), shard, Settings(**settings), parts, life=life)
         threading.Thread(target=self._watch, name=f"watch-{shard}", daemon=True).start()
 
     def _watch(self) -> None:
         """A shard whose thread has ended of itself serves nobody any more; a new process does."""
-        self._shard.join()
+        while not self._shard.join(LOOK_S):
+            try:
+                self._shard.look().result()
+            except Removed:
+                self._end()
+            except UndertowError as error:
+                log.warning("shard %s cannot look at the map: %s", self._shard.id, error)
         if not self._closing:
             os._exit(1)
+
+    def _end(self) -> None:
+        """End for good: nobody is to restart this actor."""
+        self._closing = True
+        self._shard.close()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """The shard's answer; its errors as they are."""
         from undertow.engine.cluster.housing import Sick
-        from undertow.engine.journal import Fenced
 
+        if self._restarting:  # so that nothing which comes now is blamed for the end
+            raise ShardLeft(f"shard {self._shard.id} is being restarted")
         try:
             return await asyncio.wrap_future(getattr(self._shard, method)(*args, **kwargs))
-        except Fenced:
-            # Another writer has the journal; to go on here is to take it over again, with a new process.
-            os._exit(1)
-        except Sick:
-            # a new process again, but the caller is to know
+        except (Fenced, Sick):
+            # To take the journal over again, or to have a device again, takes a new process.
+            self._restarting = True
             asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+            raise
+        except Removed:
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
             raise
 
     async def close(self) -> None:
@@ -82,34 +109,39 @@ class ShardActor:
 
 
 class RayShard:
-    """The calls of one shard's actor."""
+    """The calls of one shard's actor, which is found or started with the first of them."""
 
     def __init__(self, start: Starter, shard: str) -> None:
-        """Finds the actor, or starts it."""
         self.shard = shard
         self._start = start
-        self._actor = start(shard)
+        self._actor: Any = None
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See lane.ShardCalls."""
+        """See lane.ShardCalls. Removed: there is no such shard any more."""
         try:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(self._start, self.shard)
             sent = tuple(compact(arg) if isinstance(arg, pa.Table) else arg for arg in args)
             return await self._actor.call.remote(method, *sent, **kwargs)
         except PendingCallsLimitExceeded:
             raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None
         except RayTaskError as error:
+            if isinstance(error.cause, Fenced):
+                raise ShardLeft(f"shard {self.shard}: {error.cause}") from None
             _reraise(error)
         except RayActorError as error:
-            self._actor = self._start(self.shard)  # if it is gone for good, a new one
+            self._actor = None  # it restarts by itself; but if it is gone for good, there is to be a new one
             raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
         except RayError as error:  # an object lost on the way, a node that died: not told apart from here
             raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
 
     async def end(self) -> None:
-        """Close the shard's engine and end its actor for good."""
+        """Close the shard's engine and end its actor for good, where there is one."""
+        if (actor := self._actor or self._start.find(self.shard)) is None:
+            return
         with suppress(RayError):  # dead already: it left its journal as good as closed
-            await self._actor.close.remote()
-        ray.kill(self._actor, no_restart=True)
+            await actor.close.remote()
+        ray.kill(actor, no_restart=True)
 
 
 class Starter:
@@ -123,6 +155,8 @@ class Starter:
         self._parts = parts
 
     def __call__(self, shard: str) -> Any:
+        """The shard's actor. Removed: there is to be none."""
+        shard_map.load(self._root).require(shard)
         resources = self._resources
         environment = resources.environment()
         return (
@@ -141,23 +175,22 @@ class Starter:
                 memory=resources.memory_bytes or None,
                 runtime_env={"env_vars": environment} if environment else None,
             )
-            .remote(str(self._root), shard, self._settings, self._parts)
+            .remote(str(self._root), shard, self._settings, self._parts, secrets.token_hex(8))
         )
 
     def check(self, shards: Sequence[str]) -> None:
         """ResourcesLacking where those of the shards that do not run yet find no room."""
-        missing = [shard for shard in shards if not self.runs(shard)]
+        missing = [shard for shard in shards if self.find(shard) is None]
         every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         self._resources.check(len(missing), free, [node["Resources"] for node in every if node["Alive"]])
 
-    def runs(self, shard: str) -> bool:
-        """Whether there is an actor of this shard, be it restarting."""
+    def find(self, shard: str) -> Any:
+        """The shard's actor, be it restarting; None where there is none."""
         try:
-            ray.get_actor(actor_name(self._root, shard), namespace=NAMESPACE)
+            return ray.get_actor(actor_name(self._root, shard), namespace=NAMESPACE)
         except ValueError:
-            return False
-        return True
+            return None
 
 
 def actor_name(root: Place, shard: str) -> str:

@@ -60,11 +60,20 @@ TASK_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class BulkReport(IngestReport):
-    """What one bulk ingest took in. `files`: those with errors or warnings, in their order."""
+    """What one bulk ingest took in. `files`: those with errors or warnings, in their order.
+
+    `new_turns` is a lower bound: what a call had stored when its shard or its sender died comes back as
+    known when it is sent again, and no one can tell any more that it was new. `stored_turns` is exact.
+    """
 
     files: list[tuple[Log, FileReport]] = field(default_factory=list)
     parked_turns: int = 0
     parked_reasons: list[str] = field(default_factory=list)
+
+    @property
+    def stored_turns(self) -> int:
+        """Turns of this run that are known to be stored, by it or before."""
+        return self.read_turns - self.parked_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +82,7 @@ class Progress:
 
     waves: int
     wave: int
-    read_turns: int
-    new_turns: int
+    stored_turns: int
     groups_left: int
 
 
@@ -147,16 +155,11 @@ class BulkIngest:
                 self._feed_waves(shard_map, waves)
             finally:
                 self.report.admit_s += time.perf_counter() - began_s
-        if not self._ended:
+        if not self.report.ended:
             self._records.tidy()
 
-    @property
-    def _ended(self) -> bool:
-        return self.report.interrupted or self.report.stopped_by is not None
-
     def _stopping(self) -> bool:
-        self.report.interrupted = self.report.interrupted or self._stop()
-        return self.report.interrupted
+        return self.report.interrupt_if(self._stop)
 
     def _feed_waves(self, shard_map: ShardMap, waves: list[list[Piece]]) -> None:
         """Feed one wave while the next is read."""
@@ -169,7 +172,7 @@ class BulkIngest:
                 _begun(partial(self._read, shard_map, pieces)) for pieces in waves[number + 1 : number + 2]
             ]
             self._feed_wave(wave, partial(Progress, len(waves), number + 1))
-            if self._ended:
+            if self.report.ended:
                 return
 
     # ---- reading
@@ -243,10 +246,10 @@ class BulkIngest:
                 except (UndertowError, RayError) as error:
                     failures.setdefault(shard, error)
             left = len(running) + sum(map(len, lines.values()))
-            self._on_progress(progress(self.report.read_turns, self.report.new_turns, left))
+            self._on_progress(progress(self.report.stored_turns, left))
         if failures:
             raise _failed(failures)
-        if not self._ended:
+        if not self.report.ended:
             reports = zip(wave.pieces, wave.reports, strict=True)
             whole = [reached_by(wave.reading.shard_map, p.log, r) for p, r in reports if r.whole]
             self._records.note_reached(wave.name, dict(whole))

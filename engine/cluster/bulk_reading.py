@@ -69,6 +69,16 @@ class FileReport:
     head: dict[str, Any] = field(default_factory=dict)
     whole: bool = False
 
+    def stop(self, log: Log, problem: Exception) -> None:
+        """Something failed that is no fault of the input: the file ends here."""
+        self.whole = False
+        reason = (
+            f"reading stopped after position {self.position}, with {self.turns:,} turns taken: "
+            f"{type(problem).__name__}: {problem}"
+        )
+        cure = "Please report it, with what stands there; the next run reads the file again."
+        self.note(Record(self.position, errors=(BadInput(log.shown, None, None, reason, cure),)))
+
     def note(self, record: Record) -> None:
         self.position = record.position
         self.turns += len(record.turns)
@@ -125,12 +135,17 @@ class Reading:
     def tables(self, piece: Piece) -> Iterator[pa.Table]:
         """The turns of one log, in order, in tables of ROWS; the last has the file's report alone.
 
-        Whatever fails in a reader ends this file and no other: it is an error of the report.
+        Whatever fails, in a reader or after it, ends this file and no other: it is an error of the report.
         """
         report = FileReport(piece.file, piece.after, head=piece.log.head())
         numbered = enumerate(self._turns(piece, report))
         while batch := list(islice(numbered, TABLE_TURNS)):
-            table = self._table(piece.file, batch)
+            try:
+                table = self._table(piece.file, batch)
+            except Exception as problem:  # noqa: BLE001 - as in _turns
+                report.turns = batch[0][0]  # what has been read since is not taken
+                report.stop(piece.log, problem)
+                break
             if table.num_rows:
                 yield table
         yield report_row(report)
@@ -143,10 +158,7 @@ class Reading:
                 yield from record.turns
             report.whole = True
         except Exception as problem:  # noqa: BLE001 - a worker's boundary: other files are to be read
-            reason = f"reading stopped after position {report.position}: {type(problem).__name__}: {problem}"
-            cure = "Please report it, with what stands there; the turns before it were taken."
-            stopped = BadInput(piece.log.shown, None, None, reason, cure)
-            report.note(Record(report.position, errors=(stopped,)))
+            report.stop(piece.log, problem)
 
     def _table(self, file: int, batch: Sequence[tuple[int, Turn]]) -> pa.Table:
         numbers, turns = zip(*batch, strict=True)

@@ -41,9 +41,17 @@ class Reached:
 
 
 def wave_name(reading: Reading, pieces: Sequence[Piece]) -> str:
-    """Equal for waves that make the same groups of the same records of the same logs."""
-    logs = [[reading.shard_map.tenant_key(p.log.uri), p.log.size_bytes, p.after] for p in pieces]
+    """Equal for waves that make the same groups of the same records of the same logs.
+
+    A log is the same one if it lies there still, begins as it did and is as long.
+    """
     map_ = reading.shard_map
+    with ThreadPoolExecutor(THREADS) as pool:
+        heads = list(pool.map(lambda piece: piece.log.head()["head"], pieces))
+    logs = [
+        [map_.tenant_key(p.log.uri), p.log.size_bytes, head, p.after]
+        for p, head in zip(pieces, heads, strict=True)
+    ]
     how = [map_.version, reading.buckets, reading.format, reading.max_message_bytes]
     return hashlib.blake2b(orjson.dumps([how, logs]), digest_size=12).hexdigest()
 

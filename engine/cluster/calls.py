@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,27 +20,36 @@ Outcome = tuple[Status, str | None, int | None, str | None]
 # clients that a shard keeps in mind; one that was forgotten says hello again
 CLIENTS = 4_096
 
+# how long who has a shard to itself may take to send its call, or to ask for it again
+TRIAL_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
     """The place of a call in its client's line: Ray keeps no order of calls to a concurrent actor.
 
     `token` is what the shard said at the last hello; `number` counts the calls from there on, from 0.
-    `map_version` is that of the map by which the call was sent to this shard, or of a newer one.
+    `map_version` is that of the map by which the call was sent to this shard, or of a newer one. `trial`:
+    the call is to be alone in the shard, as `Lines.trial` has granted; empty: others may be there too.
     """
 
     client: str
     token: str
     number: int
     map_version: int
+    trial: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A shard's answer to a client's first call: the token of its line, and the map that it goes by."""
+    """A shard's answer to a client's first call: the token of its line, and the map that it goes by.
+
+    `process` names the shard's process: where it has changed, the one before is no more.
+    """
 
     token: str
     map_version: int
+    process: str
 
 
 class StaleSession(UndertowError):
@@ -52,6 +62,8 @@ class Call:
     def __init__(self, table: pa.Table, map_version: int = 0) -> None:
         """`map_version`: the shard is to go by this map at least. ValueError for a table of no turns."""
         self.map_version = map_version
+        # no other call is in the shard until this one is over
+        self.alone = False
         self.turns: list[PackedTurn] = unpack(table)
         self.tenants = frozenset(turn.tenant for turn in self.turns)
         self.future: Future[pa.Table] = Future()
@@ -136,13 +148,27 @@ class _Line:
     ahead: dict[int, Call] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Trial:
+    client: str
+    until_s: float
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    call: Call | None = None
+
+    def over(self, now_s: float) -> bool:
+        return now_s > self.until_s if self.call is None else self.call.future.done()
+
+
 class Lines:
     """Puts each client's calls back in order. Not thread-safe."""
 
-    def __init__(self, bound_turns: int) -> None:
+    def __init__(self, bound_turns: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         """`bound_turns`: how many turns may wait before a call is refused."""
+        self.process = secrets.token_hex(8)
         self._bound = bound_turns
+        self._clock_s = clock_s
         self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._trial: _Trial | None = None
 
     def begin(self, client: str) -> str:
         """A new line for a client: its token. Calls of an earlier one that came too early are refused."""
@@ -153,6 +179,20 @@ class Lines:
             self._refuse_ahead(self._lines.popitem(last=False)[1])
         return token
 
+    def trial(self, client: str, waiting_turns: int) -> str | None:
+        """Let a client have the shard to itself for one call: the token of its stamp. None: ask again.
+
+        From the first asking on no other call is taken, so that those under way come to their end. Who has
+        it keeps it by asking again; who does neither that nor sends its call within TRIAL_S has lost it.
+        """
+        until_s = self._clock_s() + TRIAL_S
+        if (trial := self._trial_under_way()) is None:
+            trial = self._trial = _Trial(client, until_s)
+        if trial.client != client:
+            return None
+        trial.until_s = until_s
+        return None if waiting_turns else trial.token
+
     def accept(self, call: Call, stamp: Stamp, waiting_turns: int) -> list[Call]:
         """The calls whose turn it is by now, in order; a call that came too early waits for those before.
 
@@ -162,11 +202,19 @@ class Lines:
         if line is None or line.token != stamp.token or stamp.number < line.next:
             raise StaleSession("this shard was restarted, or has forgotten the client")
         self._lines.move_to_end(stamp.client)
+        trial = self._trial_under_way()
+        if stamp.trial:
+            if trial is None or trial.token != stamp.trial:
+                raise StaleSession("the call was to be alone in this shard, and came too late for that")
+            trial.call, call.alone = call, True
         line.ahead[stamp.number] = call
         ready: list[Call] = []
         while (following := line.ahead.get(line.next)) is not None:
+            if trial is not None and following is not trial.call:
+                self._refuse(line.ahead.pop(line.next), "Another call is to be alone in this shard.")
+                break
             if waiting_turns and waiting_turns + len(following) > self._bound:
-                self._refuse(line.ahead.pop(line.next))
+                self._refuse(line.ahead.pop(line.next), f"{self._bound} turns wait at this shard.")
                 break
             ready.append(line.ahead.pop(line.next))
             waiting_turns += len(following)
@@ -178,8 +226,14 @@ class Lines:
         while self._lines:
             self._refuse_ahead(self._lines.popitem()[1])
 
-    def _refuse(self, call: Call) -> None:
-        call.fail(QueueFull(f"{self._bound} turns wait at this shard. Try again in a moment."))
+    def _trial_under_way(self) -> _Trial | None:
+        if self._trial is not None and self._trial.over(self._clock_s()):
+            self._trial = None
+        return self._trial
+
+    @staticmethod
+    def _refuse(call: Call, reason: str) -> None:
+        call.fail(QueueFull(f"{reason} Try again in a moment."))
 
     @staticmethod
     def _refuse_ahead(line: _Line | None) -> None:

@@ -13,6 +13,7 @@ from undertow.engine.cluster.resharding import Progress, Resharded, reshard, res
 from undertow.engine.cluster.resources import ClusterSettings
 from undertow.engine.cluster.router import Router
 from undertow.engine.cluster.shard_map import MapConflict, ShardMap
+from undertow.engine.cluster.thresholds import agree
 from undertow.engine.config import Settings
 from undertow.engine.erasure import Certificate
 from undertow.engine.model import UndertowError
@@ -27,9 +28,11 @@ class Cluster(Router):
     """
 
     def __init__(self, root: Place, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
-        """Of a root that has a map; `open` makes one. ResourcesLacking."""
+        """Of a root that has a map; `open` makes one, and says what is raised."""
+        everyone = shard_map.load(root).everyone
+        agree(root, settings)
         self._start = Starter(root, settings, resources, parts)
-        self._start.check(shard_map.load(root).everyone)
+        self._start.check(everyone)
         super().__init__(root, lambda shard: RayShard(self._start, shard), resources)
 
     @classmethod
@@ -45,8 +48,8 @@ class Cluster(Router):
         """Find the shards of a root, and start those that do not run. Ray must be initialised (`connect`).
 
         `shards`: how many a new root begins with; None: it must exist. `settings`, `resources` and `parts`
-        (housing.Parts) are those of shards that are started now. UndertowError where the root has another
-        number of shards; ResourcesLacking.
+        (housing.Parts) are those of shards that are started now; the thresholds are the root's.
+        UndertowError where the root has other thresholds, or another number of shards; ResourcesLacking.
         """
         place = Place.of(root)
         if shards is not None:
@@ -56,7 +59,7 @@ class Cluster(Router):
     def reshard(
         self, shards: Sequence[str], *, on_progress: Callable[[Progress], None] = lambda _: None
     ) -> Resharded:
-        """Go over to these shards, moving the tenants that must; the others' actors are ended."""
+        """Go over to these shards, moving the tenants that must; the others' actors end."""
         self._start.check(shards)
         return self._ended(reshard(self.root, shards, self._remote, on_progress=on_progress))
 
@@ -66,8 +69,14 @@ class Cluster(Router):
 
     def _ended(self, done: Resharded) -> Resharded:
         gone = set(self._lanes) - set(done.shard_map.everyone)
-        self._await(self._end(sorted(gone)))
+        self._await(self._tell(sorted(gone)))
         return done
+
+    async def _tell(self, gone: Sequence[str]) -> None:
+        """Have shards that were removed see it. They end, and whoever waits there finds its way anew."""
+        for shard in gone:
+            with suppress(UndertowError):  # they see it by themselves some time
+                await self._lane(shard).calls.call("look")
 
     def stop(self) -> None:
         """Close every shard's engine and end its actor. `open` starts them again, from their journals."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.cluster.wire import RETURNED, Status, receipts_table
 
+Key = TypeVar("Key", bound=Hashable)
 Rows = NDArray[np.int64]
 
 _RETURNED = pa.array([str(status) for status in RETURNED], pa.string())
@@ -50,19 +52,33 @@ class Delivery:
             self.future.set_exception(error)
 
 
+class Returned(NamedTuple):
+    """What a shard has not taken of a parcel.
+
+    `moved`: the new shards of tenants that have moved; `in_transit`: those that are on their way.
+    """
+
+    parcel: Parcel
+    moved: dict[str, str]
+    in_transit: set[str]
+
+
 @dataclass(slots=True, eq=False)
 class Parcel:
     """Turns of one delivery for one shard: `table` holds its turns `rows`, in order.
 
-    `suspected`: it was under way when the shard's process died. `deaths`: how often that was so while
-    nothing else was under way.
+    `suspected`: it was under way when the shard's process died. `tried_in`: the process that it was alone
+    in when it got lost; empty: none. `deaths`: how many processes have died of it while it was alone there.
+    `back_since_s`: since when (monotonic) shards have been returning its turns; None: none has.
     """
 
     delivery: Delivery
     rows: Rows
     table: pa.Table
     suspected: bool = False
+    tried_in: str = ""
     deaths: int = 0
+    back_since_s: float | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -73,25 +89,27 @@ class Parcel:
         names: list[str] = pc.unique(self.table.column("tenant")).to_pylist()
         return names
 
-    def settle(self, receipts: pa.Table) -> tuple[Parcel | None, dict[str, str], bool]:
-        """Hand on the receipts. Returned turns as a parcel, new shards of moved tenants, any in transit."""
+    def settle(self, receipts: pa.Table) -> Returned | None:
+        """Hand on the receipts. What has been returned; None: nothing."""
         status = receipts.column("status")
         back = pc.is_in(status, value_set=_RETURNED)
         if not pc.any(back).as_py():
             self.delivery.give(self.rows, receipts)
-            return None, {}, False
+            return None
         mask = back.to_numpy()
         self.delivery.give(self.rows[~mask], receipts.filter(pc.invert(back)))
-        moved = pc.equal(status, str(Status.MOVED))
-        names = self.table.column("tenant").filter(moved).to_pylist()
-        places = receipts.column("detail").filter(moved).to_pylist()
-        parcel = Parcel(self.delivery, self.rows[mask], self.table.filter(back))
-        return parcel, dict(zip(names, places, strict=True)), len(names) < len(parcel)
+        tenants, moved = self.table.column("tenant"), pc.equal(status, str(Status.MOVED))
+        names, places = tenants.filter(moved).to_pylist(), receipts.column("detail").filter(moved).to_pylist()
+        in_transit = tenants.filter(pc.equal(status, str(Status.IN_TRANSIT))).to_pylist()
+        parcel = Parcel(
+            self.delivery, self.rows[mask], self.table.filter(back), back_since_s=self.back_since_s
+        )
+        return Returned(parcel, dict(zip(names, places, strict=True)), set(in_transit))
 
     def part(self, places: Rows) -> Parcel:
         """Some of its turns, by their places in it; copied, as Arrow would send the whole with a slice."""
         table = self.table.take(pa.array(places))
-        return Parcel(self.delivery, self.rows[places], table, self.suspected, self.deaths)
+        return replace(self, rows=self.rows[places], table=table)
 
     def halves(self) -> list[Parcel]:
         """Two parcels of half its turns each. One death more makes a half a suspect to be cut again."""
@@ -102,7 +120,7 @@ class Parcel:
         return halves
 
 
-def split(parcel: Parcel, key_of: Callable[[str], str], most_turns: int) -> list[tuple[str, Parcel]]:
+def split(parcel: Parcel, key_of: Callable[[str], Key], most_turns: int) -> list[tuple[Key, Parcel]]:
     """Cut a parcel by what `key_of` says of each tenant, and into `most_turns` turns or fewer; in order."""
     encoded = parcel.table.column("tenant").combine_chunks().dictionary_encode()
     keys = [key_of(name) for name in encoded.dictionary.to_pylist()]

@@ -13,7 +13,9 @@ from typing import Any
 from undertow.engine.admission import Ticket
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.calls import Call, outcome_of
-from undertow.engine.cluster.parking import Parking
+from undertow.engine.cluster.parking import Parking, reason_of
+from undertow.engine.cluster.shard_map import STORES, Removed, ShardMap
+from undertow.engine.cluster.thresholds import in_force
 from undertow.engine.cluster.wire import Status
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, make_encoder
@@ -24,7 +26,7 @@ from undertow.engine.llm import LLMClient
 from undertow.engine.model import PackedTurn, UndertowError
 from undertow.engine.moving import Moving
 from undertow.engine.place import Place, StoreError
-from undertow.engine.records import Control, control_of
+from undertow.engine.records import control_of
 from undertow.engine.scheduler import TenantFault
 from undertow.engine.tenants import ArenaFull
 
@@ -32,9 +34,6 @@ log = logging.getLogger(__name__)
 
 # between attempts to open a journal that could not be opened
 RETRY_S = 5.0
-
-# the folder of a root that holds the shards' stores
-STORES = "shards"
 
 # so many turns do not all happen to be poison: if each of them fails, it is the engine
 SICK_TURNS = 8
@@ -60,17 +59,20 @@ class Parts:
 class Housing:
     """One shard's engine, or why there is none now. Not thread-safe."""
 
-    def __init__(self, root: Place, shard: str, settings: Settings, parts: Parts) -> None:
+    def __init__(self, root: Place, shard: str, settings: Settings, parts: Parts, life: str) -> None:
+        """`life`: see engine/fencing.py."""
         self.engine: Engine | None = None
         self.failure: Exception | None = None
         self._root = root
         self._shard = shard
         self._settings = settings
         self._parts = parts
+        self._life = life
         self._encoder: Encoder | None = None
         self._parking: Parking | None = None
         self._moving: Moving | None = None
-        self._fenced: Exception | None = None
+        # why no engine is to be opened here any more: fenced, or removed from the cluster
+        self._ended: Exception | None = None
         # tenants whose deciding has failed, and why: left alone until the shard is restarted
         self._faults: dict[str, str] = {}
         self._tried_s = -RETRY_S
@@ -94,8 +96,8 @@ class Housing:
 
     def open(self) -> Engine:
         """The engine; opened, where it was not, with all that is undecided taken up. UndertowError."""
-        if self._fenced is not None:
-            raise self._fenced
+        if self._ended is not None:
+            raise self._ended
         if self.engine is None:
             self._tried_s = time.monotonic()
             try:
@@ -110,22 +112,15 @@ class Housing:
     @property
     def due(self) -> bool:
         """Whether it is time to try again to open what could not be opened."""
-        return self.engine is None and self._fenced is None and self._tried_s + RETRY_S <= time.monotonic()
+        return self.engine is None and self._ended is None and self._tried_s + RETRY_S <= time.monotonic()
 
     def _opened(self) -> Engine:
-        newest = shard_map.load(self._root)
+        newest = self.newest_map()
         if self._parking is None:
             self._parking = Parking(self._root, self._shard, newest.tenant_key)
         if self._encoder is None:
             self._encoder = self._parts.encoder(self._settings)
-        engine = Engine(
-            self._root / STORES / self._shard,
-            self._settings,
-            self._encoder,
-            llm=self._parts.llm(self._settings),
-            takeover=True,
-            hash_key=newest.hash_key,
-        )
+        engine = self._made(self._encoder, newest.hash_key)
         try:
             self._moving = Moving(engine, self._shard, self._root / STORES, newest)
             engine.resume()
@@ -136,12 +131,43 @@ class Housing:
             raise
         return engine
 
+    def _made(self, encoder: Encoder, hash_key: str) -> Engine:
+        settings = in_force(self._root, self._settings)
+        llm = self._parts.llm(settings)
+        try:
+            return Engine(
+                self._root / STORES / self._shard,
+                settings,
+                encoder,
+                llm=llm,
+                takeover=True,
+                life=self._life,
+                hash_key=hash_key,
+            )
+        except BaseException:
+            if llm is not None:
+                llm.close()
+            raise
+
     def keep_up(self, map_version: int) -> bool:
-        """Go by the newest map, where there is one of this version. Whether it was new here. StoreError."""
+        """Go by the newest map, where there is one of this version. Whether it was new here.
+
+        StoreError; Removed: that map does without this shard.
+        """
         if map_version <= self.moving.map.version:
             return False
-        self.moving.adopt(shard_map.load(self._root))
+        self.moving.adopt(self.newest_map())
         return True
+
+    def newest_map(self) -> ShardMap:
+        """The root's newest map. StoreError; Removed: it does without this shard, whose engine has gone."""
+        newest = shard_map.load(self._root)
+        try:
+            newest.require(self._shard)
+        except Removed as removed:
+            self._discard(removed)
+            raise
+        return newest
 
     def close(self) -> None:
         """Let the engine go. What it cannot write any more stands in the journal, or is done again."""
@@ -242,9 +268,9 @@ class Housing:
 
     def _park(self, suspect: Suspect, error: Exception) -> None:
         call, place, turn = suspect
-        reason = f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         log.error("shard %s: a turn makes the engine fail and is parked: %s", self._shard, reason)
-        self.parking.park(turn, reason)
+        self.parking.park(turn, reason, error)
         call.set(place, (Status.PARKED, None, None, reason))
 
     def park_all(self, turns: Sequence[PackedTurn], reason: str) -> int:
@@ -255,8 +281,8 @@ class Housing:
 
     def _discard(self, error: Exception) -> bool:
         """Let the engine go; its memory may be ahead of the journal. Whether there was one."""
-        if isinstance(error, Fenced):
-            self._fenced = error
+        if isinstance(error, Fenced | Removed):
+            self._ended = error
         if isinstance(error, TenantFault):
             self._faults[error.tenant] = error.reason
         self.failure = error
@@ -271,9 +297,13 @@ class Housing:
     def log_flush(self, tenant: str, *, again: bool) -> None:
         """Log a flush. `again`: one at the log's end will do."""
         engine = self.open()
-        records = engine.tenants.existing(tenant).records if again else []
-        if not (records and isinstance(records[-1], Control) and records[-1].kind == "flush"):
+        if not (again and self._ends_in_flush(engine, tenant)):
             engine.log_flush(tenant)
+
+    def _ends_in_flush(self, engine: Engine, tenant: str) -> bool:
+        engine.tenants.require(tenant)
+        last = max(engine.tenants.stored(tenant, "turn", "control"), key=lambda row: row.seq, default=None)
+        return last is not None and last.kind == "control" and control_of(last).kind == "flush"
 
     def decided(self, tenant: str) -> bool | None:
         """Whether the tenant's log is decided; False: it cannot be; None: not yet."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from undertow.engine.cluster.calls import Call, Lines, Outcome, Stamp
 from undertow.engine.cluster.housing import RETRY_S, Housing
+from undertow.engine.cluster.parking import reason_of
 from undertow.engine.cluster.wire import Status
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.engine import Engine
@@ -89,6 +90,16 @@ class Keeper:
         with self._lock:
             return self._lines.begin(client)
 
+    @property
+    def process(self) -> str:
+        """See calls.Hello."""
+        return self._lines.process
+
+    def trial(self, client: str) -> str | None:
+        """See Lines.trial."""
+        with self._lock:
+            return self._lines.trial(client, self.waiting_turns)
+
     def close(self) -> None:
         """Close the engine and end the thread; what waits fails."""
         if self._thread.is_alive():
@@ -97,9 +108,10 @@ class Keeper:
             self._commands.put(_Command(lambda: True, Future()))
             self._thread.join()
 
-    def join(self) -> None:
+    def join(self, timeout_s: float | None) -> bool:
         """Wait until the thread has ended: by `close`, or by an error that it should have outlived."""
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _put(self, command: _Command | Call) -> None:
         """With the lock held."""
@@ -132,6 +144,8 @@ class Keeper:
             while True:
                 if isinstance(command, Call):
                     self.calls.append(command)
+                    if command.alone:  # its step is next: what kills the process in that is this call
+                        return
                 else:
                     self._obey(command)
                 command = self._commands.get_nowait()
@@ -218,7 +232,7 @@ class Keeper:
 
     def _recover(self, error: Exception) -> None:
         """After a failed step: the engine again, without what made it fail."""
-        log.warning("shard %s: a step failed", self._shard, exc_info=error)
+        log.warning("shard %s: a step failed: %s", self._shard, reason_of(error))
         suspects = [(call, place, call.turns[place]) for call in self.calls for place in call.recall()]
         failure = self.housing.isolate(error, suspects)
         if failure is not None:  # not the turns' doing: whoever sent them may send them again

@@ -3,69 +3,43 @@
 The order of each tenant's turns holds through everything: a shard puts a line's calls back in order
 (`Lines`); what was under way when it died is sent again before anything else; and while turns come back
 because their tenant has moved, nothing new is sent until all that is under way has come back.
+
+A turn is to blame for a shard's death only if it was alone there, among all that any router sends: a suspect
+is sent once the shard has granted that (`Lines.trial`), and its death counts if another process answers then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 
 import pyarrow as pa
 
 from undertow.engine.admission import QueueFull
 from undertow.engine.cluster.calls import Hello, StaleSession, Stamp
 from undertow.engine.cluster.delivery import Parcel
+from undertow.engine.cluster.reach import Pause, Room, ShardCalls, ShardDown, ShardGone, ShardLeft
 from undertow.engine.cluster.resources import ClusterSettings
+from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import Status, receipts_table
 from undertow.engine.model import UndertowError
 
 log = logging.getLogger(__name__)
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
 # how long a shard is asked again that answers, but says that it cannot serve
 REFUSAL_PATIENCE_S = 15.0
-# deaths of a shard with one parcel alone under way, before that is cut or, a single turn, parked
+# deaths of a shard with one parcel alone in it, before that is cut or, a single turn, put to its last trial
 DEATHS = 2
+# how long a parcel of which the shard has died alone lets all others go first, before it is there again
+COURTESY_S = 1.0
 # how long the shard must live without a turn that is to be parked for its deaths
 PROBATION_S = 2.0
-
-
-class ShardGone(UndertowError):
-    """The shard's process has died, or cannot be reached; whether it did what was asked is unknown."""
-
-
-class ShardDown(UndertowError):
-    """A shard was down for longer than the router's patience."""
-
-
-class ShardCalls(Protocol):
-    """A shard as its callers see it: the methods of `Shard` by name. ShardGone, QueueFull, its own errors."""
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class Pause:
-    """Waits that grow, up to a deadline."""
-
-    def __init__(self, patience_s: float) -> None:
-        self._until_s = time.monotonic() + patience_s
-        self._next_s = SHORTEST_PAUSE_S
-
-    @property
-    def left_s(self) -> float:
-        return self._until_s - time.monotonic()
-
-    async def __call__(self) -> bool:
-        """Wait a little; False: the patience is at its end."""
-        if self.left_s <= 0:
-            return False
-        await asyncio.sleep(min(self._next_s, self.left_s))
-        self._next_s = min(2 * self._next_s, LONGEST_PAUSE_S)
-        return True
 
 
 class Lane:
@@ -81,11 +55,12 @@ class Lane:
         map_version: Callable[[], int],
         on_change: Callable[[Parcel, Sequence[Parcel]], None],
         read_map: Callable[[], Awaitable[None]],
-        on_returned: Callable[[Sequence[Parcel], dict[str, str]], None],
+        on_returned: Callable[[Sequence[Parcel], dict[str, str], AbstractSet[str]], None],
     ) -> None:
-        """`on_change`: a parcel has left the lane, others stand in its place. `on_returned`: these parcels
-        must find their way anew, in this order; with them the new shards of tenants that have moved.
-        `read_map` is awaited before that. What any of them raises fails the parcels.
+        """`client` is of this lane alone. `on_change`: a parcel has left the lane, others stand in its place.
+        `on_returned`: these parcels must find their way anew, in this order; with them the new shards of
+        tenants that have moved, and the tenants that are on their way. `read_map` is awaited before that.
+        What any of them raises fails the parcels.
         """
         self.shard = shard
         self.calls = calls
@@ -101,10 +76,12 @@ class Lane:
         self._lost: dict[int, Parcel] = {}
         self._returned: dict[int, Parcel] = {}
         self._moved: dict[str, str] = {}
-        self._in_transit = False
+        self._in_transit: set[str] = set()
+        self._rest = Pause(math.inf)
         self._failure: Exception | None = None
         self._token: str | None = None
         self._next_number = 0
+        self._process = ""
         self._news = asyncio.Event()
         self._sending: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
@@ -154,7 +131,7 @@ class Lane:
                 await self._news.wait()
                 self._news.clear()
             elif self._token is not None or await self._greet():
-                await self._dispatch(self._queue.popleft())
+                await self._dispatch(self._queue[0])
 
     @property
     def _window(self) -> int:
@@ -167,91 +144,166 @@ class Lane:
         )
 
     async def _greet(self) -> bool:
-        """Begin a line at the shard, waiting until it is there. False: in vain, what waits has failed."""
+        """Begin a line at the shard, until it is there. False: what waits has failed or moves on."""
         pause, refused_s = Pause(self._settings.patience_s), 0.0
-        error: Exception | None = None
+        error: object = "it does not answer"
         while pause.left_s > 0:
             try:
                 asked = self.calls.call("hello", self._client, self._map_version())
                 hello: Hello = await asyncio.wait_for(asked, pause.left_s)
-            except (ShardGone, TimeoutError) as gone:
+            except ShardGone as gone:
                 error = gone
+            except TimeoutError:
+                pass
+            except Removed:
+                self._take_back()
+                return False
             except Exception as refusal:  # noqa: BLE001 - it is there, and says why it cannot serve
                 error = refusal
                 refused_s = refused_s or time.monotonic()
                 if time.monotonic() - refused_s > REFUSAL_PATIENCE_S:
                     break
             else:
-                self._token, self._next_number = hello.token, 0
+                self.deaths += self._process not in ("", hello.process)
+                self._token, self._next_number, self._process = hello.token, 0, hello.process
                 return True
             await pause()
-        self._fail(ShardDown(f"shard {self.shard} cannot be used: {error or 'it does not answer'}"))
+        self._fail(ShardDown(self.shard, pause.waited_s, error))
         return False
 
-    async def _watch(self) -> None:
-        """See whether the shard lives while nothing is sent. ShardGone: it does not."""
-        until_s = time.monotonic() + PROBATION_S
-        while time.monotonic() < until_s:
-            await self.calls.call("status")
-            await asyncio.sleep(PROBATION_S / 20)
+    def _take_back(self) -> None:
+        """The shard is one no more: the first parcel of the queue finds its way anew, and all behind it."""
+        self._returned[self._next_number] = self._queue.popleft()
 
     async def _dispatch(self, parcel: Parcel) -> None:
-        if parcel.deaths >= DEATHS:
-            await self._convict(parcel)
-        else:
+        """Send the first parcel of the queue. A suspect is sent alone; or cut, or parked, for its deaths."""
+        parcel.deaths += parcel.tried_in not in ("", self._process)
+        parcel.tried_in = ""
+        if not parcel.suspected:
             self._try(parcel)
+        elif parcel.deaths >= DEATHS and len(parcel) > 1:
+            self._queue.popleft()
+            halves = parcel.halves()
+            self._on_change(parcel, halves)
+            self._queue.extendleft(reversed(halves))
+        else:
+            await self._judge(parcel)
 
-    def _try(self, parcel: Parcel) -> None:
+    async def _judge(self, parcel: Parcel) -> None:
+        try:
+            if parcel.deaths > DEATHS:
+                await self._park(parcel)
+            else:
+                self._try(parcel, await self._alone(parcel))
+        except ShardGone:
+            self._token = None
+        except Removed:
+            self._take_back()
+        except Exception as error:  # noqa: BLE001 - the shard's error is the caller's, as in _send
+            self._failure = error
+            self._queue.popleft()
+            self._end(parcel, error)
+
+    async def _alone(self, parcel: Parcel) -> str:
+        """Have the shard to ourselves: what to stamp the parcel with. ShardGone, QueueFull.
+
+        Before a turn's last trial the shard must have lived for a while with nothing in it.
+        """
+        if parcel.deaths:
+            await asyncio.sleep(COURTESY_S)
+        room = self._room()
+        while (trial := await self._asked_for_trial()) is None:
+            await room.wait("another call is alone there, or not over.")
+        until_s = time.monotonic() + PROBATION_S
+        while parcel.deaths == DEATHS and time.monotonic() < until_s:
+            await asyncio.sleep(PROBATION_S / 20)
+            try:
+                if await self._asked_for_trial() != trial:
+                    raise ShardGone(f"shard {self.shard} no longer waits for this call")
+            except ShardGone:  # something else kills it
+                parcel.deaths = 0
+                raise
+        return trial
+
+    async def _asked_for_trial(self) -> str | None:
+        try:
+            trial: str | None = await self.calls.call("trial", self._client)
+        except QueueFull:
+            return None
+        return trial
+
+    async def _park(self, turn: Parcel) -> None:
+        reason = f"the shard's process died {turn.deaths} times while it stored this turn alone"
+        await self.calls.call("park", turn.table, reason)
+        self._queue.popleft()
+        turn.settle(receipts_table([(Status.PARKED, None, None, reason)]))
+        self._leave(turn)
+
+    def _try(self, parcel: Parcel, trial: str = "") -> None:
+        """Send the first parcel of the queue; `trial`: alone."""
+        self._queue.popleft()
         number, self._next_number = self._next_number, self._next_number + 1
         self._under_way[number] = parcel
-        task = asyncio.create_task(self._send(number, parcel))
+        task = asyncio.create_task(self._send(number, parcel, trial))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _send(self, number: int, parcel: Parcel) -> None:
-        stamp = Stamp(self._client, self._token or "", number, self._map_version())
+    async def _send(self, number: int, parcel: Parcel, trial: str) -> None:
+        stamp = Stamp(self._client, self._token or "", number, self._map_version(), trial)
         try:
             receipts = await self._sent(parcel.table, stamp)
         except (ShardGone, StaleSession) as error:
+            parcel.tried_in = self._process if trial and _is_silent(error) else ""
             self._lose(number, parcel, error)
+        except Removed:
+            self._returned[number] = parcel
         except Exception as error:  # noqa: BLE001 - the shard's error is the caller's
-            self._failure = self._failure or error
             self._end(parcel, error)
+            await self._break_off(error)
         else:
             self._settle(number, parcel, receipts)
         del self._under_way[number]
         self._news.set()
 
     async def _sent(self, table: pa.Table, stamp: Stamp) -> pa.Table:
-        pause_s = SHORTEST_PAUSE_S
+        room = self._room()
         while True:
             try:
                 return await self.calls.call("add", table, stamp)
-            except QueueFull:  # the same call again; those behind it wait for it at the shard
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            except QueueFull as full:  # the same call again; those behind it wait for it at the shard
+                await room.wait(full)
+
+    def _room(self) -> Room:
+        return Room(self.shard, self.calls, self._settings.patience_s)
+
+    async def _break_off(self, error: Exception) -> None:
+        """A call has failed: those behind it, which wait for it at the shard, come back with a new line."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        with suppress(Exception):  # whatever ails the shard, the next greeting hears it too
+            asked = self.calls.call("hello", self._client, self._map_version())
+            await asyncio.wait_for(asked, self._settings.patience_s)
 
     def _lose(self, number: int, parcel: Parcel, error: Exception) -> None:
         """The shard is gone, or knows nothing of us any more: all this is to be sent again."""
         if self._failure is not None:  # it has given up this line for that
             self._end(parcel, self._failure)
             return
-        if isinstance(error, ShardGone):
-            parcel.suspected = True
-            parcel.deaths += len(self._under_way) == 1 and not self._lost
+        parcel.suspected |= _is_silent(error)
         self._token = None
         self._lost[number] = parcel
 
     def _settle(self, number: int, parcel: Parcel, receipts: pa.Table) -> None:
-        returned, moved, in_transit = parcel.settle(receipts)
-        if returned is None:
+        if (returned := parcel.settle(receipts)) is None:
+            self._rest = Pause(math.inf)
             self._leave(parcel)
             return
-        self._on_change(parcel, [returned])
-        self.waiting_turns -= len(parcel) - len(returned)
-        self._returned[number] = returned
-        self._moved |= moved
-        self._in_transit |= in_transit
+        self._on_change(parcel, [returned.parcel])
+        self.waiting_turns -= len(parcel) - len(returned.parcel)
+        self._returned[number] = returned.parcel
+        self._moved |= returned.moved
+        self._in_transit |= returned.in_transit
 
     async def _regroup(self) -> None:
         """Nothing is under way: put what was lost before all else, or send all of it on its way anew."""
@@ -260,67 +312,64 @@ class Lane:
             self._token = None
             self._fail(error)
             return
-        if self._in_transit:
-            await asyncio.sleep(SHORTEST_PAUSE_S)
-            self._in_transit = False
-        if self._returned:  # before the parcels are gathered: more may be put meanwhile, behind them
-            try:
-                await self._read_map()
-            except Exception as error:  # noqa: BLE001 - whatever it is, their senders must hear of it
-                self._fail(error)
-                return
         if self._lost:
-            self.deaths += any(parcel.suspected for parcel in self._lost.values())
             log.warning("shard %s is gone with %d calls under way", self.shard, len(self._lost))
         back = self._lost | self._returned
         parcels = [back[number] for number in sorted(back)]
-        self._lost, returned = {}, self._returned
-        self._returned = {}
-        if not returned:
+        if self._returned:
+            await self._send_anew(parcels)
+        else:
+            self._lost = {}
             self._queue.extendleft(reversed(parcels))
+
+    async def _send_anew(self, parcels: Sequence[Parcel]) -> None:
+        """Turns were not this shard's to store: with all that waits they find their way anew.
+
+        What comes back again, and again, is sent less and less often, and fails after our patience.
+        """
+        back, now_s = self._returned.values(), time.monotonic()
+        if any(parcel.back_since_s is not None for parcel in back):
+            await self._rest()
+        for parcel in back:
+            parcel.back_since_s = parcel.back_since_s or now_s
+        try:
+            if any(now_s - (p.back_since_s or now_s) > self._settings.patience_s for p in back):
+                raise self._lingering()
+            await self._read_map()
+        except Exception as error:  # noqa: BLE001 - whatever it is, their senders must hear of it
+            self._fail(error)
             return
-        parcels += self._queue
+        parcels = [*parcels, *self._queue]  # now, as more may have been put meanwhile, behind them
+        moved, in_transit = self._moved, self._in_transit
+        self._lost, self._returned, self._moved, self._in_transit = {}, {}, {}, set()
         self._queue.clear()
         self.waiting_turns = 0
-        moved, self._moved = self._moved, {}
         try:
-            self._on_returned(parcels, moved)
+            self._on_returned(parcels, moved, in_transit)
         except Exception as error:  # noqa: BLE001 - as above
             for parcel in parcels:
                 parcel.delivery.fail(error)
         self.room.set()
 
-    async def _convict(self, parcel: Parcel) -> None:
-        """A parcel under which the shard dies again and again, alone: cut it, or park the one turn."""
-        if len(parcel) > 1:
-            halves = parcel.halves()
-            self._on_change(parcel, halves)
-            self._queue.extendleft(reversed(halves))
-            return
-        reason = f"the shard's process died {parcel.deaths} times while it stored this turn"
-        try:
-            if parcel.deaths == DEATHS:  # and does it live without? Then once more, to be sure
-                await self._watch()
-                self._try(parcel)
-                return
-            await self.calls.call("park", parcel.table, reason)
-        except ShardGone:  # something else kills it
-            self._token = None
-            parcel.deaths = 0
-            self._queue.appendleft(parcel)
-        except Exception as error:  # noqa: BLE001 - the shard's error is the caller's, as in _send
-            self._failure = error
-            self._end(parcel, error)
-        else:
-            parcel.settle(receipts_table([(Status.PARKED, None, None, reason)]))
-            self._leave(parcel)
+    def _lingering(self) -> UndertowError:
+        patience_s = self._settings.patience_s
+        if self._in_transit:
+            return UndertowError(
+                f"turns wait for {len(self._in_transit)} tenants that have been on their way from shard "
+                f"{self.shard} for {patience_s:g} s. If their move was cut off, end it (`undertow cluster "
+                "move`); then send them again."
+            )
+        return UndertowError(
+            f"shards have sent turns on from one to another for {patience_s:g} s; the last was {self.shard}. "
+            "`undertow cluster status` shows which map each goes by. Please report it."
+        )
 
     def _fail(self, error: Exception) -> None:
         """All that waits or has come back fails: what comes after a gap would be out of order."""
         for parcel in [*self._lost.values(), *self._returned.values(), *self._queue]:
             parcel.delivery.fail(error)
             self._leave(parcel)
-        self._lost, self._returned, self._moved = {}, {}, {}
+        self._lost, self._returned, self._moved, self._in_transit = {}, {}, {}, set()
         self._queue.clear()
 
     def _end(self, parcel: Parcel, error: Exception) -> None:
@@ -331,3 +380,8 @@ class Lane:
         self.waiting_turns -= len(parcel)
         self._on_change(parcel, [])
         self.room.set()
+
+
+def _is_silent(error: Exception) -> bool:
+    """Whether the shard's process may have died of what it was given."""
+    return isinstance(error, ShardGone) and not isinstance(error, ShardLeft)

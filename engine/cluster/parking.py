@@ -2,12 +2,17 @@
 
 ROOT/parked/SHARD/TENANT_KEY/DEDUPE_HASH.arrow: one row of wire.TURNS; the reason stands in the schema's
 metadata. The names tell neither the tenant nor the key, and an erasure finds them by the tenant's key.
+
+What an error says may quote the turn, so that stays in this file. A reason goes further: into receipts,
+status, logs and the records of a bulk ingest, which no erasure reaches.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -18,14 +23,15 @@ from undertow.engine.place import Place
 from undertow.engine.records import key_hash
 
 FOLDER = "parked"
-REASON, PARKED_AT = b"reason", b"parked_at"
+REASON, ERROR, PARKED_AT = b"reason", b"error", b"parked_at"
 
 
 class ParkedTurn(NamedTuple):
-    """A turn that was set aside. `parked_at` is ISO 8601, in UTC."""
+    """A turn that was set aside. `parked_at` is ISO 8601, in UTC; `error`: all that is known of the cause."""
 
     turn: PackedTurn
     reason: str
+    error: str
     parked_at: str
 
 
@@ -48,10 +54,15 @@ class Parking:
         """Why the turn was set aside; None: it was not."""
         return self._reasons.get(self._name(turn)) if self._reasons else None
 
-    def park(self, turn: PackedTurn, reason: str) -> None:
-        """Set a turn aside, durably. StoreError; safe to repeat."""
-        parked_at = datetime.now(UTC).isoformat(timespec="seconds")
-        schema = TURNS.with_metadata({REASON: reason.encode(errors="replace"), PARKED_AT: parked_at.encode()})
+    def park(self, turn: PackedTurn, reason: str, error: Exception | None = None) -> None:
+        """Set a turn aside, durably. StoreError; safe to repeat. `reason` has no words of the turn."""
+        texts = {
+            REASON: reason,
+            # without the errors that it came after: those may quote other tenants' turns
+            ERROR: "" if error is None else "".join(traceback.format_exception(error, chain=False)),
+            PARKED_AT: datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        schema = TURNS.with_metadata({name: text.encode(errors="replace") for name, text in texts.items()})
         columns = [pa.array([value], field.type) for value, field in zip(turn, TURNS, strict=True)]
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, schema) as writer:
@@ -65,9 +76,8 @@ class Parking:
         table = pa.ipc.open_file(pa.py_buffer(self._root.read(name) or b"")).read_all()
         row = [table.column(column)[0].as_py() for column in TURNS.names]
         metadata = table.schema.metadata or {}
-        return ParkedTurn(
-            PackedTurn._make(row), metadata.get(REASON, b"").decode(), metadata.get(PARKED_AT, b"").decode()
-        )
+        texts = (metadata.get(name, b"").decode() for name in (REASON, ERROR, PARKED_AT))
+        return ParkedTurn(PackedTurn._make(row), *texts)
 
     def report(self) -> list[dict[str, str]]:
         """What is parked, for people: the file and the reason, no words of the turn."""
@@ -83,3 +93,10 @@ class Parking:
 
     def _name(self, turn: PackedTurn) -> str:
         return f"{self._folder}/{self._tenant_key(turn.tenant)}/{key_hash(turn.dedupe_key):016x}.arrow"
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong and where, without what the error says: that may quote a turn."""
+    last = (traceback.extract_tb(error.__traceback__) or [None])[-1]
+    where = "" if last is None else f" in {last.name} ({Path(last.filename).name}:{last.lineno})"
+    return f"{type(error).__name__}{where}"

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Protocol, TypeVar
 
-from undertow.engine.cluster.shard_map import ShardMap, load, publish
+from undertow.engine.cluster.shard_map import STORES, ShardMap, load, publish
 from undertow.engine.departures import NotYet
 from undertow.engine.erasure import Certificate
 from undertow.engine.model import UndertowError
@@ -57,11 +57,14 @@ class Resharded:
     """What a resharding has done: the map now in force, and what was moved by this call.
 
     `certificates`, by tenant key: of erasures whose bytes went when the shards that gave were purged.
+    `left_over`: folders of shards that are gone, purged but for files of appends that were cut off just
+    before; they can be removed by hand.
     """
 
     shard_map: ShardMap
     tenants: int = 0
     rows: int = 0
+    left_over: Sequence[str] = ()
     certificates: dict[str, Certificate] = field(default_factory=dict)
 
 
@@ -118,8 +121,9 @@ def resume(
                 _give_away(name, now.began, running, done, on_progress, passes)
         now = done.shard_map = now.after()
         publish(root, now)
-        for shard in running.values():
-            shard.adopt(now)
+        for name in now.everyone:  # those that are gone end by themselves
+            running[name].adopt(now)
+    done.left_over = [name for name in root.children(STORES) if name not in now.everyone]
     return done
 
 

@@ -12,6 +12,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.model import UndertowError
+from undertow.engine.process import ONE_HEAP
 
 # libraries that start as many threads as they find cores, by the variable that bounds them
 THREAD_VARIABLES = (
@@ -61,7 +62,7 @@ class ClusterSettings(BaseSettings):
 
     def environment(self) -> dict[str, str]:
         """Variables of a shard's process."""
-        return {} if self.threads is None else dict.fromkeys(THREAD_VARIABLES, str(self.threads))
+        return ONE_HEAP | ({} if self.threads is None else dict.fromkeys(THREAD_VARIABLES, str(self.threads)))
 
     def check(self, shards: int, free: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
         """ResourcesLacking unless `shards` more shards find room.

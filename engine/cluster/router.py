@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -21,12 +22,14 @@ import pyarrow as pa
 from undertow.engine.admission import QueueFull, Receipt
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.delivery import Delivery, Parcel, split
-from undertow.engine.cluster.lane import Lane, Pause, ShardCalls, ShardDown, ShardGone
+from undertow.engine.cluster.lane import Lane
+from undertow.engine.cluster.reach import Pause, ShardCalls, ShardDown, ShardGone
 from undertow.engine.cluster.resources import ClusterSettings
-from undertow.engine.cluster.routes import Routes
+from undertow.engine.cluster.routes import Routes, Way
+from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
 from undertow.engine.departures import InTransit, Moved
-from undertow.engine.model import Memory, Turn, UndertowError
+from undertow.engine.model import Memory, Turn, UndertowError, unknown_memory
 from undertow.engine.place import Place, StoreError
 
 if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
@@ -41,6 +44,9 @@ CHANGING = frozenset({"delete", "flush", "erase"})
 
 # how long a shard may take to say how it is
 STATUS_PATIENCE_S = 5.0
+
+# how often a shard that owes an answer is asked for a sign that it is there
+SIGN_S = 5.0
 
 
 class Router:
@@ -59,6 +65,7 @@ class Router:
         self._client = secrets.token_hex(8)
         self._routes = Routes(shard_map.load(root))
         self._lanes: dict[str, Lane] = {}
+        self._asides: dict[str, Lane] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
@@ -118,53 +125,66 @@ class Router:
             return delivery.future
         while True:
             self._routes.know(whole.tenants)
-            parcels = split(whole, self._routes.shard_of, self.settings.call_turns)
-            turns = Counter[str]()
-            for shard, parcel in parcels:
-                turns[shard] += len(parcel)
-            full = next((s for s, count in turns.items() if not self._lane(s).has_room(count)), None)
+            parcels = split(whole, self._routes.way_of, self.settings.call_turns)
+            turns = Counter[Way]()
+            for way, parcel in parcels:
+                turns[way] += len(parcel)
+            full = next((w for w, count in turns.items() if not self._lane(*w).has_room(count)), None)
             if full is None:
                 self._put(parcels)
                 return delivery.future
             if not wait:
                 raise QueueFull(
-                    f"{self.settings.lane_turns} turns wait for shard {full}. Try again in a moment."
+                    f"{self.settings.lane_turns} turns wait for shard {full.shard}. Try again in a moment."
                 )
-            self._lanes[full].room.clear()
-            await self._lanes[full].room.wait()
+            room = self._lane(*full).room
+            room.clear()
+            await room.wait()
 
-    def _put(self, parcels: Sequence[tuple[str, Parcel]]) -> None:
-        for shard, parcel in parcels:
-            lane = self._lane(shard)
-            self._routes.hold(parcel.tenants, shard)
+    def _put(self, parcels: Sequence[tuple[Way, Parcel]]) -> None:
+        for way, parcel in parcels:
+            lane = self._lane(*way)
+            self._routes.hold(parcel.tenants, way)
             lane.put(parcel)
 
-    def _lane(self, shard: str) -> Lane:
-        if (lane := self._lanes.get(shard)) is None or lane.ended:
-            lane = self._lanes[shard] = Lane(
+    def _lane(self, shard: str, aside: bool = False) -> Lane:
+        way, lanes = Way(shard, aside), self._asides if aside else self._lanes
+        if (lane := lanes.get(shard)) is None or lane.ended:
+            lane = lanes[shard] = Lane(
                 shard,
-                self._connect(shard),
-                self._client,
+                self._lane(shard).calls if aside else self._connect(shard),
+                f"{self._client}-aside" if aside else self._client,
                 self.settings,
                 map_version=lambda: self._routes.map.version,
-                on_change=lambda parcel, others: self._exchange(shard, parcel, others),
+                on_change=lambda parcel, others: self._exchange(way, parcel, others),
                 read_map=self._read_map,
-                on_returned=self._send_anew,
+                on_returned=lambda *returned: self._send_anew(way, *returned),
             )
         return lane
 
-    def _exchange(self, shard: str, parcel: Parcel, others: Sequence[Parcel]) -> None:
+    def _exchange(self, way: Way, parcel: Parcel, others: Sequence[Parcel]) -> None:
         for other in others:
-            self._routes.hold(other.tenants, shard)
+            self._routes.hold(other.tenants, way)
         self._routes.release(parcel.tenants)
 
-    def _send_anew(self, parcels: Sequence[Parcel], moved: dict[str, str]) -> None:
-        """Parcels that a shard has returned, or that wait behind such: by the newest map, in their order."""
+    def _send_anew(
+        self, way: Way, parcels: Sequence[Parcel], moved: dict[str, str], in_transit: AbstractSet[str]
+    ) -> None:
+        """Parcels that a shard has returned, or that wait behind such: by the newest map, in their order.
+
+        Tenants that are leaving the shard wait aside until they have moved: the others go on meanwhile, and
+        are not sorted again.
+        """
         self._routes.moved(moved)
         for parcel in parcels:
             self._routes.release(parcel.tenants)
+
+        def way_of(tenant: str) -> Way:
+            waits = tenant not in moved and (way.aside or tenant in in_transit)
+            return Way(way.shard, aside=True) if waits else self._routes.way_of(tenant)
+
         for parcel in parcels:
-            self._put(split(parcel, self._routes.shard_of, self.settings.call_turns))
+            self._put(split(parcel, way_of, self.settings.call_turns))
 
     async def _read_map(self) -> None:
         """A shard has refused a tenant: there may be a newer map, and then its word is newer still.
@@ -225,48 +245,67 @@ class Router:
             shard = self._routes.home_of(tenant)
             marks = {"again": again} if method in CHANGING else {}
             try:
-                return await self._lane(shard).calls.call(method, tenant, *args, **kwargs, **marks)
+                return await self._ask(shard, method, tenant, *args, **kwargs, **marks)
+            except Removed as removed:
+                await self._read_map()
+                error: UndertowError = removed
             except Moved as moved:
                 await self._read_map()
                 self._routes.moved({tenant: moved.to})
-                error: UndertowError = moved
+                error = moved
             except (InTransit, QueueFull) as waits:
                 error = waits
             except ShardGone as gone:
                 again, error = True, gone
             if not await pause():
-                raise ShardDown(f"shard {shard} cannot be used: {error}")
+                raise ShardDown(shard, pause.waited_s, error)
 
-    def delete(self, memory_id: str) -> str:
-        """As Engine.delete. The id does not tell the tenant, so every shard is asked for it."""
-        return self._await(self._delete(memory_id))
+    def delete(self, memory_id: str, *, tenant: str | None = None) -> str:
+        """As Engine.delete. An id does not tell its tenant: unless that is given, every shard is asked."""
+        asked = self._delete(memory_id) if tenant is None else self._ask_owner("delete", tenant, memory_id)
+        kind: str | None = self._await(asked)
+        if kind is None:
+            raise unknown_memory(memory_id, tenant)
+        return kind
 
-    async def _delete(self, memory_id: str) -> str:
-        holders = [s for s, held in (await self._ask_all("holds", memory_id)).items() if held]
-        if not holders:
-            raise UndertowError(f"no memory has the id {memory_id}. `undertow list` shows the ids.")
+    async def _delete(self, memory_id: str) -> str | None:
+        """The kind of what the shard that has it has deleted; None: none has it."""
         pause, again = Pause(self.settings.patience_s), False
         while True:
-            for shard in holders:
-                try:
-                    kind: str = await self._lane(shard).calls.call("delete", memory_id, again=again)
-                    return kind
-                except (Moved, InTransit, QueueFull) as waits:  # another one has it, or will soon
-                    error: UndertowError = waits
-                except ShardGone as gone:
-                    again, error = True, gone
+            shards = await self._everyone()
+            asked = (self._ask(shard, "delete", None, memory_id, again=again) for shard in shards)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            if kind := next((answer for answer in answers if isinstance(answer, str)), None):
+                return kind
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            if not errors:
+                return None
+            for error in errors:
+                if not isinstance(error, Moved | InTransit | QueueFull | ShardGone | Removed):
+                    raise error
+                again = again or isinstance(error, ShardGone)
             if not await pause():
-                raise ShardDown(f"memory {memory_id} cannot be deleted now: {error}")
-            holders = [s for s, held in (await self._ask_all("holds", memory_id)).items() if held] or holders
+                raise UndertowError(
+                    f"memory {memory_id} could not be deleted for {pause.waited_s:.0f} s: {errors[0]} "
+                    "`undertow cluster status` shows how the shards are; try again."
+                )
 
     # ---- calls to all shards
 
     def stats(self) -> dict[str, int]:
-        """Counts over all tenants of all shards, by the names of Engine.stats."""
+        """Counts over all tenants of all shards, by the names of Engine.stats.
+
+        Each shard counts at a moment of its own: while tenants move, one on its way may be missing, or be
+        counted twice.
+        """
         total: Counter[str] = Counter()
         for figures in self._await(self._ask_all("stats")).values():
             total.update(figures)
         return dict(total)
+
+    def replay_jobs(self) -> int:
+        """As Engine.replay_jobs."""
+        return sum(self._await(self._ask_all("replay_jobs")).values())
 
     def drain(self) -> bool:
         """Wait until everything is decided. False: something is blocked, or an LLM server is lost."""
@@ -283,7 +322,9 @@ class Router:
 
     async def _state_of(self, shard: str) -> dict[str, Any]:
         lane = self._lane(shard)
-        ours = {"sent_turns": lane.waiting_turns, "deaths_seen": lane.deaths}
+        aside = self._asides.get(shard)
+        waiting_turns = lane.waiting_turns + (aside.waiting_turns if aside else 0)
+        ours = {"sent_turns": waiting_turns, "deaths_seen": lane.deaths}
         try:
             asked = lane.calls.call("status")
             return {**await asyncio.wait_for(asked, STATUS_PATIENCE_S), **ours}
@@ -292,9 +333,13 @@ class Router:
 
     async def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:
         """The answers of all shards, by shard, in their order; all are asked at once."""
-        shards = await self._everyone()
-        answers = await asyncio.gather(*(self._ask_shard(shard, method, *args) for shard in shards))
-        return dict(zip(shards, answers, strict=True))
+        while True:
+            shards = await self._everyone()
+            asked = (self._ask_shard(shard, method, *args) for shard in shards)
+            try:
+                return dict(zip(shards, await asyncio.gather(*asked), strict=True))
+            except Removed:  # meanwhile; its tenants are at others now
+                continue
 
     def ask_shard(self, shard: str, method: str, *args: Any) -> Any:
         """One call of `Shard` by name, to one shard, repeated where it gets lost."""
@@ -304,10 +349,33 @@ class Router:
         pause = Pause(self.settings.patience_s)
         while True:
             try:
-                return await self._lane(shard).calls.call(method, *args)
+                return await self._ask(shard, method, *args)
             except (ShardGone, QueueFull) as error:
                 if not await pause():
-                    raise ShardDown(f"shard {shard} cannot be used: {error}") from error
+                    raise ShardDown(shard, pause.waited_s, error) from error
+
+    async def _ask(self, shard: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """One call to one shard, however long it takes while its process is there at all. ShardDown."""
+        calls = self._lane(shard).calls
+        asked = asyncio.ensure_future(calls.call(method, *args, **kwargs))
+        while not (await asyncio.wait([asked], timeout=SIGN_S))[0]:
+            if not await self._is_there(calls, asked):
+                asked.cancel()
+                raise ShardDown(shard, self.settings.patience_s, "its process does not answer")
+        return asked.result()
+
+    async def _is_there(self, calls: ShardCalls, asked: asyncio.Future[Any]) -> bool:
+        """Whether a shard gives a sign, or answers what it was asked, within the patience."""
+        pause = Pause(self.settings.patience_s)
+        while pause.left_s > 0:
+            sign = asyncio.ensure_future(calls.call("sign"))
+            await asyncio.wait([asked, sign], timeout=pause.left_s, return_when=asyncio.FIRST_COMPLETED)
+            heard = sign.done() and sign.exception() is None
+            sign.cancel()
+            if heard or asked.done():
+                return True
+            await pause()
+        return False
 
     async def _everyone(self) -> tuple[str, ...]:
         self._routes.adopt(await asyncio.to_thread(shard_map.load, self.root))
@@ -320,6 +388,10 @@ class Router:
 
     async def _stop(self) -> None:
         pause = Pause(self.settings.patience_s)
-        while not all(lane.idle for lane in self._lanes.values()) and await pause():
+        while not all(lane.idle for lane in self._every_lane) and await pause():
             pass
-        await asyncio.gather(*(lane.stop() for lane in self._lanes.values()))
+        await asyncio.gather(*(lane.stop() for lane in self._every_lane))
+
+    @property
+    def _every_lane(self) -> list[Lane]:
+        return [*self._lanes.values(), *self._asides.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from undertow.engine.cluster.shard_map import ShardMap
 
@@ -11,16 +12,23 @@ from undertow.engine.cluster.shard_map import ShardMap
 REMEMBERED = 1 << 18
 
 
+class Way(NamedTuple):
+    """One of the two lanes to a shard. `aside`: of tenants that are leaving it, whose turns have to wait."""
+
+    shard: str
+    aside: bool = False
+
+
 @dataclass(slots=True)
 class _Held:
-    shard: str
+    way: Way
     parcels: int = 0
 
 
 class Routes:
-    """A tenant with turns on their way to a shard is bound to it until they are stored or have come back.
+    """A tenant with turns on a way to a shard is bound to it until they are stored or have come back.
 
-    So a new map never lets a later turn overtake an earlier one.
+    So neither a new map nor the end of a wait ever lets a later turn overtake an earlier one.
     """
 
     def __init__(self, shard_map: ShardMap) -> None:
@@ -30,11 +38,11 @@ class Routes:
         self._moved: dict[str, str] = {}
         self._held: dict[str, _Held] = {}
 
-    def shard_of(self, tenant: str) -> str:
-        """The shard to send the tenant's next turns to."""
+    def way_of(self, tenant: str) -> Way:
+        """Where to send the tenant's next turns."""
         if (held := self._held.get(tenant)) is not None:
-            return held.shard
-        return self.home_of(tenant)
+            return held.way
+        return Way(self.home_of(tenant))
 
     def home_of(self, tenant: str) -> str:
         """The shard to ask about the tenant."""
@@ -52,11 +60,11 @@ class Routes:
             self._homes.clear()
         self._homes.update(zip(unknown, self.map.homes(unknown), strict=True))
 
-    def hold(self, tenants: Iterable[str], shard: str) -> None:
-        """One more parcel for the shard holds turns of these tenants."""
+    def hold(self, tenants: Iterable[str], way: Way) -> None:
+        """One more parcel on this way holds turns of these tenants."""
         for tenant in tenants:
             if (held := self._held.get(tenant)) is None:
-                held = self._held[tenant] = _Held(shard)
+                held = self._held[tenant] = _Held(way)
             held.parcels += 1
 
     def release(self, tenants: Iterable[str]) -> None:
@@ -68,8 +76,9 @@ class Routes:
                 del self._held[tenant]
 
     def moved(self, where: Mapping[str, str]) -> None:
-        """Shards have said that these tenants are elsewhere."""
-        self._moved |= where
+        """Shards have said that these tenants are elsewhere. What names a shard that is no more is old."""
+        everyone = self.map.everyone
+        self._moved |= {tenant: shard for tenant, shard in where.items() if shard in everyone}
 
     def adopt(self, shard_map: ShardMap) -> None:
         """A newer map: what was learnt under the one before counts no more."""

@@ -36,11 +36,16 @@ class Shard:
     Errors of a call are set on its future. Close it to release the journal.
     """
 
-    def __init__(self, root: Place, shard: str, settings: Settings, parts: Parts | None = None) -> None:
-        """Opens the journal in the background, taking it over from any earlier writer."""
+    def __init__(
+        self, root: Place, shard: str, settings: Settings, parts: Parts | None = None, *, life: str = ""
+    ) -> None:
+        """Opens the journal in the background, taking it over from any earlier writer.
+
+        `life`: the same whenever this shard is restarted, and no other's; see engine/fencing.py.
+        """
         self.id = shard
         self._began_s = time.monotonic()
-        self._housing = Housing(root, shard, settings, parts or Parts())
+        self._housing = Housing(root, shard, settings, parts or Parts(), life)
         self._keeper = Keeper(shard, self._housing, settings.queue_turns)
         self._ask = self._keeper.ask
 
@@ -52,6 +57,10 @@ class Shard:
         StoreError, JournalError: the journal cannot be opened now.
         """
         return self._ask(lambda _: self._greet(client, map_version))
+
+    def trial(self, client: str) -> Future[str | None]:
+        """As Lines.trial."""
+        return self._ask(lambda _: self._keeper.trial(client))
 
     def add(self, table: pa.Table, stamp: Stamp) -> Future[pa.Table]:
         """Store turns (wire.TURNS): receipts (wire.RECEIPTS), one a turn, in order.
@@ -88,13 +97,12 @@ class Shard:
         """As Engine.get_all. Moved, InTransit."""
         return self._ask(lambda engine: engine.get_all(self._checked(tenant)))
 
-    def holds(self, memory_id: str) -> Future[bool]:
-        """Whether `delete` would find this id here."""
-        return self._ask(lambda engine: self._housing.holder(memory_id) is not None)
+    def delete(self, tenant: str | None, memory_id: str, *, again: bool = False) -> Future[str | None]:
+        """As Engine.delete, of anyone's if `tenant` is None; None: no such memory is here.
 
-    def delete(self, memory_id: str, *, again: bool = False) -> Future[str]:
-        """As Engine.delete. `again`: the call is a repeat; that it was done already is no error."""
-        return self._ask(lambda engine: self._delete(engine, memory_id, again))
+        `again`: the call is a repeat; that it was done already is no error. Moved, InTransit.
+        """
+        return self._ask(lambda engine: self._delete(engine, tenant, memory_id, again))
 
     def flush(self, tenant: str, *, again: bool = False) -> Future[bool]:
         """As Engine.flush, while other calls go on. `again`: a flush at the log's end is taken for it."""
@@ -115,6 +123,10 @@ class Shard:
     def stats(self) -> Future[dict[str, int]]:
         """As Engine.stats."""
         return self._ask(lambda engine: engine.stats())
+
+    def replay_jobs(self) -> Future[int]:
+        """As Engine.replay_jobs."""
+        return self._ask(lambda engine: engine.replay_jobs())
 
     def drain(self) -> Future[bool]:
         """True once everything is decided; False: something is blocked, or the LLM server is lost."""
@@ -160,13 +172,23 @@ class Shard:
         """What the shard is doing, as plain data; it comes also where the engine cannot be opened."""
         return self._keeper.ask_without(self._status)
 
+    def look(self) -> Future[int]:
+        """The version of the newest map. StoreError; Removed: it does without this shard."""
+        return self._keeper.ask_without(lambda: self._housing.newest_map().version)
+
+    def sign(self) -> Future[None]:
+        """Done at once: the process is there, whatever its thread is busy with."""
+        sign: Future[None] = Future()
+        sign.set_result(None)
+        return sign
+
     def close(self) -> None:
         """Close the engine and end the thread; calls under way fail."""
         self._keeper.close()
 
-    def join(self) -> None:
+    def join(self, timeout_s: float | None = None) -> bool:
         """Wait until the shard has ended: by `close`, or by an error that it should have outlived."""
-        self._keeper.join()
+        return self._keeper.join(timeout_s)
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -185,7 +207,8 @@ class Shard:
 
     def _greet(self, client: str, map_version: int) -> Hello:
         self._keeper.keep_up(map_version)
-        return Hello(self._keeper.begin_line(client), self._housing.moving.map.version)
+        token, map_version = self._keeper.begin_line(client), self._housing.moving.map.version
+        return Hello(token, map_version, self._keeper.process)
 
     def _adopt(self, moving: Moving, shard_map: ShardMap) -> None:
         self._keeper.forget_owners()
@@ -198,11 +221,15 @@ class Shard:
             for tenant, refusal in refusals.items():
                 call.withdraw(tenant, refused(refusal))
 
-    def _delete(self, engine: Engine, memory_id: str, again: bool) -> str:
+    def _delete(self, engine: Engine, tenant: str | None, memory_id: str, again: bool) -> str | None:
+        if tenant is not None:
+            self._checked(tenant)
         if again and (kind := self._housing.deleted(memory_id)) is not None:
             return kind
-        if (tenant := self._housing.holder(memory_id)) is not None:
-            self._checked(tenant)
+        holder = self._housing.holder(memory_id)
+        if holder is None or tenant not in (None, holder):
+            return None
+        self._checked(holder)
         return engine.delete(memory_id)
 
     def _erase(self, engine: Engine, tenant: str, now: bool, again: bool) -> Certificate | None:

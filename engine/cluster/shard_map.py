@@ -26,6 +26,8 @@ from undertow.engine.model import UndertowError
 from undertow.engine.place import Place, StoreError
 
 FOLDER = "map"
+# the folder of a root that holds the shards' stores
+STORES = "shards"
 Phase = Literal["moving", "closing", "clearing"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SHARD_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
@@ -35,6 +37,17 @@ PAIRS_PER_BLOCK = 1 << 20
 
 class MapConflict(UndertowError):
     """Another process has published a map of this version already."""
+
+
+class Removed(UndertowError):
+    """The newest map does without this shard: its tenants live at the others."""
+
+    def __init__(self, shard: str, version: int) -> None:
+        super().__init__(shard, version)
+        self.shard, self.version = shard, version
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} is none of the cluster's, by map {self.version}. Ask another."
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,11 @@ class ShardMap:
     def everyone(self) -> tuple[str, ...]:
         """All shards that must run under this map, sorted: a shard that is leaving serves to the end."""
         return tuple(sorted({*self.shards, *(self.before or ())}))
+
+    def require(self, shard: str) -> None:
+        """Removed unless the shard is one of those that must run."""
+        if shard not in self.everyone:
+            raise Removed(shard, self.version)
 
     def toward(self, shards: Iterable[str]) -> ShardMap:
         """The next version, under which tenants move to `shards`. ValueError while others still move."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from undertow.engine.model import InputError, Message, Turn, dedupe_key
 from undertow.engine.readers.pairing import pair_chat
 from undertow.engine.readers.record import BadField, OrderWatch, Record
@@ -59,8 +61,8 @@ class LineParser:
         session = name_of(raw, "session", may_be_empty=True) or ""
         key = name_of(raw, "idempotency_key")
         metadata = raw.get("metadata")
-        if metadata is not None and not isinstance(metadata, dict):
-            raise BadField("metadata", f"must be an object, not {_kind(metadata)}")
+        if metadata is not None:
+            _check_metadata(metadata)
         line_time = time_of(raw, "timestamp")
         turns = []
         for ordinal, pair in enumerate(
@@ -149,6 +151,16 @@ def check_text(text: str, field: str, max_bytes: int | None) -> None:
     if max_bytes is not None and 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
         reason = f"is {size:,} bytes long, {max_bytes:,} are allowed"
         raise BadField(field, reason, "Split the message, or raise max_message_bytes.")
+
+
+def _check_metadata(metadata: object) -> None:
+    if not isinstance(metadata, dict):
+        raise BadField("metadata", f"must be an object, not {_kind(metadata)}")
+    try:
+        orjson.dumps({"metadata": metadata})  # within the turn: it writes less deep than it reads
+    except TypeError as error:
+        cure = "Give plain JSON values, nested less deeply."
+        raise BadField("metadata", f"cannot be stored as JSON ({error})", cure) from None
 
 
 def _check_storable(text: str, field: str) -> None:

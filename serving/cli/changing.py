@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from undertow.serving.cli.errors import Exit
-from undertow.serving.cli.ingesting import Ray, tell_pending
+from undertow.serving.cli.ingesting import REPLAYED, Ray, tell_pending
 from undertow.serving.cli.opening import (
     AsJson,
     EncoderName,
@@ -22,9 +23,11 @@ from undertow.serving.cli.opening import (
     settings_of,
 )
 from undertow.serving.cli.output import console, put_json, put_json_lines, put_pairs, put_table, put_text, say
-from undertow.serving.cli.shards import every_reports, refuse_root
+from undertow.serving.cli.shards import every_reports, refuse_root, stores_of
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from undertow.engine.config import Settings
     from undertow.engine.engine import Engine
     from undertow.engine.erasure import Certificate
@@ -32,12 +35,21 @@ if TYPE_CHECKING:
 
 # what to do instead, where a command that writes one store was given a cluster's root
 ADD_RAY = "add --ray local, or --ray ADDRESS"
-ONE_SHARD = "stop the cluster (`undertow cluster drain --stop`), then name each of its shards/ in turn"
+STOP_FIRST = (
+    "end them (`undertow cluster drain --stop`), then add --ray with the same address, which makes sure "
+    "that none runs; --ray local where there is no Ray cluster"
+)
 
 
 def delete(
     memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
     store: Store,
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            "--tenant", help="Only if it is this tenant's. On a cluster, one shard is asked, not all."
+        ),
+    ] = None,
     llm: Llm = None,
     model: Model = None,
     encoder: EncoderName = None,
@@ -52,11 +64,11 @@ def delete(
     settings = settings_of(llm=llm, model=model, encoder=encoder)
     if ray is None:
         refuse_root(store, ADD_RAY)
-        kind, settled, code = _delete(store, settings, memory_id)
+        kind, settled, code = _delete(store, settings, memory_id, tenant)
     else:
         from undertow.serving.cli.on_ray import delete_on_ray
 
-        kind, settled, code = delete_on_ray(store, settings, ray, memory_id)
+        kind, settled, code = delete_on_ray(store, settings, ray, memory_id, tenant)
     if as_json:
         put_json({"id": memory_id, "kind": kind, "deleted": True, "settled": settled})
     else:
@@ -64,9 +76,9 @@ def delete(
     raise typer.Exit(code)
 
 
-def _delete(store: Place, settings: Settings, memory_id: str) -> tuple[str, bool, Exit]:
+def _delete(store: Place, settings: Settings, memory_id: str, tenant: str | None) -> tuple[str, bool, Exit]:
     with open_engine(store, settings) as engine:  # facts may be embedded anew even without an LLM
-        kind = engine.delete(memory_id)
+        kind = engine.delete(memory_id, tenant=tenant)
         return kind, *_settle(engine, settings)
 
 
@@ -144,19 +156,13 @@ def jobs(
     llm: Llm = None,
     model: Model = None,
     encoder: EncoderName = None,
+    ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
     """List LLM jobs that are pending (waiting for a server) or parked (no usable reply)."""
-    code = Exit.DONE
-    if replay:
-        settings = settings_of(llm=llm, model=model, encoder=encoder)
-        if settings.llm_url is None:
-            raise typer.BadParameter("--replay needs an LLM server: give --llm URL or set UNDERTOW_LLM_URL")
-        refuse_root(store, ONE_SHARD)
-        with open_engine(store, settings) as engine:
-            engine.resume()
-            say(f"{engine.replay_jobs()} parked jobs run again.")
-            _, code = _settle(engine, settings)
+    if ray is not None and not replay:
+        raise typer.BadParameter("--ray goes with --replay: the list is read from what is stored")
+    code = _replay(store, settings_of(llm=llm, model=model, encoder=encoder), ray) if replay else Exit.DONE
     with every_reports(store) as shards:
         records = sorted(
             (job for reports in shards for job in reports.jobs()), key=lambda job: (job["tenant"], job["seq"])
@@ -169,33 +175,77 @@ def jobs(
     raise typer.Exit(code)
 
 
+def _replay(store: Place, settings: Settings, ray: str | None) -> Exit:
+    """Run the parked jobs again, until all that follows is decided."""
+    if settings.llm_url is None:
+        raise typer.BadParameter("--replay needs an LLM server: give --llm URL or set UNDERTOW_LLM_URL")
+    if ray is not None:
+        from undertow.serving.cli.on_ray import replay_on_ray
+
+        return replay_on_ray(store, settings, ray)
+    refuse_root(store, ADD_RAY)
+    with open_engine(store, settings) as engine:
+        engine.resume()
+        say(REPLAYED.format(engine.replay_jobs()))
+        _, code = _settle(engine, settings)
+        return code
+
+
 def reindex(
     store: Store,
     encoder: Annotated[str, typer.Option("--encoder", metavar="NAME", help="The new embedding model.")],
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS|local",
+            help="Of a cluster's root: where its shards ran, to see that they have ended.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Embed a whole store again with another encoder. Decisions stay as they were made.
 
-    Interrupted, the store is as before, and the same command goes on where it stopped.
+    Interrupted, the store is as before, and the same command goes on where it stopped. Of a cluster's root,
+    the shards are done one after the other; interrupted, some of them are.
     """
-    from undertow.engine.encoder import make_encoder
-    from undertow.engine.reindex import reindex as embed_again
-    from undertow.engine.store import read_info
+    if ray is None:
+        refuse_root(store, STOP_FIRST)
+    else:
+        from undertow.serving.cli.on_ray import refuse_running
 
-    refuse_root(store, ONE_SHARD)
-    settings = settings_of(llm="off", encoder=encoder)
-    read_info(store)
-    check_settings(settings)
-    with console(stderr=True).status("reading") as status:
-        count = embed_again(
-            store,
-            make_encoder(settings),
-            embed_timestamp=settings.embed_timestamp,
-            on_rows=lambda done, total: status.update(f"{done:,} of {total:,} rows"),
-        )
+        refuse_running(store, ray)
+    count = _reindex(stores_of(store), settings_of(llm="off", encoder=encoder))
     if as_json:
         put_json({"encoder": encoder, "embedded": count})
     else:
         put_text(
             f"{count:,} vectors made with {encoder}. From now on use --encoder {encoder} with this store."
         )
+
+
+def _reindex(stores: Sequence[Place], settings: Settings) -> int:
+    """Give the stores vectors of the settings' encoder; how many they then have of those made here."""
+    from undertow.engine.encoder import make_encoder
+    from undertow.engine.reindex import reindex as embed_again
+    from undertow.engine.store import read_info
+
+    for store in stores:
+        read_info(store)
+    check_settings(settings)
+    with console(stderr=True).status("reading") as status:
+        encoder = make_encoder(settings)
+        counts = [
+            embed_again(
+                store,
+                encoder,
+                embed_timestamp=settings.embed_timestamp,
+                on_rows=partial(_show_rows, status, store),
+            )
+            for store in stores
+        ]
+    return sum(counts)
+
+
+def _show_rows(status: Status, store: Place, done: int, total: int) -> None:
+    status.update(f"{done:,} of {total:,} rows of {store}")

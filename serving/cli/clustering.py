@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
+from undertow.engine.model import UndertowError
 from undertow.engine.place import Place
 from undertow.serving.cli.errors import Exit, in_words
-from undertow.serving.cli.ingesting import Ray, ctrl_c
-from undertow.serving.cli.on_ray import actors, drained, on_ray, open_cluster, tell_pending
+from undertow.serving.cli.ingesting import Ray
+from undertow.serving.cli.on_ray import actors, decided, on_ray, open_cluster
 from undertow.serving.cli.opening import AsJson, EncoderName, Llm, Model, Store, open_reports, settings_of
-from undertow.serving.cli.output import put_json, put_pairs, put_table, say
+from undertow.serving.cli.output import put_json, put_pairs, put_table, put_text, say
 from undertow.serving.cli.progress import Bar
 
 RayAddress = Annotated[
@@ -24,6 +25,17 @@ RayAddress = Annotated[
     ),
 ]
 STATUS_TIMEOUT_S = 5.0
+# the columns of `cluster status`, as many as fit 80 characters: of what is stored, and of what runs
+STORED = ("shard", "tenants", "turns", "undecided_turns", "pending_jobs", "dead_letters", "parked")
+RUNNING = (
+    "shard",
+    "state",
+    "uptime_s",
+    "waiting_turns",
+    "undecided_turns",
+    "llm_in_flight",
+    "parked",
+)
 
 cluster = typer.Typer(help="Look at the shards of a cluster, and change them.", no_args_is_help=True)
 
@@ -57,12 +69,7 @@ def status(store: Store, ray: Ray = None, as_json: AsJson = False) -> None:
     if as_json:
         put_json(document)
         return
-    rows = [{"shard": shard, **_short(state)} for shard, state in shards.items()]
-    put_table(
-        rows,
-        list(dict.fromkeys(name for row in rows for name in row)),
-        title=f"{store}, map {shard_map.version}",
-    )
+    _put_status(store, shard_map.version, shards, STORED if ray is None else RUNNING)
     if shard_map.before is not None:
         say("A change of the shards has not ended: run `undertow cluster move` to end it.")
 
@@ -82,24 +89,69 @@ def _add_stored(root: Place, shards: dict[str, dict[str, Any]]) -> None:
 
 
 def _add_running(root: Place, shards: dict[str, dict[str, Any]]) -> None:
-    """What the actors say, of those that run."""
+    """What the actors say, of those that run; all have the same time for it."""
     import ray
-    from ray.exceptions import RayError
 
     asked = {shard: actor.call.remote("status") for shard, actor in actors(root).items()}
+    answered = set()
+    if asked:
+        answered.update(ray.wait([*asked.values()], num_returns=len(asked), timeout=STATUS_TIMEOUT_S)[0])
     for shard, state in shards.items():
         if shard not in asked:
             state["state"] = "not running"
-            continue
-        try:
-            state.update(ray.get(asked[shard], timeout=STATUS_TIMEOUT_S))
-        except (RayError, TimeoutError) as error:
-            state.update({"state": "unreachable", "failure": in_words(error).strip().splitlines()[0]})
+        elif asked[shard] in answered:
+            state.update(_heard(asked[shard]))
+        else:
+            state.update(_unreachable(f"it has not answered within {STATUS_TIMEOUT_S:g} s"))
 
 
-def _short(state: dict[str, Any]) -> dict[str, Any]:
-    """Lists and dictionaries as their lengths: --json has them whole."""
-    return {name: len(value) if isinstance(value, list | dict) else value for name, value in state.items()}
+def _heard(answer: Any) -> dict[str, Any]:
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return dict(ray.get(answer))
+    except RayError as error:
+        return _unreachable(in_words(error).strip().splitlines()[0])
+
+
+def _unreachable(why: str) -> dict[str, Any]:
+    return {"state": "unreachable", "failure": why}
+
+
+def _put_status(
+    root: Place, version: int, shards: Mapping[str, dict[str, Any]], columns: Sequence[str]
+) -> None:
+    """The figures that tell most, as a table; then what is wrong, in words. --json has all."""
+    put_table(
+        [{"shard": shard, **_rounded(state)} for shard, state in shards.items()],
+        columns,
+        title=f"{root}, map {version}",
+    )
+    for shard, state in shards.items():
+        for trouble in _troubles(state):
+            put_text(f"{shard}: {trouble}")
+
+
+def _rounded(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole seconds; and a number of parked turns, which a running shard names one by one."""
+    parked, uptime_s = state["parked"], state.get("uptime_s")
+    return {
+        **state,
+        "parked": len(parked) if isinstance(parked, list) else parked,
+        "uptime_s": None if uptime_s is None else round(uptime_s),
+    }
+
+
+def _troubles(state: Mapping[str, Any]) -> Iterator[str]:
+    if state.get("failure"):
+        yield f"failure: {state['failure']}"
+    if state.get("llm_error"):
+        yield f"the LLM server cannot be used: {state['llm_error']}"
+    for why, count in state.get("blocked", {}).items():
+        yield f"blocked: {count} tenant{'s' * (count > 1)}: {why}"
+    for tenant, why in state.get("faulty_tenants", {}).items():
+        yield f"faulty: tenant {tenant!r}: {why}"
 
 
 @cluster.command()
@@ -119,13 +171,16 @@ def drain(
     Shards that do not run are started, with these options and the settings of the environment.
     """
     settings = settings_of(llm=llm, model=model, encoder=encoder)
-    with open_cluster(store, settings, ray) as opened, Bar() as bar, ctrl_c() as interrupted:
-        settled = drained(opened, bar, interrupted)
-        bar.close()
-        if settled is None:
+    with open_cluster(store, settings, ray) as opened:
+        try:
+            settled, code = decided(opened)
+        except UndertowError:  # shards that cannot decide anything are ended all the same
+            if stop and ray != "local":
+                opened.stop()
+            raise
+        if code is Exit.INTERRUPTED:
             say("Interrupted; the shards go on by themselves.")
-            raise typer.Exit(Exit.INTERRUPTED)
-        unusable = not settled and tell_pending(opened)
+            raise typer.Exit(code)
         counts = opened.stats()
         if stop and ray != "local":  # there they end anyhow
             opened.stop()
@@ -133,7 +188,7 @@ def drain(
         put_json({"settled": settled, "stopped": stop or ray == "local", **counts})
     else:
         put_pairs(counts, title=f"{store}: {'all is decided' if settled else 'some work is pending'}")
-    raise typer.Exit(Exit.LLM if unusable else Exit.DONE)
+    raise typer.Exit(code)
 
 
 @cluster.command()
@@ -179,12 +234,15 @@ def move(
         "shards": list(done.shard_map.shards),
         "moved_tenants": done.tenants,
         "moved_rows": done.rows,
+        "emptied_folders": [str(store / "shards" / name) for name in done.left_over],
         "certificates": certificates,
     }
     if as_json:
         put_json(document)
         return
     put_pairs({**document, "certificates": len(certificates)}, title=str(store))
+    if done.left_over:
+        say("The emptied folders belong to shards that are gone; remove them by hand.")
     for certificate in certificates.values():
         put_pairs(certificate, title="Certificate of erasure")
 

@@ -8,34 +8,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
 from undertow.engine.model import BadInput, InputError
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.opening import AsJson, EncoderName, Llm, Model, Store, open_engine, settings_of
-from undertow.serving.cli.output import put_json, put_pairs, say
+from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 from undertow.serving.cli.shards import refuse_root
 
 if TYPE_CHECKING:
+    from undertow.engine.config import Settings
     from undertow.engine.engine import Engine
     from undertow.engine.ingest import IngestReport
-    from undertow.engine.readers import Log
+    from undertow.engine.place import Place
+    from undertow.engine.readers import Format, Log
     from undertow.serving.cli.progress import Progress
 
 # of each kind, how many problems are told one by one
 SHOWN_PROBLEMS = 50
-
-
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        metavar="ADDRESS|local",
-        help="Work on a cluster's shards: Ray's address (auto: the running one), or this machine.",
-    ),
-]
 
 
 class LogFormatName(StrEnum):
@@ -51,34 +43,61 @@ class ProfileName(StrEnum):
     ASSISTANT = "assistant"
 
 
+Paths = Annotated[
+    list[str],
+    typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX."),
+]
+LogFormat = Annotated[LogFormatName, typer.Option("--format")]
+Profile = Annotated[ProfileName | None, typer.Option("--profile", help="Set of thresholds.")]
+ThetaSim = Annotated[float | None, typer.Option("--theta-sim", help="Cosine that links turns.")]
+ThetaMerge = Annotated[
+    float | None, typer.Option("--theta-merge", help="Cosine to an episode that asks for a merge.")
+]
+ThetaCount = Annotated[
+    int | None, typer.Option("--theta-count", help="Linked turns that make a topic recur.")
+]
+BatchTurns = Annotated[int | None, typer.Option("--batch-turns", help="Turns a commit.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first refused input.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Start each file where the last run left it.")]
+TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace here.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS|local",
+        help="Work on a cluster's shards: Ray's address (auto: the running one), or this machine.",
+    ),
+]
+Shards = Annotated[
+    int | None, typer.Option("--shards", min=1, help="With --ray: how many a new cluster begins with.")
+]
+
+
+class ReadOptions(TypedDict):
+    """How logs are to be read; the names are those of both ways to ingest."""
+
+    format: Format
+    resume: bool
+    strict: bool
+
+
 def ingest(
-    paths: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX."),
-    ],
+    paths: Paths,
     store: Store,
-    format: Annotated[LogFormatName, typer.Option("--format")] = LogFormatName.AUTO,
-    profile: Annotated[ProfileName | None, typer.Option("--profile", help="Set of thresholds.")] = None,
-    theta_sim: Annotated[float | None, typer.Option("--theta-sim", help="Cosine that links turns.")] = None,
-    theta_merge: Annotated[
-        float | None, typer.Option("--theta-merge", help="Cosine to an episode that asks for a merge.")
-    ] = None,
-    theta_count: Annotated[
-        int | None, typer.Option("--theta-count", help="Linked turns that make a topic recur.")
-    ] = None,
+    format: LogFormat = LogFormatName.AUTO,
+    profile: Profile = None,
+    theta_sim: ThetaSim = None,
+    theta_merge: ThetaMerge = None,
+    theta_count: ThetaCount = None,
     llm: Llm = None,
     model: Model = None,
     encoder: EncoderName = None,
-    batch_turns: Annotated[int | None, typer.Option("--batch-turns", help="Turns a commit.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first refused input.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Start each file where the last run left it.")
-    ] = False,
-    trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace here.")] = None,
+    batch_turns: BatchTurns = None,
+    strict: Strict = False,
+    resume: Resume = False,
+    trace: TraceFile = None,
     ray: Ray = None,
-    shards: Annotated[
-        int | None, typer.Option("--shards", min=1, help="With --ray: how many a new cluster begins with.")
-    ] = None,
+    shards: Shards = None,
     as_json: AsJson = False,
 ) -> None:
     """Store conversation logs and consolidate what recurs.
@@ -86,7 +105,8 @@ def ingest(
     Turns are durable and searchable at once; memories follow as the LLM answers. The same log twice
     changes nothing. Counts of the summary are those of the store; elapsed_s, turns_per_s (new turns
     until searchable), errors and warnings are those of this run. With --ray the logs are read on a Ray
-    cluster, and --store is the root of its shards, on storage that all its nodes share.
+    cluster, and --store is the root of its shards, on storage that all its nodes share; turns that are sent
+    again as a shard died do not count as new then.
     """
     began_s = time.perf_counter()
     logs = _logs(paths)
@@ -100,15 +120,30 @@ def ingest(
         theta_count=theta_count,
         batch_turns=batch_turns,
     )
-    if ray is not None:
+    reading: ReadOptions = {"format": format.value, "resume": resume, "strict": strict}
+    if ray is None:
+        if shards is not None:
+            raise WrongUsage("--shards goes with --ray: give --ray local, or the address of a Ray cluster.")
+        code, summary = _ingest_here(logs, store, settings, trace, began_s, reading)
+    else:
         if trace is not None:
             raise WrongUsage("--trace is for one process; leave it out with --ray.")
         from undertow.serving.cli.on_ray import ingest_on_ray
 
-        options = {"format": format.value, "resume": resume, "strict": strict}
-        raise typer.Exit(ingest_on_ray(logs, store, settings, ray, shards, began_s, as_json, **options))
-    if shards is not None:
-        raise WrongUsage("--shards goes with --ray: give --ray local, or the address of a Ray cluster.")
+        code, summary = ingest_on_ray(logs, store, settings, ray, shards, began_s, reading)
+    _put_summary(summary, store, as_json=as_json)
+    raise typer.Exit(code)
+
+
+def _ingest_here(
+    logs: list[Log],
+    store: Place,
+    settings: Settings,
+    trace: Path | None,
+    began_s: float,
+    reading: ReadOptions,
+) -> tuple[Exit, dict[str, Any]]:
+    """Into a store of this process; the exit code, and the summary."""
     refuse_root(store, "add --ray local, or --ray ADDRESS")
     from undertow.engine.ingest import Ingest
     from undertow.engine.trace import Trace
@@ -123,9 +158,7 @@ def ingest(
         interrupted = stack.enter_context(ctrl_c())
         run = Ingest(
             engine,
-            format=format.value,
-            resume=resume,
-            strict=strict,
+            **reading,
             on_error=problems.error,
             on_warning=problems.warning,
             on_step=progress.step,
@@ -133,12 +166,17 @@ def ingest(
         )
         code = _run(engine, run, logs, progress)
         problems.tell_rest(run.report)
-        summary = summary_of(engine.stats(), run.report, time.perf_counter() - began_s)
+        return code, summary_of(engine.stats(), run.report, time.perf_counter() - began_s)
+
+
+def _put_summary(summary: dict[str, Any], store: Place, *, as_json: bool) -> None:
     if as_json:
         put_json(summary)
-    else:
-        put_pairs(summary, title=f"{store}")
-    raise typer.Exit(code)
+        return
+    files = summary.pop("files", [])
+    put_pairs(summary, title=str(store))
+    if files:
+        put_table(files, ("file", "turns", "errors", "warnings"), title="Files with problems")
 
 
 def _logs(paths: list[str]) -> list[Log]:
@@ -163,6 +201,7 @@ def _check_trace(path: Path) -> None:
 
 STOPPED = "undertow: stopped at the first refused input (--strict); its batch was not stored."
 INTERRUPTED = "Interrupted; all that was acknowledged is stored. Go on with the same command and --resume."
+REPLAYED = "{} parked jobs run again."
 PENDING = "Everything stored is searchable. Run ingest again with a working --llm to consolidate the rest."
 
 

@@ -1,7 +1,8 @@
-"""Commands that work on the shards of a cluster, over Ray: ingest, delete, erase."""
+"""Commands that work on the shards of a cluster, over Ray: ingest, delete, erase, jobs --replay."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -15,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from undertow.engine.place import Place
 from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
-from undertow.serving.cli.ingesting import INTERRUPTED, PENDING, STOPPED, Problems, ctrl_c, summary_of
+from undertow.serving.cli.ingesting import (
+    INTERRUPTED,
+    PENDING,
+    REPLAYED,
+    STOPPED,
+    Problems,
+    ReadOptions,
+    ctrl_c,
+    summary_of,
+)
 from undertow.serving.cli.opening import check_settings, settings_of
-from undertow.serving.cli.output import put_json, put_pairs, put_table, say
+from undertow.serving.cli.output import say
 from undertow.serving.cli.progress import Bar
 from undertow.serving.cli.shards import is_root
 
@@ -36,6 +46,9 @@ MIN_STORE_BYTES = 100 << 20
 # of each file that had problems, how many stand in the summary
 FIRST_PROBLEMS = 5
 POLL_S = 0.5
+# Of what Ray says, this is none of the user's business: shards and workers that die are started again, and
+# what they were asked is repeated. Of a lack of memory, or a node that is lost, Ray tells in other lines.
+RESTARTED = "^A worker died or was killed while executing a task"
 
 
 @contextmanager
@@ -79,6 +92,7 @@ def _shard_count(root: Place) -> int:
 @contextmanager
 def on_ray(address: str, shards: int, shard_cpus: float) -> Iterator[None]:
     """Joined to Ray; "local" starts one, with room for the shards and for what feeds them. UndertowError."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", RESTARTED)  # read when Ray is imported
     import ray
     from ray.exceptions import RayError
 
@@ -88,7 +102,7 @@ def on_ray(address: str, shards: int, shard_cpus: float) -> Iterator[None]:
     # Ray starts programs, it does not go on in a fork
     warnings.filterwarnings("ignore", message="lance is not fork-safe")
     joined = not ray.is_initialized()
-    with redirect_stdout(sys.stderr):  # where Ray tells of workers that died; standard output is for results
+    with redirect_stdout(sys.stderr):  # where Ray tells what happens to it; standard output is for results
         if joined:
             connect(address, **_local_options(shards, shard_cpus) if address == "local" else {}, **_QUIET)
         try:
@@ -106,7 +120,6 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": 40}
 
 def _local_options(shards: int, shard_cpus: float) -> dict[str, Any]:
     import math
-    import os
 
     import psutil
 
@@ -144,9 +157,8 @@ def ingest_on_ray(
     address: str,
     shards: int | None,
     began_s: float,
-    as_json: bool,
-    **options: Any,
-) -> Exit:
+    reading: ReadOptions,
+) -> tuple[Exit, dict[str, Any]]:
     """`undertow ingest --ray`: the summary of one machine, and a report of each file that had problems."""
     with ExitStack() as stack:
         opened = stack.enter_context(open_cluster(root, settings, address, shards=shards))
@@ -159,32 +171,24 @@ def ingest_on_ray(
         run = BulkIngest(
             root,
             partial(router_to, root, settings, opened.settings),
+            **reading,
             max_message_bytes=settings.max_message_bytes,
             on_error=problems.error,
             on_warning=problems.warning,
             on_progress=partial(_show_stored, bar),
             stop=lambda: bool(interrupted),
-            **options,
         )
         run.feed(logs)
         code = _settle(opened, run.report, bar, interrupted)
         bar.close()
         problems.tell_rest(run.report)
-        summary = _summary(opened, run.report, time.perf_counter() - began_s)
-    if as_json:
-        put_json(summary)
-    else:
-        files = summary.pop("files")
-        put_pairs(summary, title=str(root))
-        if files:
-            put_table(files, ("file", "turns", "errors", "warnings"), title="Files with problems")
-    return code
+        return code, _summary(opened, run.report, time.perf_counter() - began_s)
 
 
 def _show_stored(bar: Bar, reached: Reached) -> None:
     if bar.is_due:
         text = (
-            f"{reached.new_turns:,} stored, part {reached.wave} of {reached.waves}, "
+            f"{reached.stored_turns:,} stored, part {reached.wave} of {reached.waves}, "
             f"{reached.groups_left:,} groups left in it"
         )
         bar.show(text, reached.wave - 1, reached.waves)
@@ -267,18 +271,45 @@ def _summary(opened: Cluster, report: BulkReport, elapsed_s: float) -> dict[str,
     return {**totals, "parked_turns": report.parked_turns, "files": files}
 
 
-# ---- delete and erase
+# ---- delete, erase, replay
 
 
-def delete_on_ray(root: Place, settings: Settings, address: str, memory_id: str) -> tuple[str, bool, Exit]:
+def delete_on_ray(
+    root: Place, settings: Settings, address: str, memory_id: str, tenant: str | None
+) -> tuple[str, bool, Exit]:
     """`undertow delete --ray`: the kind of what is gone, whether all that follows is decided, exit code."""
-    with open_cluster(root, settings, address) as opened, Bar() as bar, ctrl_c() as interrupted:
-        kind = opened.delete(memory_id)
+    with open_cluster(root, settings, address) as opened:
+        kind = opened.delete(memory_id, tenant=tenant)
+        return kind, *decided(opened)
+
+
+def replay_on_ray(root: Place, settings: Settings, address: str) -> Exit:
+    """`undertow jobs --replay --ray`."""
+    with open_cluster(root, settings, address) as opened:
+        say(REPLAYED.format(opened.replay_jobs()))
+        _, code = decided(opened)
+        return code
+
+
+def decided(opened: Cluster) -> tuple[bool, Exit]:
+    """Decide what can be decided; whether that was all, and the exit code that says so."""
+    with Bar() as bar, ctrl_c() as interrupted:
         settled = drained(opened, bar, interrupted)
-        bar.close()
-        unusable = settled is False and tell_pending(opened)
+    unusable = settled is False and tell_pending(opened)
     code = Exit.INTERRUPTED if settled is None else Exit.LLM if unusable else Exit.DONE
-    return kind, bool(settled), code
+    return bool(settled), code
+
+
+def refuse_running(root: Place, address: str) -> None:
+    """WrongUsage where shards of the root run. With "local" there are none: they end with their command."""
+    if address == "local":
+        return
+    with on_ray(address, 0, 0):
+        if running := actors(root):
+            raise WrongUsage(
+                f"{len(running)} shards of {root} are running. End them first: "
+                f"undertow cluster drain --stop --store {root} --ray {address}"
+            )
 
 
 def erase_on_ray(

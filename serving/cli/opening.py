@@ -107,6 +107,7 @@ def open_engine(
     """
     from undertow.engine.encoder import make_encoder
     from undertow.engine.engine import Engine, make_llm
+    from undertow.engine.process import settle_in
     from undertow.engine.store import DESCRIPTION, read_info
     from undertow.engine.trace import Trace
     from undertow.serving.cli.output import say
@@ -118,6 +119,7 @@ def open_engine(
         stored_fingerprint(info)
     check_settings(settings)
     encoder = make_encoder(settings) if encodes else UnloadedEncoder(info)
+    settle_in()
     with Engine(
         store, settings, encoder, llm=make_llm(settings, trace), writable=writable, trace=trace
     ) as engine:

@@ -45,12 +45,13 @@ def store_of(store: Place, tenant: str) -> Place:
 
 @contextmanager
 def every_reports(store: Place) -> Iterator[list[Reports]]:
-    """The reports of the store named, or of all shards of a cluster's root that have stored anything."""
+    """The reports of `stores_of`."""
     with ExitStack() as stack:
-        yield [stack.enter_context(open_reports(place)) for place in _stores_of(store)]
+        yield [stack.enter_context(open_reports(place)) for place in stores_of(store)]
 
 
-def _stores_of(store: Place) -> list[Place]:
+def stores_of(store: Place) -> list[Place]:
+    """The store named, or those of all shards of a cluster's root that have stored anything."""
     if not is_root(store):
         return [store]
     from undertow.engine.cluster.shard_map import load
