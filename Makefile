@@ -23,6 +23,8 @@ GPU_RUN := $(or $(GPU_PYTHON),$(VENV)/bin/python) -m
 GPU_SETUP := $(if $(GPU_PYTHON),,$(SETUP_GPU))
 GPU_TESTS = $(shell grep -lE 'mark\.gpu|gate_worlds' tests/test_*.py)
 GPU_LOGS := build/gpu
+# of pytest-xdist: half of the tests' time is waiting, for Ray, for vLLM, for processes to be killed
+TEST_WORKERS ?= 2
 # more for the benchmark, such as --quick
 GPU_BENCH ?=
 # -o in place of --timeout: pytest-timeout may be missing
@@ -66,7 +68,7 @@ demo: $(SETUP) $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## 
 
 test: $(SETUP) $(SETUP_VLLM) ## set up, then run all tests but the soak
 	$(call say,tests)
-	@$(VENV)/bin/pytest -m "not soak"
+	@$(VENV)/bin/pytest -m "not soak" -n $(TEST_WORKERS) --dist loadgroup
 
 lint: $(SETUP) ## ruff and mypy
 	$(call say,ruff)
