@@ -22,8 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -49,6 +51,9 @@ CALL_TURNS = 512
 CALLS_UNDER_WAY = 8
 WARM_UP_TURNS = 2_048
 TENANTS = 500
+# of a log: fed to what is compared in turn; the first ones compile kernels and fill caches
+PARTS = 10
+WARM_UP_PARTS = 2
 
 ONE_THREAD = ClusterSettings(num_cpus=0.5, threads=1, call_turns=CALL_TURNS, lane_turns=65_536)
 
@@ -72,6 +77,26 @@ def engine_settings() -> Settings:
     return settings(batch_turns=CALL_TURNS)
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of some turns: wall seconds, the CPU seconds of the engine's processes, and those of the feeder."""
+
+    s: float
+    cpu_s: float
+    turns: int
+    driver_cpu_s: float = 0.0
+
+    @property
+    def s_a_turn(self) -> float:
+        return self.s / self.turns
+
+
+def parts_of(log: Sequence[Turn]) -> list[Sequence[Turn]]:
+    """The log in `PARTS` parts of whole calls, but for the last."""
+    step = max(1, len(log) // PARTS // CALL_TURNS) * CALL_TURNS
+    return [log[n * step : (n + 1) * step if n < PARTS - 1 else None] for n in range(PARTS)]
+
+
 def log_of(data: Path, turns: int) -> tuple[list[Turn], list[Turn]]:
     """What warms up, and what is measured."""
     log = list(copies(data, TENANTS, -(-(turns + WARM_UP_TURNS) // TENANTS)))
@@ -81,31 +106,42 @@ def log_of(data: Path, turns: int) -> tuple[list[Turn], list[Turn]]:
 # ---- the plain engine, in a process of its own
 
 
-def plain(data: Path, turns: int) -> dict[str, float]:
-    """Wall and CPU seconds of an engine for the measured part of the log, 512 turns a call."""
+def plain(data: Path, turns: int) -> None:
+    """An engine that takes the next part of the log for each line of standard input; prints its `Cost`."""
     settle_in()  # as the program and a shard do
     warm, log = log_of(data, turns)
-    folder = Path(tempfile.mkdtemp(prefix="undertow-bench-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
         of = engine_settings()
-        with Engine(folder / "store", of, cached(of, data=str(data))) as engine:
+        with Engine(Path(folder) / "store", of, cached(of, data=str(data))) as engine:
             engine.add_batch(warm)
-            began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            for start in range(0, len(log), CALL_TURNS):
-                engine.add_batch(log[start : start + CALL_TURNS])
-            return {"s": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
-    finally:
-        shutil.rmtree(folder)
+            for part in parts_of(log):
+                sys.stdin.readline()
+                began_s, began_cpu_s = time.perf_counter(), time.process_time()
+                for start in range(0, len(part), CALL_TURNS):
+                    engine.add_batch(part[start : start + CALL_TURNS])
+                cost = Cost(time.perf_counter() - began_s, time.process_time() - began_cpu_s, len(part))
+                print(json.dumps(asdict(cost)), flush=True)
 
 
-def plain_apart(data: Path, turns: int) -> dict[str, float]:
-    """`plain` in a process with the environment of a shard's."""
+@contextmanager
+def plain_apart(data: Path, turns: int) -> Iterator[Callable[[], Cost]]:
+    """`plain` in a process with the environment of a shard's; each call feeds it one part more."""
     command = [sys.executable, "-m", __spec__.name if __spec__ else "undertow.bench.cluster"]
     command += ["--data", str(data), "--turns", str(turns), "--plain"]
     environment = {**os.environ, **ONE_THREAD.environment()}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def feed_part() -> Cost:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return Cost(**json.loads(process.stdout.readline()))
+
+        yield feed_part
+        process.stdin.close()
 
 
 # ---- shards
@@ -151,21 +187,27 @@ def feed(cluster: Cluster, calls: Sequence[pa.Table]) -> None:
         future.result()
 
 
-def sharded(data: Path, turns: int, shards: int) -> dict[str, float]:
-    """Like `plain`, over so many shards: wall seconds, and the CPU seconds of the shards together."""
+@contextmanager
+def sharded(data: Path, turns: int, shards: int) -> Iterator[Callable[[], Cost]]:
+    """So many shards; each call feeds them one part of the log more."""
     warm, log = log_of(data, turns)
     with cluster_of(data, shards) as cluster:
         feed(cluster, packed(warm, shards))
-        calls = packed(log, shards)
         processes = [psutil.Process(state["pid"]) for state in cluster.status().values()]
-        began_s, began_cpu_s = time.perf_counter(), _cpu_s(processes)
-        began_driver_s = time.process_time()
-        feed(cluster, calls)
-        return {
-            "s": time.perf_counter() - began_s,
-            "cpu_s": _cpu_s(processes) - began_cpu_s,
-            "driver_cpu_s": time.process_time() - began_driver_s,
-        }
+        parts = iter([(len(part), packed(part, shards)) for part in parts_of(log)])
+
+        def feed_part() -> Cost:
+            count, calls = next(parts)
+            began_s, began_cpu_s, began_driver_s = time.perf_counter(), _cpu_s(processes), time.process_time()
+            feed(cluster, calls)
+            return Cost(
+                time.perf_counter() - began_s,
+                _cpu_s(processes) - began_cpu_s,
+                count,
+                time.process_time() - began_driver_s,
+            )
+
+        yield feed_part
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:
@@ -175,34 +217,45 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
 # ---- the parts
 
 
-def overhead(data: Path, turns: int, repeats: int) -> dict[str, Any]:
-    """One shard against the plain engine, alternating; the best of each."""
-    runs = [(plain_apart(data, turns), sharded(data, turns, 1)) for _ in range(repeats)]
-    alone = {key: min(run[0][key] for run in runs) for key in runs[0][0]}
-    shard = {key: min(run[1][key] for run in runs) for key in runs[0][1]}
+def in_turn(one: Callable[[], Cost], other: Callable[[], Cost]) -> list[tuple[Cost, Cost]]:
+    """The costs of each part of the log for both, one right after the other, without the first parts.
+
+    What else the machine does then hits both alike, and the median of the parts' ratios counts.
+    """
+    return [(one(), other()) for _ in range(PARTS)][WARM_UP_PARTS:]
+
+
+def overhead(data: Path, turns: int) -> dict[str, Any]:
+    """One shard against the plain engine."""
+    with plain_apart(data, turns) as plain_part, sharded(data, turns, 1) as shard_part:
+        pairs = in_turn(plain_part, shard_part)
+    plains, shards = zip(*pairs, strict=True)
     return {
         "turns": turns,
         "turns_a_call": CALL_TURNS,
-        "plain_turns_per_s": round(turns / alone["s"]),
-        "shard_turns_per_s": round(turns / shard["s"]),
-        "overhead": round(shard["s"] / alone["s"] - 1, 3),
-        "plain_cpu_us_a_turn": round(1e6 * alone["cpu_s"] / turns, 1),
-        "shard_cpu_us_a_turn": round(1e6 * shard["cpu_s"] / turns, 1),
-        "driver_cpu_us_a_turn": round(1e6 * shard["driver_cpu_s"] / turns, 1),
-        "cpu_overhead": round(shard["cpu_s"] / alone["cpu_s"] - 1, 3),
+        "plain_turns_per_s": round(median(1 / cost.s_a_turn for cost in plains)),
+        "shard_turns_per_s": round(median(1 / cost.s_a_turn for cost in shards)),
+        "overhead": round(median(b.s / a.s for a, b in pairs) - 1, 3),
+        "overhead_of_each_part": [round(b.s / a.s - 1, 3) for a, b in pairs],
+        "plain_cpu_us_a_turn": round(1e6 * median(cost.cpu_s / cost.turns for cost in plains), 1),
+        "shard_cpu_us_a_turn": round(1e6 * median(cost.cpu_s / cost.turns for cost in shards), 1),
+        "driver_cpu_us_a_turn": round(1e6 * median(cost.driver_cpu_s / cost.turns for cost in shards), 1),
+        "cpu_overhead": round(median(b.cpu_s / a.cpu_s for a, b in pairs) - 1, 3),
     }
 
 
-def two(data: Path, turns: int, repeats: int) -> dict[str, Any]:
-    """Two shards against one, alternating; the best of each."""
-    runs = [(sharded(data, turns, 1), sharded(data, turns, 2)) for _ in range(repeats)]
-    one_s, two_s = (min(run[n]["s"] for run in runs) for n in (0, 1))
+def two(data: Path, turns: int) -> dict[str, Any]:
+    """Two shards against one."""
+    with sharded(data, turns, 1) as one_part, sharded(data, turns, 2) as two_part:
+        pairs = in_turn(one_part, two_part)
     return {
         "turns": turns,
-        "one_shard_turns_per_s": round(turns / one_s),
-        "two_shards_turns_per_s": round(turns / two_s),
-        "times_one": round(one_s / two_s, 2),
-        "two_shards_cpu_us_a_turn": round(1e6 * min(run[1]["cpu_s"] for run in runs) / turns, 1),
+        "one_shard_turns_per_s": round(median(1 / one.s_a_turn for one, _ in pairs)),
+        "two_shards_turns_per_s": round(median(1 / both.s_a_turn for _, both in pairs)),
+        "times_one": round(median(one.s / both.s for one, both in pairs), 2),
+        "times_one_of_each_part": [round(one.s / both.s, 2) for one, both in pairs],
+        "two_shards_cpu_us_a_turn": round(1e6 * median(both.cpu_s / both.turns for _, both in pairs), 1),
+        "driver_cpu_us_a_turn": round(1e6 * median(both.driver_cpu_s / both.turns for _, both in pairs), 1),
         "cores": psutil.cpu_count() or 0,
     }
 
@@ -238,18 +291,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", default=["overhead", "two", "recovery"])
     parser.add_argument("--data", type=Path, default=LOCOMO, help="LoCoMo in its published JSON")
-    parser.add_argument("--turns", type=int, default=50_000)
+    parser.add_argument("--turns", type=int, default=100_000)
     parser.add_argument("--recovery-turns", type=int, default=100_000)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.plain:
-        print(json.dumps(plain(args.data, args.turns)))
+        plain(args.data, args.turns)
         return
     start_ray()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "overhead": lambda: overhead(args.data, args.turns, args.repeats),
-        "two": lambda: two(args.data, args.turns, args.repeats),
+        "overhead": lambda: overhead(args.data, args.turns),
+        "two": lambda: two(args.data, args.turns),
         "recovery": lambda: recovery(args.data, args.recovery_turns),
     }
     figures: dict[str, Any] = {"bench": "cluster", "machine": describe()}
@@ -257,7 +309,7 @@ def main() -> None:
         figures[name] = parts[name]()
         print(f"\n{name}")
         for key, value in figures[name].items():
-            print(f"  {key:28} {value:>16,}")
+            print(f"  {key:34} {value if isinstance(value, list) else format(value, '>16,')}")
     figures["load"] = [round(x, 2) for x in os.getloadavg()]
     print(json.dumps(figures))
 

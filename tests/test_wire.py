@@ -13,9 +13,10 @@ from undertow.engine.cluster.wire import (
     TURNS,
     Status,
     check_turns,
-    compact,
+    from_buffer,
     pack,
     receipts_table,
+    to_buffer,
     unpack,
     unpack_receipts,
 )
@@ -107,9 +108,18 @@ def test_receipts_keep_their_order_and_say_what_became_of_each() -> None:
 
 def test_a_slice_travels_without_the_rest() -> None:
     turns = [Turn("a", (Message("user", f"{n} " + 1000 * "x"),), f"k{n}") for n in range(100)]
-    part = compact(pack(turns).slice(40, 2))
-    assert part.get_total_buffer_size() < 8_000
-    assert [turn.dedupe_key for turn in unpack(part)] == ["k40", "k41"]
+    sent = to_buffer(pack(turns).slice(40, 2))
+    assert sent.size < 8_000
+    assert [turn.dedupe_key for turn in unpack(from_buffer(sent))] == ["k40", "k41"]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_tables_travel_as_they_are(rows: int) -> None:
+    turns = pack([Turn("a", (Message("user", f"{n}"),), f"k{n}") for n in range(rows)])
+    receipts = receipts_table([(Status.STORED, f"id-{n}", n, None) for n in range(rows)])
+    for table in (turns, receipts):
+        assert from_buffer(to_buffer(table)).equals(table)
+        assert from_buffer(to_buffer(table)).schema.equals(table.schema)
 
 
 def test_a_packed_turn_holds_what_the_journal_stores() -> None:

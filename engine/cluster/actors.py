@@ -24,7 +24,7 @@ from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.reach import ShardGone, ShardLeft
 from undertow.engine.cluster.resources import ClusterSettings
 from undertow.engine.cluster.shard_map import Removed
-from undertow.engine.cluster.wire import compact
+from undertow.engine.cluster.wire import from_buffer, to_buffer
 from undertow.engine.config import Settings
 from undertow.engine.journal import Fenced
 from undertow.engine.model import UndertowError
@@ -92,7 +92,8 @@ class ShardActor:
         if self._restarting:  # so that nothing which comes now is blamed for the end
             raise ShardLeft(f"shard {self._shard.id} is being restarted")
         try:
-            return await asyncio.wrap_future(getattr(self._shard, method)(*args, **kwargs))
+            future = getattr(self._shard, method)(*map(_unpacked, args), **kwargs)
+            return _packed(await asyncio.wrap_future(future))
         except (Fenced, Sick):
             # To take the journal over again, or to have a device again, takes a new process.
             self._restarting = True
@@ -108,6 +109,14 @@ class ShardActor:
         await asyncio.to_thread(self._shard.close)
 
 
+def _packed(value: Any) -> Any:
+    return to_buffer(value) if isinstance(value, pa.Table) else value
+
+
+def _unpacked(value: Any) -> Any:
+    return from_buffer(value) if isinstance(value, pa.Buffer) else value
+
+
 class RayShard:
     """The calls of one shard's actor, which is found or started with the first of them."""
 
@@ -121,8 +130,8 @@ class RayShard:
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._start, self.shard)
-            sent = tuple(compact(arg) if isinstance(arg, pa.Table) else arg for arg in args)
-            return await self._actor.call.remote(method, *sent, **kwargs)
+            answer = await self._actor.call.remote(method, *map(_packed, args), **kwargs)
+            return _unpacked(answer)
         except PendingCallsLimitExceeded:
             raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None
         except RayTaskError as error:

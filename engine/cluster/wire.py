@@ -53,9 +53,6 @@ class Status(StrEnum):
     IN_TRANSIT = "in_transit"
 
 
-# of buffers, sent along for nothing at most
-SLACK_BYTES = 16_384
-
 # a shard did not take these: the router sends them again, to the owner
 RETURNED = (Status.MOVED, Status.IN_TRANSIT)
 
@@ -89,10 +86,20 @@ def check_turns(table: pa.Table) -> None:
         raise ValueError("a turn's tenant is empty or holds a NUL. Name the owner of the memory.")
 
 
-def compact(table: pa.Table) -> pa.Table:
-    """The table without what a slice hides: Arrow would send all that its buffers hold."""
-    hidden_bytes = table.get_total_buffer_size() - table.nbytes
-    return table.take(pa.array(range(table.num_rows))) if hidden_bytes > SLACK_BYTES else table
+def to_buffer(table: pa.Table) -> pa.Buffer:
+    """The table as an Arrow stream, for Ray to carry: a tenth of the work of Ray's own way with a table.
+
+    What a slice hides of its buffers stays behind.
+    """
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue()
+
+
+def from_buffer(buffer: pa.Buffer) -> pa.Table:
+    """The table of `to_buffer`, over the buffer's own memory."""
+    return pa.ipc.open_stream(buffer).read_all()
 
 
 def receipts_table(rows: Sequence[tuple[Status, str | None, int | None, str | None]]) -> pa.Table:

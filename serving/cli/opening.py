@@ -41,7 +41,8 @@ Llm = Annotated[
     typer.Option(
         "--llm",
         metavar="URL|off",
-        help="OpenAI-compatible server; left out: UNDERTOW_LLM_URL. Several with commas between.",
+        help="OpenAI-compatible server; left out: UNDERTOW_LLM_URL. Several with commas between. "
+        "ray:NAME: one that a vLLM actor keeps.",
     ),
 ]
 Model = Annotated[
