@@ -20,7 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from undertow.bench.mock_llm import MODEL, spawn_server
+from undertow.bench.mock_llm import MODEL
+from undertow.bench.mock_server import spawn_server
 from undertow.engine.config import Settings
 from undertow.engine.llm import OpenAILLM, read_reply
 from undertow.prompts import Prompt, ShownMemory, ShownTurn, merge_prompt

@@ -16,8 +16,9 @@ import orjson
 import uvicorn
 from starlette.responses import JSONResponse, Response
 
-from undertow.bench.mock_llm import MockReplies, MockServer
+from undertow.bench.mock_llm import MockReplies
 from undertow.bench.mock_replies import Messages, share
+from undertow.bench.mock_server import MockServer
 
 POISON = "wormwood"  # in every text of every bad reply
 CUT, WITHHELD = f"{POISON} cut", f"{POISON} withheld"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.mock_llm import spawn_server
+from undertow.bench.mock_server import spawn_server
 from undertow.engine.journal import Journal
 from undertow.engine.reports import Reports
 

@@ -21,7 +21,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from undertow.bench.mock_llm import spawn_server  # noqa: E402
+from undertow.bench.mock_server import spawn_server  # noqa: E402
 from undertow.engine.cluster.shard_map import ShardMap, publish  # noqa: E402
 from undertow.engine.place import Place  # noqa: E402
 

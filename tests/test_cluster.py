@@ -20,7 +20,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from undertow.bench.mock_llm import spawn_server  # noqa: E402
+from undertow.bench.mock_server import spawn_server  # noqa: E402
 from undertow.engine.cluster.actors import NAMESPACE, actor_name  # noqa: E402
 from undertow.engine.cluster.cluster import Cluster  # noqa: E402
 from undertow.engine.cluster.housing import Parts  # noqa: E402

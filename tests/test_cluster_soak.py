@@ -27,7 +27,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from undertow.bench.mock_llm import spawn_server  # noqa: E402
+from undertow.bench.mock_server import spawn_server  # noqa: E402
 from undertow.engine.admission import QueueFull  # noqa: E402
 from undertow.engine.cluster.actors import connect  # noqa: E402
 from undertow.engine.cluster.cluster import Cluster  # noqa: E402

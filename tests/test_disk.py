@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.mock_llm import MockReplies, MockServer
+from undertow.bench.mock_llm import MockReplies
+from undertow.bench.mock_server import MockServer
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.mock_llm import spawn_server
+from undertow.bench.mock_server import spawn_server
 
 from .fault_harness import (
     PARKING,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.mock_llm import MockReplies, spawn_server
+from undertow.bench.mock_llm import MockReplies
+from undertow.bench.mock_server import spawn_server
 from undertow.engine.config import Settings
 from undertow.engine.llm import BadReply, OpenAILLM, ServerRefused, read_reply
 from undertow.engine.model import Usage

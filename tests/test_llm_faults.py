@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from undertow.bench.mock_llm import MockReplies, MockServer, spawn_server
+from undertow.bench.mock_llm import MockReplies
+from undertow.bench.mock_server import MockServer, spawn_server
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine, make_llm

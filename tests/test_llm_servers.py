@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.mock_llm import MockReplies, MockServer, spawn_server
+from undertow.bench.mock_llm import MockReplies
+from undertow.bench.mock_server import MockServer, spawn_server
 from undertow.engine import llm_address, llm_server, llm_servers
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder

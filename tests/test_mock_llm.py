@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from undertow.bench.mock_llm import MockLLM, MockReplies, spawn_server
+from undertow.bench.mock_llm import MockLLM, MockReplies
+from undertow.bench.mock_server import spawn_server
 from undertow.engine.llm import BadReply
 from undertow.prompts import (
     Prompt,

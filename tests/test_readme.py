@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from undertow.bench.mock_llm import spawn_server
+from undertow.bench.mock_server import spawn_server
 
 from .cli_harness import run
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.mock_llm import spawn_server
+from undertow.bench.mock_server import spawn_server
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine, make_llm

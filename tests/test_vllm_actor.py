@@ -61,7 +61,8 @@ ThreadingHTTPServer((host, port), Server).serve_forever()
 # replies to prompts too
 TALKING = f"""{PROLOGUE}
 import uvicorn
-from undertow.bench.mock_llm import MockReplies, MockServer
+from undertow.bench.mock_llm import MockReplies
+from undertow.bench.mock_server import MockServer
 
 uvicorn.run(MockServer(MockReplies()).app(), host=host, port=port, log_level="critical")
 """

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from undertow.engine.admission import QueueFull
 from undertow.engine.model import UndertowError
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class ShardGone(UndertowError):
