@@ -68,7 +68,7 @@ demo: $(SETUP) $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## 
 
 test: $(SETUP) $(SETUP_VLLM) ## set up, then run all tests but the soak
 	$(call say,tests)
-	@$(VENV)/bin/pytest -m "not soak" -n $(TEST_WORKERS) --dist loadgroup
+	@$(VENV)/bin/pytest -m "not soak" -n $(TEST_WORKERS) --dist loadfile
 
 lint: $(SETUP) ## ruff and mypy
 	$(call say,ruff)

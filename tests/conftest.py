@@ -14,8 +14,6 @@ import pytest
 
 from undertow.kernels import device
 
-from .s3_server import s3_server
-
 S3_BUCKETS = ("memories", "whole", "bulk-logs", "readers-logs")
 
 
@@ -28,17 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# what these start is dear, so one worker of pytest-xdist has all of their tests
-SHARED = ("tiny_vllm", "ray_address")
+SLOW_TO_START = ("tiny_vllm", "ray_address")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `-n`, a file's tests stay together, and so do those that share a server; these begin first."""
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        group = next((name for name in SHARED if name in fixtures), item.nodeid.partition("::")[0])
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: not any(name in getattr(item, "fixturenames", ()) for name in SHARED))
+    """The longest files first: with two workers, the short ones fill what is left."""
+    items.sort(key=lambda item: not any(name in getattr(item, "fixturenames", ()) for name in SLOW_TO_START))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -65,6 +58,8 @@ def lacking(request: pytest.FixtureRequest) -> Callable[[str], NoReturn]:
 @pytest.fixture(scope="session")
 def s3_variables() -> Iterator[dict[str, str]]:
     """The environment that leads to an S3 server: one a session, as clients are kept by bucket."""
+
+    from .s3_server import s3_server  # not above: some copy this file alone
 
     with s3_server(*S3_BUCKETS) as variables:
         yield variables

@@ -58,6 +58,7 @@ def test_where_a_card_is_required_they_fail_and_say_why(tmp_path: Path, how: str
 
 
 def test_the_reason_names_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")  # before find_spec is replaced, which its modules use
     monkeypatch.setattr(device, "HAS_CUDA", True)
     assert device.why_no_cuda() is None
     monkeypatch.setattr(device, "HAS_CUDA", False)
