@@ -11,7 +11,7 @@ from contextlib import suppress
 
 # Let all threads allocate from one heap (glibc's mallopt(3)). By default each thread that finds the heap
 # busy gets one of its own, up to eight a core, and what is freed in one is of no use to the others: Lance
-# compacts in many threads, which cost a shard 60 MiB in an hour of commits. A heap that exists stays.
+# compacts in many threads (docs/decisions.md has figures). A heap that exists stays.
 ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 _M_ARENA_MAX = -8
 
