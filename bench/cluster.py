@@ -1,6 +1,6 @@
 """The cluster on one machine: what a shard costs over a plain engine, what two give, how fast one recovers.
 
-    python -m undertow.bench.cluster [--data LOCOMO_JSON] [overhead] [two] [recovery]
+    python -m undertow.bench.cluster [--data LOCOMO_JSON] [overhead] [commits] [two] [recovery]
 
 Prints a table and, last, one JSON line. Vectors are cached and each library has one thread, so that what
 is compared is the engine with and without Ray. Wall times need an idle machine; CPU times per turn, which
@@ -48,14 +48,21 @@ from undertow.engine.process import settle_in
 from undertow.engine.readers import read
 
 CALL_TURNS = 512
-CALLS_UNDER_WAY = 8
-WARM_UP_TURNS = 2_048
-TENANTS = 500
-# of a log: fed to what is compared in turn; the first ones compile kernels and fill caches
+# what two shards are fed with: as many as a router puts into one call by itself
+LARGE_CALL_TURNS = 2_048
+# of a shard, at a time
+TURNS_UNDER_WAY = 8_192
+# what a step stores in one commit: as docs/operations.md has it for bulk loads
+STEP_TURNS = 2_048
+WARM_UP_TURNS = 8_192
+TENANTS = 2_000
+# of a log, fed in turn to what is compared; the first ones compile kernels and fill caches
 PARTS = 10
 WARM_UP_PARTS = 2
 
-ONE_THREAD = ClusterSettings(num_cpus=0.5, threads=1, call_turns=CALL_TURNS, lane_turns=65_536)
+ONE_THREAD = ClusterSettings(
+    num_cpus=0.5, threads=1, call_turns=2 * LARGE_CALL_TURNS, window_turns=TURNS_UNDER_WAY, lane_turns=65_536
+)
 
 
 def cached(of: Settings, *, data: str) -> CachedVectors:
@@ -73,8 +80,8 @@ def instant_llm(of: Settings) -> LLMClient | None:
     return MockLLM(MockReplies(refusal_rate=0.3))
 
 
-def engine_settings() -> Settings:
-    return settings(batch_turns=CALL_TURNS)
+def engine_settings(step_turns: int = STEP_TURNS) -> Settings:
+    return settings(batch_turns=step_turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +163,16 @@ def start_ray() -> None:
 
 @contextmanager
 def cluster_of(
-    data: Path, shards: int, llm: Callable[[Settings], LLMClient | None] = no_llm
+    data: Path,
+    shards: int,
+    llm: Callable[[Settings], LLMClient | None] = no_llm,
+    step_turns: int = STEP_TURNS,
 ) -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="undertow-bench-")
     parts = Parts(partial(cached, data=str(data)), llm)
     try:
         with Cluster.open(
-            folder, engine_settings(), shards=shards, resources=ONE_THREAD, parts=parts
+            folder, engine_settings(step_turns), shards=shards, resources=ONE_THREAD, parts=parts
         ) as cluster:
             yield cluster
             cluster.stop()
@@ -170,17 +180,16 @@ def cluster_of(
         shutil.rmtree(folder)
 
 
-def packed(log: Sequence[Turn], shards: int) -> list[pa.Table]:
-    """512 turns a call and shard, as readers make them, which run beside the shards or elsewhere."""
-    step = CALL_TURNS * shards
+def packed(log: Sequence[Turn], step: int) -> list[pa.Table]:
+    """`step` turns a call, as readers make them, which run beside the shards or elsewhere."""
     return [pack(log[start : start + step]) for start in range(0, len(log), step)]
 
 
-def feed(cluster: Cluster, calls: Sequence[pa.Table]) -> None:
-    """A few calls under way at a time; returns when all is stored."""
+def feed(cluster: Cluster, calls: Sequence[pa.Table], most_turns: int = TURNS_UNDER_WAY) -> None:
+    """So many turns under way at a time; returns when all is stored."""
     under_way: deque[Future[pa.Table]] = deque()
     for call in calls:
-        if len(under_way) == CALLS_UNDER_WAY:
+        if (len(under_way) + 1) * call.num_rows > most_turns:
             under_way.popleft().result()
         under_way.append(cluster.submit_table(call))
     for future in under_way:
@@ -188,18 +197,21 @@ def feed(cluster: Cluster, calls: Sequence[pa.Table]) -> None:
 
 
 @contextmanager
-def sharded(data: Path, turns: int, shards: int) -> Iterator[Callable[[], Cost]]:
-    """So many shards; each call feeds them one part of the log more."""
+def sharded(
+    data: Path, turns: int, shards: int, call_turns: int = CALL_TURNS, step_turns: int = STEP_TURNS
+) -> Iterator[Callable[[], Cost]]:
+    """So many shards, `call_turns` turns a call for each; each call feeds them one part of the log more."""
     warm, log = log_of(data, turns)
-    with cluster_of(data, shards) as cluster:
-        feed(cluster, packed(warm, shards))
+    most_turns = shards * TURNS_UNDER_WAY
+    with cluster_of(data, shards, step_turns=step_turns) as cluster:
+        feed(cluster, packed(warm, shards * call_turns), most_turns)
         processes = [psutil.Process(state["pid"]) for state in cluster.status().values()]
-        parts = iter([(len(part), packed(part, shards)) for part in parts_of(log)])
+        parts = iter([(len(part), packed(part, shards * call_turns)) for part in parts_of(log)])
 
         def feed_part() -> Cost:
             count, calls = next(parts)
             began_s, began_cpu_s, began_driver_s = time.perf_counter(), _cpu_s(processes), time.process_time()
-            feed(cluster, calls)
+            feed(cluster, calls, most_turns)
             return Cost(
                 time.perf_counter() - began_s,
                 _cpu_s(processes) - began_cpu_s,
@@ -225,14 +237,18 @@ def in_turn(one: Callable[[], Cost], other: Callable[[], Cost]) -> list[tuple[Co
     return [(one(), other()) for _ in range(PARTS)][WARM_UP_PARTS:]
 
 
-def overhead(data: Path, turns: int) -> dict[str, Any]:
-    """One shard against the plain engine."""
-    with plain_apart(data, turns) as plain_part, sharded(data, turns, 1) as shard_part:
+def overhead(data: Path, turns: int, step_turns: int = STEP_TURNS) -> dict[str, Any]:
+    """One shard against the plain engine, which stores call by call."""
+    with (
+        plain_apart(data, turns) as plain_part,
+        sharded(data, turns, 1, step_turns=step_turns) as shard_part,
+    ):
         pairs = in_turn(plain_part, shard_part)
     plains, shards = zip(*pairs, strict=True)
     return {
         "turns": turns,
         "turns_a_call": CALL_TURNS,
+        "turns_a_step_at_most": step_turns,
         "plain_turns_per_s": round(median(1 / cost.s_a_turn for cost in plains)),
         "shard_turns_per_s": round(median(1 / cost.s_a_turn for cost in shards)),
         "overhead": round(median(b.s / a.s for a, b in pairs) - 1, 3),
@@ -246,10 +262,14 @@ def overhead(data: Path, turns: int) -> dict[str, Any]:
 
 def two(data: Path, turns: int) -> dict[str, Any]:
     """Two shards against one."""
-    with sharded(data, turns, 1) as one_part, sharded(data, turns, 2) as two_part:
+    with (
+        sharded(data, turns, 1, LARGE_CALL_TURNS) as one_part,
+        sharded(data, turns, 2, LARGE_CALL_TURNS) as two_part,
+    ):
         pairs = in_turn(one_part, two_part)
     return {
         "turns": turns,
+        "turns_a_call": LARGE_CALL_TURNS,
         "one_shard_turns_per_s": round(median(1 / one.s_a_turn for one, _ in pairs)),
         "two_shards_turns_per_s": round(median(1 / both.s_a_turn for _, both in pairs)),
         "times_one": round(median(one.s / both.s for one, both in pairs), 2),
@@ -264,7 +284,7 @@ def recovery(data: Path, turns: int) -> dict[str, Any]:
     """From the SIGKILL of a shard to its first answer, and until it stores again."""
     _, log = log_of(data, turns)
     with cluster_of(data, 1, instant_llm) as cluster:
-        feed(cluster, packed(log, 1))
+        feed(cluster, packed(log, CALL_TURNS))
         cluster.drain()
         (state,) = cluster.status().values()
         began_s = time.perf_counter()
@@ -286,9 +306,9 @@ def recovery(data: Path, turns: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="*", default=["overhead", "two", "recovery"])
+    parser.add_argument("parts", nargs="*", default=["overhead", "commits", "two", "recovery"])
     parser.add_argument("--data", type=Path, default=LOCOMO, help="LoCoMo in its published JSON")
-    parser.add_argument("--turns", type=int, default=100_000)
+    parser.add_argument("--turns", type=int, default=400_000)
     parser.add_argument("--recovery-turns", type=int, default=100_000)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -298,6 +318,7 @@ def main() -> None:
     start_ray()
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "overhead": lambda: overhead(args.data, args.turns),
+        "commits": lambda: overhead(args.data, args.turns, CALL_TURNS),
         "two": lambda: two(args.data, args.turns),
         "recovery": lambda: recovery(args.data, args.recovery_turns),
     }

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
 
 # Let all threads allocate from one heap (glibc's mallopt(3)). By default each thread that finds the heap
 # busy gets one of its own, up to eight a core, and what is freed in one is of no use to the others: Lance
@@ -27,3 +30,26 @@ def settle_in() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
+
+
+class _NoPandas(MetaPathFinder):
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("pandas is not to be loaded here", name=name)
+
+
+@contextmanager
+def without_pandas() -> Iterator[None]:
+    """What is loaded here finds no pandas: pyarrow.dataset looks for it, and loading it takes a second.
+
+    Where pyarrow has looked already, nothing is kept from it. From then on pandas can be loaded as ever.
+    """
+    if "pyarrow.dataset" in sys.modules:
+        yield
+        return
+    finder = _NoPandas()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)

@@ -119,7 +119,7 @@ SEED_TURNS = 20
 NEW_TURNS_PER_S = 6.0
 IN_FLIGHT = 4
 PRESSED = ClusterSettings(
-    num_cpus=0.5, threads=1, patience_s=120, window_calls=4, call_turns=512, lane_turns=4_096
+    num_cpus=0.5, threads=1, patience_s=120, window_turns=2_048, call_turns=512, lane_turns=4_096
 )
 QUEUE_TURNS = 1_024
 SAMPLE_S = 1.0
@@ -192,7 +192,8 @@ def sample(cluster: Cluster, memories: dict[str, Memory], seen: Counter[str], no
     for name, state in states.items():
         assert not state["deaths_seen"], state
         seen["lane_turns"] = max(seen["lane_turns"], state["sent_turns"])
-        seen["pending_calls"] = max(seen["pending_calls"], len(cluster._lanes[name]._under_way))
+        under_way = list(cluster._lanes[name]._under_way.values())
+        seen["turns_under_way"] = max(seen["turns_under_way"], sum(map(len, under_way)))
         if state["state"] == "unreachable":
             seen["unanswered"] += 1
             continue
@@ -249,7 +250,7 @@ def test_slow_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     bounds = {
         "lane_turns": PRESSED.lane_turns,
-        "pending_calls": PRESSED.window_calls,
+        "turns_under_way": PRESSED.window_turns,
         "inbox_turns": QUEUE_TURNS,
         "running_jobs": max(Counter(shards).values()),
         "llm_in_flight": IN_FLIGHT,

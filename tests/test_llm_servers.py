@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -578,7 +579,7 @@ def test_the_most_urgent_goes_first_wherever_a_place_is_free() -> None:
         llm.healthy()
         for asked in range(3, 7):  # one at a time: what is asked first also arrives first
             let_go.release()
-            wait_until(lambda asked=asked: len(order) == asked)
+            wait_until(partial(lambda count: len(order) == count, asked))
         let_go.release(100)  # repairs of bad replies too
         results(held + futures[2:])
         assert all(isinstance(future.exception(30), BadReply) for future in futures[:2])

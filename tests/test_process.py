@@ -57,3 +57,21 @@ def test_threads_share_one_heap_and_the_collector_rests() -> None:
     assert heaps > 1 and looks > 10
     assert heaps_and_looks("settled") == (1, 0)
     assert heaps_and_looks("as it is", **ONE_HEAP)[0] == 1
+
+
+def test_a_shard_loads_no_pandas_and_who_wants_it_finds_it() -> None:
+    probe = """
+import sys
+from undertow.engine.cluster.shard_actor import ShardActor
+from undertow.engine.process import without_pandas
+heavy = {"torch", "lance", "pyarrow", "numpy", "ray"} & sys.modules.keys()
+with without_pandas():
+    import undertow.engine.cluster.shard
+found = "pandas" in sys.modules
+import pandas
+import pyarrow
+print(heavy, found, pandas.Series([1]).sum(), pyarrow.array([1, 2]).to_pylist())
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "set() False 1 [1, 2]"

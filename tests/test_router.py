@@ -136,7 +136,7 @@ def test_many_clients_at_a_time(turns: Turns, expected: State, tmp_path: Path) -
     with (
         LocalShards(root, settings()) as shards,
         routed(root, shards, lane_turns=32) as router,
-        routed(root, shards, window_calls=1) as other,
+        routed(root, shards, window_turns=1) as other,
     ):
         with meanwhile(*(feed(r, t) for r, t in zip(9 * [router, other], turns, strict=False))):
             pass
@@ -159,7 +159,7 @@ def test_shards_killed_at_any_moment(
             while not done.wait(rng.uniform(0.02, 0.4)) and shards.kills < 12:
                 shards.kill(rng.choice(["s0", "s1"]))
 
-        with routed(root, shards, lane_turns=64, call_turns=16) as router:
+        with routed(root, shards, lane_turns=64, call_turns=16, window_turns=32) as router:
             with meanwhile(kill):
                 sent = submit(router, interleaved(turns, seed), lambda: rng.randint(1, 12))
                 found = statuses(sent)
@@ -253,7 +253,7 @@ def test_a_lane_that_has_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.
     with LocalShards(root, settings()) as shards, routed(root, shards) as router:
         router.add_batch([turn_of("ann", 0, "x")])
         with monkeypatch.context() as patch:
-            patch.setattr(Lane, "_window", property(lambda _: 1 / 0))
+            patch.setattr(Lane, "_may_send", property(lambda _: 1 / 0))
             with pytest.raises(UndertowError, match="report"):
                 router.submit_table(pack([turn_of("ann", 1, "x")])).result(SOON_S)
         assert [r.seq for r in router.add_batch([turn_of("ann", 1, "x")])] == [1]

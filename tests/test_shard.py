@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -493,15 +494,15 @@ def test_a_turn_that_cannot_be_parked_fails_its_call_and_the_shard_goes_on(
 
 def test_an_actor_whose_shard_ends_of_itself_ends_too(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    from undertow.engine.cluster import actors
+    from undertow.engine.cluster.shard_actor import ShardActor
 
     exits: list[int] = []
     monkeypatch.setattr("os._exit", exits.append)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
-    def watched() -> tuple[actors.ShardActor, threading.Thread]:
+    def watched() -> tuple[ShardActor, threading.Thread]:
         before = set(threading.enumerate())
-        actor = actors.ShardActor(str(root), "s0", settings().model_dump(), PARTS, "")
+        actor = ShardActor(str(root), "s0", settings().model_dump(), pickle.dumps(PARTS), "")
         (watch,) = [t for t in set(threading.enumerate()) - before if t.name.startswith("watch")]
         return actor, watch
 
@@ -688,7 +689,7 @@ def test_all_shards_are_asked_again_where_one_was_removed_meanwhile(tmp_path: Pa
 def test_the_actor_of_a_removed_shard_ends_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself, though nobody calls it; and none is started for it again."""
     ray = pytest.importorskip("ray")
-    from undertow.engine.cluster import actors
+    from undertow.engine.cluster import actors, shard_actor
     from undertow.engine.cluster.resources import ClusterSettings
 
     root = begin(tmp_path / "root", 2)
@@ -699,11 +700,11 @@ def test_the_actor_of_a_removed_shard_ends_for_good(tmp_path: Path, monkeypatch:
         assert (who, no_restart) == ("me", True)
         ended.set()
 
-    monkeypatch.setattr(actors, "LOOK_S", 0.01)
+    monkeypatch.setattr(shard_actor, "LOOK_S", 0.01)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="me"))
     monkeypatch.setattr(ray, "kill", kill)
     monkeypatch.setattr("os._exit", exits.append)
-    actor = actors.ShardActor(str(root), "s1", settings().model_dump(), PARTS, "")
+    actor = shard_actor.ShardActor(str(root), "s1", settings().model_dump(), pickle.dumps(PARTS), "")
     assert actor._shard.look().result(SOON_S) == 1 and not ended.is_set()
     remove(root, "s1")
     assert ended.wait(SOON_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -88,19 +89,20 @@ def test_an_actor_that_is_to_be_restarted_takes_no_call_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray")
-    from undertow.engine.cluster.actors import ShardActor
+    from undertow.engine.cluster.shard_actor import ShardActor
 
     monkeypatch.setattr("os._exit", lambda _: None)
-    actor = ShardActor(str(begin(tmp_path / "root", 1)), "s0", settings().model_dump(), PARTS, "")
+    root = begin(tmp_path / "root", 1)
+    actor = ShardActor(str(root), "s0", settings().model_dump(), pickle.dumps(PARTS), "")
     sick: Future[Any] = Future()
     sick.set_exception(Sick("the card is lost"))
     monkeypatch.setattr(actor._shard, "drain", lambda: sick)
 
     async def ask() -> None:
         with pytest.raises(Sick):
-            await actor.call("drain")
+            await actor.call("drain", (), {})
         with pytest.raises(ShardLeft):
-            await actor.call("status")
+            await actor.call("status", (), {})
         await actor.close()
 
     asyncio.run(ask())

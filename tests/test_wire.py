@@ -14,9 +14,11 @@ from undertow.engine.cluster.wire import (
     Status,
     check_turns,
     from_buffer,
+    from_pieces,
     pack,
     receipts_table,
     to_buffer,
+    to_pieces,
     unpack,
     unpack_receipts,
 )
@@ -120,6 +122,22 @@ def test_tables_travel_as_they_are(rows: int) -> None:
     for table in (turns, receipts):
         assert from_buffer(to_buffer(table)).equals(table)
         assert from_buffer(to_buffer(table)).schema.equals(table.schema)
+        assert from_pieces(to_pieces(table)).equals(table)
+
+
+def test_a_large_table_travels_in_pieces_that_ray_sends_with_the_call() -> None:
+    turns = pack([Turn("a", (Message("user", f"{n} " + 1000 * "x"),), f"k{n}") for n in range(300)])
+    pieces = to_pieces(turns)
+    assert len(pieces) > 5 and max(map(len, pieces)) < 100 * 1024
+    assert from_pieces(pieces).equals(turns)
+
+
+def test_a_table_whose_text_is_no_unicode_is_refused() -> None:
+    sound = pack([Turn("a", (Message("user", "hi"),), "k")])
+    text = pa.array([b"\xff\xfe"]).view(pa.string())
+    broken = sound.set_column(sound.schema.get_field_index("text"), TURNS.field("text"), text)
+    with pytest.raises(ValueError, match="UTF8"):
+        check_turns(broken)
 
 
 def test_a_packed_turn_holds_what_the_journal_stores() -> None:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
-import os
 import secrets
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -23,16 +20,16 @@ from undertow.engine.admission import QueueFull
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.reach import ShardGone, ShardLeft
 from undertow.engine.cluster.resources import ClusterSettings
-from undertow.engine.cluster.shard_map import Removed
-from undertow.engine.cluster.wire import from_buffer, to_buffer
+from undertow.engine.cluster.shard_actor import ShardActor
+from undertow.engine.cluster.wire import from_buffer, to_pieces
 from undertow.engine.config import Settings
 from undertow.engine.journal import Fenced
 from undertow.engine.model import UndertowError
 from undertow.engine.place import Place
-from undertow.engine.process import settle_in
 
 try:
     import ray
+    from ray import cloudpickle
     from ray.exceptions import (
         PendingCallsLimitExceeded,
         RayActorError,
@@ -46,75 +43,7 @@ except ModuleNotFoundError as missing:
         "a cluster needs Ray, which is not installed. Install it: pip install 'undertow[cluster]'"
     ) from None
 
-log = logging.getLogger(__name__)
-
 NAMESPACE = "undertow"
-# what an actor that ends itself leaves its answers to get away
-LAST_WORDS_S = 1.0
-# between looks of a shard at the map: whether it is still one of the cluster's
-LOOK_S = 60.0
-
-
-class ShardActor:
-    """What runs in a shard's process: calls of `Shard` by name, awaited side by side."""
-
-    def __init__(self, root: str, shard: str, settings: dict[str, Any], parts: Any, life: str) -> None:
-        from undertow.engine.cluster.shard import Shard
-
-        settle_in()
-        self._closing = False
-        self._restarting = False
-        self._shard = Shard(Place.of(root), shard, Settings(**settings), parts, life=life)
-        threading.Thread(target=self._watch, name=f"watch-{shard}", daemon=True).start()
-
-    def _watch(self) -> None:
-        """A shard whose thread has ended of itself serves nobody any more; a new process does."""
-        while not self._shard.join(LOOK_S):
-            try:
-                self._shard.look().result()
-            except Removed:
-                self._end()
-            except UndertowError as error:
-                log.warning("shard %s cannot look at the map: %s", self._shard.id, error)
-        if not self._closing:
-            os._exit(1)
-
-    def _end(self) -> None:
-        """End for good: nobody is to restart this actor."""
-        self._closing = True
-        self._shard.close()
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """The shard's answer; its errors as they are."""
-        from undertow.engine.cluster.housing import Sick
-
-        if self._restarting:  # so that nothing which comes now is blamed for the end
-            raise ShardLeft(f"shard {self._shard.id} is being restarted")
-        try:
-            future = getattr(self._shard, method)(*map(_unpacked, args), **kwargs)
-            return _packed(await asyncio.wrap_future(future))
-        except (Fenced, Sick):
-            # To take the journal over again, or to have a device again, takes a new process.
-            self._restarting = True
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
-            raise
-        except Removed:
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
-            raise
-
-    async def close(self) -> None:
-        """Close the engine; the actor answers nothing after it."""
-        self._closing = True
-        await asyncio.to_thread(self._shard.close)
-
-
-def _packed(value: Any) -> Any:
-    return to_buffer(value) if isinstance(value, pa.Table) else value
-
-
-def _unpacked(value: Any) -> Any:
-    return from_buffer(value) if isinstance(value, pa.Buffer) else value
 
 
 class RayShard:
@@ -130,8 +59,9 @@ class RayShard:
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._start, self.shard)
-            answer = await self._actor.call.remote(method, *map(_packed, args), **kwargs)
-            return _unpacked(answer)
+            pieces = to_pieces(args[0]) if args and isinstance(args[0], pa.Table) else []
+            answer = await self._actor.call.remote(method, args[1:] if pieces else args, kwargs, *pieces)
+            return from_buffer(answer) if isinstance(answer, pa.Buffer) else answer
         except PendingCallsLimitExceeded:
             raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None
         except RayTaskError as error:
@@ -161,7 +91,7 @@ class Starter:
         self._root = root
         self._settings = settings.model_dump()
         self._resources = resources
-        self._parts = parts
+        self._parts = cloudpickle.dumps(parts)  # type: ignore[no-untyped-call]
 
     def __call__(self, shard: str) -> Any:
         """The shard's actor. Removed: there is to be none."""

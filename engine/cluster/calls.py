@@ -8,11 +8,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import pyarrow as pa
 
 from undertow.engine.admission import Inbox, QueueFull, Receipt, Ticket
-from undertow.engine.cluster.wire import Status, receipts_table, unpack
+from undertow.engine.cluster.wire import Status, check_turns, receipts_table, unpack
 from undertow.engine.model import PackedTurn, UndertowError
 
 Outcome = tuple[Status, str | None, int | None, str | None]
@@ -61,19 +62,29 @@ class Call:
 
     def __init__(self, table: pa.Table, map_version: int = 0) -> None:
         """`map_version`: the shard is to go by this map at least. ValueError for a table of no turns."""
+        check_turns(table)
         self.map_version = map_version
         # no other call is in the shard until this one is over
         self.alone = False
-        self.turns: list[PackedTurn] = unpack(table)
-        self.tenants = frozenset(turn.tenant for turn in self.turns)
         self.future: Future[pa.Table] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        self._outcomes: list[Outcome | None] = [None] * len(self.turns)
+        self._table = table
+        self._outcomes: list[Outcome | None] = [None] * len(table)
         self._tickets: list[tuple[int, Ticket]] = []
-        self._pending = deque(range(len(self.turns)))
+        self._pending = deque(range(len(table)))
 
     def __len__(self) -> int:
-        return len(self.turns)
+        return len(self._table)
+
+    @cached_property
+    def turns(self) -> list[PackedTurn]:
+        """Made when they are needed, by the thread that needs them: the thread that takes calls in would
+        do it while the engine's waits for it."""
+        return unpack(self._table)
+
+    @cached_property
+    def tenants(self) -> frozenset[str]:
+        return frozenset(turn.tenant for turn in self.turns)
 
     def feed(self, inbox: Inbox, refuse: Callable[[PackedTurn], Outcome | None] | None) -> bool:
         """Offer the turns, in order, while there is room. Whether all have been offered.

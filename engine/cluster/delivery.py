@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -79,15 +79,25 @@ class Parcel:
     tried_in: str = ""
     deaths: int = 0
     back_since_s: float | None = None
+    _tenants: list[str] | None = field(default=None, init=False)
+    _encoded: pa.DictionaryArray | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def tenants(self) -> list[str]:
-        """Each of its tenants once."""
-        names: list[str] = pc.unique(self.table.column("tenant")).to_pylist()
-        return names
+        """Each of its tenants once, in the order of their first turns."""
+        if self._tenants is None:
+            self._tenants = self.encoded.dictionary.to_pylist()
+        return self._tenants
+
+    @property
+    def encoded(self) -> pa.DictionaryArray:
+        """The tenant of each turn, as its place in `tenants`."""
+        if self._encoded is None:
+            self._encoded = self.table.column("tenant").combine_chunks().dictionary_encode()
+        return self._encoded
 
     def settle(self, receipts: pa.Table) -> Returned | None:
         """Hand on the receipts. What has been returned; None: nothing."""
@@ -120,19 +130,26 @@ class Parcel:
         return halves
 
 
-def split(parcel: Parcel, key_of: Callable[[str], Key], most_turns: int) -> list[tuple[Key, Parcel]]:
-    """Cut a parcel by what `key_of` says of each tenant, and into `most_turns` turns or fewer; in order."""
-    encoded = parcel.table.column("tenant").combine_chunks().dictionary_encode()
-    keys = [key_of(name) for name in encoded.dictionary.to_pylist()]
-    distinct = list(dict.fromkeys(keys))
-    if len(distinct) == 1 and len(parcel) <= most_turns:
-        return [(distinct[0], parcel)]
-    number = {key: n for n, key in enumerate(distinct)}
+def split(
+    parcel: Parcel, keys_of: Callable[[Sequence[str]], Sequence[Key]], most_turns: int
+) -> list[tuple[Key, Parcel]]:
+    """Cut a parcel by what `keys_of` says of its tenants, and into `most_turns` turns or fewer; in order."""
+    names = parcel.tenants
+    keys = keys_of(names)
+    of_key: dict[Key, list[str]] = {key: [] for key in keys}
+    if len(of_key) == 1 and len(parcel) <= most_turns:
+        return [(keys[0], parcel)]
+    number = {key: n for n, key in enumerate(of_key)}
+    for name, key in zip(names, keys, strict=True):
+        of_key[key].append(name)
     of_tenant = np.array([number[key] for key in keys], dtype=np.int64)
-    of_turn = of_tenant[encoded.indices.to_numpy(zero_copy_only=False)]
+    of_turn = of_tenant[parcel.encoded.indices.to_numpy(zero_copy_only=False)]
     parts = []
-    for n, key in enumerate(distinct):
+    for key, n in number.items():
         places = np.flatnonzero(of_turn == n)
         for start in range(0, len(places), most_turns):
-            parts.append((key, parcel.part(places[start : start + most_turns])))
+            part = parcel.part(places[start : start + most_turns])
+            if len(part) == len(places):
+                part._tenants = of_key[key]
+            parts.append((key, part))
     return parts

@@ -1,4 +1,4 @@
-"""A router's way to one shard: calls in order, a bounded number under way, repeated where they are lost.
+"""A router's way to one shard: calls in order, a bounded number of turns under way, lost ones sent again.
 
 The order of each tenant's turns holds through everything: a shard puts a line's calls back in order
 (`Lines`); what was under way when it died is sent again before anything else; and while turns come back
@@ -127,21 +127,21 @@ class Lane:
             settling = self._lost or self._returned or self._failure is not None
             if settling and not self._under_way:
                 await self._regroup()
-            elif settling or not self._queue or len(self._under_way) >= self._window:
+            elif settling or not self._queue or not self._may_send:
                 await self._news.wait()
                 self._news.clear()
             elif self._token is not None or await self._greet():
                 await self._dispatch(self._queue[0])
 
     @property
-    def _window(self) -> int:
+    def _may_send(self) -> bool:
         """One at a time until all that was under way at a death is stored: so the culprit is found."""
-        suspects = self._queue[0].suspected if self._queue else False
-        return (
-            1
-            if suspects or any(p.suspected for p in self._under_way.values())
-            else (self._settings.window_calls)
-        )
+        first, under_way = self._queue[0], self._under_way.values()
+        if not under_way:
+            return True
+        if first.suspected or any(parcel.suspected for parcel in under_way):
+            return False
+        return sum(map(len, under_way)) + len(first) <= self._settings.window_turns
 
     async def _greet(self) -> bool:
         """Begin a line at the shard, until it is there. False: what waits has failed or moves on."""

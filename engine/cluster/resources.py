@@ -46,8 +46,9 @@ class ClusterSettings(BaseSettings):
     # more nodes may come: shards that find no room yet wait for them
     autoscaling: bool = False
 
-    # calls that are under way at a shard from one router, and turns that wait in the router for it
-    window_calls: int = Field(default=4, ge=1, le=1_000)
+    # turns that are under way at a shard from one router (one call may have more), and that wait in the
+    # router for it, those included
+    window_turns: int = Field(default=8_192, ge=1)
     lane_turns: int = Field(default=16_384, ge=1)
     call_turns: int = Field(default=2_048, ge=1, le=65_536)
     # calls that one router may have pending at a shard; more are refused, and tried again

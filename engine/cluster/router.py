@@ -124,8 +124,7 @@ class Router:
         if not table.num_rows:
             return delivery.future
         while True:
-            self._routes.know(whole.tenants)
-            parcels = split(whole, self._routes.way_of, self.settings.call_turns)
+            parcels = split(whole, self._routes.ways_of, self.settings.call_turns)
             turns = Counter[Way]()
             for way, parcel in parcels:
                 turns[way] += len(parcel)
@@ -179,12 +178,13 @@ class Router:
         for parcel in parcels:
             self._routes.release(parcel.tenants)
 
-        def way_of(tenant: str) -> Way:
-            waits = tenant not in moved and (way.aside or tenant in in_transit)
-            return Way(way.shard, aside=True) if waits else self._routes.way_of(tenant)
+        def ways_of(tenants: Sequence[str]) -> list[Way]:
+            waits = [tenant not in moved and (way.aside or tenant in in_transit) for tenant in tenants]
+            ways = zip(waits, self._routes.ways_of(tenants), strict=True)
+            return [Way(way.shard, aside=True) if wait else other for wait, other in ways]
 
         for parcel in parcels:
-            self._put(split(parcel, way_of, self.settings.call_turns))
+            self._put(split(parcel, ways_of, self.settings.call_turns))
 
     async def _read_map(self) -> None:
         """A shard has refused a tenant: there may be a newer map, and then its word is newer still.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from undertow.engine.cluster.shard_map import ShardMap
@@ -19,12 +18,6 @@ class Way(NamedTuple):
     aside: bool = False
 
 
-@dataclass(slots=True)
-class _Held:
-    way: Way
-    parcels: int = 0
-
-
 class Routes:
     """A tenant with turns on a way to a shard is bound to it until they are stored or have come back.
 
@@ -33,47 +26,49 @@ class Routes:
 
     def __init__(self, shard_map: ShardMap) -> None:
         self.map = shard_map
-        self._homes: dict[str, str] = {}
+        self._homes: dict[str, Way] = {}
         # what former owners have said of tenants that have moved, under this map
         self._moved: dict[str, str] = {}
-        self._held: dict[str, _Held] = {}
+        # the way of each tenant that has turns on it, and in how many parcels
+        self._held: dict[str, tuple[Way, int]] = {}
 
-    def way_of(self, tenant: str) -> Way:
-        """Where to send the tenant's next turns."""
-        if (held := self._held.get(tenant)) is not None:
-            return held.way
-        return Way(self.home_of(tenant))
+    def ways_of(self, tenants: Sequence[str]) -> list[Way]:
+        """Where to send the next turns of each tenant."""
+        free = [tenant for tenant in tenants if tenant not in self._held]
+        ways = dict(zip(free, self._ways_home(free), strict=True))
+        return [ways.get(tenant) or self._held[tenant][0] for tenant in tenants]
 
     def home_of(self, tenant: str) -> str:
         """The shard to ask about the tenant."""
-        if (shard := self._moved.get(tenant) or self._homes.get(tenant)) is not None:
-            return shard
-        if len(self._homes) >= REMEMBERED:
-            self._homes.clear()
-        shard = self._homes[tenant] = self.map.home(tenant)
-        return shard
+        return self._ways_home([tenant])[0].shard
 
-    def know(self, tenants: Sequence[str]) -> None:
-        """Work out where these live, in one go."""
-        unknown = [name for name in tenants if name not in self._homes]
-        if len(self._homes) + len(unknown) > REMEMBERED:
-            self._homes.clear()
-        self._homes.update(zip(unknown, self.map.homes(unknown), strict=True))
+    def _ways_home(self, tenants: Sequence[str]) -> list[Way]:
+        unknown = [tenant for tenant in tenants if tenant not in self._homes]
+        if unknown:
+            if len(self._homes) + len(unknown) > REMEMBERED:
+                self._homes.clear()
+                unknown = list(tenants)
+            self._homes.update(zip(unknown, map(Way, self.map.homes(unknown)), strict=True))
+        ways = [self._homes[tenant] for tenant in tenants]
+        if not self._moved:
+            return ways
+        moved = map(self._moved.get, tenants)
+        return [way if shard is None else Way(shard) for way, shard in zip(ways, moved, strict=True)]
 
     def hold(self, tenants: Iterable[str], way: Way) -> None:
         """One more parcel on this way holds turns of these tenants."""
         for tenant in tenants:
-            if (held := self._held.get(tenant)) is None:
-                held = self._held[tenant] = _Held(way)
-            held.parcels += 1
+            held, parcels = self._held.get(tenant, (way, 0))
+            self._held[tenant] = held, parcels + 1
 
     def release(self, tenants: Iterable[str]) -> None:
         """A parcel with turns of these tenants is no longer on its way."""
         for tenant in tenants:
-            held = self._held[tenant]
-            held.parcels -= 1
-            if not held.parcels:
+            way, parcels = self._held[tenant]
+            if parcels == 1:
                 del self._held[tenant]
+            else:
+                self._held[tenant] = way, parcels - 1
 
     def moved(self, where: Mapping[str, str]) -> None:
         """Shards have said that these tenants are elsewhere. What names a shard that is no more is old."""

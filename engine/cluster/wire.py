@@ -53,6 +53,9 @@ class Status(StrEnum):
     IN_TRANSIT = "in_transit"
 
 
+# of a table on its way: Ray sends an argument with its call up to 100 KiB (max_direct_call_object_size)
+PIECE_BYTES = 96_000
+
 # a shard did not take these: the router sends them again, to the owner
 RETURNED = (Status.MOVED, Status.IN_TRANSIT)
 
@@ -66,18 +69,18 @@ def pack(turns: Iterable[Turn]) -> pa.Table:
 
 
 def unpack(table: pa.Table) -> list[PackedTurn]:
-    """The turns of a table, in its order. ValueError for one of another schema or without a tenant."""
-    check_turns(table)
+    """The turns of a table of `check_turns`, in its order."""
     columns = [table.column(name).to_pylist() for name in TURNS.names]
     return list(map(PackedTurn._make, zip(*columns, strict=True)))
 
 
 def check_turns(table: pa.Table) -> None:
-    """ValueError unless the table holds turns: the columns of TURNS, each with a tenant and no gaps."""
+    """ValueError unless the table holds turns: sound columns of TURNS, tenants, no gaps."""
     if not table.schema.equals(TURNS):
         raise ValueError(
             f"a table of turns has the columns {TURNS.names}, not {table.schema.names}: use pack()."
         )
+    table.validate(full=True)  # ArrowInvalid is a ValueError
     holed = [f.name for f in TURNS if not f.nullable and table.column(f.name).null_count]
     if holed:
         raise ValueError(f"the column {holed[0]!r} of a table of turns has nulls: use pack().")
@@ -100,6 +103,17 @@ def to_buffer(table: pa.Table) -> pa.Buffer:
 def from_buffer(buffer: pa.Buffer) -> pa.Table:
     """The table of `to_buffer`, over the buffer's own memory."""
     return pa.ipc.open_stream(buffer).read_all()
+
+
+def to_pieces(table: pa.Table) -> list[bytes]:
+    """The table as arguments small enough for Ray to send with the call itself, past its object stores."""
+    stream = to_buffer(table)
+    return [stream[at : at + PIECE_BYTES].to_pybytes() for at in range(0, stream.size, PIECE_BYTES)]
+
+
+def from_pieces(pieces: Iterable[bytes]) -> pa.Table:
+    """The table of `to_pieces`."""
+    return from_buffer(pa.py_buffer(b"".join(pieces)))
 
 
 def receipts_table(rows: Sequence[tuple[Status, str | None, int | None, str | None]]) -> pa.Table:
