@@ -48,7 +48,7 @@ from undertow.engine.process import settle_in
 from undertow.engine.readers import read
 
 CALL_TURNS = 512
-# what two shards are fed with: as many as a router puts into one call by itself
+# what two shards are fed with, as a bulk ingest does
 LARGE_CALL_TURNS = 2_048
 # of a shard, at a time
 TURNS_UNDER_WAY = 8_192
@@ -61,7 +61,7 @@ PARTS = 10
 WARM_UP_PARTS = 2
 
 ONE_THREAD = ClusterSettings(
-    num_cpus=0.5, threads=1, call_turns=2 * LARGE_CALL_TURNS, window_turns=TURNS_UNDER_WAY, lane_turns=65_536
+    num_cpus=0.5, threads=1, call_turns=LARGE_CALL_TURNS, window_turns=TURNS_UNDER_WAY, lane_turns=65_536
 )
 
 
@@ -180,9 +180,16 @@ def cluster_of(
         shutil.rmtree(folder)
 
 
-def packed(log: Sequence[Turn], step: int) -> list[pa.Table]:
-    """`step` turns a call, as readers make them, which run beside the shards or elsewhere."""
-    return [pack(log[start : start + step]) for start in range(0, len(log), step)]
+def packed(cluster: Cluster, log: Sequence[Turn], call_turns: int) -> list[pa.Table]:
+    """So many turns of one shard a call, the shards in turn, as the readers of a bulk ingest make them."""
+    names = list({turn.tenant: None for turn in log})
+    owner = dict(zip(names, cluster.owners(names), strict=True))
+    of_shard: dict[str, list[Turn]] = {}
+    for turn in log:
+        of_shard.setdefault(owner[turn.tenant], []).append(turn)
+    starts = range(0, max(map(len, of_shard.values())), call_turns)
+    calls = [turns[start : start + call_turns] for start in starts for turns in of_shard.values()]
+    return [pack(call) for call in calls if call]
 
 
 def feed(cluster: Cluster, calls: Sequence[pa.Table], most_turns: int = TURNS_UNDER_WAY) -> None:
@@ -204,9 +211,9 @@ def sharded(
     warm, log = log_of(data, turns)
     most_turns = shards * TURNS_UNDER_WAY
     with cluster_of(data, shards, step_turns=step_turns) as cluster:
-        feed(cluster, packed(warm, shards * call_turns), most_turns)
+        feed(cluster, packed(cluster, warm, call_turns), most_turns)
         processes = [psutil.Process(state["pid"]) for state in cluster.status().values()]
-        parts = iter([(len(part), packed(part, shards * call_turns)) for part in parts_of(log)])
+        parts = iter([(len(part), packed(cluster, part, call_turns)) for part in parts_of(log)])
 
         def feed_part() -> Cost:
             count, calls = next(parts)
@@ -284,7 +291,7 @@ def recovery(data: Path, turns: int) -> dict[str, Any]:
     """From the SIGKILL of a shard to its first answer, and until it stores again."""
     _, log = log_of(data, turns)
     with cluster_of(data, 1, instant_llm) as cluster:
-        feed(cluster, packed(log, CALL_TURNS))
+        feed(cluster, packed(cluster, log, CALL_TURNS))
         cluster.drain()
         (state,) = cluster.status().values()
         began_s = time.perf_counter()
