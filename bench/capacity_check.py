@@ -81,16 +81,17 @@ def run(case: Case, data: Path, folder: Path) -> Rates:
 
 def run_on_ray(case: Case, data: Path, _: Path) -> Rates:
     """One shard behind the router, each of its libraries with one thread, fed 512 turns a call."""
-    from undertow.bench.cluster import cluster_of, feed, packed, start_ray  # `plan` needs no Ray
+    from undertow.bench.cluster import CALL_TURNS, cluster_of, feed, packed, start_ray  # `plan` needs no Ray
 
     start_ray()
     log = list(copies(data, case.tenants, case.turns))
     warm = [replace(turn, tenant=f"warm-{turn.tenant}") for turn in copies(data, *_WARM)]
-    with cluster_of(data, 1, partial(mock_llm, latency_s=case.latency_s)) as cluster:
-        feed(cluster, packed(warm, 1))  # compiles the kernels
+    llm = partial(mock_llm, latency_s=case.latency_s)
+    with cluster_of(data, 1, llm, settings().batch_turns) as cluster:
+        feed(cluster, packed(cluster, warm, CALL_TURNS))  # compiles the kernels
         cluster.drain()
         calls_before = cluster.stats()["llm_calls"]
-        packed_log = packed(log, 1)
+        packed_log = packed(cluster, log, CALL_TURNS)
         began_s = time.perf_counter()
         feed(cluster, packed_log)
         searchable_s = time.perf_counter() - began_s

@@ -100,9 +100,9 @@ def test_an_actor_that_is_to_be_restarted_takes_no_call_with_it(
 
     async def ask() -> None:
         with pytest.raises(Sick):
-            await actor.call("drain", (), {})
+            await actor.call("drain")
         with pytest.raises(ShardLeft):
-            await actor.call("status", (), {})
+            await actor.call("status")
         await actor.close()
 
     asyncio.run(ask())

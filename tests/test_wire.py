@@ -82,7 +82,7 @@ def sound_table() -> pa.Table:
 def test_a_shard_refuses_a_table_with_no_owner(tenant: str) -> None:
     table = sound_table().set_column(0, TURNS.field(0), pa.array([tenant, "b"]))
     with pytest.raises(ValueError, match="tenant"):
-        unpack(table)
+        check_turns(table)
 
 
 def test_a_shard_refuses_a_table_of_something_else() -> None:

@@ -64,7 +64,9 @@ class ShardActor:
         self._shard.close()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    async def call(self, method: str, args: Sequence[Any], how: Mapping[str, Any], *pieces: bytes) -> Any:
+    async def call(
+        self, method: str, args: Sequence[Any] = (), how: Mapping[str, Any] | None = None, *pieces: bytes
+    ) -> Any:
         """The shard's answer; its errors as they are. `pieces`: of a table, the method's first argument."""
         import pyarrow as pa
 
@@ -78,7 +80,7 @@ class ShardActor:
             raise ShardLeft(f"shard {self._shard.id} is being restarted")
         try:
             tables = [from_pieces(pieces)] if pieces else []
-            answer = await asyncio.wrap_future(getattr(self._shard, method)(*tables, *args, **how))
+            answer = await asyncio.wrap_future(getattr(self._shard, method)(*tables, *args, **(how or {})))
             return to_buffer(answer) if isinstance(answer, pa.Table) else answer
         except (Fenced, Sick):
             # To take the journal over again, or to have a device again, takes a new process.
