@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
@@ -33,8 +34,13 @@ def settle_in() -> None:
 
 
 class _NoPandas(MetaPathFinder):
+    """For the thread that made it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if name == "pandas":
+        if name == "pandas" and threading.get_ident() == self._thread:
             raise ModuleNotFoundError("pandas is not to be loaded here", name=name)
 
 
@@ -42,7 +48,8 @@ class _NoPandas(MetaPathFinder):
 def without_pandas() -> Iterator[None]:
     """What is loaded here finds no pandas: pyarrow.dataset looks for it, and loading it takes a second.
 
-    Where pyarrow has looked already, nothing is kept from it. From then on pandas can be loaded as ever.
+    Where pyarrow has looked already, nothing is kept from it. Later imports find pandas as ever; pyarrow and
+    Lance, which have looked, go without it in this process.
     """
     if "pyarrow.dataset" in sys.modules:
         yield

@@ -143,6 +143,50 @@ def test_calls_are_stored_in_order_and_a_bounded_number_is_under_way() -> None:
     assert shard.hellos == 1
 
 
+def test_small_calls_leave_places_at_the_shard_for_all_others() -> None:
+    """Ray refuses calls beyond `max_pending_calls`: later ones must not take the places of one refused."""
+    shard = FakeShard()
+    add, pending = shard.add, [0]
+    settings = ClusterSettings(max_pending_calls=16, window_calls=4, patience_s=5)
+
+    async def limited(table: pa.Table, stamp: Stamp) -> pa.Table:
+        if pending[0] == settings.max_pending_calls:
+            raise QueueFull("too many calls are pending")
+        pending[0] += 1
+        try:
+            return await add(table, stamp)
+        finally:
+            pending[0] -= 1
+
+    shard.add = limited  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, f"a{n}") for n in range(700)]:
+            assert await found == ["stored"]
+
+    with_lane(shard, work, settings)
+    assert shard.stored == said(*(f"a{n}" for n in range(700)))
+    assert shard.most_under_way == 4
+
+
+def test_who_waits_for_a_lane_that_is_stopped_is_told() -> None:
+    async def never(table: pa.Table, stamp: Stamp) -> pa.Table:
+        await asyncio.sleep(60)
+
+    shard = FakeShard()
+    shard.add = never  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        waiting = [put(sent, f"a{n}") for n in range(8)]
+        await asyncio.sleep(0.05)
+        await sent.lane.stop()
+        told = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(one, UndertowError) and "closed" in str(one) for one in told)
+        sent.lane.waiting_turns = sent.held = 0
+
+    with_lane(shard, work)
+
+
 def test_what_was_under_way_at_a_death_is_sent_again_before_all_else() -> None:
     shard = FakeShard()
     fatal = {said("a5")[0], said("a11")[0]}

@@ -19,7 +19,9 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ClusterSettings(threads=None).environment() == ONE_HEAP
 
 
-@pytest.mark.parametrize("wrong", [{"num_cpus": -1}, {"threads": 0}, {"window_turns": 0}, {"gpus": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"num_cpus": -1}, {"threads": 0}, {"window_turns": 0}, {"window_calls": 65}, {"gpus": 1}]
+)
 def test_unsound_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):
         ClusterSettings.model_validate(wrong)

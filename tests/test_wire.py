@@ -130,6 +130,9 @@ def test_a_large_table_travels_in_pieces_that_ray_sends_with_the_call() -> None:
     pieces = to_pieces(turns)
     assert len(pieces) > 5 and max(map(len, pieces)) < 100 * 1024
     assert from_pieces(pieces).equals(turns)
+    vast = pack([Turn("a", (Message("user", 900_000 * "x"),), f"k{n}") for n in range(5)])
+    (whole,) = to_pieces(vast)
+    assert from_pieces([whole]).equals(vast)
 
 
 def test_a_table_whose_text_is_no_unicode_is_refused() -> None:

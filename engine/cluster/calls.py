@@ -68,19 +68,21 @@ class Call:
         self.alone = False
         self.future: Future[pa.Table] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        self._table = table
+        self._table: pa.Table | None = table
         self._outcomes: list[Outcome | None] = [None] * len(table)
         self._tickets: list[tuple[int, Ticket]] = []
         self._pending = deque(range(len(table)))
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self._outcomes)
 
     @cached_property
     def turns(self) -> list[PackedTurn]:
         """Made when they are needed, by the thread that needs them: the thread that takes calls in would
         do it while the engine's waits for it."""
-        return unpack(self._table)
+        table, self._table = self._table, None
+        assert table is not None, "a call is unpacked once"
+        return unpack(table)
 
     @cached_property
     def tenants(self) -> frozenset[str]:

@@ -105,10 +105,16 @@ class Lane:
         self._news.set()
 
     async def stop(self) -> None:
-        """End the lane; what is under way is left to itself."""
+        """End the lane; what is under way is left to itself, and its senders are told."""
         for task in (self._task, *self._sending):
             task.cancel()
         await asyncio.gather(self._task, *self._sending, return_exceptions=True)
+        closed = UndertowError(
+            f"the router was closed; whether shard {self.shard} has stored this is unknown"
+        )
+        for parcel in self._under_way.values():
+            parcel.delivery.fail(closed)
+        self._fail(closed)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (cause := task.exception()) is None:
@@ -139,6 +145,8 @@ class Lane:
         first, under_way = self._queue[0], self._under_way.values()
         if not under_way:
             return True
+        if len(under_way) >= self._settings.window_calls:
+            return False
         if first.suspected or any(parcel.suspected for parcel in under_way):
             return False
         return sum(map(len, under_way)) + len(first) <= self._settings.window_turns

@@ -7,8 +7,9 @@ engine of a shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.model import UndertowError
@@ -46,15 +47,30 @@ class ClusterSettings(BaseSettings):
     # more nodes may come: shards that find no room yet wait for them
     autoscaling: bool = False
 
-    # turns that are under way at a shard from one router (one call may have more), and that wait in the
-    # router for it, those included
+    # calls and turns that are under way at a shard from one router (a single call may have more turns), and
+    # turns that wait in the router for it, those included
+    window_calls: int = Field(default=16, ge=1)
     window_turns: int = Field(default=8_192, ge=1)
     lane_turns: int = Field(default=16_384, ge=1)
     call_turns: int = Field(default=2_048, ge=1, le=65_536)
-    # calls that one router may have pending at a shard; more are refused, and tried again
+    # calls of any kind that one router may have pending at a shard; more are refused, and tried again
     max_pending_calls: int = Field(default=256, ge=8)
     # how long calls wait for a shard that is down, before they fail
     patience_s: float = Field(default=300.0, gt=0)
+
+    @model_validator(mode="after")
+    def _leave_room(self) -> Self:
+        """Turns on both ways to a shard (see routes.Way) must never take the places of all other calls.
+
+        A call that finds no place is sent again, and by then those behind it would have taken it: at the
+        shard they wait for it.
+        """
+        if 4 * self.window_calls > self.max_pending_calls:
+            raise ValueError(
+                f"window_calls ({self.window_calls}) may be a quarter of max_pending_calls "
+                f"({self.max_pending_calls}) at most. Lower UNDERTOW_CLUSTER_WINDOW_CALLS."
+            )
+        return self
 
     def demand(self) -> dict[str, float]:
         """What one shard takes, by Ray's name of the resource."""

@@ -391,6 +391,10 @@ class Router:
         while not all(lane.idle for lane in self._every_lane) and await pause():
             pass
         await asyncio.gather(*(lane.stop() for lane in self._every_lane))
+        late = asyncio.all_tasks() - {asyncio.current_task()}  # calls of other threads, which wait for these
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
     @property
     def _every_lane(self) -> list[Lane]:

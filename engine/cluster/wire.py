@@ -55,6 +55,8 @@ class Status(StrEnum):
 
 # of a table on its way: Ray sends an argument with its call up to 100 KiB (max_direct_call_object_size)
 PIECE_BYTES = 96_000
+# and all of a call's arguments up to 10 MiB together (task_rpc_inlined_bytes_limit)
+INLINE_BYTES = 8 << 20
 
 # a shard did not take these: the router sends them again, to the owner
 RETURNED = (Status.MOVED, Status.IN_TRANSIT)
@@ -106,9 +108,13 @@ def from_buffer(buffer: pa.Buffer) -> pa.Table:
 
 
 def to_pieces(table: pa.Table) -> list[bytes]:
-    """The table as arguments small enough for Ray to send with the call itself, past its object stores."""
+    """The table as arguments small enough for Ray to send with the call itself, past its object stores.
+
+    One too large for that is a single piece.
+    """
     stream = to_buffer(table)
-    return [stream[at : at + PIECE_BYTES].to_pybytes() for at in range(0, stream.size, PIECE_BYTES)]
+    step = PIECE_BYTES if stream.size <= INLINE_BYTES else stream.size
+    return [stream[at : at + step].to_pybytes() for at in range(0, stream.size, step)]
 
 
 def from_pieces(pieces: Iterable[bytes]) -> pa.Table:
