@@ -85,10 +85,7 @@ class Place:
                 client, key = self._at(name)
                 obstore.put(client, key, data, mode="overwrite", use_multipart=False)
                 return
-            target = self.folder / name
-            with _draft(target, data) as draft:
-                draft.replace(target)
-            fsync_path(target.parent)
+            replace_file(self.folder / name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Like `write`, but only where there is no such file; False: there is, and it stays as it is."""
@@ -189,13 +186,29 @@ def _files(root: Path, prefix: str) -> Iterator[tuple[str, datetime]]:
             yield path.relative_to(root).as_posix(), datetime.fromtimestamp(path.stat().st_mtime, UTC)
 
 
+def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Put a file there, or others' contents in its place: atomic, and durable on return. OSError.
+
+    `mode`: its rights from the first byte on, less what the umask takes away.
+    """
+    with _draft(target, data, mode) as draft:
+        draft.replace(target)
+    fsync_path(target.parent)
+
+
+def remove_drafts(target: Path) -> None:
+    """Remove what killed writers of a file have left. Only for who keeps other writers out. OSError."""
+    for draft in target.parent.glob(f".{target.name}.*{DRAFT}"):
+        draft.unlink(missing_ok=True)
+
+
 @contextmanager
-def _draft(target: Path, data: bytes) -> Iterator[Path]:
+def _draft(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
     """A durable file with `data` beside `target`, of a name that no other writer has."""
     make_folder(target.parent)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}{DRAFT}")
     try:
-        with draft.open("wb") as file:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

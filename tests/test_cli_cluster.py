@@ -22,7 +22,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from undertow.bench.mock_server import spawn_server  # noqa: E402
-from undertow.engine.cluster.shard_map import ShardMap, publish  # noqa: E402
+from undertow.engine.cluster.shard_map import ShardMap, load, publish  # noqa: E402
 from undertow.engine.place import Place  # noqa: E402
 
 from .cli_harness import (  # noqa: E402
@@ -303,8 +303,13 @@ def _ingest_with_problems(bad: Path, logs: Path, where: tuple[str | Path, ...], 
 
 
 def _erase_and_delete(root: Path, where: tuple[str | Path, ...], server: str) -> None:
+    run("keys", "create", "--store", root, "--tenant", "cy", "--tenant", "dee", "--scope", "read")
     erased = run("erase", "--tenant", "cy", *where, "--now", "--yes", "--json")
     assert (erased.code, erased.doc["purged"], erased.doc["turns_removed"]) == (0, True, TURNS), erased.err
+    assert [key["tenants"] for key in run("keys", "list", "--store", root, "--json").lines] == [["dee"]]
+    audited = [json.loads(line) for line in (root / "audit.jsonl").read_text().splitlines()]
+    assert [(line["act"], line["outcome"]) for line in audited[2:]] == [("erase", "begun"), ("erase", "done")]
+    assert {line["tenant_key"] for line in audited[2:]} == {load(Place.of(root)).tenant_key("cy")}
     assert run("list", "--kind", "turns", "--tenant", "cy", "--store", root).code == 1
     turn = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines[0]
     command = ("delete", turn["id"], *where, "--llm", server)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from undertow.serving.cli import benching, changing, checking, clustering, ingesting, reading
+from undertow.serving.cli import benching, changing, checking, clustering, ingesting, keying, reading
 from undertow.serving.cli.errors import EXIT_CODES, Guarded
 
 __all__ = ["app", "main"]
@@ -48,6 +48,7 @@ app.command()(checking.calibrate)
 app.command()(checking.doctor)
 app.command()(checking.demo)
 app.add_typer(clustering.cluster, name="cluster")
+app.add_typer(keying.keys, name="keys")
 app.add_typer(benching.bench, name="bench")
 
 

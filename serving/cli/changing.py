@@ -11,6 +11,7 @@ import typer
 
 from undertow.serving.cli.errors import Exit
 from undertow.serving.cli.ingesting import REPLAYED, Ray, tell_pending
+from undertow.serving.cli.keying import audited, forget_names
 from undertow.serving.cli.opening import (
     AsJson,
     EncoderName,
@@ -115,6 +116,8 @@ def erase(
         from undertow.serving.cli.on_ray import erase_on_ray
 
         certificate, others = erase_on_ray(store, tenant, ray, ask, now=now), []
+        if certificate is not None:
+            forget_names(store, lambda name: name == tenant)
     if as_json:
         document = {"erased": True, "purged": now}
         put_json(
@@ -142,8 +145,13 @@ def _erase(
         if not buried:
             engine.tenants.require(tenant)
             ask()
-            engine.erase(tenant)
-        certificates = engine.purge() if now else {}
+        with audited(store.folder, "erase", tenant_key=key) as entry:
+            if not buried:
+                engine.erase(tenant)
+            certificates = engine.purge() if now else {}
+            entry.counts["tenants_purged"] = len(certificates)
+        tenant_key, living = engine.journal.info.tenant_key, engine.tenants
+        forget_names(store, lambda name: tenant_key(name) in certificates and name not in living)
     certificate = certificates.pop(key, None)
     return certificate, [asdict(c) for c in certificates.values()]
 

@@ -26,6 +26,7 @@ from undertow.serving.cli.ingesting import (
     ctrl_c,
     summary_of,
 )
+from undertow.serving.cli.keying import audited
 from undertow.serving.cli.opening import check_settings, settings_of
 from undertow.serving.cli.output import say
 from undertow.serving.cli.progress import Bar
@@ -316,6 +317,11 @@ def erase_on_ray(
     root: Place, tenant: str, address: str, ask: Callable[[], None], *, now: bool
 ) -> Certificate | None:
     """`undertow erase --ray`. `ask` is called before anything is started."""
+    from undertow.engine.cluster.shard_map import load
+
     ask()
-    with open_cluster(root, settings_of(), address) as opened:
+    with (
+        open_cluster(root, settings_of(), address) as opened,
+        audited(root.folder, "erase", tenant_key=load(root).tenant_key(tenant)),
+    ):
         return opened.erase(tenant, now=now)
