@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.journal import Row
 from undertow.engine.model import BadInput, InputError, PackedTurn, Turn, UndertowError
-from undertow.engine.records import Control, control_row, key_hash, turn_row
+from undertow.engine.records import Control, control_row, key_hash, turn_id, turn_row
 
 if TYPE_CHECKING:  # not imported by who only packs turns for a shard: torch takes seconds and memory
     from undertow.engine.policies.base import Thresholds
@@ -194,6 +194,25 @@ class Admission:
         with self._trace.span("append", rows=len(fresh)):
             self._arena.extend(segments, vectors.on(self._arena.device), live=True)
         return rows, receipts, list(by_name.values())
+
+    def replace(self, tenant: Tenant, deletion: Mapping[str, Any], turn: Turn) -> tuple[list[Row], Receipt]:
+        """Rows of a turn's deletion (its body) and of the turn in its place, which keeps its own time.
+
+        They are in the tenant's log and in the arena when this returns. ArenaFull: nothing is. The thresholds
+        in force stay as they are: nothing is ingested.
+        """
+        planned = _Planned(turn, tenant, key_hash(turn.dedupe_key), turn.timestamp)
+        segment = np.array([tenant.turns_segment], dtype=np.int64)
+        self._tenants.reserve(segment)
+        vectors = self._encoder.embed([tenant.name], [self._text(planned)])
+        place = turn_id(tenant.name, tenant.generation, tenant.next_seq + 1)
+        control = Control("delete", tenant.next_seq, {**deletion, "replaced_by": place})
+        tenant.add_control(control)
+        rows = [control_row(tenant.name, tenant.key, control)]
+        receipt = self._append(planned, rows)
+        rows[-1].vector = vectors.host[0]
+        self._arena.extend(segment, vectors.on(self._arena.device), live=True)
+        return rows, receipt
 
     def _reserve(self, segments: NDArray[np.int64], tenants: Iterable[Tenant]) -> None:
         """Room for the turns. ArenaFull: nothing of who is new is stored, so they are forgotten."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from undertow.engine.model import Decision, Usage, memory_id
-from undertow.engine.policies.base import Decide, Draft, GateReading, Outcome, Policy, deletion
+from undertow.engine.policies.base import (
+    Decide,
+    Draft,
+    Embed,
+    GateReading,
+    Outcome,
+    Policy,
+    deletion,
+    rewording,
+)
 from undertow.engine.records import Control, usage_to_json
 from undertow.engine.tenants import Tenant, View
 
@@ -20,6 +29,8 @@ def begin(policy: Policy, tenant: Tenant, seq: int) -> Decide:
         if "turn_seq" in record.body:
             return policy.forget(seq, record.body["turn_seq"], view)
         return delete_memory(record, view)
+    if isinstance(record, Control) and record.kind == "update":
+        return update_memory(record, view)
     if isinstance(record, Control) and record.kind == "replay":
         job = tenant.jobs.get(record.body["job_id"])
         return nothing_to_decide() if job is None else policy.replay(seq, job, view)
@@ -43,6 +54,17 @@ def delete_memory(control: Control, view: View) -> Decide:
     drafts = tuple(Draft(deletion(m, control.seq), None) for m in found)
     return Outcome(Decision.WAITS, drafts=drafts)
     yield
+
+
+def update_memory(control: Control, view: View) -> Decide:
+    """Give one episode or fact a user's words: a new version; the earlier ones stay in its history."""
+    kind, text = control.body["kind"], control.body["text"]
+    found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
+    if not found:
+        return Outcome(Decision.WAITS, reason="the memory was deleted before its update was reached")
+    (vector,) = yield Embed((text,))
+    drafts = tuple(Draft(rewording(m, text, control.seq), vector) for m in found)
+    return Outcome(Decision.WAITS, drafts=drafts)
 
 
 def decision_body(outcome: Outcome, usage: dict[str, Usage]) -> dict[str, Any]:

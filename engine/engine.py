@@ -20,10 +20,12 @@ from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, JournalError, Row
 from undertow.engine.llm import Completion, LLMClient, OpenAILLM
+from undertow.engine.metadata import Where
 from undertow.engine.model import (
     BadInput,
     InputError,
     Memory,
+    MemoryKind,
     Turn,
     UndertowError,
     Usage,
@@ -36,6 +38,7 @@ from undertow.engine.policies.recmem import RecMem
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
 from undertow.engine.records import Control, ControlKind, control_row, usage_to_json
+from undertow.engine.reports import Report, Reports
 from undertow.engine.residence import Residence, arena_of
 from undertow.engine.retrieval import Found, Retrieval, Window, question_prompt
 from undertow.engine.scheduler import Scheduler, StepReport
@@ -44,6 +47,7 @@ from undertow.engine.tenants import ArenaFull, Tenant, Tenants
 from undertow.engine.text_cache import TenantTextCache
 from undertow.engine.timestamps import parse_timestamp
 from undertow.engine.trace import Trace
+from undertow.engine.updates import Updated, Wording, memory_text, replacement
 from undertow.kernels.gate import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
@@ -123,6 +127,7 @@ class Engine:
         try:
             self._check_encoder()
             self.tenants = Tenants(self.journal, self.arena)
+            self._reports = Reports(self.journal, self.tenants)
             self._llm = llm
             self._texts = TenantTextCache(encoder, settings.encode_cache_texts)
             gate = make_gate(self.arena)
@@ -357,11 +362,17 @@ class Engine:
         k_sem: int | None = None,
         since: str | None = None,
         until: str | None = None,
+        where: Mapping[str, Any] | None = None,
     ) -> Found:
-        """The nearest turns, episodes and facts; counts default to the settings (section 3.5)."""
+        """The nearest turns, episodes and facts; counts default to the settings (section 3.5).
+
+        `where`: only turns whose metadata has this value of a key, or one of a list of them, and episodes
+        and facts that rest on such a turn. ValueError: see metadata.Where.of.
+        """
         of = self._tenant(tenant)
         if not query.strip():
             raise ValueError("the query is empty. Give some words to search for.")
+        asked = Where.of(where)
         vector = self._texts.encode([tenant], [query])[0]
         window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
         s = self.settings
@@ -372,6 +383,7 @@ class Engine:
             k_epi=s.k_epi if k_epi is None else k_epi,
             k_sem=s.k_sem if k_sem is None else k_sem,
             window=window,
+            where=asked,
         )
 
     def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
@@ -417,34 +429,83 @@ class Engine:
         of = self._tenant(tenant)
         return [*of.current("episode"), *of.current("fact")]
 
+    def get(self, memory_id: str, *, tenant: str | None = None) -> Report:
+        """One turn, episode or fact as it stands, as plain data; if given only one of this tenant.
+
+        UndertowError: there is none of this id, or it was deleted; Moved, InTransit.
+        """
+        return self._reports.get(memory_id, self._stored(memory_id, tenant).tenant_key)
+
+    def history(self, memory_id: str, *, tenant: str | None = None) -> list[Report]:
+        """Every version of one memory, its deletion included, oldest first. As `get`, of deleted ones too.
+
+        Of a deleted turn nothing is left.
+        """
+        return self._reports.history(memory_id, self._stored(memory_id, tenant).tenant_key)
+
     # ---- what users do to their memories
+
+    def update(self, memory_id: str, text: Wording, *, tenant: str | None = None) -> Updated:
+        """Put other words in the place of a memory, if given only of one of this tenant's.
+
+        An episode or fact has a new version once the cursor reaches the record; until then it is out of
+        search. Its sources stay, and its history. A turn is deleted, and another one with its session, time
+        and metadata added at the log's end, in one commit: durable and searchable on return. `text` becomes
+        its one message; give messages, as to `add`, for an exchange. InputError; ArenaFull for a turn.
+        """
+        self._check_sound()
+        row = self._reports.row(memory_id, self._stored(memory_id, tenant).tenant_key)
+        if row.kind == "turn":
+            return self._replace_turn(row, text)
+        kind: MemoryKind = "episode" if row.kind == "episode" else "fact"
+        words = memory_text(kind, text)
+        self._log(row.tenant, "update", [{"memory_id": memory_id, "kind": kind, "text": words}])
+        return Updated(memory_id, kind)
+
+    def _replace_turn(self, row: Row, text: Wording) -> Updated:
+        turn = replacement(row, text, self.settings.max_message_bytes)
+        tenant = self._tenant(row.tenant)
+        receipt = self.scheduler.replace(tenant, _deletion(row), turn)
+        tenant.redact_turn(row.seq)
+        self.journal.delete_rows([row.lsn])
+        assert receipt.id is not None, "no turn had its key, which is made of the old turn's id"
+        return Updated(receipt.id, "turn")
 
     def delete(self, memory_id: str, *, tenant: str | None = None) -> str:
         """Delete a turn, an episode or a fact by id, if given only one of this tenant; returns its kind.
 
         A turn's text and vector are gone from every answer at once; what rests on it is remade
-        when the cursor reaches the record. An episode or fact goes alone; its history stays.
+        when the cursor reaches the record. An episode or fact goes alone, out of search at once; its
+        history stays.
         """
         self._check_sound()
-        row = self.row_of(memory_id)
-        if row is None or tenant not in (None, row.tenant):
-            raise unknown_memory(memory_id, tenant)
+        row = self._stored(memory_id, tenant)
         if row.kind == "turn":
             self._delete_turn(row)
         else:
             self._log(row.tenant, "delete", [{"memory_id": memory_id, "kind": row.kind}])
         return row.kind
 
-    def row_of(self, memory_id: str) -> Row | None:
-        """The row of a turn, an episode or a fact by its id, where there is one."""
-        rows = self.journal.read(ids=[memory_id], kinds=["turn", "episode", "fact"])
+    def row_of(self, memory_id: str, tenant: str | None = None) -> Row | None:
+        """A row of a turn, an episode or a fact by its id, where there is one; without its vector.
+
+        `tenant`: one of this tenant, which is found without looking through all others.
+        """
+        keys = None if tenant is None else [self.journal.info.tenant_key(tenant)]
+        kinds = ["turn", "episode", "fact"]
+        rows = self.journal.read(tenant_keys=keys, ids=[memory_id], kinds=kinds, vectors=False)
         return next((row for row in rows if not self.tenants.buried(row)), None)
 
+    def _stored(self, memory_id: str, tenant: str | None) -> Row:
+        """As `row_of`, which must be there. UndertowError; Moved, InTransit: its tenant leaves."""
+        row = self.row_of(memory_id, tenant)
+        if row is None:
+            raise unknown_memory(memory_id, tenant)
+        self.tenants.require_here([row.tenant])
+        return row
+
     def _delete_turn(self, row: Row) -> None:
-        turn = orjson.loads(row.payload)
-        # What the log still needs of the turn: its dedupe key, and the time that later ones inherit.
-        kept = {"key": turn["key"], "session": turn["session"], "timestamp": row.timestamp}
-        tenant = self._log(row.tenant, "delete", [{"turn_seq": row.seq, "id": row.id, **kept}])
+        tenant = self._log(row.tenant, "delete", [_deletion(row)])
         if tenant is not None:
             tenant.redact_turn(row.seq)
         self.journal.delete_rows([row.lsn])
@@ -506,6 +567,13 @@ class Engine:
 
     def _tenant(self, name: str) -> Tenant:
         return self.tenants.existing(name)
+
+
+def _deletion(row: Row) -> dict[str, Any]:
+    """What the log still needs of a deleted turn: its dedupe key, and the time that later ones inherit."""
+    turn = orjson.loads(row.payload)
+    kept = {"key": turn["key"], "session": turn["session"], "timestamp": row.timestamp}
+    return {"turn_seq": row.seq, "id": row.id, **kept}
 
 
 def make_llm(settings: Settings, trace: Trace | None = None) -> LLMClient | None:

@@ -12,7 +12,7 @@ import orjson
 
 from undertow.engine.journal import Journal, Row
 from undertow.engine.model import Memory
-from undertow.engine.records import control_of, memory_of
+from undertow.engine.records import control_of, memory_of, outdated_updates
 from undertow.engine.tenants import Tenants
 
 OUT_OF_REACH = (
@@ -109,10 +109,15 @@ def certificate_of(key: str, stone: Mapping[str, Any]) -> Certificate:
 
 
 def left_behind(journal: Journal) -> list[int]:
-    """Lsns of deleted turns and of what was remade without them, where a crash left their rows behind."""
+    """Lsns of deleted turns, of what was remade without them and of updates that have lost their words.
+
+    Those are rows that a crash left behind.
+    """
+    read = journal.read(kinds=["control"], vectors=False)
+    controls = [row for row in read if control_of(row).kind in ("delete", "update")]
     bodies = {
         (row.tenant_key, row.seq): control_of(row).body
-        for row in journal.read(kinds=["control"], vectors=False)
+        for row in controls
         if control_of(row).kind == "delete"
     }
     of_turns = {place: body["id"] for place, body in bodies.items() if "turn_seq" in body}
@@ -121,7 +126,8 @@ def left_behind(journal: Journal) -> list[int]:
     left = [row.lsn for row in journal.read(kinds=["turn"], ids=list(of_turns.values()), vectors=False)]
     memories = list(journal.read(kinds=["episode", "fact"], vectors=False))
     remade = {row.id: row.lsn for row in memories if (row.tenant_key, row.seq) in of_turns}
-    return left + [row.lsn for row in memories if row.id in remade and row.lsn < remade[row.id]]
+    left += [row.lsn for row in memories if row.id in remade and row.lsn < remade[row.id]]
+    return left + outdated_updates(controls)
 
 
 def _now() -> str:

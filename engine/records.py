@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from undertow.engine.journal import Row
 from undertow.engine.model import Memory, MemoryKind, Message, PackedTurn, Turn, Usage, memory_id
 
-ControlKind = Literal["settings", "flush", "delete", "replay"]
+ControlKind = Literal["settings", "flush", "delete", "update", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,26 @@ def control_row(tenant: str, tenant_key: str, control: Control) -> Row:
 def control_of(row: Row) -> Control:
     body = orjson.loads(row.payload)
     return Control(body["kind"], row.seq, body["body"])
+
+
+def without_words(control: Control) -> Control:
+    """An update whose text has to go with a deleted turn's words; its place in the log stays."""
+    return Control(control.kind, control.seq, {k: v for k, v in control.body.items() if k != "text"})
+
+
+def outdated_updates(rows: Iterable[Row]) -> list[int]:
+    """Lsns of the updates among `rows` (oldest first) that a later row, `without_words`, stands for."""
+    newest: dict[tuple[str, int, str], int] = {}
+    outdated = []
+    for row in rows:
+        if row.kind != "control" or (control := control_of(row)).kind != "update":
+            continue
+        # with the id, which no other life of the tenant has
+        place = (row.tenant_key, row.seq, control.body["memory_id"])
+        if place in newest:
+            outdated.append(newest[place])
+        newest[place] = row.lsn
+    return outdated
 
 
 def job_row(tenant: str, tenant_key: str, job: Job) -> Row:

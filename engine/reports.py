@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from undertow.engine.journal import Journal, Row
-from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, spoken
-from undertow.engine.records import control_of, job_of, memory_of, messages_of
+from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, spoken, unknown_memory
+from undertow.engine.records import control_of, job_of, memory_of, messages_of, outdated_updates
 from undertow.engine.tenants import Tenants
 from undertow.kernels.arena import Arena
 
@@ -31,9 +31,10 @@ CONSOLIDATING = (Decision.MERGED, Decision.FIRED)
 class Reports:
     """The reports of one open journal."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, tenants: Tenants | None = None) -> None:
+        """`tenants`: those of an engine that has the journal open."""
         self._journal = journal
-        self.tenants = Tenants(journal, Arena(journal.info.dim))
+        self.tenants = Tenants(journal, Arena(journal.info.dim)) if tenants is None else tenants
 
     def tenant_sizes(self) -> list[Report]:
         """One record a tenant, by name: how many turns it has, deleted ones left out. Loads no tenant."""
@@ -110,14 +111,12 @@ class Reports:
             records.append({**record, "deleted": True} if seq in deleted else record)
         return records
 
-    def history(self, memory_id: str) -> list[Report]:
-        """Every version of one memory, its deletion included, oldest first. UndertowError: unknown id."""
-        kinds = ["turn", "episode", "fact"]
-        rows = self._alive(self._journal.read(ids=[memory_id], kinds=kinds, vectors=False))
-        if rows:
-            of_tenant = self._journal.read(tenant_keys=[rows[0].tenant_key], kinds=["control"], vectors=False)
-            withheld = _Withheld([*self._alive(of_tenant), *rows])
-            rows = [row for row in rows if row not in withheld]
+    def history(self, memory_id: str, tenant_key: str | None = None) -> list[Report]:
+        """Every version of one memory, its deletion included, oldest first. UndertowError: unknown id.
+
+        `tenant_key`: whose it is, where that is known; it is then found without looking at all tenants.
+        """
+        rows = self._rows_of(memory_id, tenant_key)
         if rows and rows[0].kind == "turn":
             return [_turn_report(rows[0])]
         if not rows:
@@ -125,6 +124,28 @@ class Reports:
                 f"no memory has the id {memory_id!r}. `undertow list` shows the ids; a deleted turn has none."
             )
         return [_memory_report(m) for m in _versions(rows)]
+
+    def get(self, memory_id: str, tenant_key: str | None = None) -> Report:
+        """One memory as it stands, in the form of `history`. UndertowError: unknown id, or deleted."""
+        return _row_report(self.row(memory_id, tenant_key))
+
+    def row(self, memory_id: str, tenant_key: str | None = None) -> Row:
+        """The newest version of a memory, without its vector. UndertowError: unknown id, or deleted."""
+        rows = self._rows_of(memory_id, tenant_key)
+        if not rows or (rows[-1].kind != "turn" and memory_of(rows[-1]).deleted):
+            raise unknown_memory(memory_id)
+        return rows[-1]
+
+    def _rows_of(self, memory_id: str, tenant_key: str | None) -> list[Row]:
+        """The rows of one memory that may be shown, oldest first."""
+        keys, kinds = None if tenant_key is None else [tenant_key], ["turn", "episode", "fact"]
+        found = self._journal.read(tenant_keys=keys, ids=[memory_id], kinds=kinds, vectors=False)
+        rows = self._alive(found)
+        if not rows:
+            return []
+        of_tenant = self._journal.read(tenant_keys=[rows[0].tenant_key], kinds=["control"], vectors=False)
+        withheld = _Withheld([*self._alive(of_tenant), *rows])
+        return [row for row in rows if row not in withheld]
 
     def export(self, tenant: str, *, vectors: bool = False) -> Iterator[Report]:
         """Everything of a tenant in the order of its commits, every version; streamed.
@@ -136,9 +157,9 @@ class Reports:
 
     def _export(self, tenant: str, vectors: bool) -> Iterator[Report]:
         key = self._journal.info.tenant_key(tenant)
-        known = self._rows(tenant, ["control", "episode", "fact"])
+        known = self._every_row(tenant, ["control", "episode", "fact"])
         withheld = _Withheld(known)
-        memories = _versions([row for row in known if row.kind != "control"])
+        memories = _versions([row for row in known if row.kind != "control" and row not in withheld])
         replaced = {(m.id, m.version): m.superseded_at_seq for m in memories}
         kinds = ["turn", "episode", "fact", "decision", "control"]
         for row in self._journal.read(tenant_keys=[key], kinds=kinds, vectors=vectors):
@@ -177,12 +198,15 @@ class Reports:
 
     def _rows(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
         """A tenant's rows of some kinds that may be shown, oldest first. UnknownTenant."""
-        self.tenants.require(tenant)
-        key = self._journal.info.tenant_key(tenant)
-        read = self._journal.read(tenant_keys=[key], kinds=[*kinds, "control"], vectors=False)
-        rows = self._alive(read)
+        rows = self._every_row(tenant, [*kinds, "control"])
         withheld = _Withheld(rows)
         return [row for row in rows if row.kind in kinds and row not in withheld]
+
+    def _every_row(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
+        """As `_rows`, with those that are withheld."""
+        self.tenants.require(tenant)
+        key = self._journal.info.tenant_key(tenant)
+        return self._alive(self._journal.read(tenant_keys=[key], kinds=kinds, vectors=False))
 
     def _alive(self, rows: Iterator[Row]) -> list[Row]:
         return sorted((row for row in rows if self._is_alive(row)), key=lambda row: row.lsn)
@@ -194,7 +218,8 @@ class Reports:
 class _Withheld:
     """Rows of one tenant with a deleted turn's words, which a crash may have left for the next purge.
 
-    Those are the turn itself, and the versions older than one that was made at the deletion's seq.
+    Those are the turn itself, the versions older than one that was made at the deletion's seq, and updates
+    of which there is a copy without words.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -205,10 +230,13 @@ class _Withheld:
         self._remade_lsn = {
             row.id: row.lsn for row in rows if row.kind in ("episode", "fact") and row.seq in seqs
         }
+        self._outdated = set(outdated_updates(rows))
 
     def __contains__(self, row: Row) -> bool:
         if row.kind == "turn":
             return row.seq in self._turns
+        if row.kind == "control":
+            return row.lsn in self._outdated
         return row.kind in ("episode", "fact") and row.lsn < self._remade_lsn.get(row.id, -1)
 
 

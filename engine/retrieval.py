@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.engine.metadata import MetadataIndex, Where
 from undertow.engine.model import Memory, time_key
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.records import turn_id
@@ -22,6 +23,10 @@ from undertow.kernels.topk import top_k
 from undertow.prompts import Prompt, ShownMemory, answer_prompt
 
 HitKind = Literal["turn", "episode", "fact"]
+# of a segment, which rows: bool [rows]
+Rows = NDArray[np.bool_]
+
+EVERYWHERE = Where()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,8 @@ class Retrieval:
     """Search over the tiers of any tenant of one arena.
 
     Searches are exact, but for one: the turns of a tenant with more than `ivf_rows` of them are found
-    through an index of its own, where no filter asks for turns of some time (the lists that an index
-    opens might hold none of those).
+    through an index of its own, where no filter asks for turns of some time or metadata (the lists that
+    an index opens might hold none of those).
     """
 
     def __init__(self, arena: Arena, gate: Gate, ivf_rows: int) -> None:
@@ -100,6 +105,7 @@ class Retrieval:
         self._ivf_rows = ivf_rows
         # an index goes with its tenant's live state, when that is evicted or erased
         self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
+        self._metadata: WeakKeyDictionary[Tenant, MetadataIndex] = WeakKeyDictionary()
 
     def search(
         self,
@@ -110,19 +116,27 @@ class Retrieval:
         k_epi: int,
         k_sem: int,
         window: Window,
+        where: Where = EVERYWHERE,
     ) -> Found:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
-        The time filter is applied before the ranking, so that each tier gives its k where it has them.
+        The filters are applied before the ranking, so that each tier gives its k where it has them. An
+        episode or fact passes `where` if one of the turns it rests on does; its time is its own.
         The first search of a tenant that needs an index waits until it is made.
         """
-        index = self._index_of(tenant) if window.open else None
+        index = self._index_of(tenant) if window.open and where.open else None
+        passing = None if where.open else self._metadata_of(tenant).passing(tenant, where)
         return Found(
-            tuple(self._memories(tenant, "episode", query, k_epi, window)),
-            tuple(self._memories(tenant, "fact", query, k_sem, window)),
-            tuple(self._turns(tenant, query, k_sub, window, index)),
+            tuple(self._memories(tenant, "episode", query, k_epi, window, passing)),
+            tuple(self._memories(tenant, "fact", query, k_sem, window, passing)),
+            tuple(self._turns(tenant, query, k_sub, window, passing, index)),
             1.0 if index is None else index.recall(k_sub),
         )
+
+    def _metadata_of(self, tenant: Tenant) -> MetadataIndex:
+        if (index := self._metadata.get(tenant)) is None:
+            index = self._metadata[tenant] = MetadataIndex()
+        return index
 
     def indexes(self) -> dict[str, IvfReport]:
         """Method, size and measured recall of each index in memory, by tenant."""
@@ -140,12 +154,23 @@ class Retrieval:
         return index
 
     def _turns(
-        self, tenant: Tenant, query: NDArray[np.float16], k: int, window: Window, index: IvfIndex | None
+        self,
+        tenant: Tenant,
+        query: NDArray[np.float16],
+        k: int,
+        window: Window,
+        passing: Rows | None,
+        index: IvfIndex | None,
     ) -> list[Hit]:
-        allowed = None
+        allowed = passing
         if not window.open:
+            rows = enumerate(tenant.seq_by_row)
             allowed = np.array(
-                [window.allows(tenant.turn(s).timestamp) for s in tenant.seq_by_row], dtype=bool
+                [
+                    (passing is None or passing[row]) and window.allows(tenant.turn(seq).timestamp)
+                    for row, seq in rows
+                ],
+                dtype=bool,
             )
         hits = []
         for score, row in self._best(tenant.turns_segment, query, k, allowed, index):
@@ -161,11 +186,18 @@ class Retrieval:
         query: NDArray[np.float16],
         k: int,
         window: Window,
+        passing: Rows | None,
     ) -> list[Hit]:
         tier = tenant.tiers[kind]
         allowed = None
-        if not window.open or tenant.counts["deleted"]:
-            allowed = np.array([m is not None and _shows(tenant, m, window) for m in tier.rows], dtype=bool)
+        if not window.open or passing is not None or tenant.counts["deleted"] or tenant.may_change:
+            allowed = np.array(
+                [
+                    m is not None and _shows(tenant, m, window) and _rests_on(tenant, m, passing)
+                    for m in tier.rows
+                ],
+                dtype=bool,
+            )
         found: list[tuple[float, Memory]] = [
             (score, memory)
             for score, row in self._best(tier.segment, query, k, allowed)
@@ -178,7 +210,7 @@ class Retrieval:
         segment: int,
         query: NDArray[np.float16],
         k: int,
-        allowed: NDArray[np.bool_] | None,
+        allowed: Rows | None,
         index: IvfIndex | None = None,
     ) -> list[tuple[float, int]]:
         if k == 0 or self._arena.length(segment) == 0:
@@ -192,8 +224,21 @@ class Retrieval:
 
 
 def _shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
-    """Whether a memory may be found: a deleted turn takes what rests on it along until that is remade."""
-    return window.allows(memory.timestamp) and all(tenant.exists(seq) for seq in memory.source_seqs)
+    """Whether a memory may be found.
+
+    A deleted turn takes what rests on it along until that is remade; what a user has deleted or updated
+    is out until the cursor reaches that record.
+    """
+    return (
+        window.allows(memory.timestamp)
+        and not tenant.is_changing(memory)
+        and all(tenant.exists(seq) for seq in memory.source_seqs)
+    )
+
+
+def _rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
+    """Whether one of the memory's turns is among these; None: all are."""
+    return passing is None or any(passing[tenant.row_by_seq[seq]] for seq in memory.source_seqs)
 
 
 def question_prompt(question: str, found: Found, as_of: str | None, budget: PromptBudget) -> Prompt:

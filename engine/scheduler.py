@@ -7,7 +7,7 @@ the effects of all tenants are gathered by kind and each kind runs as one batch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -19,7 +19,7 @@ from undertow.engine.admission import Admission, Inbox, Receipt, Ticket
 from undertow.engine.deciding import begin, decision_body, job_id
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import BadReply, Completion, LLMClient, ServerRefused
-from undertow.engine.model import Decision, Memory, UndertowError, Usage
+from undertow.engine.model import Decision, Memory, Turn, UndertowError, Usage
 from undertow.engine.policies.base import (
     Complete,
     Decide,
@@ -31,7 +31,16 @@ from undertow.engine.policies.base import (
     Policy,
 )
 from undertow.engine.readings import Readings
-from undertow.engine.records import Control, Job, job_row, memory_of, memory_row, usage_to_json
+from undertow.engine.records import (
+    Control,
+    Job,
+    control_row,
+    job_row,
+    memory_of,
+    memory_row,
+    outdated_updates,
+    usage_to_json,
+)
 from undertow.engine.tenants import ArenaFull, Tenant
 from undertow.engine.trace import Trace
 
@@ -119,6 +128,8 @@ class Scheduler:
         self.put_out: Callable[[Tenant], None] | None = None
         # Memories remade without a deleted turn: their older versions still hold its words.
         self._shed: dict[str, int] = {}  # id -> first version without it
+        # tenants, by key, whose updates of such memories have lost their words
+        self._redacted: set[str] = set()
         self._report = StepReport()
 
     # ---- what the outside sees
@@ -164,6 +175,13 @@ class Scheduler:
         tenant.add_control(control)
         self._journal.append([row])
         self.wake(tenant)
+
+    def replace(self, tenant: Tenant, deletion: Mapping[str, Any], turn: Turn) -> Receipt:
+        """Append a turn's deletion and the turn that takes its place to the log, in one commit. ArenaFull."""
+        rows, receipt = self._admission.replace(tenant, deletion, turn)
+        self._journal.append(rows)
+        self.wake(tenant)
+        return receipt
 
     def note(self, row: Row) -> None:
         """Have a row of the shard's own committed together with the last of the turns that are queued."""
@@ -256,7 +274,16 @@ class Scheduler:
                 shed, self._shed = self._shed, {}
                 versions = self._journal.read(ids=list(shed), kinds=["episode", "fact"], vectors=False)
                 older = [row.lsn for row in versions if row.id and memory_of(row).version < shed[row.id]]
-                self._journal.delete_rows(older)
+                self._journal.delete_rows([*older, *self._outdated_updates()])
+
+    def _outdated_updates(self) -> list[int]:
+        """Lsns of the records whose copies without words have been committed."""
+        keys, self._redacted = self._redacted, set()
+        if not keys:
+            return []
+        return outdated_updates(
+            self._journal.read(tenant_keys=sorted(keys), kinds=["control"], vectors=False)
+        )
 
     def _admit(self) -> tuple[list[Ticket], list[Receipt]]:
         """A batch from the queue, if it holds any and the arena has room for it."""
@@ -442,7 +469,7 @@ class Scheduler:
         if (job := tenant.jobs.get(body.get("job_id", ""))) is not None:
             self._put_job(tenant, replace(job, state="replayed"))
         if "turn_seq" in body:
-            self._shed.update({d.memory.id: d.memory.version for d in outcome.drafts})
+            self._shed_words(tenant, seq, [d.memory for d in outcome.drafts])
         if outcome.decision is Decision.PARKED:
             self._put_job(
                 tenant,
@@ -455,6 +482,17 @@ class Scheduler:
                     outcome.reason,
                 ),
             )
+
+    def _shed_words(self, tenant: Tenant, seq: int, remade: Sequence[Memory]) -> None:
+        """What was written of these memories before record `seq` may hold a deleted turn's words: it goes.
+
+        Not what users have written since: the turn was gone by then.
+        """
+        versions = {memory.id: memory.version for memory in remade}
+        self._shed.update(versions)
+        for control in tenant.redact_updates(seq, versions.keys()):
+            self._rows.append(control_row(tenant.name, tenant.key, control))
+            self._redacted.add(tenant.key)
 
     def _put_job(self, tenant: Tenant, job: Job) -> None:
         tenant.add_job(job)

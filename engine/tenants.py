@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +33,12 @@ from undertow.engine.records import (
     memory_of,
     messages_of,
     usage_from_json,
+    without_words,
 )
 from undertow.kernels.arena import Arena
 
 NO_ROW = -1
+NO_SEQ = -1
 
 # what helps against a full arena beside more memory: a batch, and one tenant alone
 FEWER = "lower UNDERTOW_BATCH_TURNS, so that fewer tenants are needed at a time"
@@ -86,6 +88,8 @@ class Tenant:
         self.keys: set[int] = set()
         self.last_timestamp: dict[str, str] = {}
         self.thresholds_from: list[tuple[int, Thresholds]] = []
+        # by id of an episode or fact: the last record that deletes or updates it
+        self._changes: dict[str, int] = {}
         self.jobs: dict[str, Job] = {}
         self.counts: Counter[str] = Counter()
         self.meter: dict[str, Usage] = {}
@@ -110,6 +114,15 @@ class Tenant:
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.tiers[kind].current()
+
+    def is_changing(self, memory: Memory) -> bool:
+        """Whether a user has deleted or updated the memory, and the cursor has yet to come to it."""
+        return self._changes.get(memory.id, NO_SEQ) >= self.cursor
+
+    @property
+    def may_change(self) -> bool:
+        """Whether `is_changing` can be true of any memory."""
+        return bool(self._changes) and self.cursor < self.next_seq
 
     # ---- sizes
 
@@ -155,6 +168,8 @@ class Tenant:
             self.thresholds_from.append((control.seq + 1, Thresholds(**control.body)))
         if control.seq < 0:
             return
+        if "memory_id" in control.body:
+            self._changes[control.body["memory_id"]] = control.seq
         self.records.append(control)
         self.row_by_seq.append(NO_ROW)
 
@@ -164,6 +179,17 @@ class Tenant:
             self.records[seq] = None
             self.counts["deleted"] += 1
         self._arena.redact(self._turn_handles([seq]))
+
+    def redact_updates(self, before: int, memory_ids: Collection[str]) -> list[Control]:
+        """Take the words out of these memories' updates in front of record `before`; what is left of them."""
+        redacted = []
+        for seq, record in enumerate(self.records[:before]):
+            if not isinstance(record, Control) or record.kind != "update" or "text" not in record.body:
+                continue
+            if record.body["memory_id"] in memory_ids:
+                redacted.append(without_words(record))
+                self.records[seq] = redacted[-1]
+        return redacted
 
     def set_memory(self, memory: Memory, vector: NDArray[np.float16] | None) -> None:
         """A new version takes its memory's row; a first version gets a row of its own."""
@@ -271,7 +297,8 @@ class View:
 def fold(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
     """Rebuild a tenant from its rows: first the log in seq order, then memories, then decisions.
 
-    A turn whose row was purged after its deletion is filled in from the delete record.
+    A turn whose row was purged after its deletion is filled in from the delete record. Of two records with
+    one place in the log the later one counts: that is the one without words.
     """
     _fold_log(tenant, rows, arena)
     memories: dict[str, tuple[Memory, NDArray[np.float16] | None]] = {}

@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validat
 
 FactKind = Literal["user_event", "preference_or_constraint", "dated_update", "entity_relation"]
 
+# the longest texts that are stored of an episode, merged ones included, and of a fact
+EPISODE_CHARS = 4000
+FACT_CHARS = 600
+
 _LINE_NUMBER = {"type": "integer", "minimum": 1, "maximum": 9999}
 LineNumber = Annotated[int, WithJsonSchema(_LINE_NUMBER)]
 LineNumberOrNull = Annotated[int | None, WithJsonSchema({"anyOf": [_LINE_NUMBER, {"type": "null"}]})]
@@ -65,7 +69,7 @@ class MergeReply(Reply):
     """Reply to `merge`: equation 6 of RecMem. `narrative` counts only if `same_story`."""
 
     same_story: bool
-    narrative: str = Field(max_length=4000)
+    narrative: str = Field(max_length=EPISODE_CHARS)
 
     @model_validator(mode="after")
     def _merged_needs_text(self) -> Self:
@@ -75,7 +79,7 @@ class MergeReply(Reply):
 
 
 class FactDraft(Reply):
-    text: str = Field(min_length=1, max_length=600)
+    text: str = Field(min_length=1, max_length=FACT_CHARS)
     kind: FactKind
     replaces: LineNumberOrNull
 

@@ -52,6 +52,10 @@ def delete(engine: Engine, task: dict[str, Any], say: Say) -> None:
     say({"deleted": engine.delete(task["memory_id"])})
 
 
+def update(engine: Engine, task: dict[str, Any], say: Say) -> None:
+    say({"updated": engine.update(task["memory_id"], task["text"]).id, "settled": engine.drain()})
+
+
 def add_each(engine: Engine, task: dict[str, Any], say: Say) -> None:
     """One call a text, going on after an error as a careless program might: it tries each twice."""
     for n, text in enumerate(task["texts"]):
@@ -63,7 +67,7 @@ def add_each(engine: Engine, task: dict[str, Any], say: Say) -> None:
                 say({"text": n, "error": str(error), "kind": type(error).__name__})
 
 
-TASKS = {"ingest": ingest, "erase": erase, "delete": delete, "add_each": add_each}
+TASKS = {"ingest": ingest, "erase": erase, "delete": delete, "update": update, "add_each": add_each}
 
 
 def arm(kill: dict[str, Any]) -> None:

@@ -219,16 +219,18 @@ def prepared(store: Path) -> None:
         assert engine.stats()["dead_letters"] > 5 and len(engine.get_all("quiet")) > 5
 
 
-def test_erasing_and_deleting_need_no_room_in_a_full_pool(
+def test_deleting_and_updating_need_no_room_in_a_full_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deletions and replays are logged at once and decided later, as they are where there is room."""
+    """Deletions, updates and replays are logged at once and decided later, as where there is room."""
 
     def act(engine: Engine, llm: HeldLLM) -> tuple[object, ...]:
         turn = engine.journal.read(tenant_keys=[engine.journal.info.tenant_key("quiet")], kinds=["turn"])
         last = [row.id for row in turn][-1]
         episode = next(row for row in engine.journal.read(kinds=["episode"]) if row.tenant == "quiet")
+        fact = next(row for row in engine.journal.read(kinds=["fact"]) if row.tenant == "quiet")
         done = (engine.delete(str(last)), engine.delete(str(episode.id)), engine.replay_jobs())
+        assert engine.update(str(fact.id), "other words").kind == "fact"
         while not engine.idle:
             llm.release()
             engine.step(0.01)
@@ -250,6 +252,7 @@ def test_erasing_and_deleting_need_no_room_in_a_full_pool(
             assert not engine.scheduler.blocked
     assert found[1] == found[0]
     assert found[0][:2] == ("turn", "episode") and int(str(found[0][2])) > 5
+    assert "other words" in repr(found[0][3])
 
 
 def test_a_tenant_is_erased_though_a_full_pool_has_no_room_for_it(

@@ -110,7 +110,7 @@ def test_an_unknown_tenant_or_id_or_store_is_said(tmp_path: Path) -> None:
         done = run(command, "--tenant", "nobody", "--store", store)
         assert (done.code, done.out) == (1, "")
         assert "no tenant 'nobody'" in done.err and "--kind tenants" in done.err
-    for args in (("history", "abc"), ("delete", "abc")):
+    for args in (("get", "abc"), ("history", "abc"), ("update", "abc", "words"), ("delete", "abc")):
         done = run(*args, "--store", store)
         assert done.code == 1
         assert "abc" in done.err and "undertow list" in done.err

@@ -85,8 +85,10 @@ def test_every_command_of_the_contract_exists() -> None:
         "ask",
         "list",
         "explain",
+        "get",
         "history",
         "export",
+        "update",
         "delete",
         "erase",
         "jobs",
@@ -289,6 +291,68 @@ def test_deleting_a_fact_needs_no_server_and_keeps_history(store: Path) -> None:
     versions = run("history", fact["id"], "--store", store, "--json").lines
     assert [v["deleted"] for v in versions] == [False, True]
     assert versions[0]["superseded_at_seq"] == versions[1]["made_at_seq"] == TURNS
+
+
+def test_updating_a_fact_needs_no_server_and_keeps_history(store: Path) -> None:
+    listed = ("list", "--store", store, "--tenant", "ada", "--kind", "facts", "--json")
+    fact = run(*listed).lines[0]
+    command = ("update", fact["id"], "Ada sold the boat.", "--store", store, "--llm", "off")
+    refused = run(*command, "--tenant", "bea")
+    assert (refused.code, "no memory of 'bea'" in refused.err) == (1, True)
+    done = run(*command, "--tenant", "ada", "--json")
+    assert (done.code, done.doc) == (0, {"id": fact["id"], "kind": "fact", "updated": True, "settled": True})
+    versions = run("history", fact["id"], "--store", store, "--json").lines
+    assert [v["text"] for v in versions] == [fact["text"], "Ada sold the boat."]
+    assert run("get", fact["id"], "--store", store, "--json").doc == versions[-1] == run(*listed).lines[0]
+    assert "Ada sold the boat." in run("get", fact["id"], "--store", store).out
+    assert (
+        run("search", "Ada sold the boat.", "--store", store, "--tenant", "ada", "-k", "1", "--json").doc[
+            "id"
+        ]
+        == (fact["id"])
+    )
+    empty = run("update", fact["id"], " ", "--store", store)
+    assert (empty.code, "the text is empty" in empty.err) == (2, True)
+    long = run("update", fact["id"], "x" * 601, "--store", store, "--llm", "off")
+    assert (long.code, "600 are allowed" in long.err) == (3, True)
+
+
+def test_an_updated_turn_has_another_id(store: Path, server: str) -> None:
+    turn = run("list", "--store", store, "--tenant", "ada", "--kind", "turns", "--json").lines[3]
+    done = run("update", turn["id"], "The boat is green.", "--store", store, "--llm", server, "--json")
+    assert (done.code, done.doc["kind"], done.doc["settled"]) == (0, "turn", True), done.err
+    assert done.doc["id"] != turn["id"]
+    known = run("get", done.doc["id"], "--store", store, "--json").doc
+    assert (known["text"], known["seq"]) == ("user: The boat is green.", TURNS + 1)
+    assert (known["timestamp"], known["session"]) == (turn["timestamp"], turn["session"])
+    for command in ("get", "history"):
+        gone = run(command, turn["id"], "--store", store)
+        assert (gone.code, "no memory has the id" in gone.err) == (1, True)
+    again = run("update", done.doc["id"], "It is blue.", "--store", store, "--llm", server)
+    assert again.code == 0 and f"Updated turn {done.doc['id']}: in its place is " in again.out
+
+
+def test_search_by_metadata(tmp_path: Path) -> None:
+    marks: list[dict[str, Any]] = [{"topic": "work"}, {"topic": "home", "n": 3}, {"n": "3"}, {"n": True}, {}]
+    lines = [turn_line("ada", n, f"the boat by the quay {n}", metadata=m) for n, m in enumerate(marks)]
+    store = tmp_path / "s"
+    log = write_log(tmp_path / "log.jsonl", lines)
+    assert run("ingest", log, "--store", store, "--llm", "off").code == 0
+
+    def seqs(*filters: str) -> list[int]:
+        options = [part for text in filters for part in ("--where", text)]
+        done = run("search", "boat", "--tenant", "ada", "--store", store, *options, "--json")
+        assert done.code == 0, done.err
+        return sorted(hit["source_seqs"][0] for hit in done.lines)
+
+    assert seqs() == [0, 1, 2, 3, 4]
+    assert seqs("topic=work") == [0]
+    assert seqs("topic=work", "topic=home") == [0, 1]
+    assert seqs("topic=home", "n=3") == [1]
+    assert (seqs("n=3"), seqs('n="3"'), seqs("n=true"), seqs("n=4")) == ([1], [2], [3], [])
+    for wrong in ("topic", "=work"):
+        done = run("search", "boat", "--tenant", "ada", "--store", store, "--where", wrong)
+        assert (done.code, "KEY=VALUE" in done.err) == (2, True)
 
 
 def test_erase_asks_first_then_leaves_no_byte(store: Path, built: Path) -> None:

@@ -311,6 +311,10 @@ def _erase_and_delete(root: Path, where: tuple[str | Path, ...], server: str) ->
     assert [(line["act"], line["outcome"]) for line in audited[2:]] == [("erase", "begun"), ("erase", "done")]
     assert {line["tenant_key"] for line in audited[2:]} == {load(Place.of(root)).tenant_key("cy")}
     assert run("list", "--kind", "turns", "--tenant", "cy", "--store", root).code == 1
+    fact = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines[0]
+    updated = run("update", fact["id"], "Dee sold the boat.", *where, "--llm", server, "--json")
+    assert (updated.code, updated.doc["id"], updated.doc["settled"]) == (0, fact["id"], True), updated.err
+    assert run("get", fact["id"], "--store", root, "--json").doc["text"] == "Dee sold the boat."
     turn = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines[0]
     command = ("delete", turn["id"], *where, "--llm", server)
     refused = run(*command, "--tenant", "ada")
@@ -347,6 +351,7 @@ def test_wrong_usage_is_exit_2(
         ("ingest", logs, "--store", one_process[0], "--ray", "local", "--shards", "2"),
         ("ingest", logs, "--store", built, "--ray", "local", "--trace", tmp_path / "t.json"),
         ("delete", "0" * 32, "--store", built),
+        ("update", "0" * 32, "x", "--store", built),
         ("erase", "--tenant", "ada", "--store", built, "--yes"),
         ("jobs", "--replay", "--store", built, "--llm", "http://127.0.0.1:9/v1"),
         ("jobs", "--ray", "local", "--store", built),

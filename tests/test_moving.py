@@ -293,6 +293,9 @@ def test_calls_for_a_tenant_that_leaves_are_refused_whole(shards: Shards, turns:
         lambda: engine.flush(name),
         lambda: engine.erase(name),
         lambda: engine.delete(memory),
+        lambda: engine.update(memory, "other words"),
+        lambda: engine.get(memory),
+        lambda: engine.history(memory),
     ]
     for error in (InTransit, Moved):
         for call in calls:

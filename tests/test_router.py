@@ -428,6 +428,21 @@ def test_the_engines_calls(turns: Turns, tmp_path: Path) -> None:
         assert router.drain()
         assert router.answer(name, "What of the harbour?").text
         assert router.get_all(name)
+        few = router.search(name, "the harbour", k_sub=20, where={"no": "such"})
+        assert not few.ranked()
+        memory = router.get_all(name)[0]
+        assert router.update(memory.id, "The boat is green.").id == memory.id
+        assert router.drain()
+        assert router.get(memory.id)["text"] == router.history(memory.id)[-1]["text"] == "The boat is green."
+        first = next(r for r in receipts if r.tenant == name and r.seq == 1)
+        anew = router.update(first.id or "", "The boat was red.", tenant=name)
+        assert router.get(anew.id, tenant=name)["text"].endswith("The boat was red.")
+        for call in (router.get, router.history):
+            with pytest.raises(UndertowError, match="no memory"):
+                call(first.id or "")
+            with pytest.raises(UndertowError, match="no memory of"):
+                call(anew.id, tenant=TENANTS[3])
+        assert router.drain()
         victim = next(r for r in receipts if r.tenant == name and r.seq == 4)
         assert victim.id is not None
         assert router.delete(victim.id) == "turn"
@@ -435,7 +450,7 @@ def test_the_engines_calls(turns: Turns, tmp_path: Path) -> None:
             router.delete(victim.id)
         assert router.stats()["turns"] == 89
         certificate = router.erase(name, now=True)
-        assert certificate is not None and certificate.turns_removed == 10
+        assert certificate is not None and certificate.turns_removed == 11
         with pytest.raises(UnknownTenant):
             router.get_all(name)
         assert router.stats()["tenants"] == 8
@@ -493,7 +508,11 @@ def test_repeats_after_a_kill_act_once(turns: Turns, tmp_path: Path) -> None:
     with LocalShards(root, settings()) as shards, routed(root, shards) as router:
         receipts = router.add_batch(list(turns[name]))
         # the shard does what it is asked, and dies before it can say so
-        for work in (lambda: router.delete(receipts[3].id or ""), lambda: router.flush(name)):
+        for work in (
+            lambda: router.delete(receipts[3].id or ""),
+            lambda: router.update(receipts[4].id or "", "a green boat", tenant=name),
+            lambda: router.flush(name),
+        ):
             shards.held.add("s0")
             with meanwhile(work):
                 time.sleep(0.02)
@@ -502,4 +521,6 @@ def test_repeats_after_a_kill_act_once(turns: Turns, tmp_path: Path) -> None:
                 shards.kill("s0")
         assert router.drain()
         assert router.stats()["turns"] == len(receipts) - 1
-        assert shards.kills == 2
+        found = router.search(name, "a green boat", k_sub=99).turns
+        assert sum(hit.memory.endswith("a green boat") for hit in found) == 1
+        assert shards.kills == 3

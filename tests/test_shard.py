@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +33,12 @@ from undertow.engine.model import Turn, UndertowError
 from undertow.engine.place import Place, StoreError
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.tenants import UnknownTenant
+from undertow.engine.updates import Updated
 
 from .cluster_harness import PARTS, FailingEncoder, begin, cluster_state, mock_llm, settings
 from .engine_harness import bytes_hold, turn_of
 from .fault_harness import THETA, assert_same_state, end_state, turns_of, write_log
+from .test_erase import turns_of_topics
 
 SOON_S = 30
 
@@ -217,6 +220,46 @@ def test_repeated_calls_change_nothing(shard: Shard) -> None:
         shard.erase("ann").result(SOON_S)
 
 
+def test_repeated_updates_are_made_once(shard: Shard) -> None:
+    turns = turns_of_topics("ann", 24)
+    ids = [r["id"] for r in Sender(shard).add(turns)]
+    assert shard.flush("ann").result(SOON_S)
+    fact = next(m for m in shard.get_all("ann").result(SOON_S) if m.kind == "fact")
+    for tenant in ("ann", None):
+        assert shard.update(tenant, fact.id, "one ").result(SOON_S) == Updated(fact.id, "fact")
+        before = records(shard)
+        assert shard.update(tenant, fact.id, "one ", again=True).result(SOON_S) == Updated(fact.id, "fact")
+        assert records(shard) == before
+        assert shard.update(tenant, fact.id, "two", again=True).result(SOON_S) == Updated(fact.id, "fact")
+        assert records(shard) == before + 1, "the first attempt was lost before it was logged"
+        assert shard.drain().result(SOON_S)
+        known = shard.get(tenant, fact.id).result(SOON_S)
+        assert known is not None and known["text"] == "two"
+    versions = shard.history("ann", fact.id).result(SOON_S)
+    assert versions is not None and [v["text"] for v in versions[-4:]] == ["one", "two"] * 2
+    new = shard.update("ann", ids[3], "the boat is green").result(SOON_S)
+    assert new is not None and new.kind == "turn"
+    before = records(shard)
+    for tenant in ("ann", None):
+        assert shard.update(tenant, ids[3], "the boat is green", again=True).result(SOON_S) == new
+        assert shard.update(tenant, ids[3], "the boat is green").result(SOON_S) is None
+        assert shard.get(tenant, ids[3]).result(SOON_S) is None
+        assert shard.history(tenant, ids[3]).result(SOON_S) is None
+    assert records(shard) == before
+    for call in (shard.get("bo", new.id), shard.history("bo", new.id), shard.update("bo", new.id, "x")):
+        assert call.result(SOON_S) is None
+
+
+def test_a_shard_filters_by_metadata_as_an_engine_does(shard: Shard) -> None:
+    sender = Sender(shard)
+    sender.add([replace(turn, metadata={"odd": n % 2 == 1}) for n, turn in enumerate(some("ann", *range(9)))])
+    found = shard.search("ann", "word1", k_sub=20, where={"odd": True}).result(SOON_S)
+    assert sorted(hit.source_seqs[0] for hit in found.turns) == [1, 3, 5, 7]
+    with pytest.raises(ValueError, match="empty list"):
+        shard.search("ann", "word1", where={"odd": []}).result(SOON_S)
+    assert shard.status().result(SOON_S)["reopened"] == 0
+
+
 def test_a_flush_that_is_repeated_loads_nobody(root: Place, shard: Shard) -> None:
     Sender(shard).add(some("ann", 0, 1))
     assert shard.flush("ann").result(SOON_S)
@@ -262,7 +305,14 @@ def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path:
             expected = ("stored", None) if owner == "s1" else ("moved", owner)
             assert (receipt["status"], receipt["detail"]) == expected
         stranger = next(name for name in names if keys.owner(name) != "s1")
-        for call in (shard.search(stranger, "x"), shard.flush(stranger), shard.erase(stranger)):
+        for call in (
+            shard.search(stranger, "x"),
+            shard.get(stranger, "m"),
+            shard.history(stranger, "m"),
+            shard.update(stranger, "m", "x"),
+            shard.flush(stranger),
+            shard.erase(stranger),
+        ):
             with pytest.raises(Moved):
                 call.result(SOON_S)
     finally:

@@ -26,9 +26,10 @@ from undertow.engine.llm import LLMClient
 from undertow.engine.model import PackedTurn, UndertowError
 from undertow.engine.moving import Moving
 from undertow.engine.place import Place, StoreError
-from undertow.engine.records import control_of
+from undertow.engine.records import Control, control_of
 from undertow.engine.scheduler import TenantFault
 from undertow.engine.tenants import ArenaFull
+from undertow.engine.updates import Updated, Wording
 
 log = logging.getLogger(__name__)
 
@@ -313,9 +314,9 @@ class Housing:
             return tenant not in engine.scheduler.blocked
         return False if engine.server_lost else None
 
-    def holder(self, memory_id: str) -> str | None:
-        """The tenant whose memory has this id, if it is here."""
-        row = self.open().row_of(memory_id)
+    def holder(self, memory_id: str, tenant: str | None) -> str | None:
+        """The tenant whose memory has this id, if it is here; `tenant`: if it is this one."""
+        row = self.open().row_of(memory_id, tenant)
         return None if row is None else row.tenant
 
     def deleted(self, memory_id: str) -> str | None:
@@ -328,6 +329,22 @@ class Housing:
             ):
                 return str(control.body.get("kind", "turn"))
         return None
+
+    def updated(self, memory_id: str, text: Wording) -> Updated | None:
+        """What an update of this memory has made, if it is logged here.
+
+        Of an episode or fact: if it is the last change of it, and to this text.
+        """
+        last: Control | None = None
+        for row in self.open().journal.read(kinds=["control"], vectors=False):
+            control = control_of(row)
+            if control.body.get("id") == memory_id and "replaced_by" in control.body:
+                return Updated(control.body["replaced_by"], "turn")
+            if control.body.get("memory_id") == memory_id:
+                last = control
+        if last is None or not isinstance(text, str) or last.body.get("text") != text.strip():
+            return None
+        return Updated(memory_id, last.body["kind"])
 
     def certificate(self, tenant: str) -> Certificate | None:
         """The certificate of a tenant that is erased already; None where nothing is known of it."""

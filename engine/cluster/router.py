@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from types import TracebackType
@@ -35,12 +35,14 @@ from undertow.engine.place import Place, StoreError
 if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
     from undertow.engine.engine import Answer
     from undertow.engine.erasure import Certificate
+    from undertow.engine.reports import Report
     from undertow.engine.retrieval import Found
+    from undertow.engine.updates import Updated, Wording
 
 T = TypeVar("T")
 
 # calls whose repetition a shard must be told of
-CHANGING = frozenset({"delete", "flush", "erase"})
+CHANGING = frozenset({"delete", "update", "flush", "erase"})
 
 # how long a shard may take to say how it is
 STATUS_PATIENCE_S = 5.0
@@ -212,9 +214,11 @@ class Router:
         k_sem: int | None = None,
         since: str | None = None,
         until: str | None = None,
+        where: Mapping[str, Any] | None = None,
     ) -> Found:
         """As Engine.search."""
-        how = {"k_sub": k_sub, "k_epi": k_epi, "k_sem": k_sem, "since": since, "until": until}
+        tiers = {"k_sub": k_sub, "k_epi": k_epi, "k_sem": k_sem}
+        how = {**tiers, "since": since, "until": until, "where": where}
         found: Found = self._await(self._ask_owner("search", tenant, query, **how))
         return found
 
@@ -260,34 +264,57 @@ class Router:
             if not await pause():
                 raise ShardDown(shard, pause.waited_s, error)
 
+    # ---- calls about one memory
+
+    def get(self, memory_id: str, *, tenant: str | None = None) -> Report:
+        """As Engine.get. An id does not tell its tenant: unless that is given, every shard is asked."""
+        memory: Report = self._ask_of_memory("get", memory_id, tenant=tenant)
+        return memory
+
+    def history(self, memory_id: str, *, tenant: str | None = None) -> list[Report]:
+        """As Engine.history; who is asked, as in `get`."""
+        versions: list[Report] = self._ask_of_memory("history", memory_id, tenant=tenant)
+        return versions
+
+    def update(self, memory_id: str, text: Wording, *, tenant: str | None = None) -> Updated:
+        """As Engine.update; who is asked, as in `get`."""
+        updated: Updated = self._ask_of_memory("update", memory_id, text, tenant=tenant)
+        return updated
+
     def delete(self, memory_id: str, *, tenant: str | None = None) -> str:
-        """As Engine.delete. An id does not tell its tenant: unless that is given, every shard is asked."""
-        asked = self._delete(memory_id) if tenant is None else self._ask_owner("delete", tenant, memory_id)
-        kind: str | None = self._await(asked)
-        if kind is None:
-            raise unknown_memory(memory_id, tenant)
+        """As Engine.delete; who is asked, as in `get`."""
+        kind: str = self._ask_of_memory("delete", memory_id, tenant=tenant)
         return kind
 
-    async def _delete(self, memory_id: str) -> str | None:
-        """The kind of what the shard that has it has deleted; None: none has it."""
+    def _ask_of_memory(self, method: str, memory_id: str, *args: Any, tenant: str | None) -> Any:
+        if tenant is None:
+            answer = self._await(self._ask_holder(method, memory_id, *args))
+        else:
+            answer = self._await(self._ask_owner(method, tenant, memory_id, *args))
+        if answer is None:
+            raise unknown_memory(memory_id, tenant)
+        return answer
+
+    async def _ask_holder(self, method: str, memory_id: str, *args: Any) -> Any:
+        """The answer of the shard that has a memory; None: none has it. All are asked at once."""
         pause, again = Pause(self.settings.patience_s), False
         while True:
             shards = await self._everyone()
-            asked = (self._ask(shard, "delete", None, memory_id, again=again) for shard in shards)
+            marks = {"again": again} if method in CHANGING else {}
+            asked = (self._ask(shard, method, None, memory_id, *args, **marks) for shard in shards)
             answers = await asyncio.gather(*asked, return_exceptions=True)
-            if kind := next((answer for answer in answers if isinstance(answer, str)), None):
-                return kind
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
-            if not errors:
-                return None
+            given = [a for a in answers if a is not None and not isinstance(a, BaseException)]
+            if given or not errors:
+                return given[0] if given else None
             for error in errors:
                 if not isinstance(error, Moved | InTransit | QueueFull | ShardGone | Removed):
                     raise error
                 again = again or isinstance(error, ShardGone)
             if not await pause():
                 raise UndertowError(
-                    f"memory {memory_id} could not be deleted for {pause.waited_s:.0f} s: {errors[0]} "
-                    "`undertow cluster status` shows how the shards are; try again."
+                    f"the shard of memory {memory_id} gave no answer to {method} for {pause.waited_s:.0f} s: "
+                    f"{errors[0]} `undertow cluster status` shows how the shards are; try again."
                 )
 
     # ---- calls to all shards

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -25,7 +26,9 @@ from undertow.engine.erasure import Certificate
 from undertow.engine.model import Memory, UndertowError
 from undertow.engine.moving import Leaver, Moving
 from undertow.engine.place import Place
+from undertow.engine.reports import Report
 from undertow.engine.retrieval import Found
+from undertow.engine.updates import Updated, Wording
 
 T = TypeVar("T")
 
@@ -96,6 +99,23 @@ class Shard:
     def get_all(self, tenant: str) -> Future[list[Memory]]:
         """As Engine.get_all. Moved, InTransit."""
         return self._ask(lambda engine: engine.get_all(self._checked(tenant)))
+
+    def get(self, tenant: str | None, memory_id: str) -> Future[Report | None]:
+        """As Engine.get, of anyone's if `tenant` is None; None: no such memory is here. Moved, InTransit."""
+        return self._ask(lambda engine: self._of_memory(tenant, memory_id, engine.get))
+
+    def history(self, tenant: str | None, memory_id: str) -> Future[list[Report] | None]:
+        """As Engine.history; else as `get`."""
+        return self._ask(lambda engine: self._of_memory(tenant, memory_id, engine.history))
+
+    def update(
+        self, tenant: str | None, memory_id: str, text: Wording, *, again: bool = False
+    ) -> Future[Updated | None]:
+        """As Engine.update, of anyone's if `tenant` is None; None: no such memory is here.
+
+        `again`: the call is a repeat; that it was done already is no error. Moved, InTransit.
+        """
+        return self._ask(lambda engine: self._update(engine, tenant, memory_id, text, again))
 
     def delete(self, tenant: str | None, memory_id: str, *, again: bool = False) -> Future[str | None]:
         """As Engine.delete, of anyone's if `tenant` is None; None: no such memory is here.
@@ -226,11 +246,23 @@ class Shard:
             self._checked(tenant)
         if again and (kind := self._housing.deleted(memory_id)) is not None:
             return kind
-        holder = self._housing.holder(memory_id)
-        if holder is None or tenant not in (None, holder):
-            return None
-        self._checked(holder)
-        return engine.delete(memory_id)
+        return self._of_memory(tenant, memory_id, engine.delete)
+
+    def _update(
+        self, engine: Engine, tenant: str | None, memory_id: str, text: Wording, again: bool
+    ) -> Updated | None:
+        if tenant is not None:
+            self._checked(tenant)
+        if again and (done := self._housing.updated(memory_id, text)) is not None:
+            return done
+        return self._of_memory(tenant, memory_id, partial(engine.update, text=text))
+
+    def _of_memory(self, tenant: str | None, memory_id: str, act: Callable[..., T]) -> T | None:
+        """`act` with a memory that is here, and its tenant served here. Moved, InTransit."""
+        if tenant is not None:
+            self._checked(tenant)
+        holder = self._housing.holder(memory_id, tenant)
+        return None if holder is None else act(memory_id, tenant=self._checked(holder))
 
     def _erase(self, engine: Engine, tenant: str, now: bool, again: bool) -> Certificate | None:
         self._checked(tenant)

@@ -193,6 +193,18 @@ def cosine(a: Vector, b: Vector) -> float:
     return float(np.dot(a.astype(np.float64), b.astype(np.float64)))
 
 
+def rewording(memory: Memory, text: str, seq: int) -> Memory:
+    """The version in a user's words: no prompt and no model has made it, all else stays."""
+    return replace(
+        memory,
+        text=text,
+        version=memory.version + 1,
+        made_at_seq=seq,
+        prompt_version=None,
+        model=None,
+    )
+
+
 def deletion(memory: Memory, seq: int) -> Memory:
     """The version that ends a memory."""
     return replace(memory, text="", version=memory.version + 1, made_at_seq=seq, deleted=True)

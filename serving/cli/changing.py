@@ -1,4 +1,4 @@
-"""The commands that change a store: delete, erase, jobs, reindex."""
+"""The commands that change a store: update, delete, erase, jobs, reindex."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.ingesting import REPLAYED, Ray, tell_pending
 from undertow.serving.cli.keying import audited, forget_names
 from undertow.serving.cli.opening import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from undertow.engine.engine import Engine
     from undertow.engine.erasure import Certificate
     from undertow.engine.place import Place
+    from undertow.engine.updates import Updated
 
 # what to do instead, where a command that writes one store was given a cluster's root
 ADD_RAY = "add --ray local, or --ray ADDRESS"
@@ -41,16 +42,60 @@ STOP_FIRST = (
     "that none runs; --ray local where there is no Ray cluster"
 )
 
+OfTenant = Annotated[
+    str | None,
+    typer.Option("--tenant", help="Only if it is this tenant's. On a cluster, one shard is asked, not all."),
+]
+
+
+def update(
+    memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
+    text: Annotated[str, typer.Argument(help="The new words.")],
+    store: Store,
+    tenant: OfTenant = None,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put other words in the place of one memory.
+
+    An episode or fact has a new version; its history stays. A turn is deleted, and one with this single
+    message by its first speaker takes its place, under an id of its own; what rested on the old turn is
+    remade, which needs an LLM: without one that work stays pending.
+    """
+    if not text.strip():
+        raise WrongUsage("the text is empty. Give the memory some words, or delete it.")
+    settings = settings_of(llm=llm, model=model, encoder=encoder)
+    if ray is None:
+        refuse_root(store, ADD_RAY)
+        updated, settled, code = _update(store, settings, memory_id, text, tenant)
+    else:
+        from undertow.serving.cli.on_ray import update_on_ray
+
+        updated, settled, code = update_on_ray(store, settings, ray, memory_id, text, tenant)
+    if as_json:
+        put_json({**asdict(updated), "updated": True, "settled": settled})
+    elif updated.id == memory_id:
+        put_text(f"Updated {updated.kind} {memory_id}.")
+    else:
+        put_text(f"Updated {updated.kind} {memory_id}: in its place is {updated.id}.")
+    raise typer.Exit(code)
+
+
+def _update(
+    store: Place, settings: Settings, memory_id: str, text: str, tenant: str | None
+) -> tuple[Updated, bool, Exit]:
+    with open_engine(store, settings) as engine:
+        updated = engine.update(memory_id, text, tenant=tenant)
+        return updated, *_settle(engine, settings)
+
 
 def delete(
     memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
     store: Store,
-    tenant: Annotated[
-        str | None,
-        typer.Option(
-            "--tenant", help="Only if it is this tenant's. On a cluster, one shard is asked, not all."
-        ),
-    ] = None,
+    tenant: OfTenant = None,
     llm: Llm = None,
     model: Model = None,
     encoder: EncoderName = None,

@@ -1,4 +1,4 @@
-"""Commands that work on the shards of a cluster, over Ray: ingest, delete, erase, jobs --replay."""
+"""Commands that work on the shards of a cluster, over Ray: ingest, update, delete, erase, jobs --replay."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from undertow.engine.config import Settings
     from undertow.engine.erasure import Certificate
     from undertow.engine.readers import Log
+    from undertow.engine.updates import Updated
 
 # of a machine's free memory, what Ray's object store may take there with --ray local
 STORE_SHARE = 8
@@ -272,7 +273,7 @@ def _summary(opened: Cluster, report: BulkReport, elapsed_s: float) -> dict[str,
     return {**totals, "parked_turns": report.parked_turns, "files": files}
 
 
-# ---- delete, erase, replay
+# ---- update, delete, erase, replay
 
 
 def delete_on_ray(
@@ -282,6 +283,15 @@ def delete_on_ray(
     with open_cluster(root, settings, address) as opened:
         kind = opened.delete(memory_id, tenant=tenant)
         return kind, *decided(opened)
+
+
+def update_on_ray(
+    root: Place, settings: Settings, address: str, memory_id: str, text: str, tenant: str | None
+) -> tuple[Updated, bool, Exit]:
+    """`undertow update --ray`: what has been made, whether all that follows is decided, exit code."""
+    with open_cluster(root, settings, address) as opened:
+        updated = opened.update(memory_id, text, tenant=tenant)
+        return updated, *decided(opened)
 
 
 def replay_on_ray(root: Place, settings: Settings, address: str) -> Exit:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -33,8 +33,20 @@ if TYPE_CHECKING:
     from undertow.engine.reports import Reports
     from undertow.engine.retrieval import Found, Hit
 
+T = TypeVar("T")
+
 Since = Annotated[str | None, typer.Option("--since", help="Only what is dated at or after this.")]
 Until = Annotated[str | None, typer.Option("--until", help="Only what is dated at or before this.")]
+
+WhereOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        metavar="KEY=VALUE",
+        help="Only what has this in its metadata, or rests on such a turn. Give it again for other keys; the "
+        "same key again means any of its values. A number, true or false is one, unless in double quotes.",
+    ),
+]
 
 SHOWN_FIELDS = {
     "turns": ("seq", "id", "timestamp", "text"),
@@ -68,16 +80,20 @@ def search(
     k: Annotated[int | None, typer.Option("-k", min=1, max=1000, help="How many results.")] = None,
     since: Since = None,
     until: Until = None,
+    where: WhereOption = None,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
     """Find a tenant's turns, episodes and facts nearest to a query."""
     _check_words("query", query)
     since, until = _moment("--since", since), _moment("--until", until)
+    filters = _filters(where or [])
     settings = settings_of(llm="off", encoder=encoder)
     with open_engine(store_of(store, tenant), settings, writable=False) as engine:
         engine.tenants.require(tenant)
-        found = engine.search(tenant, query, k_sub=k, k_epi=k, k_sem=k, since=since, until=until)
+        found = engine.search(
+            tenant, query, k_sub=k, k_epi=k, k_sem=k, since=since, until=until, where=filters
+        )
     # of the tiers only the turns may be found through an index, which can miss some
     recall = {"turn": {"turn_recall": found.turn_recall}}
     hits = [{**asdict(hit), **recall.get(hit.kind, {})} for hit in found.ranked(k)]
@@ -100,6 +116,23 @@ def _moment(option: str, value: str | None) -> str | None:
 
     with wrong_usage(option):
         return None if value is None else parse_timestamp(value)
+
+
+def _filters(options: list[str]) -> dict[str, list[Any]]:
+    """What `--where` asks for: the values of each key. WrongUsage."""
+    import orjson
+
+    filters: dict[str, list[Any]] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not (key and equals):
+            raise WrongUsage(f"--where {option!r:.80} is not KEY=VALUE, as in --where topic=work.")
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            value = text
+        filters.setdefault(key, []).append(value if isinstance(value, str | int | float | bool) else text)
+    return filters
 
 
 def ask(
@@ -211,6 +244,21 @@ def _short(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, **ids, "decision": decision, "nearest_episode": (record["nearest_episode"] or "")[:8]}
 
 
+def get(
+    memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
+    store: Store,
+    as_json: AsJson = False,
+) -> None:
+    """Show one memory as it stands."""
+    with every_reports(store) as shards:
+        record = _of_any(shards, lambda reports: reports.get(memory_id))
+    if as_json:
+        put_json(record)
+    else:
+        columns = ("kind", "tenant", "version", "made_at_seq", "timestamp", "source_seqs", "text")
+        put_table([record], columns, title=memory_id)
+
+
 def history(
     memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
     store: Store,
@@ -218,7 +266,7 @@ def history(
 ) -> None:
     """Every version of one memory, oldest first."""
     with every_reports(store) as shards:
-        records = _history(shards, memory_id)
+        records = _of_any(shards, lambda reports: reports.history(memory_id))
     if as_json:
         put_json_lines(records)
     else:
@@ -226,14 +274,14 @@ def history(
         put_table(records, columns, title=f"History of {memory_id}")
 
 
-def _history(shards: list[Reports], memory_id: str) -> list[dict[str, Any]]:
+def _of_any(shards: list[Reports], ask: Callable[[Reports], T]) -> T:
     """An id does not tell its tenant, so each shard is asked. UndertowError: none has it."""
     from undertow.engine.model import UndertowError
 
     refusal = UndertowError("the cluster has stored nothing yet.")
     for reports in shards:
         try:
-            return reports.history(memory_id)
+            return ask(reports)
         except UndertowError as error:
             refusal = error
     raise refusal
