@@ -27,7 +27,8 @@ from undertow.serving.key_file import KEY_TEXT, Former, Key, KeyFile, KeyFileErr
 from undertow.serving.keys import KeyRefused, Keys
 from undertow.serving.principal import Limits, Principal, Reach, Scope
 
-NOON = datetime(2026, 5, 8, 12, tzinfo=UTC)
+from .clock import NOON, Clock
+
 ADA = Reach(("ada",))
 READ = (Scope.READ,)
 ALL = Reach(all_tenants=True)
@@ -64,17 +65,6 @@ all_keys = st.builds(
     revoked_at=st.none() | moments,
     former=st.lists(st.builds(Former, digests, moments), max_size=2).map(tuple),
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = NOON
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def pass_s(self, seconds: float) -> None:
-        self.now += timedelta(seconds=seconds)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from undertow.serving.limits import NS_PER_S, RequestRates, SpendingError, TokenBudgets
 from undertow.serving.principal import NO_LIMITS, Limits, Principal, Reach
 
-NOON = datetime(2026, 5, 8, 12, tzinfo=UTC)
+from .clock import Clock
 
 
 def holder(n: int = 0, limits: Limits = NO_LIMITS) -> Principal:
@@ -34,17 +34,6 @@ class NsClock:
 
     def __call__(self) -> int:
         return self.now_ns
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = NOON
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def pass_s(self, seconds: float) -> None:
-        self.now += timedelta(seconds=seconds)
 
 
 # ---- requests a second
