@@ -29,6 +29,7 @@ from undertow.engine.admission import Admission, Receipt, Ticket
 from undertow.engine.config import Settings
 from undertow.engine.journal import Journal, Row
 from undertow.engine.model import Memory, Turn
+from undertow.engine.pacing import Pace
 from undertow.engine.policies.base import GateReading, Nearest, PromptBudget, Scored, Thresholds
 from undertow.engine.policies.recmem import KNOWN_FACTS, RecMem
 from undertow.engine.readings import Readings
@@ -140,7 +141,7 @@ class SimulatedShard:
             RecMem(PromptBudget(settings.context_tokens, settings.reply_tokens)),
             self.llm if with_llm else None,
             queue_turns=settings.queue_turns,
-            batch_turns=settings.batch_turns,
+            pace=Pace(settings.batch_turns, clock_s=lambda: self.clock.now_s),
             lookahead_turns=settings.gate_lookahead_turns,
             llm_in_flight=settings.llm_in_flight,
             token_budget=None,

@@ -44,6 +44,7 @@ from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
 from undertow.engine.llm import LLMClient
 from undertow.engine.model import Turn
+from undertow.engine.pacing import MOST_TURNS
 from undertow.engine.process import settle_in
 from undertow.engine.readers import read
 
@@ -52,8 +53,6 @@ CALL_TURNS = 512
 LARGE_CALL_TURNS = 2_048
 # of a shard, at a time
 TURNS_UNDER_WAY = 8_192
-# what a step stores in one commit: as docs/operations.md has it for bulk loads
-STEP_TURNS = 2_048
 WARM_UP_TURNS = 8_192
 TENANTS = 2_000
 # of a log, fed in turn to what is compared; the first ones compile kernels and fill caches
@@ -80,7 +79,7 @@ def instant_llm(of: Settings) -> LLMClient | None:
     return MockLLM(MockReplies(refusal_rate=0.3))
 
 
-def engine_settings(step_turns: int = STEP_TURNS) -> Settings:
+def engine_settings(step_turns: int | None = None) -> Settings:
     return settings(batch_turns=step_turns)
 
 
@@ -166,7 +165,7 @@ def cluster_of(
     data: Path,
     shards: int,
     llm: Callable[[Settings], LLMClient | None] = no_llm,
-    step_turns: int = STEP_TURNS,
+    step_turns: int | None = None,
 ) -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="undertow-bench-")
     parts = Parts(partial(cached, data=str(data)), llm)
@@ -205,7 +204,7 @@ def feed(cluster: Cluster, calls: Sequence[pa.Table], most_turns: int = TURNS_UN
 
 @contextmanager
 def sharded(
-    data: Path, turns: int, shards: int, call_turns: int = CALL_TURNS, step_turns: int = STEP_TURNS
+    data: Path, turns: int, shards: int, call_turns: int = CALL_TURNS, step_turns: int | None = None
 ) -> Iterator[Callable[[], Cost]]:
     """So many shards, `call_turns` turns a call for each; each call feeds them one part of the log more."""
     warm, log = log_of(data, turns)
@@ -246,7 +245,7 @@ def in_turn(one: Callable[[], Cost], other: Callable[[], Cost]) -> list[tuple[Co
     return [(one(), other()) for _ in range(PARTS)][WARM_UP_PARTS:]
 
 
-def overhead(data: Path, turns: int, step_turns: int = STEP_TURNS) -> dict[str, Any]:
+def overhead(data: Path, turns: int, step_turns: int | None = None) -> dict[str, Any]:
     """One shard against the plain engine, which stores call by call."""
     with (
         plain_apart(data, turns) as plain_part,
@@ -257,7 +256,7 @@ def overhead(data: Path, turns: int, step_turns: int = STEP_TURNS) -> dict[str, 
     return {
         "turns": turns,
         "turns_a_call": CALL_TURNS,
-        "turns_a_step_at_most": step_turns,
+        "turns_a_step_at_most": step_turns or MOST_TURNS,
         "plain_turns_per_s": round(median(1 / cost.s_a_turn for cost in plains)),
         "shard_turns_per_s": round(median(1 / cost.s_a_turn for cost in shards)),
         "overhead": round(median(b.s / a.s for a, b in pairs) - 1, 3),

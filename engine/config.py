@@ -41,7 +41,8 @@ class Settings(BaseSettings):
     encode_cache_texts: int = Field(default=4_096, ge=0)
 
     durability: Literal["commit", "fsync"] = "commit"
-    batch_turns: int = Field(default=512, ge=1, le=65_536)
+    # of one step; None: as many as are admitted in half a second (engine/pacing.py)
+    batch_turns: int | None = Field(default=None, ge=1, le=65_536)
     queue_turns: int = Field(default=8_192, ge=1)
     gate_lookahead_turns: int = Field(default=64, ge=1)
     max_message_bytes: int = Field(default=1_000_000, ge=1)

@@ -32,6 +32,7 @@ from undertow.engine.model import (
     dedupe_key,
     unknown_memory,
 )
+from undertow.engine.pacing import Pace
 from undertow.engine.place import Place
 from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds
 from undertow.engine.policies.recmem import RecMem
@@ -156,7 +157,7 @@ class Engine:
             RecMem(self._budget),
             self._llm,
             queue_turns=s.queue_turns,
-            batch_turns=s.batch_turns,
+            pace=Pace(s.batch_turns),
             lookahead_turns=s.gate_lookahead_turns,
             llm_in_flight=s.llm_requests,
             token_budget=s.tenant_token_budget,

@@ -14,6 +14,7 @@ import orjson
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine
 from undertow.engine.journal import Row
 from undertow.engine.model import BadInput, Turn
+from undertow.engine.pacing import MOST_TURNS
 from undertow.engine.readers import Format, Log, Record, read
 from undertow.engine.scheduler import StepReport
 
@@ -74,7 +75,7 @@ class Ingest:
         self._resume = resume
         self._strict = strict
         self._on_error, self._on_warning, self._on_step, self._stop = on_error, on_warning, on_step, stop
-        self._batch_turns = min(engine.settings.batch_turns, engine.settings.queue_turns)
+        self._batch_turns = min(engine.settings.batch_turns or MOST_TURNS, engine.settings.queue_turns)
         self._batch: list[Turn] = []
         self._reached: dict[str, dict[str, Any]] = {}
         self._stored = self._stored_offsets() if resume else {}

@@ -20,6 +20,7 @@ from undertow.engine.deciding import begin, decision_body, job_id
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import BadReply, Completion, LLMClient, ServerRefused
 from undertow.engine.model import Decision, Memory, Turn, UndertowError, Usage
+from undertow.engine.pacing import Pace
 from undertow.engine.policies.base import (
     Complete,
     Decide,
@@ -95,7 +96,7 @@ class Scheduler:
         llm: LLMClient | None,
         *,
         queue_turns: int,
-        batch_turns: int,
+        pace: Pace,
         lookahead_turns: int,
         llm_in_flight: int,
         token_budget: int | None,
@@ -106,7 +107,7 @@ class Scheduler:
         self._readings = readings
         self._policy = policy
         self._llm = llm
-        self._batch_turns = batch_turns
+        self._pace = pace
         self._lookahead_turns = lookahead_turns
         self._llm_in_flight = llm_in_flight
         self._token_budget = token_budget
@@ -291,10 +292,11 @@ class Scheduler:
             self._admit_at = None  # those who waited may have been erased or moved away
         if not len(self.inbox) or self.holds_back:
             return [], []
-        tickets = self.inbox.take(self._batch_turns)
+        tickets = self.inbox.take(self._pace.turns)
         try:
-            with self._trace.span("admit", turns=len(tickets)):
+            with self._pace.measured() as admitted, self._trace.span("admit", turns=len(tickets)):
                 rows, receipts, touched = self._admission.admit(tickets)
+                admitted.fresh_turns = sum(not receipt.duplicate for receipt in receipts)
         except ArenaFull:
             if not self._at_work:
                 self._refuse()
@@ -305,7 +307,7 @@ class Scheduler:
             return [], []
         self._admit_at = None
         self._rows += rows
-        self._report.admitted = sum(not receipt.duplicate for receipt in receipts)
+        self._report.admitted = admitted.fresh_turns
         for tenant in touched:
             self.wake(tenant)
         return tickets, receipts

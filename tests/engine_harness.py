@@ -23,6 +23,7 @@ from undertow.engine.engine import Engine
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import Completion, LLMClient
 from undertow.engine.model import Message, Turn
+from undertow.engine.pacing import MOST_TURNS
 from undertow.engine.records import memory_of
 from undertow.prompts import Prompt
 
@@ -143,10 +144,10 @@ def ingest(engine: Engine, turns: Iterable[Turn], chunk: int) -> None:
 def engine_run(
     store: Path, settings: Settings, encoder: Encoder, replies: MockReplies, turns: Sequence[Turn]
 ) -> Run:
-    """One session over all turns, added `batch_turns` at a time."""
+    """One session over all turns, added `batch_turns` at a time, or as many as a step may take."""
     llm = RecordingLLM(replies)
     with opened(store, settings, encoder, llm) as engine:
-        ingest(engine, turns, settings.batch_turns)
+        ingest(engine, turns, settings.batch_turns or MOST_TURNS)
         assert engine.drain()
     return read_back(store, llm.prompts)
 

@@ -102,10 +102,10 @@ def test_the_runs_contain_every_kind_of_decision(expected: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_turns", "seed", "names"), [(7, 1, LONG), (512, 2, LONG), (512, None, SHORT), (1, 3, LONG)]
+    ("batch_turns", "seed", "names"), [(7, 1, LONG), (None, 2, LONG), (512, None, SHORT), (1, 3, LONG)]
 )
 def test_any_batch_and_interleaving_gives_what_one_by_one_gives(
-    batch_turns: int,
+    batch_turns: int | None,
     seed: int | None,
     names: tuple[str, ...],
     locomo: Turns,
@@ -262,7 +262,7 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
         theta_sim=threshold(rng, pool, 1),
         theta_merge=threshold(rng, pool, 2),
         theta_count=draw(st.integers(1, 6)),
-        batch_turns=draw(st.sampled_from([1, 2, 5, 512])),
+        batch_turns=draw(st.sampled_from([1, 2, 5, 512, None])),
         gate_lookahead_turns=draw(st.sampled_from([1, 3, 64])),
     )
     return settings, TableEncoder(table, pool), replies, turns

@@ -56,7 +56,9 @@ ThetaMerge = Annotated[
 ThetaCount = Annotated[
     int | None, typer.Option("--theta-count", help="Linked turns that make a topic recur.")
 ]
-BatchTurns = Annotated[int | None, typer.Option("--batch-turns", help="Turns a commit.")]
+BatchTurns = Annotated[
+    int | None, typer.Option("--batch-turns", help="Turns a commit; default: by the encoder's pace.")
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first refused input.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Start each file where the last run left it.")]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace here.")]
