@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
     from undertow.engine.importing import Imported
     from undertow.engine.reports import Report
     from undertow.engine.shown import Page
+    from undertow.engine.tenancy import Importing
 
 T = TypeVar("T")
 # in a class with a method `list`, that name is no type
@@ -41,8 +42,16 @@ class ShardTenancy:
         return self._of(tenant, lambda engine: engine.export_page(tenant, **how))
 
     def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Future[Imported]:
-        """As Engine.import_."""
-        return self._of(tenant, lambda engine: engine.import_(tenant, records, again=again))
+        """As Engine.import_, while other calls go on."""
+        begun: list[tuple[Engine, Importing]] = []
+
+        def go_on(engine: Engine) -> Imported | None:
+            self._checked(tenant)
+            if not begun or begun[0][0] is not engine:  # one that was opened anew has none under way
+                begun[:] = [(engine, engine.begin_import(tenant, records, again=again))]
+            return engine.go_on_importing(begun[0][1])
+
+        return self._keeper.ask(go_on, wait=True)
 
     def explain(self, tenant: str, **how: Any) -> Future[Records]:
         """As Engine.explain."""
