@@ -135,8 +135,7 @@ class Import:
             with _about(line):
                 size += _size(seal, record)
                 if size > max_bytes:
-                    cure = "Export it without vectors, or raise UNDERTOW_MAX_IMPORT_BYTES."
-                    raise BadField(None, f"the export is larger than {max_bytes:,} bytes", cure)
+                    raise _too_large(max_bytes)
                 content = content_of(record)
                 if content.tenant != source:
                     raise BadField("tenant", f"is not {source!r:.80}, as in the first record", EDITED)
@@ -267,6 +266,27 @@ class Import:
             return
         for (row, _), vector in zip(speaking, encode([text for _, text in speaking]), strict=True):
             row.vector = vector
+
+
+def read_records(lines: Iterable[bytes], max_bytes: int) -> list[Report]:
+    """An export's lines of JSON as records, for `Import`. InputError: one is no JSON, or all are too long."""
+    records: list[Report] = []
+    size = 0
+    for line, text in enumerate(lines, 1):
+        size += len(text)
+        with _about(line):
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            try:
+                records.append(orjson.loads(text))
+            except orjson.JSONDecodeError as error:
+                raise BadField(None, f"is no JSON ({error})", "Export it again.") from None
+    return records
+
+
+def _too_large(max_bytes: int) -> BadField:
+    cure = "Export it without vectors, or raise UNDERTOW_MAX_IMPORT_BYTES."
+    return BadField(None, f"the export is larger than {max_bytes:,} bytes", cure)
 
 
 def note_row(work: Import) -> Row:

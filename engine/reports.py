@@ -205,7 +205,7 @@ class Reports:
         mark = Mark(stay) if after is None else Mark.parse(after)
         if mark.stay != stay:
             raise ExportBroken(
-                f"the export of {tenant!r} was overtaken by a move or an erasure. Begin again."
+                f"{tenant!r} has moved or was erased since its export began. Begin the export again."
             )
         items, seal, size = [head(tenant)] if after is None else [], mark.seal, 0
         rows = self._exported_rows(tenant, vectors, after_lsn=mark.lsn)
