@@ -146,11 +146,13 @@ def test_an_imported_tenant_is_as_the_one_that_was_exported(
     tmp_path_factory: pytest.TempPathFactory, life: list[tuple[str, int]], limit: int, vectors: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("stores")
-    with engine_at(folder / "a") as here, engine_at(folder / "b") as there:
+    with engine_at(folder / "a") as here:
         here.add_batch([said("ann", n) for n in range(100, 112)])
         assert here.drain()
         for what, n in life:
             act(here, "ann", what, n)
+    # opened again: a job under way may have read a turn before that was deleted, one from the log has not
+    with engine_at(folder / "a") as here, engine_at(folder / "b") as there:
         records = exported(here, "ann", limit=limit, vectors=vectors)
         there.add_batch([said("bob/2", n) for n in range(3)])
         there.erase("bob/2")  # so that the name lives its second life
