@@ -56,6 +56,11 @@ def update(engine: Engine, task: dict[str, Any], say: Say) -> None:
     say({"updated": engine.update(task["memory_id"], task["text"]).id, "settled": engine.drain()})
 
 
+def import_(engine: Engine, task: dict[str, Any], say: Say) -> None:
+    records = [json.loads(line) for line in Path(task["file"]).read_text().splitlines()]
+    say({"imported": engine.import_(task["tenant"], records).turns})
+
+
 def add_each(engine: Engine, task: dict[str, Any], say: Say) -> None:
     """One call a text, going on after an error as a careless program might: it tries each twice."""
     for n, text in enumerate(task["texts"]):
@@ -67,7 +72,14 @@ def add_each(engine: Engine, task: dict[str, Any], say: Say) -> None:
                 say({"text": n, "error": str(error), "kind": type(error).__name__})
 
 
-TASKS = {"ingest": ingest, "erase": erase, "delete": delete, "update": update, "add_each": add_each}
+TASKS = {
+    "ingest": ingest,
+    "erase": erase,
+    "delete": delete,
+    "update": update,
+    "import": import_,
+    "add_each": add_each,
+}
 
 
 def arm(kill: dict[str, Any]) -> None:

@@ -233,11 +233,15 @@ def test_readable_output_holds_no_escape_codes(built: Path) -> None:
 
 def test_export_has_every_version_and_vectors_on_demand(built: Path) -> None:
     lines = run("export", "--tenant", "ada", "--store", built).lines
-    assert {line["kind"] for line in lines} == {"turn", "episode", "fact", "decision", "control"}
+    inner = {"turn", "episode", "fact", "decision", "control"}
+    assert {line["kind"] for line in lines} == inner | {"export", "end"}
+    assert (lines[0]["kind"], lines[-1]["kind"], lines[-1]["records"]) == ("export", "end", len(lines) - 2)
     assert {line["tenant"] for line in lines} == {"ada"}
     found = contents(built, "ada")
     for kind, listed in (("turn", "turns"), ("episode", "episodes"), ("fact", "facts")):
         exported = sorted((m for m in lines if m["kind"] == kind), key=lambda m: (m["id"], m.get("version")))
+        keys = [m.pop("dedupe_key") for m in exported if kind == "turn"]
+        assert len(keys) == len(set(keys)), "what tells a repeated turn"
         assert exported == sorted(found[listed], key=lambda m: (m["id"], m.get("version")))
         assert not any("vector" in m for m in exported)
     for line in run("export", "--tenant", "ada", "--store", built, "--vectors").lines:
@@ -554,3 +558,24 @@ def test_the_program_runs_as_a_process(tmp_path: Path, log: Path) -> None:
         text=True,
     )
     assert (len(closed.stdout), closed.stderr) == (10, "")
+
+
+def test_an_export_is_imported_under_another_name_in_another_store(
+    built: Path, tmp_path: Path, server: str
+) -> None:
+    lines = run("export", "--tenant", "ada", "--store", built).out
+    file, store = tmp_path / "ada.jsonl", tmp_path / "other"
+    file.write_text(lines)
+    done = run("import", file, "--tenant", "acme/ada", "--store", store, "--llm", server, "--json")
+    assert (done.code, done.doc["settled"], done.doc["tenant"]) == (0, True, "acme/ada")
+    before, after = contents(built, "ada"), contents(store, "acme/ada")
+    for listed in ("turns", "episodes", "facts"):
+        assert [m["text"] for m in after[listed]] == [m["text"] for m in before[listed]]
+    again = run("import", file, "--tenant", "acme/ada", "--store", store)
+    assert (again.code, "has memories here" in again.err) == (1, True)
+    file.write_text(lines[: len(lines) // 2])
+    cut = run("import", file, "--tenant", "bob", "--store", store)
+    assert (cut.code, f"import:{len(file.read_text().splitlines())}:" in cut.err) == (3, True)
+    assert [r["tenant"] for r in run("list", "--store", store, "--kind", "tenants", "--json").lines] == [
+        "acme/ada"
+    ]

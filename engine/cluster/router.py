@@ -27,6 +27,7 @@ from undertow.engine.cluster.reach import Pause, ShardCalls, ShardDown, ShardGon
 from undertow.engine.cluster.resources import ClusterSettings
 from undertow.engine.cluster.routes import Routes, Way
 from undertow.engine.cluster.shard_map import Removed
+from undertow.engine.cluster.tenancy import RouterTenancy
 from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.model import Memory, Turn, UndertowError, unknown_memory
@@ -42,7 +43,7 @@ if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
 T = TypeVar("T")
 
 # calls whose repetition a shard must be told of
-CHANGING = frozenset({"delete", "update", "flush", "erase"})
+CHANGING = frozenset({"delete", "update", "flush", "erase", "import_"})
 
 # how long a shard may take to say how it is
 STATUS_PATIENCE_S = 5.0
@@ -51,7 +52,7 @@ STATUS_PATIENCE_S = 5.0
 SIGN_S = 5.0
 
 
-class Router:
+class Router(RouterTenancy):
     """Engine's calls, given a way to reach each shard. Use as a context manager; safe from several threads.
 
     Every call waits for a shard that is down, for as long as `patience_s`: then ShardDown.

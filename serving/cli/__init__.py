@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from undertow.serving.cli import benching, changing, checking, clustering, ingesting, keying, reading
+from undertow.serving.cli import (
+    benching,
+    changing,
+    checking,
+    clustering,
+    importing,
+    ingesting,
+    keying,
+    reading,
+)
 from undertow.serving.cli.errors import EXIT_CODES, Guarded
 
 __all__ = ["app", "main"]
@@ -40,6 +49,7 @@ app.command()(reading.explain)
 app.command()(reading.get)
 app.command()(reading.history)
 app.command()(reading.export)
+app.command(name="import")(importing.import_)
 app.command()(reading.stats)
 app.command()(changing.update)
 app.command()(changing.delete)

@@ -89,7 +89,7 @@ def _update(
 ) -> tuple[Updated, bool, Exit]:
     with open_engine(store, settings) as engine:
         updated = engine.update(memory_id, text, tenant=tenant)
-        return updated, *_settle(engine, settings)
+        return updated, *settle(engine)
 
 
 def delete(
@@ -125,10 +125,10 @@ def delete(
 def _delete(store: Place, settings: Settings, memory_id: str, tenant: str | None) -> tuple[str, bool, Exit]:
     with open_engine(store, settings) as engine:  # facts may be embedded anew even without an LLM
         kind = engine.delete(memory_id, tenant=tenant)
-        return kind, *_settle(engine, settings)
+        return kind, *settle(engine)
 
 
-def _settle(engine: Engine, settings: Settings) -> tuple[bool, Exit]:
+def settle(engine: Engine) -> tuple[bool, Exit]:
     """Decide what can be decided; whether that was all, and the exit code that says so."""
     if engine.drain():
         return True, Exit.DONE
@@ -240,7 +240,7 @@ def _replay(store: Place, settings: Settings, ray: str | None) -> Exit:
     with open_engine(store, settings) as engine:
         engine.resume()
         say(REPLAYED.format(engine.replay_jobs()))
-        _, code = _settle(engine, settings)
+        _, code = settle(engine)
         return code
 
 

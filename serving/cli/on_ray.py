@@ -1,4 +1,4 @@
-"""Commands that work on the shards of a cluster, over Ray: ingest, update, delete, erase, jobs --replay."""
+"""Commands that work on a cluster's shards, over Ray: ingest, import, update, delete, erase, replay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from undertow.engine.cluster.cluster import Cluster
     from undertow.engine.config import Settings
     from undertow.engine.erasure import Certificate
+    from undertow.engine.importing import Imported
     from undertow.engine.readers import Log
+    from undertow.engine.reports import Report
     from undertow.engine.updates import Updated
 
 # of a machine's free memory, what Ray's object store may take there with --ray local
@@ -292,6 +294,15 @@ def update_on_ray(
     with open_cluster(root, settings, address) as opened:
         updated = opened.update(memory_id, text, tenant=tenant)
         return updated, *decided(opened)
+
+
+def import_on_ray(
+    root: Place, settings: Settings, address: str, tenant: str, records: Sequence[Report]
+) -> tuple[Imported, bool, Exit]:
+    """`undertow import --ray`: what was stored, whether all that follows is decided, exit code."""
+    with open_cluster(root, settings, address) as opened:
+        imported = opened.import_(tenant, records)
+        return imported, *decided(opened)
 
 
 def replay_on_ray(root: Place, settings: Settings, address: str) -> Exit:
