@@ -27,6 +27,17 @@ T = TypeVar("T")
 POLL_S = 0.005
 
 
+class ShardClosed(UndertowError):
+    """The shard's thread has ended: it was closed, or met an error that it should have outlived."""
+
+    def __init__(self, shard: str) -> None:
+        super().__init__(shard)
+        self.shard = shard
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} was closed. Open it again."
+
+
 @dataclass(slots=True)
 class _Command:
     """Something to do with the engine. `wait`: it is done again until it returns something but None."""
@@ -53,7 +64,7 @@ class Keeper:
         self._lines = Lines(queue_turns)
         self.waiting_turns = 0
         self._closed = False
-        self._waits: list[_Command] = []
+        self._waits: deque[_Command] = deque()
         # tenants known to be served here, under a map by which nobody moves
         self._mine: set[str] = set()
         self._busy = True
@@ -116,13 +127,9 @@ class Keeper:
     def _put(self, command: _Command | Call) -> None:
         """With the lock held."""
         if self._closed:
-            command.future.set_exception(self._was_closed)
+            command.future.set_exception(ShardClosed(self._shard))
         else:
             self._commands.put(command)
-
-    @property
-    def _was_closed(self) -> UndertowError:
-        return UndertowError(f"shard {self._shard} was closed. Open it again.")
 
     # ---- the thread
 
@@ -135,7 +142,7 @@ class Keeper:
             self.housing.close()
             with self._lock:
                 self._closed = True
-            self._fail_all(self._was_closed)
+            self._fail_all(ShardClosed(self._shard))
 
     def _take(self) -> None:
         """Take what has come; wait for something when there is nothing to do."""
@@ -174,6 +181,9 @@ class Keeper:
             command.future.set_exception(error)
             self._inspect(error)
             return
+        except BaseException:  # a library's panic: the thread ends, and nobody is to wait for it
+            command.future.set_exception(ShardClosed(self._shard))
+            raise
         if command.wait and value is None:
             self._waits.append(command)
         else:
@@ -186,9 +196,8 @@ class Keeper:
             self._step()
         elif self.housing.due:
             self._open()
-        waits, self._waits = self._waits, []
-        for command in waits:
-            self._run_command(command)
+        for _ in range(len(self._waits)):
+            self._run_command(self._waits.popleft())
 
     def _open(self) -> None:
         try:

@@ -19,6 +19,7 @@ from undertow.engine.cluster.calls import Call, Hello, Stamp
 from undertow.engine.cluster.housing import Housing, Parts
 from undertow.engine.cluster.keeper import Keeper, refused
 from undertow.engine.cluster.shard_map import ShardMap
+from undertow.engine.cluster.site import Site
 from undertow.engine.cluster.wire import Status
 from undertow.engine.config import Settings
 from undertow.engine.engine import Answer, Asked, Engine
@@ -34,21 +35,27 @@ T = TypeVar("T")
 
 
 class Shard:
-    """The engine of one shard of a root; safe to call from several threads.
+    """The engine of one shard of a site; safe to call from several threads.
 
     Errors of a call are set on its future. Close it to release the journal.
     """
 
     def __init__(
-        self, root: Place, shard: str, settings: Settings, parts: Parts | None = None, *, life: str = ""
+        self,
+        where: Site | Place,
+        shard: str,
+        settings: Settings,
+        parts: Parts | None = None,
+        *,
+        life: str = "",
     ) -> None:
-        """Opens the journal in the background, taking it over from any earlier writer.
+        """Opens the journal in the background; one of a cluster's root, taking it over from any other writer.
 
         `life`: the same whenever this shard is restarted, and no other's; see engine/fencing.py.
         """
         self.id = shard
         self._began_s = time.monotonic()
-        self._housing = Housing(root, shard, settings, parts or Parts(), life)
+        self._housing = Housing(Site.of(where), shard, settings, parts or Parts(), life)
         self._keeper = Keeper(shard, self._housing, settings.queue_turns)
         self._ask = self._keeper.ask
 
@@ -184,9 +191,13 @@ class Shard:
         return self._move(lambda moving: self._adopt(moving, shard_map))
 
     def _move(self, step: Callable[[Moving], T]) -> Future[T]:
-        return self._ask(lambda _: step(self._housing.moving))
+        return self._ask(lambda _: self._moved(step))
 
     # ---- the shard itself
+
+    def ready(self) -> Future[None]:
+        """Done once the engine is open. Its error, where it cannot be opened now."""
+        return self._ask(lambda _: None)
 
     def status(self) -> Future[dict[str, Any]]:
         """What the shard is doing, as plain data; it comes also where the engine cannot be opened."""
@@ -229,6 +240,10 @@ class Shard:
         self._keeper.keep_up(map_version)
         token, map_version = self._keeper.begin_line(client), self._housing.moving.map.version
         return Hello(token, map_version, self._keeper.process)
+
+    def _moved(self, step: Callable[[Moving], T]) -> T:
+        self._housing.site.check_moves()
+        return step(self._housing.moving)
 
     def _adopt(self, moving: Moving, shard_map: ShardMap) -> None:
         self._keeper.forget_owners()
