@@ -19,7 +19,7 @@ from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, JournalError, Row
-from undertow.engine.llm import Completion, LLMClient, OpenAILLM
+from undertow.engine.llm import Completion, LLMClient, OnText, OpenAILLM
 from undertow.engine.metadata import Where
 from undertow.engine.model import (
     BadInput,
@@ -393,8 +393,14 @@ class Engine:
             time.sleep(0.01)
         return answer
 
-    def ask(self, tenant: str, question: str, *, as_of: str | None = None) -> Asked:
-        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it."""
+    def ask(
+        self, tenant: str, question: str, *, as_of: str | None = None, on_text: OnText | None = None
+    ) -> Asked:
+        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
+
+        `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
+        BrokenOff too. `let_go` gives the call up.
+        """
         if self._llm is None:
             raise UndertowError("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         found = self.search(tenant, question)
@@ -404,7 +410,14 @@ class Engine:
             raise UndertowError(
                 f"{error}; the model's context holds {self._budget.context_tokens}."
             ) from None
-        return Asked(tenant, found, self._llm.submit(prompt, tenant=tenant))
+        if on_text is None:
+            return Asked(tenant, found, self._llm.submit(prompt, tenant=tenant))
+        return Asked(tenant, found, self._llm.stream(prompt, tenant=tenant, on_text=on_text))
+
+    def let_go(self, asked: Asked) -> None:
+        """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more."""
+        if self._llm is not None:
+            self._llm.cancel(asked.call)
 
     def heard(self, asked: Asked) -> Answer | None:
         """The answer to what was asked; None: not yet. UndertowError, BadReply, ServerRefused."""

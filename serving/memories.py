@@ -6,13 +6,14 @@ What the HTTP and MCP faces stand on. The same over a shard in this process and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from undertow.engine.admission import Receipt
+from undertow.engine.cluster.answering import AnswerTicket, Said, UnknownTicket
 from undertow.engine.cluster.housing import Parts
 from undertow.engine.cluster.in_process import InProcess
 from undertow.engine.cluster.router import Router
@@ -20,6 +21,7 @@ from undertow.engine.cluster.wire import pack, unpack_receipts
 from undertow.engine.config import Settings
 from undertow.engine.engine import Answer
 from undertow.engine.erasure import Certificate
+from undertow.engine.llm import BrokenOff
 from undertow.engine.model import Turn, UndertowError
 from undertow.engine.place import Place
 from undertow.engine.reports import Report
@@ -85,6 +87,54 @@ class Memories:
         """As Engine.answer."""
         answer: Answer = await self._ask("answer", tenant, question, as_of=as_of)
         return answer
+
+    async def answer_stream(
+        self, tenant: str, question: str, *, as_of: str | None = None
+    ) -> AsyncGenerator[str | Answer]:
+        """Like `answer`, in pieces as the LLM writes them; then the Answer, whose text they are together.
+
+        Closing the generator, or cancelling its task, gives the LLM call up. BrokenOff: no more comes, and
+        the pieces are no answer.
+        """
+        told = False
+        while True:
+            begun = self._router.begin("answer_begin", tenant, question, as_of=as_of)
+            try:
+                async with aclosing(self._pieces(begun)) as pieces:
+                    async for piece in pieces:
+                        told = True
+                        yield piece
+                return
+            except UnknownTicket as lost:
+                if told:
+                    raise BrokenOff(f"the answer broke off in the middle: {lost}") from None
+
+    async def _pieces(self, begun: Future[AnswerTicket]) -> AsyncGenerator[str | Answer]:
+        answer: Answer | None = None
+        at = 0
+        try:
+            ticket = await asyncio.shield(self._heard(begun))
+            while answer is None:
+                text, answer = await self._more(ticket, at)
+                at += len(text)
+                if text:
+                    yield text
+            yield answer
+        finally:
+            if answer is None:
+                begun.add_done_callback(self._drop)
+
+    async def _more(self, ticket: AnswerTicket, at: int) -> Said:
+        said: Said = await self._heard(self._router.begin_at(ticket.shard, "answer_more", ticket.id, at))
+        return said
+
+    def _drop(self, begun: Future[AnswerTicket]) -> None:
+        """Nobody waits for this answer any more. On the router's thread."""
+        if begun.cancelled() or begun.exception() is not None:
+            return
+        ticket = begun.result()
+        with suppress(UndertowError):  # closed: so is the answer
+            self._router.begin_at(ticket.shard, "answer_drop", ticket.id)
 
     async def get(self, tenant: str, memory_id: str) -> Report:
         """As Engine.get."""

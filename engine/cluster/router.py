@@ -125,6 +125,10 @@ class Router:
             return self._begin(self._status())
         return self._begin(self._ask_together(method, *args, **kwargs))
 
+    def begin_at(self, shard: str, method: str, *args: Any) -> Future[Any]:
+        """Like `begin`, of one shard: one call of Shard, repeated where it gets lost."""
+        return self._begin(self._ask_shard(shard, method, *args))
+
     def begin_add(self, table: pa.Table) -> Future[pa.Table]:
         """As `submit_table`, but QueueFull too comes by the future. To cancel it takes nothing back."""
         check_turns(table)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from undertow.engine.cluster.answering import Answers, AnswerTicket, Said, Telling, UnknownTicket
 from undertow.engine.cluster.calls import Call, Hello, Stamp
 from undertow.engine.cluster.housing import Housing, Parts
 from undertow.engine.cluster.keeper import Keeper, refused
@@ -24,6 +25,7 @@ from undertow.engine.cluster.wire import Status
 from undertow.engine.config import Settings
 from undertow.engine.engine import Answer, Asked, Engine
 from undertow.engine.erasure import Certificate
+from undertow.engine.llm import BrokenOff
 from undertow.engine.model import Memory, UndertowError
 from undertow.engine.moving import Leaver, Moving
 from undertow.engine.place import Place
@@ -58,6 +60,7 @@ class Shard:
         self._housing = Housing(Site.of(where), shard, settings, parts or Parts(), life)
         self._keeper = Keeper(shard, self._housing, settings.queue_turns)
         self._ask = self._keeper.ask
+        self._answers = Answers(shard)
 
     # ---- calls, from any thread
 
@@ -102,6 +105,21 @@ class Shard:
             return engine.heard(asked[0][1])
 
         return self._ask(answer, wait=True)
+
+    def answer_begin(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[AnswerTicket]:
+        """Begin an answer that is told in pieces. As `answer`; the LLM's errors come with `answer_more`."""
+        return self._ask(lambda engine: self._begin_answer(engine, tenant, question, as_of))
+
+    def answer_more(self, ticket_id: str, at: int) -> Future[Said]:
+        """The text of a begun answer from the character `at` on, and the answer once that is all.
+
+        Waits for a piece for some seconds. As Engine.heard; BrokenOff; UnknownTicket: begin anew.
+        """
+        return self._answers.more(ticket_id, at)
+
+    def answer_drop(self, ticket_id: str) -> Future[None]:
+        """Nobody waits for a begun answer any more: its LLM call is given up."""
+        return self._ask(lambda _: self._answers.drop(ticket_id))
 
     def get_all(self, tenant: str) -> Future[list[Memory]]:
         """As Engine.get_all. Moved, InTransit."""
@@ -244,6 +262,30 @@ class Shard:
     def _moved(self, step: Callable[[Moving], T]) -> T:
         self._housing.site.check_moves()
         return step(self._housing.moving)
+
+    def _begin_answer(self, engine: Engine, tenant: str, question: str, as_of: str | None) -> AnswerTicket:
+        telling = Telling()
+
+        def ask(engine: Engine) -> tuple[Engine, Asked]:
+            asked = engine.ask(self._checked(tenant), question, as_of=as_of, on_text=telling.add)
+            return engine, asked
+
+        asked = [ask(engine)]
+
+        def hear(engine: Engine) -> Answer | None:
+            telling.tick()
+            opened, call = asked[0]
+            if telling.abandoned:
+                opened.let_go(call)
+                raise UnknownTicket("nobody asked for the answer any more")
+            if opened is not engine:  # opened anew: what the former had asked is lost
+                if telling.begun:
+                    raise BrokenOff("the shard was opened anew in the middle of the answer. Ask again.")
+                asked[0] = ask(engine)
+            return engine.heard(asked[0][1])
+
+        self._ask(hear, wait=True).add_done_callback(telling.end)
+        return self._answers.add(telling)
 
     def _adopt(self, moving: Moving, shard_map: ShardMap) -> None:
         self._keeper.forget_owners()
