@@ -45,6 +45,8 @@ class Settings(BaseSettings):
     queue_turns: int = Field(default=8_192, ge=1)
     gate_lookahead_turns: int = Field(default=64, ge=1)
     max_message_bytes: int = Field(default=1_000_000, ge=1)
+    # of an export that is taken in: it is held in memory, and committed at once
+    max_import_bytes: int = Field(default=256 << 20, ge=1)
     # of an arena on the CPU (on a card its share bounds it): half of the machine's memory;
     # a loaded turn keeps its text too, about a third of its vector
     arena_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 2, ge=1 << 20)

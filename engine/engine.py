@@ -43,6 +43,7 @@ from undertow.engine.residence import Residence, arena_of
 from undertow.engine.retrieval import Found, Retrieval, Window, question_prompt
 from undertow.engine.scheduler import Scheduler, StepReport
 from undertow.engine.store import StoreError
+from undertow.engine.tenancy import Tenancy
 from undertow.engine.tenants import ArenaFull, Tenant, Tenants
 from undertow.engine.text_cache import TenantTextCache
 from undertow.engine.timestamps import parse_timestamp
@@ -80,7 +81,7 @@ class Lag:
     blocked_tenants: int
 
 
-class Engine:
+class Engine(Tenancy):
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.

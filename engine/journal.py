@@ -395,12 +395,14 @@ class Journal:
         kinds: Sequence[str] | None = None,
         ids: Sequence[str] | None = None,
         vectors: bool = True,
+        after_lsn: int = -1,
     ) -> Iterator[Row]:
-        """Rows in append order; of the named tenants, kinds and ids where given.
+        """Rows in append order, behind `after_lsn`; of the named tenants, kinds and ids where given.
 
         Streams: memory is bounded by one batch, plus one tenant filter's rows when keys are given."""
         columns = [name for name in SCHEMA.names if vectors or name != "vector"]
-        wanted = _all_of(_any_of("kind", kinds), _any_of("id", ids))
+        late = f"lsn > {after_lsn}" if after_lsn >= 0 else None
+        wanted = _all_of(_any_of("kind", kinds), _any_of("id", ids), late)
         for keys in _key_groups(tenant_keys):
             filter = self._counting(_all_of(_any_of("tenant_key", keys), wanted))
             for batch in self._scan(columns, filter):

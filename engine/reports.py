@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,36 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from undertow.engine.exporting import (
+    EXPORTED,
+    MAX_PAGE_BYTES,
+    MAX_PAGE_RECORDS,
+    ExportBroken,
+    Mark,
+    Seal,
+    check_limit,
+    exported,
+    head,
+    stay_of,
+)
 from undertow.engine.journal import Journal, Row
-from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, spoken, unknown_memory
-from undertow.engine.records import control_of, job_of, memory_of, messages_of, outdated_updates
+from undertow.engine.model import Decision, MemoryKind, UndertowError, unknown_memory
+from undertow.engine.records import control_of, job_of, memory_of
+from undertow.engine.shown import (
+    Page,
+    Report,
+    Withheld,
+    deleted_turn,
+    deleted_turns,
+    memory_report,
+    row_report,
+    turn_report,
+    versions_of,
+)
 from undertow.engine.tenants import Tenants
 from undertow.kernels.arena import Arena
 
-Report = dict[str, Any]
+__all__ = ["Report", "Reports"]
 
 MADE_IDS = ("episode_ids", "fact_ids")
 CONSOLIDATING = (Decision.MERGED, Decision.FIRED)
@@ -48,14 +70,14 @@ class Reports:
     def _deleted_but_stored(self) -> list[Row]:
         """Rows of deleted turns that a crash left behind."""
         controls = self._alive(self._journal.read(kinds=["control"], vectors=False))
-        ids = [control_of(row).body["id"] for row in controls if _deleted_turn(row) is not None]
+        ids = [control_of(row).body["id"] for row in controls if deleted_turn(row) is not None]
         return self._alive(self._journal.read(kinds=["turn"], ids=ids, vectors=False)) if ids else []
 
     def turns(self, tenant: str, *, every: bool = False) -> list[Report]:
         """The turns in seq order. `every`: with a stub for each deleted one, whose words are gone."""
         rows = self._rows(tenant, ["turn", "control"])
-        deleted = _deleted_turns(rows)
-        turns = {row.seq: _turn_report(row) for row in rows if row.kind == "turn"}
+        deleted = deleted_turns(rows)
+        turns = {row.seq: turn_report(row) for row in rows if row.kind == "turn"}
         if every:
             for seq, row in deleted.items():
                 body = control_of(row).body
@@ -72,7 +94,7 @@ class Reports:
 
     def turn_vectors(self, tenant: str) -> Iterator[NDArray[np.float16]]:
         """The vectors of a tenant's turns, float16 [dim] each, in seq order; streamed."""
-        withheld = _Withheld(self._rows(tenant, ["control"]))
+        withheld = Withheld(self._rows(tenant, ["control"]))
         key = self._journal.info.tenant_key(tenant)
         rows = self._journal.read(tenant_keys=[key], kinds=["turn"])
         shown = (row for row in rows if self._is_alive(row) and row not in withheld)
@@ -80,13 +102,15 @@ class Reports:
 
     def memories(self, tenant: str, kind: MemoryKind, *, every: bool = False) -> list[Report]:
         """Episodes or facts in order of birth; `every`: with all their earlier versions."""
-        versions = _versions(self._rows(tenant, [kind]))
+        versions = versions_of(self._rows(tenant, [kind]))
         shown = [m for m in versions if not m.deleted and (every or m.superseded_at_seq is None)]
         shown.sort(key=lambda m: (m.born_at_seq, m.ordinal, m.version))
-        return [_memory_report(m) for m in shown]
+        return [memory_report(m) for m in shown]
 
-    def explain(self, tenant: str) -> list[Report]:
+    def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> list[Report]:
         """One record a turn in seq order: what was decided, on what grounds, and what it made.
+
+        Of those behind record `after_seq`, the first `limit`; None: all.
 
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
         fire (a replay of a parked job included, the remaking after a deletion not). Deleted turns say so.
@@ -102,9 +126,10 @@ class Reports:
             if body["decision"] in CONSOLIDATING and at not in other and body.get("episode_ids")
             for seq in body.get("cluster_seqs", ())
         }
-        deleted = _deleted_turns(rows)
+        deleted = deleted_turns(rows)
         records = []
-        for seq in sorted({row.seq for row in rows if row.kind == "turn"} | set(deleted)):
+        seqs = sorted({row.seq for row in rows if row.kind == "turn"} | set(deleted))
+        for seq in [seq for seq in seqs if seq > after_seq][:limit]:
             undecided = Decision.PENDING if seq == cursor and seq in pending else Decision.UNDECIDED
             body = decisions.get(seq, {"decision": undecided.value})
             record = _explanation(seq, body, consolidated.get(seq))
@@ -118,16 +143,16 @@ class Reports:
         """
         rows = self._rows_of(memory_id, tenant_key)
         if rows and rows[0].kind == "turn":
-            return [_turn_report(rows[0])]
+            return [turn_report(rows[0])]
         if not rows:
             raise UndertowError(
                 f"no memory has the id {memory_id!r}. `undertow list` shows the ids; a deleted turn has none."
             )
-        return [_memory_report(m) for m in _versions(rows)]
+        return [memory_report(m) for m in versions_of(rows)]
 
     def get(self, memory_id: str, tenant_key: str | None = None) -> Report:
         """One memory as it stands, in the form of `history`. UndertowError: unknown id, or deleted."""
-        return _row_report(self.row(memory_id, tenant_key))
+        return row_report(self.row(memory_id, tenant_key))
 
     def row(self, memory_id: str, tenant_key: str | None = None) -> Row:
         """The newest version of a memory, without its vector. UndertowError: unknown id, or deleted."""
@@ -144,33 +169,57 @@ class Reports:
         if not rows:
             return []
         of_tenant = self._journal.read(tenant_keys=[rows[0].tenant_key], kinds=["control"], vectors=False)
-        withheld = _Withheld([*self._alive(of_tenant), *rows])
+        withheld = Withheld([*self._alive(of_tenant), *rows])
         return [row for row in rows if row not in withheld]
 
     def export(self, tenant: str, *, vectors: bool = False) -> Iterator[Report]:
         """Everything of a tenant in the order of its commits, every version; streamed.
 
-        `kind` is turn, episode, fact, decision or control; `vector` is a list of floats.
+        `kind` is turn, episode, fact, decision, control or job, between the head and the end of the export
+        (engine/exporting.py); `vector` is a list of floats.
         """
         self.tenants.require(tenant)
         return self._export(tenant, vectors)
 
     def _export(self, tenant: str, vectors: bool) -> Iterator[Report]:
-        key = self._journal.info.tenant_key(tenant)
+        seal = Seal()
+        yield head(tenant)
         known = self._every_row(tenant, ["control", "episode", "fact"])
-        withheld = _Withheld(known)
-        memories = _versions([row for row in known if row.kind != "control" and row not in withheld])
-        replaced = {(m.id, m.version): m.superseded_at_seq for m in memories}
-        kinds = ["turn", "episode", "fact", "decision", "control"]
-        for row in self._journal.read(tenant_keys=[key], kinds=kinds, vectors=vectors):
-            if not self._is_alive(row) or row in withheld:
-                continue
-            report = _row_report(row)
-            if row.kind in ("episode", "fact"):
-                report["superseded_at_seq"] = replaced.get((row.id or "", report["version"]))
-            if vectors and row.kind in ("turn", "episode", "fact"):
-                report["vector"] = None if row.vector is None else row.vector.tolist()
-            yield report
+        for _, record in exported(self._exported_rows(tenant, vectors), known, vectors=vectors):
+            seal.add(record)
+            yield record
+        yield seal.end(tenant)
+
+    def export_page(
+        self, tenant: str, *, after: str | None = None, limit: int = 1000, vectors: bool = False
+    ) -> Page:
+        """Some of `export`: at most `limit` records and a few megabytes, from where the page before ended.
+
+        Pages in a row, read by whatever process, make one export. What is added meanwhile is in it; what is
+        deleted meanwhile may be, with the record of its deletion, if its page had been read: an import leaves
+        it out. InputError; ExportBroken.
+        """
+        check_limit(limit, MAX_PAGE_RECORDS)
+        known = self._every_row(tenant, ["control", "episode", "fact"])
+        stay = stay_of(self._journal, known)
+        mark = Mark(stay) if after is None else Mark.parse(after)
+        if mark.stay != stay:
+            raise ExportBroken(
+                f"the export of {tenant!r} was overtaken by a move or an erasure. Begin again."
+            )
+        items, seal, size = [head(tenant)] if after is None else [], mark.seal, 0
+        rows = self._exported_rows(tenant, vectors, after_lsn=mark.lsn)
+        for taken, (lsn, record) in enumerate(exported(rows, known, vectors=vectors), 1):
+            items.append(record)
+            size += seal.add(record)
+            if taken == limit or size >= MAX_PAGE_BYTES:
+                return Page(tuple(items), str(Mark(stay, lsn, seal)))
+        return Page((*items, seal.end(tenant)), None)
+
+    def _exported_rows(self, tenant: str, vectors: bool, *, after_lsn: int = -1) -> Iterator[Row]:
+        key = self._journal.info.tenant_key(tenant)
+        rows = self._journal.read(tenant_keys=[key], kinds=EXPORTED, vectors=vectors, after_lsn=after_lsn)
+        return filter(self._is_alive, rows)
 
     def jobs(self) -> list[Report]:
         """Pending and parked jobs of all tenants, by tenant and seq."""
@@ -199,7 +248,7 @@ class Reports:
     def _rows(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
         """A tenant's rows of some kinds that may be shown, oldest first. UnknownTenant."""
         rows = self._every_row(tenant, [*kinds, "control"])
-        withheld = _Withheld(rows)
+        withheld = Withheld(rows)
         return [row for row in rows if row.kind in kinds and row not in withheld]
 
     def _every_row(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
@@ -215,77 +264,6 @@ class Reports:
         return row.tenant_key not in self.tenants.departed and not self.tenants.buried(row)
 
 
-class _Withheld:
-    """Rows of one tenant with a deleted turn's words, which a crash may have left for the next purge.
-
-    Those are the turn itself, the versions older than one that was made at the deletion's seq, and updates
-    of which there is a copy without words.
-    """
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        """`rows`, oldest first: the control records, and every version of the memories in question."""
-        deletions = _deleted_turns(rows)
-        seqs = {row.seq for row in deletions.values()}
-        self._turns = deletions.keys()
-        self._remade_lsn = {
-            row.id: row.lsn for row in rows if row.kind in ("episode", "fact") and row.seq in seqs
-        }
-        self._outdated = set(outdated_updates(rows))
-
-    def __contains__(self, row: Row) -> bool:
-        if row.kind == "turn":
-            return row.seq in self._turns
-        if row.kind == "control":
-            return row.lsn in self._outdated
-        return row.kind in ("episode", "fact") and row.lsn < self._remade_lsn.get(row.id, -1)
-
-
-def _deleted_turns(rows: Sequence[Row]) -> dict[int, Row]:
-    """The control row that deleted it, by seq of the deleted turn."""
-    return {seq: row for row in rows if (seq := _deleted_turn(row)) is not None}
-
-
-def _deleted_turn(row: Row) -> int | None:
-    """The seq of the turn that a row deletes, if it does that."""
-    if row.kind != "control":
-        return None
-    control = control_of(row)
-    return int(control.body["turn_seq"]) if control.kind == "delete" and "turn_seq" in control.body else None
-
-
-def _versions(rows: Sequence[Row]) -> list[Memory]:
-    """The versions in `rows` (oldest first), each with the seq of the one that replaced it."""
-    found = [memory_of(row) for row in rows]
-    next_seq: dict[str, int] = {}
-    for i in range(len(found) - 1, -1, -1):
-        memory = found[i]
-        found[i] = replace(memory, superseded_at_seq=next_seq.get(memory.id))
-        next_seq[memory.id] = memory.made_at_seq
-    return found
-
-
-def _turn_report(row: Row) -> Report:
-    body = orjson.loads(row.payload)
-    return {
-        "id": row.id,
-        "kind": "turn",
-        "tenant": row.tenant,
-        "seq": row.seq,
-        "made_at_seq": row.seq,
-        "superseded_at_seq": None,
-        "session": body["session"],
-        "timestamp": row.timestamp,
-        "text": spoken(messages_of(body)),
-        "messages": body["messages"],
-        "metadata": body.get("metadata", {}),
-    }
-
-
-def _memory_report(memory: Memory) -> Report:
-    report = asdict(memory)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in report.items()}
-
-
 def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | None) -> Report:
     made = body if body["decision"] in CONSOLIDATING else {}
     return {
@@ -298,15 +276,3 @@ def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | N
         "consolidated_at_seq": consolidated_at_seq,
         **{name: made.get(name, []) for name in MADE_IDS},
     }
-
-
-def _row_report(row: Row) -> Report:
-    if row.kind == "turn":
-        return _turn_report(row)
-    if row.kind in ("episode", "fact"):
-        return _memory_report(memory_of(row))
-    body = orjson.loads(row.payload)
-    head: Report = {"kind": row.kind, "tenant": row.tenant, "seq": row.seq}
-    if row.kind == "control":
-        return {**head, "control": body["kind"], "body": body["body"]}
-    return {**head, **body}

@@ -125,7 +125,7 @@ class Retrieval:
         The first search of a tenant that needs an index waits until it is made.
         """
         index = self._index_of(tenant) if window.open and where.open else None
-        passing = None if where.open else self._metadata_of(tenant).passing(tenant, where)
+        passing = self.passing(tenant, where)
         return Found(
             tuple(self._memories(tenant, "episode", query, k_epi, window, passing)),
             tuple(self._memories(tenant, "fact", query, k_sem, window, passing)),
@@ -133,10 +133,13 @@ class Retrieval:
             1.0 if index is None else index.recall(k_sub),
         )
 
-    def _metadata_of(self, tenant: Tenant) -> MetadataIndex:
+    def passing(self, tenant: Tenant, where: Where) -> Rows | None:
+        """Which of the tenant's turns have what is asked for, bool [turns], by arena row; None: all."""
+        if where.open:
+            return None
         if (index := self._metadata.get(tenant)) is None:
             index = self._metadata[tenant] = MetadataIndex()
-        return index
+        return index.passing(tenant, where)
 
     def indexes(self) -> dict[str, IvfReport]:
         """Method, size and measured recall of each index in memory, by tenant."""
@@ -193,7 +196,7 @@ class Retrieval:
         if not window.open or passing is not None or tenant.counts["deleted"] or tenant.may_change:
             allowed = np.array(
                 [
-                    m is not None and _shows(tenant, m, window) and _rests_on(tenant, m, passing)
+                    m is not None and shows(tenant, m, window) and rests_on(tenant, m, passing)
                     for m in tier.rows
                 ],
                 dtype=bool,
@@ -223,8 +226,8 @@ class Retrieval:
         return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
 
 
-def _shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
-    """Whether a memory may be found.
+def shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
+    """Whether a memory may be found or listed.
 
     A deleted turn takes what rests on it along until that is remade; what a user has deleted or updated
     is out until the cursor reaches that record.
@@ -236,7 +239,7 @@ def _shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
     )
 
 
-def _rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
+def rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
     """Whether one of the memory's turns is among these; None: all are."""
     return passing is None or any(passing[tenant.row_by_seq[seq]] for seq in memory.source_seqs)
 

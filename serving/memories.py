@@ -6,7 +6,7 @@ What the HTTP and MCP faces stand on. The same over a shard in this process and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, aclosing, suppress
 from pathlib import Path
@@ -21,14 +21,24 @@ from undertow.engine.cluster.wire import pack, unpack_receipts
 from undertow.engine.config import Settings
 from undertow.engine.engine import Answer
 from undertow.engine.erasure import Certificate
+from undertow.engine.importing import Imported
 from undertow.engine.llm import BrokenOff
 from undertow.engine.model import Turn, UndertowError
 from undertow.engine.place import Place
 from undertow.engine.reports import Report
 from undertow.engine.retrieval import Found
+from undertow.engine.shown import Page
 from undertow.engine.updates import Updated, Wording
 
 T = TypeVar("T")
+# in a class with a method `list`, that name is no type
+Receipts = list[Receipt]
+Reports = list[Report]
+Names = list[str]
+Usages = dict[str, dict[str, int]]
+
+# records that an export asks a shard for at a time
+EXPORT_RECORDS = 1_000
 
 
 class Memories:
@@ -56,7 +66,7 @@ class Memories:
 
     # ---- what a tenant remembers
 
-    async def add(self, turns: Sequence[Turn]) -> list[Receipt]:
+    async def add(self, turns: Sequence[Turn]) -> Receipts:
         """Store turns; durable and searchable on return. One receipt a turn, in order.
 
         InputError: one cannot be stored, and none was. QueueFull: too many wait; the same call may be sent
@@ -141,9 +151,9 @@ class Memories:
         memory: Report = await self._ask("get", tenant, memory_id)
         return memory
 
-    async def history(self, tenant: str, memory_id: str) -> list[Report]:
+    async def history(self, tenant: str, memory_id: str) -> Reports:
         """As Engine.history."""
-        versions: list[Report] = await self._ask("history", tenant, memory_id)
+        versions: Reports = await self._ask("history", tenant, memory_id)
         return versions
 
     async def update(self, tenant: str, memory_id: str, text: Wording) -> Updated:
@@ -166,6 +176,53 @@ class Memories:
         certificate: Certificate | None = await self._ask("erase", tenant, now=now)
         return certificate
 
+    async def list(
+        self,
+        tenant: str,
+        *,
+        kinds: Collection[str] | None = None,
+        since: str | None = None,
+        until: str | None = None,
+        where: Mapping[str, Any] | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page:
+        """As Engine.list."""
+        how = {"kinds": kinds, "since": since, "until": until, "where": where}
+        page: Page = await self._ask("list", tenant, **how, limit=limit, after=after)
+        return page
+
+    async def export(self, tenant: str, *, vectors: bool = False) -> AsyncGenerator[Report]:
+        """All that `import_` needs, record by record: the pages of Engine.export_page."""
+        after: str | None = None
+        while True:
+            how = {"after": after, "limit": EXPORT_RECORDS, "vectors": vectors}
+            page: Page = await self._ask("export_page", tenant, **how)
+            for record in page.items:
+                yield record
+            if (after := page.after) is None:
+                return
+
+    async def import_(self, tenant: str, records: Sequence[Report]) -> Imported:
+        """As Engine.import_."""
+        imported: Imported = await self._ask("import_", tenant, records)
+        return imported
+
+    async def explain(self, tenant: str, *, limit: int | None = 1_000, after_seq: int = -1) -> Reports:
+        """As Engine.explain."""
+        records: Reports = await self._ask("explain", tenant, limit=limit, after_seq=after_seq)
+        return records
+
+    async def tenant_stats(self, tenant: str) -> dict[str, int]:
+        """As Engine.tenant_stats."""
+        figures: dict[str, int] = await self._ask("tenant_stats", tenant)
+        return figures
+
+    async def usage(self, tenant: str | None = None) -> Usages:
+        """As Engine.usage."""
+        spent: Usages = await (self._ask_all("usage") if tenant is None else self._ask("usage", tenant))
+        return spent
+
     def tenant_key(self, tenant: str) -> str:
         """The keyed hash that stands for the tenant where its name must not: certificates, the audit log."""
         return self._router.tenant_key(tenant)
@@ -187,13 +244,23 @@ class Memories:
         replayed: int = await self._ask_all("replay_jobs")
         return replayed
 
+    async def purge(self) -> dict[str, Certificate]:
+        """As Engine.purge, at every shard."""
+        certificates: dict[str, Certificate] = await self._ask_all("purge")
+        return certificates
+
+    async def tenants(self, prefix: str = "", *, limit: int = 1_000, after: str = "") -> Names:
+        """As Router.tenants."""
+        names: Names = await self._ask_all("tenants", prefix, limit, after)
+        return names
+
     # ---- how they are asked
 
     async def _ask(self, method: str, tenant: str, *args: Any, **kwargs: Any) -> Any:
         return await self._heard(self._router.begin(method, tenant, *args, **kwargs))
 
-    async def _ask_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await self._heard(self._router.begin_all(method, *args, **kwargs))
+    async def _ask_all(self, method: str, *args: Any) -> Any:
+        return await self._heard(self._router.begin_all(method, *args))
 
     @staticmethod
     async def _heard(begun: Future[T]) -> T:

@@ -233,11 +233,15 @@ def test_readable_output_holds_no_escape_codes(built: Path) -> None:
 
 def test_export_has_every_version_and_vectors_on_demand(built: Path) -> None:
     lines = run("export", "--tenant", "ada", "--store", built).lines
-    assert {line["kind"] for line in lines} == {"turn", "episode", "fact", "decision", "control"}
+    inner = {"turn", "episode", "fact", "decision", "control"}
+    assert {line["kind"] for line in lines} == inner | {"export", "end"}
+    assert (lines[0]["kind"], lines[-1]["kind"], lines[-1]["records"]) == ("export", "end", len(lines) - 2)
     assert {line["tenant"] for line in lines} == {"ada"}
     found = contents(built, "ada")
     for kind, listed in (("turn", "turns"), ("episode", "episodes"), ("fact", "facts")):
         exported = sorted((m for m in lines if m["kind"] == kind), key=lambda m: (m["id"], m.get("version")))
+        keys = [m.pop("dedupe_key") for m in exported if kind == "turn"]
+        assert len(keys) == len(set(keys)), "what tells a repeated turn"
         assert exported == sorted(found[listed], key=lambda m: (m["id"], m.get("version")))
         assert not any("vector" in m for m in exported)
     for line in run("export", "--tenant", "ada", "--store", built, "--vectors").lines:

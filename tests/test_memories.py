@@ -119,6 +119,32 @@ def test_erasing_gives_a_certificate_under_the_tenants_key(tmp_path: Path) -> No
     run(work())
 
 
+def test_what_is_of_a_tenant_as_a_whole(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path / "store") as memories:
+            await memories.add(log_of(tmp_path))
+            assert await memories.flush("ann")
+            assert await memories.flush("bob")
+            page = await memories.list("ann", kinds=["fact"], limit=2)
+            rest = await memories.list("ann", kinds=["fact"], after=page.after)
+            facts = [item["id"] for item in (*page.items, *rest.items)]
+            records = [record async for record in memories.export("ann")]
+            assert len(facts) == len(set(facts)) == (await memories.tenant_stats("ann"))["facts"] > 2
+            imported = await memories.import_("eve", records)
+            assert imported.turns == (await memories.tenant_stats("ann"))["turns"] == 30
+            assert [record async for record in memories.export("eve")] == records
+            assert (await memories.explain("eve", limit=5))[-1]["seq"] >= 4
+            assert await memories.tenants() == ["ann", "bob", "eve"]
+            assert await memories.tenants("b", limit=1) == ["bob"]
+            spent = await memories.usage()
+            ann, bob = await memories.usage("ann"), await memories.usage("bob")
+            assert spent["episode"]["calls"] >= ann["episode"]["calls"] + bob["episode"]["calls"] > 0
+            await memories.erase("ann", now=False)
+            assert set(await memories.purge()) == {memories.tenant_key("ann")}
+
+    run(work())
+
+
 def test_errors_are_the_engines_own(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path / "store") as memories:

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from types import TracebackType
@@ -27,6 +27,8 @@ from undertow.engine.cluster.resources import ClusterSettings
 from undertow.engine.cluster.routes import Routes, Way
 from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.site import Site
+from undertow.engine.cluster.tenancy import RouterTenancy
+from undertow.engine.cluster.together import TOGETHER
 from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.model import Memory, Turn, UndertowError, unknown_memory
@@ -42,21 +44,10 @@ if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
 T = TypeVar("T")
 
 # calls whose repetition a shard must be told of
-CHANGING = frozenset({"delete", "update", "flush", "erase"})
+CHANGING = frozenset({"delete", "update", "flush", "erase", "import_"})
 
 # calls about one memory, which give None where there is none
 OF_MEMORY = frozenset({"get", "history", "update", "delete"})
-
-
-def _sum_counts(figures: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for counts in figures:
-        total.update(counts)
-    return dict(total)
-
-
-# what the shards' answers to a call come to
-TOGETHER: dict[str, Callable[[Iterable[Any]], Any]] = {"stats": _sum_counts, "replay_jobs": sum, "drain": all}
 
 # how long a shard may take to say how it is
 STATUS_PATIENCE_S = 5.0
@@ -65,7 +56,7 @@ STATUS_PATIENCE_S = 5.0
 SIGN_S = 5.0
 
 
-class Router:
+class Router(RouterTenancy):
     """Engine's calls, given a way to reach each shard. Use as a context manager; safe from several threads.
 
     Every call waits for a shard that is down, for as long as `patience_s`: then ShardDown.
@@ -119,11 +110,11 @@ class Router:
         """
         return self._begin(self._ask_tenant(method, tenant, *args, **kwargs))
 
-    def begin_all(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def begin_all(self, method: str, *args: Any) -> Future[Any]:
         """Like `begin`, of all shards: what comes is that of the Router's call of this name."""
         if method == "status":
             return self._begin(self._status())
-        return self._begin(self._ask_together(method, *args, **kwargs))
+        return self._begin(self._ask_together(method, *args))
 
     def begin_at(self, shard: str, method: str, *args: Any) -> Future[Any]:
         """Like `begin`, of one shard: one call of Shard, repeated where it gets lost."""
@@ -423,14 +414,14 @@ class Router:
         except (UndertowError, TimeoutError) as error:
             return {"state": "unreachable", "failure": str(error) or "it does not answer", **ours}
 
-    async def _ask_together(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return TOGETHER[method]((await self._ask_all(method, *args, **kwargs)).values())
+    async def _ask_together(self, method: str, *args: Any) -> Any:
+        return TOGETHER[method]((await self._ask_all(method, *args)).values(), *args)
 
-    async def _ask_all(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    async def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:
         """The answers of all shards, by shard, in their order; all are asked at once."""
         while True:
             shards = await self._everyone()
-            asked = (self._ask_shard(shard, method, *args, **kwargs) for shard in shards)
+            asked = (self._ask_shard(shard, method, *args) for shard in shards)
             try:
                 return dict(zip(shards, await asyncio.gather(*asked), strict=True))
             except Removed:  # meanwhile; its tenants are at others now
@@ -440,11 +431,11 @@ class Router:
         """One call of `Shard` by name, to one shard, repeated where it gets lost."""
         return self._await(self._ask_shard(shard, method, *args))
 
-    async def _ask_shard(self, shard: str, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def _ask_shard(self, shard: str, method: str, *args: Any) -> Any:
         pause = Pause(self.settings.patience_s)
         while True:
             try:
-                return await self._ask(shard, method, *args, **kwargs)
+                return await self._ask(shard, method, *args)
             except (ShardGone, QueueFull) as error:
                 if not await pause():
                     raise ShardDown(shard, pause.waited_s, error) from error

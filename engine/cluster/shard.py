@@ -21,6 +21,7 @@ from undertow.engine.cluster.housing import Housing, Parts
 from undertow.engine.cluster.keeper import Keeper, refused
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.site import Site
+from undertow.engine.cluster.tenancy import ShardTenancy
 from undertow.engine.cluster.wire import Status
 from undertow.engine.config import Settings
 from undertow.engine.engine import Answer, Asked, Engine
@@ -36,7 +37,7 @@ from undertow.engine.updates import Updated, Wording
 T = TypeVar("T")
 
 
-class Shard:
+class Shard(ShardTenancy):
     """The engine of one shard of a site; safe to call from several threads.
 
     Errors of a call are set on its future. Close it to release the journal.
@@ -247,12 +248,6 @@ class Shard:
         }
 
     # ---- on the keeper's thread
-
-    def _checked(self, tenant: str) -> str:
-        """The tenant, if it is this shard's to serve. Moved, InTransit."""
-        for refusal in self._housing.moving.refusals([tenant]).values():
-            raise refusal
-        return tenant
 
     def _greet(self, client: str, map_version: int) -> Hello:
         self._keeper.keep_up(map_version)
