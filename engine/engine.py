@@ -14,6 +14,7 @@ from typing import Any, Self
 import orjson
 
 from undertow.engine.admission import Admission, Receipt, Ticket
+from undertow.engine.cluster.parking import forget as forget_parked
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
@@ -545,6 +546,7 @@ class Engine(Tenancy):
         self.scheduler.forget(tenant)
         self._texts.forget(tenant)
         bury(self.journal, self.tenants, tenant)
+        forget_parked(self.journal.place, self.journal.info.tenant_key(tenant))  # a service's, of this store
         return self.purge().get(self.journal.info.tenant_key(tenant)) if now else None
 
     def purge(self) -> dict[str, Certificate]:

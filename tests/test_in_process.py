@@ -156,6 +156,11 @@ def test_a_poison_turn_is_parked_beside_the_store_and_goes_with_its_tenant(store
         assert bytes_hold(store / "parked", "badger")
         router.erase("ann")
         assert not bytes_hold(store / "parked", "badger")
+        router.add_batch([turn_of("bob", 2, "a badger here too")])
+    assert bytes_hold(store / "parked", "badger")
+    with engine_of(store) as engine:  # without the service
+        engine.erase("bob")
+    assert not bytes_hold(store / "parked", "badger")
 
 
 # ---- a shard that ends

@@ -18,6 +18,7 @@ from undertow.engine.cluster.wire import Status
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.engine import Engine
 from undertow.engine.model import PackedTurn, UndertowError
+from undertow.engine.moving import Moving
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Keeper:
         self._waits: deque[_Command] = deque()
         # tenants known to be served here, under a map by which nobody moves
         self._mine: set[str] = set()
+        self._mine_by: Moving | None = None
         self._busy = True
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard}", daemon=True)
@@ -220,7 +222,7 @@ class Keeper:
     def _feed(self, engine: Engine) -> None:
         for call in self.calls:
             self.keep_up(call.map_version)  # else it might refuse a turn, and take those behind it later
-            elsewhere = self._elsewhere(call.tenants)
+            elsewhere = {name: refused(why) for name, why in self.refusals(call.tenants).items()}
             parking = self.housing.parking
             if not call.feed(engine.scheduler.inbox, _refusal(elsewhere, parking.reason, len(parking))):
                 return
@@ -291,16 +293,19 @@ class Keeper:
         """The map has changed."""
         self._mine.clear()
 
-    def _elsewhere(self, tenants: frozenset[str]) -> dict[str, Outcome]:
-        """What becomes of the turns of those tenants that are not this shard's to serve now."""
+    def refusals(self, tenants: frozenset[str]) -> dict[str, Moved | InTransit]:
+        """As Moving.refusals; worked out once for a tenant as long as nobody moves."""
+        moving = self.housing.moving
+        if moving is not self._mine_by:  # the engine was opened anew, maybe with another map
+            self.forget_owners()
+            self._mine_by = moving
         names = tenants - self._mine
         if not names:
             return {}
-        moving = self.housing.moving
         refusals = moving.refusals(list(names))
         if moving.map.before is None:  # what is served now stays so until the next map
             self._mine |= names - refusals.keys()
-        return {name: refused(refusal) for name, refusal in refusals.items()}
+        return refusals
 
 
 def refused(refusal: Moved | InTransit) -> Outcome:

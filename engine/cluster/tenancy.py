@@ -83,7 +83,7 @@ class ShardTenancy:
 
     def _checked(self, tenant: str) -> str:
         """The tenant, if it is this shard's to serve. Moved, InTransit."""
-        for refusal in self._housing.moving.refusals([tenant]).values():
+        for refusal in self._keeper.refusals(frozenset([tenant])).values():
             raise refusal
         return tenant
 
