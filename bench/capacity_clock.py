@@ -57,7 +57,7 @@ class Gauge:
 
 
 class SimulatedLLM:
-    """`LLMClient` whose servers are a profile's: so many slots, so many seconds a call."""
+    """`Completions` whose servers are a profile's: so many slots, so many seconds a call."""
 
     def __init__(self, servers: LLMServer, write: Write, *, seed: int) -> None:
         self._servers, self._write = servers, write

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Self
 
-from undertow.bench.mock_replies import MockReplies, share, usage_of
-from undertow.engine.llm import BadReply, Completion, OnCall, read_reply
+from undertow.bench.mock_replies import MockReplies, share, usage_of, words_of
+from undertow.engine.llm import BadReply, Completion, OnCall, OnText, read_reply
 from undertow.engine.model import Usage
 from undertow.prompts import Prompt, repair_messages
 
@@ -32,6 +32,7 @@ class _Due:
     tenant: str = field(compare=False)
     started_s: float = field(compare=False)
     future: Future[Completion] = field(compare=False)
+    on_text: OnText | None = field(compare=False, default=None)
 
 
 class MockLLM:
@@ -77,10 +78,17 @@ class MockLLM:
         return None
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
+        return self._ask(prompt, tenant)
+
+    def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
+        """The words of the reply are told one by one, without a pause, before the future is done."""
+        return self._ask(prompt, tenant, on_text)
+
+    def _ask(self, prompt: Prompt, tenant: str, on_text: OnText | None = None) -> Future[Completion]:
         if self._closed:
             raise RuntimeError("this LLM client is closed")
         now_s = time.perf_counter()
-        due = _Due(now_s, next(self._numbers), prompt, tenant, now_s, Future())
+        due = _Due(now_s, next(self._numbers), prompt, tenant, now_s, Future(), on_text)
         if not self._timer.is_alive():
             self._finish(due)
             return due.future
@@ -137,6 +145,9 @@ class MockLLM:
         except BadReply as bad:
             due.future.set_exception(bad)
         else:
+            if due.on_text is not None:
+                for word in words_of(str(completion.reply)):
+                    due.on_text(word)
             due.future.set_result(completion)
 
     def _complete(self, due: _Due) -> Completion:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,12 @@ def usage_of(messages: Messages, content: str) -> Usage:
     return Usage(
         1, prompt_tokens, fixed_tokens // _CACHE_BLOCK_TOKENS * _CACHE_BLOCK_TOKENS, _tokens(content)
     )
+
+
+def words_of(text: str) -> list[str]:
+    """The pieces in which a reply is streamed: each word with the space before it."""
+    words: list[str] = re.findall(r"\s*\S+|\s+", text)
+    return words
 
 
 def _tokens(text: str) -> int:

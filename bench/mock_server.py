@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -26,12 +26,12 @@ import typer
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from undertow.bench.mock_llm import MODEL
-from undertow.bench.mock_replies import MockReplies, share, usage_of
+from undertow.bench.mock_replies import MockReplies, share, usage_of, words_of
 from undertow.engine.model import Usage
 
 __all__ = ["MockServer", "spawn_server"]
@@ -51,7 +51,8 @@ class _Dropped(Response):
 class MockServer:
     """The HTTP face. Faults come by hash of (seed, request, attempt), so a retried request ends well.
 
-    `context_tokens` (0: no limit) and `api_key` refuse as a real server does, with 400 and 401.
+    `context_tokens` (0: no limit) and `api_key` refuse as a real server does, with 400 and 401. A streamed
+    reply comes word by word, `piece_s` apart; one whose client has gone is given up, and counts as a fault.
     """
 
     replies: MockReplies
@@ -60,6 +61,7 @@ class MockServer:
     error_rate: float = 0.0
     context_tokens: int = 0
     api_key: str | None = None
+    piece_s: float = 0.0
     calls: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     usage: Usage = field(default_factory=Usage)
@@ -102,12 +104,17 @@ class MockServer:
 
     async def _chat(self, request: Request) -> Response:
         body = await request.body()
-        self.in_flight += 1
-        self.max_in_flight = max(self.max_in_flight, self.in_flight)
-        try:
+        with self._counted():
             if not self._allowed(request):
                 return _error(401, "wrong API key")
             return self._fault(body) or await self._completion(body)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        try:
+            yield
         finally:
             self.in_flight -= 1
 
@@ -149,24 +156,48 @@ class MockServer:
             await asyncio.sleep(self.latency_s + self.jitter_s * share(body, "jitter"))
         self.calls[form["name"] if form else "answer"] += 1
         self.usage += used
-        return JSONResponse(_wire_form(content, used))
+        if asked.get("stream"):
+            told = self._pieces(
+                content, used if (asked.get("stream_options") or {}).get("include_usage") else None
+            )
+            return StreamingResponse(told, media_type="text/event-stream")
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
+        return JSONResponse({**_HEAD, "choices": [choice], "usage": _wire_usage(used)})
+
+    async def _pieces(self, content: str, used: Usage | None) -> AsyncIterator[bytes]:
+        """The events of a streamed reply, as OpenAI and vLLM send them."""
+        with self._counted():
+            try:
+                yield _event(choices=[_part({"role": "assistant", "content": ""})])
+                for word in words_of(content):
+                    await asyncio.sleep(self.piece_s)
+                    yield _event(choices=[_part({"content": word})])
+            except asyncio.CancelledError:
+                self.faults["client left"] += 1
+                raise
+            yield _event(choices=[_part({}, "stop")])
+            if used is not None:
+                yield _event(choices=[], usage=_wire_usage(used))
+            yield b"data: [DONE]\n\n"
 
 
-def _wire_form(content: str, used: Usage) -> Mapping[str, Any]:
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
-    tokens = {
+_HEAD = {"id": "chatcmpl-mock", "object": "chat.completion", "created": 0, "model": MODEL}
+
+
+def _event(**contents: Any) -> bytes:
+    return b"data: " + orjson.dumps({**_HEAD, "object": "chat.completion.chunk", **contents}) + b"\n\n"
+
+
+def _part(delta: Mapping[str, str], finish_reason: str | None = None) -> Mapping[str, Any]:
+    return {"index": 0, "delta": delta, "finish_reason": finish_reason}
+
+
+def _wire_usage(used: Usage) -> Mapping[str, Any]:
+    return {
         "prompt_tokens": used.prompt_tokens,
         "completion_tokens": used.completion_tokens,
         "total_tokens": used.prompt_tokens + used.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_prompt_tokens},
-    }
-    return {
-        "id": "chatcmpl-mock",
-        "object": "chat.completion",
-        "created": 0,
-        "model": MODEL,
-        "choices": [choice],
-        "usage": tokens,
     }
 
 
@@ -212,11 +243,14 @@ def main(
     malformed_sticky: bool = False,
     context_tokens: int = 0,
     api_key: str | None = None,
+    piece_ms: float = 0.0,
     seed: int = 0,
 ) -> None:
     """Serve the mock LLM on 127.0.0.1 until terminated; port 0 takes a free one."""
     replies = MockReplies(seed, refusal_rate, empty_rate, malformed_rate, malformed_sticky)
-    server = MockServer(replies, latency_ms / 1e3, jitter_ms / 1e3, error_rate, context_tokens, api_key)
+    server = MockServer(
+        replies, latency_ms / 1e3, jitter_ms / 1e3, error_rate, context_tokens, api_key, piece_ms / 1e3
+    )
     listener = socket.create_server(("127.0.0.1", port), backlog=2048)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)  # connections wait in the backlog

@@ -14,12 +14,13 @@ from typing import Any, Self
 import orjson
 
 from undertow.engine.admission import Admission, Receipt, Ticket
+from undertow.engine.cluster.parking import forget as forget_parked
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, JournalError, Row
-from undertow.engine.llm import Completion, LLMClient, OpenAILLM
+from undertow.engine.llm import Completion, LLMClient, OnText, OpenAILLM
 from undertow.engine.metadata import Where
 from undertow.engine.model import (
     BadInput,
@@ -395,8 +396,14 @@ class Engine(Tenancy):
             time.sleep(0.01)
         return answer
 
-    def ask(self, tenant: str, question: str, *, as_of: str | None = None) -> Asked:
-        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it."""
+    def ask(
+        self, tenant: str, question: str, *, as_of: str | None = None, on_text: OnText | None = None
+    ) -> Asked:
+        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
+
+        `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
+        BrokenOff too. `let_go` gives the call up.
+        """
         if self._llm is None:
             raise UndertowError("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         found = self.search(tenant, question)
@@ -406,7 +413,14 @@ class Engine(Tenancy):
             raise UndertowError(
                 f"{error}; the model's context holds {self._budget.context_tokens}."
             ) from None
-        return Asked(tenant, found, self._llm.submit(prompt, tenant=tenant))
+        if on_text is None:
+            return Asked(tenant, found, self._llm.submit(prompt, tenant=tenant))
+        return Asked(tenant, found, self._llm.stream(prompt, tenant=tenant, on_text=on_text))
+
+    def let_go(self, asked: Asked) -> None:
+        """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more."""
+        if self._llm is not None:
+            self._llm.cancel(asked.call)
 
     def heard(self, asked: Asked) -> Answer | None:
         """The answer to what was asked; None: not yet. UndertowError, BadReply, ServerRefused."""
@@ -533,6 +547,7 @@ class Engine(Tenancy):
         self.scheduler.forget(tenant)
         self._texts.forget(tenant)
         bury(self.journal, self.tenants, tenant)
+        forget_parked(self.journal.place, self.journal.info.tenant_key(tenant))  # a service's, of this store
         return self.purge().get(self.journal.info.tenant_key(tenant)) if now else None
 
     def purge(self) -> dict[str, Certificate]:

@@ -21,9 +21,11 @@ from undertow.engine.llm_address import server_addresses
 from undertow.engine.llm_outcomes import (
     Answer,
     BadReply,
+    BrokenOff,
     Completion,
     Health,
     OnCall,
+    OnText,
     Rejected,
     ServerRefused,
     Trouble,
@@ -38,10 +40,13 @@ from undertow.prompts import Operation, Prompt, repair_messages
 __all__ = [
     "PRIORITY",
     "BadReply",
+    "BrokenOff",
     "Completion",
+    "Completions",
     "Health",
     "LLMClient",
     "OnCall",
+    "OnText",
     "OpenAILLM",
     "ServerRefused",
     "read_reply",
@@ -55,7 +60,7 @@ _SHOWN_REPLY_CHARS = 2_000
 _OUTCOMES: dict[type[Exception], str] = {Trouble: "retry", Rejected: "rejected", ServerRefused: "refused"}
 
 
-class LLMClient(Protocol):
+class Completions(Protocol):
     """What the scheduler needs of an LLM; called from one thread."""
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
@@ -73,6 +78,18 @@ class LLMClient(Protocol):
     @property
     def last_error(self) -> str | None: ...
 
+
+class LLMClient(Completions, Protocol):
+    """What an engine needs of an LLM: answers are told while they are written."""
+
+    def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
+        """Like `submit`, for a prompt that asks for plain text; its pieces are told as they come.
+
+        Together they are the reply. The future also raises BrokenOff: no more pieces come, of a reply that
+        has begun. A request that fails before that goes to another server, as all do.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -81,9 +98,17 @@ class _Job:
     prompt: Prompt
     tenant: str
     number: int
+    on_text: OnText | None = None
+    # a piece of the reply was told: it cannot be asked for anew
+    begun: bool = False
     future: Future[Completion] = field(default_factory=Future)
     submitted_s: float = field(default_factory=time.perf_counter)
     task: asyncio.Task[Completion] | None = None
+
+    def tell(self, text: str) -> None:
+        assert self.on_text is not None, "somebody listens"
+        self.begun = True
+        self.on_text(text)
 
 
 class OpenAILLM:
@@ -105,9 +130,15 @@ class OpenAILLM:
         self._thread.start()
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
+        return self._queue(_Job(prompt, tenant, next(self._numbers)))
+
+    def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
+        """See LLMClient.stream."""
+        return self._queue(_Job(prompt, tenant, next(self._numbers), on_text))
+
+    def _queue(self, job: _Job) -> Future[Completion]:
         if self._closed:
             raise RuntimeError("this LLM client is closed")
-        job = _Job(prompt, tenant, next(self._numbers))
         self._loop.call_soon_threadsafe(self._start, job)
         job.future.add_done_callback(partial(self._stop_if_cancelled, job))
         return job.future
@@ -180,7 +211,7 @@ class OpenAILLM:
     async def _complete(self, job: _Job) -> Completion:
         answer = await self._ask(job, job.prompt.messages, Usage())
         usage = answer.usage
-        if answer.reply is None:
+        if answer.reply is None and not job.begun:
             bad_reply = answer.content[:_SHOWN_REPLY_CHARS]
             answer = await self._ask(job, repair_messages(job.prompt, bad_reply, answer.problem), usage)
             usage += answer.usage
@@ -199,13 +230,15 @@ class OpenAILLM:
                     return await self._traced(job, server, messages)
             except Trouble as trouble:
                 self._last_error = str(trouble)
+                if job.begun:
+                    raise BrokenOff(f"the answer broke off in the middle: {trouble}. Ask again.") from trouble
                 wait_s = self._wait_s(attempt, trouble)
                 log.debug("%s; next attempt in %.2f s", trouble, wait_s)
             except Rejected as rejection:
                 raise BadReply(f"the server rejects the prompt: {rejection}", spent) from rejection
             except ServerRefused as refusal:
                 self._last_error = str(refusal)
-                if self._servers.all_refuse:
+                if self._servers.all_refuse or job.begun:
                     raise
                 wait_s = 0.0
             await asyncio.sleep(wait_s)
@@ -220,11 +253,11 @@ class OpenAILLM:
         started_s = time.perf_counter()
         outcome, usage = "cancelled", Usage()
         try:
-            answer = await server.complete(job.prompt, messages)
+            answer = await server.complete(job.prompt, messages, job.tell if job.on_text else None)
             outcome, usage = ("bad" if answer.reply is None else "ok"), answer.usage
             return answer
         except (Trouble, Rejected, ServerRefused) as failure:
-            outcome = _OUTCOMES[type(failure)]
+            outcome = "broken" if job.begun else _OUTCOMES[type(failure)]
             raise
         finally:
             if self._on_call is not None:

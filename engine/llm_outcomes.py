@@ -22,20 +22,30 @@ SHOWN_ERROR_CHARS = 300
 OnCall = Callable[[str, str, float, float, Usage, str], None]
 """(tenant, operation, started_s, ended_s, usage, outcome) of one HTTP request, from the client's
 thread; times of `time.perf_counter`, the clock of `Trace`; outcome is ok, bad, retry, rejected,
-refused or cancelled."""
+refused, broken (off in the middle of a streamed reply) or cancelled."""
+
+OnText = Callable[[str], None]
+"""(the next piece of a reply's text), from the client's thread. It returns at once."""
 
 
 class BadReply(UndertowError):
     """No usable reply to this prompt, after one repair. `usage` is what the attempts cost."""
 
     def __init__(self, reason: str, usage: Usage) -> None:
-        super().__init__(f"The LLM gave no usable reply: {reason}")
+        super().__init__(reason, usage)  # as they stand here, it can be sent from a shard
         self.reason = reason
         self.usage = usage
+
+    def __str__(self) -> str:
+        return f"The LLM gave no usable reply: {self.reason}"
 
 
 class ServerRefused(UndertowError):
     """The server turns us away whatever we ask: wrong key, URL or model. Jobs stay pending."""
+
+
+class BrokenOff(UndertowError):
+    """An answer broke off in the middle; the pieces that were told are no answer."""
 
 
 class Trouble(Exception):

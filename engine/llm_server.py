@@ -19,25 +19,30 @@ from undertow.engine.llm_outcomes import (
     SHOWN_ERROR_CHARS,
     Answer,
     Health,
+    OnText,
     Rejected,
     ServerRefused,
     Trouble,
     in_words,
     read_reply,
 )
-from undertow.engine.llm_wire import ChatCompletion, ModelList
+from undertow.engine.llm_pieces import Pieces
+from undertow.engine.llm_wire import ChatChunk, ChatCompletion, ModelList
 from undertow.engine.model import Usage
 from undertow.prompts import Prompt
 
 if TYPE_CHECKING:  # imported at the first request: it takes a second, which a shard's restart would wait for
     import openai
+    from openai._types import RequestOptions
 
 log = logging.getLogger(__name__)
 
 _MAX_RETRY_AFTER_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
 _PROBE_TIMEOUT_S = 10.0
-_SETTINGS_PARAMS = ("model", "response_format", "temperature", "seed")
+_SETTINGS_PARAMS = ("model", "response_format", "temperature", "seed", "stream", "stream_options")
+_CHAT = "/chat/completions"
+_JSON: RequestOptions = {"headers": {"content-type": "application/json"}}
 CURE = "Check UNDERTOW_LLM_URL, UNDERTOW_LLM_MODEL and UNDERTOW_LLM_API_KEY (`undertow doctor` tests them)"
 
 _Form = TypeVar("_Form", bound=BaseModel)
@@ -121,8 +126,10 @@ class Server:
             self._client.base_url = url
         return True
 
-    async def complete(self, prompt: Prompt, messages: list[dict[str, str]]) -> Answer:
-        """One request. Raises Trouble, Rejected or ServerRefused."""
+    async def complete(
+        self, prompt: Prompt, messages: list[dict[str, str]], on_text: OnText | None = None
+    ) -> Answer:
+        """One request, streamed where somebody listens. Raises Trouble, Rejected or ServerRefused."""
         import openai
 
         await self._found()
@@ -130,20 +137,43 @@ class Server:
             if not self._agreed:
                 self._model.agree(self.url, await self._models())
                 self._agreed = True
-            # not chat.completions.create: its walk over every parameter's type costs 1 ms a request
-            completion = await self._client.post(
-                "/chat/completions",
-                content=orjson.dumps(self._body(prompt, messages)),
-                options={"headers": {"content-type": "application/json"}},
-                cast_to=object,
-            )
+            body = self._body(prompt, messages)
+            completion = await (self._whole(body) if on_text is None else self._streamed(body, on_text))
         except openai.APIStatusError as error:
             raise self._judged(error) from error
         except openai.APIConnectionError as error:
             raise Trouble(f"{self.url}: {error.message} ({error.__cause__!r})") from error
+        except openai.APIError as error:  # told inside of a stream
+            raise Trouble(f"{self.url}: {error.message}"[:SHOWN_ERROR_CHARS]) from error
         except json.JSONDecodeError as invalid:
             raise self._not_openai("no JSON") from invalid
-        return self._answer(prompt, self._read(ChatCompletion, completion))
+        return self._answer(prompt, completion)
+
+    async def _whole(self, body: dict[str, Any]) -> ChatCompletion:
+        # not chat.completions.create: its walk over every parameter's type costs 1 ms a request
+        completion = await self._client.post(_CHAT, content=orjson.dumps(body), options=_JSON, cast_to=object)
+        return self._read(ChatCompletion, completion)
+
+    async def _streamed(self, body: dict[str, Any], on_text: OnText) -> ChatCompletion:
+        import openai
+
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        pieces = Pieces(on_text)
+        async with await self._client.post(
+            _CHAT,
+            content=orjson.dumps(body),
+            options=_JSON,
+            cast_to=object,
+            stream=True,
+            stream_cls=openai.AsyncStream[object],
+        ) as chunks:
+            if not chunks.response.headers.get("content-type", "").startswith("text/event-stream"):
+                raise self._not_openai("it does not stream")
+            async for chunk in chunks:
+                pieces.take(self._read(ChatChunk, chunk))
+        if pieces.finish_reason is None:
+            raise Trouble(f"{self.url} broke off in the middle of a reply")
+        return pieces.together
 
     async def offered(self) -> list[str]:
         """The models that it lists. Raises ServerRefused, or Trouble when it does not answer in 10 s."""

@@ -37,6 +37,23 @@ class ChatCompletion(BaseModel):
     usage: _TokenCounts | None = None
 
 
+class _Delta(BaseModel):
+    content: Annotated[str | None, BeforeValidator(_storable)] = None
+
+
+class _Part(BaseModel):
+    delta: _Delta
+    finish_reason: str | None = None
+
+
+class ChatChunk(BaseModel):
+    """One event of a streamed reply; the last has the usage, and no choices."""
+
+    choices: list[_Part] = []
+    model: str | None = None
+    usage: _TokenCounts | None = None
+
+
 class _Model(BaseModel):
     id: str
 

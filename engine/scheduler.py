@@ -18,7 +18,7 @@ import orjson
 from undertow.engine.admission import Admission, Inbox, Receipt, Ticket
 from undertow.engine.deciding import begin, decision_body, job_id
 from undertow.engine.journal import Journal, Row
-from undertow.engine.llm import BadReply, Completion, LLMClient, ServerRefused
+from undertow.engine.llm import BadReply, Completion, Completions, ServerRefused
 from undertow.engine.model import Decision, Memory, Turn, UndertowError, Usage
 from undertow.engine.pacing import Pace
 from undertow.engine.policies.base import (
@@ -93,7 +93,7 @@ class Scheduler:
         admission: Admission,
         readings: Readings,
         policy: Policy,
-        llm: LLMClient | None,
+        llm: Completions | None,
         *,
         queue_turns: int,
         pace: Pace,

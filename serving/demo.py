@@ -22,7 +22,7 @@ from undertow.engine.encoder import make_encoder
 from undertow.engine.engine import Engine, make_llm
 from undertow.engine.figures import store_usage
 from undertow.engine.ingest import Ingest, obstacles
-from undertow.engine.llm import Completion, LLMClient
+from undertow.engine.llm import Completion, LLMClient, OnText
 from undertow.engine.model import Memory, UndertowError, Usage
 from undertow.engine.readers import read
 from undertow.engine.scheduler import StepReport
@@ -50,7 +50,12 @@ class Measured:
         return sum(t for _, t in self._seen) / chars if chars else 0.0
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
-        future = self._inner.submit(prompt, tenant=tenant)
+        return self._noted(prompt, self._inner.submit(prompt, tenant=tenant))
+
+    def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
+        return self._noted(prompt, self._inner.stream(prompt, tenant=tenant, on_text=on_text))
+
+    def _noted(self, prompt: Prompt, future: Future[Completion]) -> Future[Completion]:
         future.add_done_callback(lambda done: self._note(prompt, done))
         return future
 

@@ -18,12 +18,13 @@ from transformers import AutoTokenizer
 
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
-from undertow.engine.llm import OpenAILLM
+from undertow.engine.llm import BadReply, OpenAILLM
 from undertow.engine.model import Usage
 from undertow.prompts import (
     Prompt,
     ShownMemory,
     ShownTurn,
+    answer_prompt,
     episode_prompt,
     merge_prompt,
     refine_prompt,
@@ -184,6 +185,27 @@ def test_usage_counts_the_tokens_of_the_template_and_the_reply(
         for series, counted in (("prompt", spent.prompt_tokens), ("generation", spent.completion_tokens)):
             name = f"vllm:{series}_tokens_total"
             assert after[name] - before[name] == counted > 0
+
+
+def test_an_answer_is_told_in_pieces_with_the_usage_of_the_whole(
+    llm: OpenAILLM, calls: list[tuple[Usage, str]]
+) -> None:
+    memory = ShownMemory(1, "2026-01-05", "Ann sails on Lake Como")
+    outcomes: list[Usage] = []
+    for n in range(3):  # a model that makes no sense may say nothing, or never stop
+        prompt = answer_prompt(f"Where does Ann sail, {n}?", [memory], [], [], None)
+        pieces: list[str] = []
+        calls.clear()
+        try:
+            told = llm.stream(prompt, tenant="t", on_text=pieces.append).result(120)
+        except BadReply as bad:
+            assert pieces or len(calls) == 2
+            outcomes.append(bad.usage)
+        else:
+            assert "".join(pieces) == told.reply
+            outcomes.append(told.usage)
+        assert [outcome for _, outcome in calls][-1] in ("ok", "bad")
+    assert all(usage.prompt_tokens > 0 and usage.completion_tokens > 0 for usage in outcomes)
 
 
 def test_a_repeated_prompt_is_cached_and_counted(

@@ -61,11 +61,11 @@ class Cluster(Router):
     ) -> Resharded:
         """Go over to these shards, moving the tenants that must; the others' actors end."""
         self._start.check(shards)
-        return self._ended(reshard(self.root, shards, self._remote, on_progress=on_progress))
+        return self._ended(reshard(self.site.place, shards, self._remote, on_progress=on_progress))
 
     def resume_resharding(self, *, on_progress: Callable[[Progress], None] = lambda _: None) -> Resharded:
         """End a resharding that was cut off, if there is one."""
-        return self._ended(resume(self.root, self._remote, on_progress=on_progress))
+        return self._ended(resume(self.site.place, self._remote, on_progress=on_progress))
 
     def _ended(self, done: Resharded) -> Resharded:
         gone = set(self._lanes) - set(done.shard_map.everyone)

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from undertow.engine.admission import Ticket
-from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.calls import Call, outcome_of
 from undertow.engine.cluster.parking import Parking, reason_of
-from undertow.engine.cluster.shard_map import STORES, Removed, ShardMap
-from undertow.engine.cluster.thresholds import in_force
+from undertow.engine.cluster.shard_map import Removed, ShardMap
+from undertow.engine.cluster.site import Site
 from undertow.engine.cluster.wire import Status
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, make_encoder
@@ -25,7 +24,7 @@ from undertow.engine.journal import Fenced
 from undertow.engine.llm import LLMClient
 from undertow.engine.model import PackedTurn, UndertowError
 from undertow.engine.moving import Moving
-from undertow.engine.place import Place, StoreError
+from undertow.engine.place import StoreError
 from undertow.engine.records import Control, control_of
 from undertow.engine.scheduler import TenantFault
 from undertow.engine.tenants import ArenaFull
@@ -60,11 +59,11 @@ class Parts:
 class Housing:
     """One shard's engine, or why there is none now. Not thread-safe."""
 
-    def __init__(self, root: Place, shard: str, settings: Settings, parts: Parts, life: str) -> None:
+    def __init__(self, site: Site, shard: str, settings: Settings, parts: Parts, life: str) -> None:
         """`life`: see engine/fencing.py."""
         self.engine: Engine | None = None
         self.failure: Exception | None = None
-        self._root = root
+        self.site = site
         self._shard = shard
         self._settings = settings
         self._parts = parts
@@ -118,12 +117,12 @@ class Housing:
     def _opened(self) -> Engine:
         newest = self.newest_map()
         if self._parking is None:
-            self._parking = Parking(self._root, self._shard, newest.tenant_key)
+            self._parking = Parking(self.site.place, self._shard, newest.tenant_key)
         if self._encoder is None:
             self._encoder = self._parts.encoder(self._settings)
         engine = self._made(self._encoder, newest.hash_key)
         try:
-            self._moving = Moving(engine, self._shard, self._root / STORES, newest)
+            self._moving = Moving(engine, self._shard, self.site.stores, newest)
             engine.resume()
             for tenant, why in self._faults.items():
                 engine.scheduler.block(tenant, why)
@@ -133,15 +132,15 @@ class Housing:
         return engine
 
     def _made(self, encoder: Encoder, hash_key: str) -> Engine:
-        settings = in_force(self._root, self._settings)
+        settings = self.site.settings(self._settings)
         llm = self._parts.llm(settings)
         try:
             return Engine(
-                self._root / STORES / self._shard,
+                self.site.store(self._shard),
                 settings,
                 encoder,
                 llm=llm,
-                takeover=True,
+                takeover=self.site.takeover,
                 life=self._life,
                 hash_key=hash_key,
             )
@@ -161,8 +160,8 @@ class Housing:
         return True
 
     def newest_map(self) -> ShardMap:
-        """The root's newest map. StoreError; Removed: it does without this shard, whose engine has gone."""
-        newest = shard_map.load(self._root)
+        """The site's newest map. StoreError; Removed: it does without this shard, whose engine has gone."""
+        newest = self.site.newest_map()
         try:
             newest.require(self._shard)
         except Removed as removed:

@@ -18,6 +18,7 @@ from undertow.engine.cluster.wire import Status
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.engine import Engine
 from undertow.engine.model import PackedTurn, UndertowError
+from undertow.engine.moving import Moving
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,17 @@ T = TypeVar("T")
 
 # between looks at the LLM's replies while there is nothing else to do
 POLL_S = 0.005
+
+
+class ShardClosed(UndertowError):
+    """The shard's thread has ended: it was closed, or met an error that it should have outlived."""
+
+    def __init__(self, shard: str) -> None:
+        super().__init__(shard)
+        self.shard = shard
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} was closed. Open it again."
 
 
 @dataclass(slots=True)
@@ -53,9 +65,10 @@ class Keeper:
         self._lines = Lines(queue_turns)
         self.waiting_turns = 0
         self._closed = False
-        self._waits: list[_Command] = []
+        self._waits: deque[_Command] = deque()
         # tenants known to be served here, under a map by which nobody moves
         self._mine: set[str] = set()
+        self._mine_by: Moving | None = None
         self._busy = True
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard}", daemon=True)
@@ -116,13 +129,9 @@ class Keeper:
     def _put(self, command: _Command | Call) -> None:
         """With the lock held."""
         if self._closed:
-            command.future.set_exception(self._was_closed)
+            command.future.set_exception(ShardClosed(self._shard))
         else:
             self._commands.put(command)
-
-    @property
-    def _was_closed(self) -> UndertowError:
-        return UndertowError(f"shard {self._shard} was closed. Open it again.")
 
     # ---- the thread
 
@@ -135,7 +144,7 @@ class Keeper:
             self.housing.close()
             with self._lock:
                 self._closed = True
-            self._fail_all(self._was_closed)
+            self._fail_all(ShardClosed(self._shard))
 
     def _take(self) -> None:
         """Take what has come; wait for something when there is nothing to do."""
@@ -174,6 +183,9 @@ class Keeper:
             command.future.set_exception(error)
             self._inspect(error)
             return
+        except BaseException:  # a library's panic: the thread ends, and nobody is to wait for it
+            command.future.set_exception(ShardClosed(self._shard))
+            raise
         if command.wait and value is None:
             self._waits.append(command)
         else:
@@ -186,9 +198,8 @@ class Keeper:
             self._step()
         elif self.housing.due:
             self._open()
-        waits, self._waits = self._waits, []
-        for command in waits:
-            self._run_command(command)
+        for _ in range(len(self._waits)):
+            self._run_command(self._waits.popleft())
 
     def _open(self) -> None:
         try:
@@ -211,7 +222,7 @@ class Keeper:
     def _feed(self, engine: Engine) -> None:
         for call in self.calls:
             self.keep_up(call.map_version)  # else it might refuse a turn, and take those behind it later
-            elsewhere = self._elsewhere(call.tenants)
+            elsewhere = {name: refused(why) for name, why in self.refusals(call.tenants).items()}
             parking = self.housing.parking
             if not call.feed(engine.scheduler.inbox, _refusal(elsewhere, parking.reason, len(parking))):
                 return
@@ -282,16 +293,19 @@ class Keeper:
         """The map has changed."""
         self._mine.clear()
 
-    def _elsewhere(self, tenants: frozenset[str]) -> dict[str, Outcome]:
-        """What becomes of the turns of those tenants that are not this shard's to serve now."""
+    def refusals(self, tenants: frozenset[str]) -> dict[str, Moved | InTransit]:
+        """As Moving.refusals; worked out once for a tenant as long as nobody moves."""
+        moving = self.housing.moving
+        if moving is not self._mine_by:  # the engine was opened anew, maybe with another map
+            self.forget_owners()
+            self._mine_by = moving
         names = tenants - self._mine
         if not names:
             return {}
-        moving = self.housing.moving
         refusals = moving.refusals(list(names))
         if moving.map.before is None:  # what is served now stays so until the next map
             self._mine |= names - refusals.keys()
-        return {name: refused(refusal) for name, refusal in refusals.items()}
+        return refusals
 
 
 def refused(refusal: Moved | InTransit) -> Outcome:

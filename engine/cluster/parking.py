@@ -86,13 +86,18 @@ class Parking:
     def forget(self, tenant: str) -> None:
         """Remove what any shard has parked of a tenant that is being erased: it may have moved since."""
         key = self._tenant_key(tenant)
-        for shard in self._root.children(FOLDER):
-            self._root.remove(f"{FOLDER}/{shard}/{key}")
+        forget(self._root, key)
         mine = f"{self._folder}/{key}/"
         self._reasons = {name: why for name, why in self._reasons.items() if not name.startswith(mine)}
 
     def _name(self, turn: PackedTurn) -> str:
         return f"{self._folder}/{self._tenant_key(turn.tenant)}/{key_hash(turn.dedupe_key):016x}.arrow"
+
+
+def forget(root: Place, tenant_key: str) -> None:
+    """Remove what was parked of a tenant in a cluster's root, or beside a plain store."""
+    for shard in root.children(FOLDER):
+        root.remove(f"{FOLDER}/{shard}/{tenant_key}")
 
 
 def reason_of(error: Exception) -> str:

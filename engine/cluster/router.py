@@ -20,14 +20,15 @@ import numpy as np
 import pyarrow as pa
 
 from undertow.engine.admission import QueueFull, Receipt
-from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.delivery import Delivery, Parcel, split
 from undertow.engine.cluster.lane import Lane
 from undertow.engine.cluster.reach import Pause, ShardCalls, ShardDown, ShardGone
 from undertow.engine.cluster.resources import ClusterSettings
 from undertow.engine.cluster.routes import Routes, Way
 from undertow.engine.cluster.shard_map import Removed
+from undertow.engine.cluster.site import Site
 from undertow.engine.cluster.tenancy import RouterTenancy
+from undertow.engine.cluster.together import TOGETHER
 from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.model import Memory, Turn, UndertowError, unknown_memory
@@ -45,6 +46,9 @@ T = TypeVar("T")
 # calls whose repetition a shard must be told of
 CHANGING = frozenset({"delete", "update", "flush", "erase", "import_"})
 
+# calls about one memory, which give None where there is none
+OF_MEMORY = frozenset({"get", "history", "update", "delete"})
+
 # how long a shard may take to say how it is
 STATUS_PATIENCE_S = 5.0
 
@@ -59,16 +63,22 @@ class Router(RouterTenancy):
     """
 
     def __init__(
-        self, root: Place, connect: Callable[[str], ShardCalls], settings: ClusterSettings | None = None
+        self,
+        where: Site | Place,
+        connect: Callable[[str], ShardCalls],
+        settings: ClusterSettings | None = None,
     ) -> None:
-        """`connect`: the calls of a shard, by its id. StoreError where the root has no map."""
-        self.root = root
+        """`connect`: the calls of a shard, by its id. StoreError where a root has no map."""
+        self.site = Site.of(where)
         self.settings = settings or ClusterSettings()
         self._connect = connect
         self._client = secrets.token_hex(8)
-        self._routes = Routes(shard_map.load(root))
+        self._routes = Routes(self.site.newest_map())
         self._lanes: dict[str, Lane] = {}
         self._asides: dict[str, Lane] = {}
+        # what is begun after `close` would wait for a loop that has ended
+        self._closing = threading.Lock()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
@@ -84,10 +94,51 @@ class Router(RouterTenancy):
     def close(self) -> None:
         """Stop routing, once what was sent has been answered. The shards go on."""
         if self._thread.is_alive():
-            self._await(self._stop())
+            with self._closing:
+                self._closed = True
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    # ---- calls begun without waiting for them, from any thread
+
+    def begin(self, method: str, tenant: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Ask a tenant's shard by the name of one of Shard's calls; what comes is that of the Router's.
+
+        To cancel it lets the question go: what the shard has not begun by then it does not do.
+        """
+        return self._begin(self._ask_tenant(method, tenant, *args, **kwargs))
+
+    def begin_all(self, method: str, *args: Any) -> Future[Any]:
+        """Like `begin`, of all shards: what comes is that of the Router's call of this name."""
+        if method == "status":
+            return self._begin(self._status())
+        return self._begin(self._ask_together(method, *args))
+
+    def begin_at(self, shard: str, method: str, *args: Any) -> Future[Any]:
+        """Like `begin`, of one shard: one call of Shard, repeated where it gets lost."""
+        return self._begin(self._ask_shard(shard, method, *args))
+
+    def begin_add(self, table: pa.Table) -> Future[pa.Table]:
+        """As `submit_table`, but QueueFull too comes by the future. To cancel it takes nothing back."""
+        check_turns(table)
+        return self._begin(self._stored(table))
+
+    async def _stored(self, table: pa.Table) -> pa.Table:
+        delivered = await self._send(table, wait=False)
+        return await asyncio.shield(asyncio.wrap_future(delivered))
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._closing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise UndertowError("the router was closed. Open it again.")
+
+    def tenant_key(self, tenant: str) -> str:
+        """The keyed hash that journals, certificates and the audit log know a tenant by."""
+        return self._routes.map.tenant_key(tenant)
 
     # ---- ingestion
 
@@ -288,12 +339,16 @@ class Router(RouterTenancy):
         return kind
 
     def _ask_of_memory(self, method: str, memory_id: str, *args: Any, tenant: str | None) -> Any:
-        if tenant is None:
-            answer = self._await(self._ask_holder(method, memory_id, *args))
-        else:
-            answer = self._await(self._ask_owner(method, tenant, memory_id, *args))
-        if answer is None:
+        if tenant is not None:
+            return self._await(self._ask_tenant(method, tenant, memory_id, *args))
+        if (answer := self._await(self._ask_holder(method, memory_id, *args))) is None:
             raise unknown_memory(memory_id, tenant)
+        return answer
+
+    async def _ask_tenant(self, method: str, tenant: str, *args: Any, **kwargs: Any) -> Any:
+        answer = await self._ask_owner(method, tenant, *args, **kwargs)
+        if answer is None and method in OF_MEMORY:
+            raise unknown_memory(args[0], tenant)
         return answer
 
     async def _ask_holder(self, method: str, memory_id: str, *args: Any) -> Any:
@@ -326,18 +381,18 @@ class Router(RouterTenancy):
         Each shard counts at a moment of its own: while tenants move, one on its way may be missing, or be
         counted twice.
         """
-        total: Counter[str] = Counter()
-        for figures in self._await(self._ask_all("stats")).values():
-            total.update(figures)
-        return dict(total)
+        figures: dict[str, int] = self._await(self._ask_together("stats"))
+        return figures
 
     def replay_jobs(self) -> int:
         """As Engine.replay_jobs."""
-        return sum(self._await(self._ask_all("replay_jobs")).values())
+        replayed: int = self._await(self._ask_together("replay_jobs"))
+        return replayed
 
     def drain(self) -> bool:
         """Wait until everything is decided. False: something is blocked, or an LLM server is lost."""
-        return all(self._await(self._ask_all("drain")).values())
+        decided: bool = self._await(self._ask_together("drain"))
+        return decided
 
     def status(self) -> dict[str, dict[str, Any]]:
         """What each shard says of itself, by shard; of one that cannot be reached, why. Plain data."""
@@ -358,6 +413,9 @@ class Router(RouterTenancy):
             return {**await asyncio.wait_for(asked, STATUS_PATIENCE_S), **ours}
         except (UndertowError, TimeoutError) as error:
             return {"state": "unreachable", "failure": str(error) or "it does not answer", **ours}
+
+    async def _ask_together(self, method: str, *args: Any) -> Any:
+        return TOGETHER[method]((await self._ask_all(method, *args)).values(), *args)
 
     async def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:
         """The answers of all shards, by shard, in their order; all are asked at once."""
@@ -386,10 +444,12 @@ class Router(RouterTenancy):
         """One call to one shard, however long it takes while its process is there at all. ShardDown."""
         calls = self._lane(shard).calls
         asked = asyncio.ensure_future(calls.call(method, *args, **kwargs))
-        while not (await asyncio.wait([asked], timeout=SIGN_S))[0]:
-            if not await self._is_there(calls, asked):
-                asked.cancel()
-                raise ShardDown(shard, self.settings.patience_s, "its process does not answer")
+        try:
+            while not (await asyncio.wait([asked], timeout=SIGN_S))[0]:
+                if not await self._is_there(calls, asked):
+                    raise ShardDown(shard, self.settings.patience_s, "its process does not answer")
+        finally:
+            asked.cancel()
         return asked.result()
 
     async def _is_there(self, calls: ShardCalls, asked: asyncio.Future[Any]) -> bool:
@@ -406,13 +466,13 @@ class Router(RouterTenancy):
         return False
 
     async def _everyone(self) -> tuple[str, ...]:
-        self._routes.adopt(await asyncio.to_thread(shard_map.load, self.root))
+        self._routes.adopt(await asyncio.to_thread(self.site.newest_map))
         return self._routes.map.everyone
 
     # ---- the thread
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._begin(work).result()
 
     async def _stop(self) -> None:
         pause = Pause(self.settings.patience_s)

@@ -15,15 +15,18 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from undertow.engine.cluster.answering import Answers, AnswerTicket, Said, Telling, UnknownTicket
 from undertow.engine.cluster.calls import Call, Hello, Stamp
 from undertow.engine.cluster.housing import Housing, Parts
 from undertow.engine.cluster.keeper import Keeper, refused
 from undertow.engine.cluster.shard_map import ShardMap
+from undertow.engine.cluster.site import Site
 from undertow.engine.cluster.tenancy import ShardTenancy
 from undertow.engine.cluster.wire import Status
 from undertow.engine.config import Settings
 from undertow.engine.engine import Answer, Asked, Engine
 from undertow.engine.erasure import Certificate
+from undertow.engine.llm import BrokenOff
 from undertow.engine.model import Memory, UndertowError
 from undertow.engine.moving import Leaver, Moving
 from undertow.engine.place import Place
@@ -35,23 +38,30 @@ T = TypeVar("T")
 
 
 class Shard(ShardTenancy):
-    """The engine of one shard of a root; safe to call from several threads.
+    """The engine of one shard of a site; safe to call from several threads.
 
     Errors of a call are set on its future. Close it to release the journal.
     """
 
     def __init__(
-        self, root: Place, shard: str, settings: Settings, parts: Parts | None = None, *, life: str = ""
+        self,
+        where: Site | Place,
+        shard: str,
+        settings: Settings,
+        parts: Parts | None = None,
+        *,
+        life: str = "",
     ) -> None:
-        """Opens the journal in the background, taking it over from any earlier writer.
+        """Opens the journal in the background; one of a cluster's root, taking it over from any other writer.
 
         `life`: the same whenever this shard is restarted, and no other's; see engine/fencing.py.
         """
         self.id = shard
         self._began_s = time.monotonic()
-        self._housing = Housing(root, shard, settings, parts or Parts(), life)
+        self._housing = Housing(Site.of(where), shard, settings, parts or Parts(), life)
         self._keeper = Keeper(shard, self._housing, settings.queue_turns)
         self._ask = self._keeper.ask
+        self._answers = Answers(shard)
 
     # ---- calls, from any thread
 
@@ -96,6 +106,21 @@ class Shard(ShardTenancy):
             return engine.heard(asked[0][1])
 
         return self._ask(answer, wait=True)
+
+    def answer_begin(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[AnswerTicket]:
+        """Begin an answer that is told in pieces. As `answer`; the LLM's errors come with `answer_more`."""
+        return self._ask(lambda engine: self._begin_answer(engine, tenant, question, as_of))
+
+    def answer_more(self, ticket_id: str, at: int) -> Future[Said]:
+        """The text of a begun answer from the character `at` on, and the answer once that is all.
+
+        Waits for a piece for some seconds. As Engine.heard; BrokenOff; UnknownTicket: begin anew.
+        """
+        return self._answers.more(ticket_id, at)
+
+    def answer_drop(self, ticket_id: str) -> Future[None]:
+        """Nobody waits for a begun answer any more: its LLM call is given up."""
+        return self._ask(lambda _: self._answers.drop(ticket_id))
 
     def get_all(self, tenant: str) -> Future[list[Memory]]:
         """As Engine.get_all. Moved, InTransit."""
@@ -185,9 +210,13 @@ class Shard(ShardTenancy):
         return self._move(lambda moving: self._adopt(moving, shard_map))
 
     def _move(self, step: Callable[[Moving], T]) -> Future[T]:
-        return self._ask(lambda _: step(self._housing.moving))
+        return self._ask(lambda _: self._moved(step))
 
     # ---- the shard itself
+
+    def ready(self) -> Future[None]:
+        """Done once the engine is open. Its error, where it cannot be opened now."""
+        return self._ask(lambda _: None)
 
     def status(self) -> Future[dict[str, Any]]:
         """What the shard is doing, as plain data; it comes also where the engine cannot be opened."""
@@ -224,6 +253,34 @@ class Shard(ShardTenancy):
         self._keeper.keep_up(map_version)
         token, map_version = self._keeper.begin_line(client), self._housing.moving.map.version
         return Hello(token, map_version, self._keeper.process)
+
+    def _moved(self, step: Callable[[Moving], T]) -> T:
+        self._housing.site.check_moves()
+        return step(self._housing.moving)
+
+    def _begin_answer(self, engine: Engine, tenant: str, question: str, as_of: str | None) -> AnswerTicket:
+        telling = Telling()
+
+        def ask(engine: Engine) -> tuple[Engine, Asked]:
+            asked = engine.ask(self._checked(tenant), question, as_of=as_of, on_text=telling.add)
+            return engine, asked
+
+        asked = [ask(engine)]
+
+        def hear(engine: Engine) -> Answer | None:
+            telling.tick()
+            opened, call = asked[0]
+            if telling.abandoned:
+                opened.let_go(call)
+                raise UnknownTicket("nobody asked for the answer any more")
+            if opened is not engine:  # opened anew: what the former had asked is lost
+                if telling.begun:
+                    raise BrokenOff("the shard was opened anew in the middle of the answer. Ask again.")
+                asked[0] = ask(engine)
+            return engine.heard(asked[0][1])
+
+        self._ask(hear, wait=True).add_done_callback(telling.end)
+        return self._answers.add(telling)
 
     def _adopt(self, moving: Moving, shard_map: ShardMap) -> None:
         self._keeper.forget_owners()

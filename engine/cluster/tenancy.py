@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from heapq import merge
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
@@ -86,7 +83,7 @@ class ShardTenancy:
 
     def _checked(self, tenant: str) -> str:
         """The tenant, if it is this shard's to serve. Moved, InTransit."""
-        for refusal in self._housing.moving.refusals([tenant]).values():
+        for refusal in self._keeper.refusals(frozenset([tenant])).values():
             raise refusal
         return tenant
 
@@ -101,7 +98,7 @@ class RouterTenancy(ABC):
     async def _ask_owner(self, method: str, tenant: str, *args: Any, **kwargs: Any) -> Any: ...
 
     @abstractmethod
-    async def _ask_all(self, method: str, *args: Any) -> dict[str, Any]: ...
+    async def _ask_together(self, method: str, *args: Any) -> Any: ...
 
     def list(
         self,
@@ -147,31 +144,18 @@ class RouterTenancy(ABC):
         if tenant is not None:
             spent: Usages = self._await(self._ask_owner("usage", tenant))
             return spent
-        return added_up(self._await(self._ask_all("usage")).values())
+        totals: Usages = self._await(self._ask_together("usage"))
+        return totals
 
     def tenants(self, *, prefix: str = "", limit: int = 1000, after: str = "") -> Names:
         """The first names, sorted, that begin with `prefix` and stand behind `after`. InputError.
 
         While tenants move, one on its way may be missing.
         """
-        shards = self._await(self._ask_all("tenants", prefix, limit, after))
-        return first_names(shards.values(), limit)
+        names: Names = self._await(self._ask_together("tenants", prefix, limit, after))
+        return names
 
     def purge(self) -> dict[str, Certificate]:
         """As Engine.purge, at every shard."""
-        shards = self._await(self._ask_all("purge"))
-        return {key: issued for certificates in shards.values() for key, issued in certificates.items()}
-
-
-def added_up(shards: Collection[Usages]) -> Usages:
-    """What the shards have used, by operation."""
-    totals: dict[str, Counter[str]] = {}
-    for usages in shards:
-        for operation, used in usages.items():
-            totals.setdefault(operation, Counter()).update(used)
-    return {operation: dict(used) for operation, used in sorted(totals.items())}
-
-
-def first_names(shards: Collection[Names], limit: int) -> Names:
-    """The first of the shards' sorted names; one that is at two of them, as it moves, once."""
-    return list(islice(dict.fromkeys(merge(*shards)), limit))
+        certificates: dict[str, Certificate] = self._await(self._ask_together("purge"))
+        return certificates
