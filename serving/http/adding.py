@@ -1,0 +1,92 @@
+"""POST .../memories: one lot of messages, or many with a result for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from undertow.engine.model import InputError, Turn
+from undertow.serving.http.access import GuardedRoute, needs
+from undertow.serving.http.depends import Sender, Served, Tenant
+from undertow.serving.http.problems import Problem, bad_field, problem_of
+from undertow.serving.http.receipts import told_of
+from undertow.serving.http.service import Service
+from undertow.serving.http.turns import call_of, turns_of
+from undertow.serving.http.wire import AddedItem, AddRequest, AddResponse, Item, Lot
+from undertow.serving.principal import Scope
+
+router = APIRouter(route_class=GuardedRoute, tags=["memories"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=255,
+        description="Of a request without items: messages that were added under it are not added again.",
+    ),
+]
+
+
+@router.post("/v1/tenants/{tenant}/memories", response_model_exclude_none=True)
+@needs(Scope.WRITE)
+async def add(
+    tenant: Tenant, asked: AddRequest, service: Served, sender: Sender, idempotency_key: IdempotencyKey = None
+) -> AddResponse:
+    """Add messages to a tenant's memory: durable and searchable with the answer.
+
+    `results` has one entry for each turn, which is a message and the reply to it. With `items`, each item is
+    taken or refused by itself: `items` of the answer has a status and results, or the reason, for each; those
+    that were taken are stored whatever becomes of the others.
+    """
+    if asked.items is None:
+        lot = Lot(
+            messages=asked.messages or [],
+            session_id=asked.session_id or "",
+            timestamp=asked.timestamp,
+            metadata=asked.metadata or {},
+        )
+        turns = turns_of(tenant, lot, call_of(sender.key_id, idempotency_key), service.max_message_bytes)
+        (told,) = await told_of(service.memories, [turns], [idempotency_key is not None])
+        if isinstance(told, Problem):
+            raise told
+        return AddResponse(results=told)
+    if not 1 <= len(asked.items) <= service.settings.max_items:
+        raise bad_field(
+            "items", f"holds {len(asked.items)}; give 1 to {service.settings.max_items:,} at a time."
+        )
+    if idempotency_key is not None:
+        raise bad_field(
+            "Idempotency-Key", "goes with messages; give each item an idempotency_key of its own."
+        )
+    return AddResponse(items=await _add_items(service, tenant, sender.key_id, asked.items))
+
+
+async def _add_items(service: Service, tenant: str, key_id: str, items: Sequence[Any]) -> list[AddedItem]:
+    """What became of each item, in their order."""
+    lots: list[list[Turn]] = []
+    keyed: list[bool] = []
+    refused: dict[int, AddedItem] = {}
+    for n, raw in enumerate(items):
+        try:
+            item = Item.model_validate(raw)
+            call = call_of(key_id, item.idempotency_key)
+            lots.append(turns_of(tenant, item, call, service.max_message_bytes))
+            keyed.append(item.idempotency_key is not None)
+        except ValidationError as invalid:
+            refused[n] = _refusal(problem_of(RequestValidationError(invalid.errors())))
+        except InputError as bad:
+            refused[n] = _refusal(problem_of(bad))
+    told = iter(await told_of(service.memories, lots, keyed))
+    return [refused[n] if n in refused else _item(next(told)) for n in range(len(items))]
+
+
+def _item(told: Any) -> AddedItem:
+    return _refusal(told) if isinstance(told, Problem) else AddedItem(status=200, results=told)
+
+
+def _refusal(problem: Problem) -> AddedItem:
+    return AddedItem(status=problem.status_code, detail=problem.detail, errors=problem.errors or None)
