@@ -156,6 +156,11 @@ class Memories:
         versions: Reports = await self._ask("history", tenant, memory_id)
         return versions
 
+    async def turns_by_key(self, tenant: str, keys: Sequence[str]) -> dict[str, Report]:
+        """As Engine.turns_by_key."""
+        found: dict[str, Report] = await self._ask("turns_by_key", tenant, keys)
+        return found
+
     async def update(self, tenant: str, memory_id: str, text: Wording) -> Updated:
         """As Engine.update."""
         updated: Updated = await self._ask("update", tenant, memory_id, text)

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx2
+from fastapi import FastAPI
 
 from undertow.engine.cluster.housing import Parts
 from undertow.engine.place import Place
@@ -48,7 +49,7 @@ class Running:
     folder: Path
     url: str = ""
     server: Server | None = None
-    service: Service | None = None
+    app: FastAPI = field(default_factory=FastAPI)
     failure: BaseException | None = None
     _clients: list[httpx2.Client] = field(default_factory=list)
 
@@ -73,6 +74,12 @@ class Running:
         client = httpx2.Client(base_url=self.url, headers=headers, timeout=SOON_S)
         self._clients.append(client)
         return client
+
+    @property
+    def service(self) -> Service:
+        """The parts of the application."""
+        service: Service = self.app.state.service
+        return service
 
     def close(self) -> None:
         for client in self._clients:
@@ -104,7 +111,7 @@ def serving(
                     running.url = f"http://127.0.0.1:{port}"
                     ready.set()
 
-                running.service = app.state.service
+                running.app = app
                 running.server = Server(app, "127.0.0.1", 0, tell)
                 await running.server.serve()
 

@@ -23,9 +23,7 @@ def serve(
     ] = 8000,
     keys: Annotated[
         Path | None,
-        typer.Option(
-            "--keys", metavar="FILE", help="The key file; left out: keys.json in the store's folder."
-        ),
+        typer.Option("--keys", metavar="FILE", help="The key file; left out: keys.json in the store."),
     ] = None,
     state: Annotated[
         Path | None,
@@ -37,9 +35,7 @@ def serve(
     ] = None,
     insecure_no_auth: Annotated[
         bool,
-        typer.Option(
-            "--insecure-no-auth", help="Everybody on this machine may do everything; loopback only."
-        ),
+        typer.Option("--insecure-no-auth", help="Who reaches this machine's loopback address may do all."),
     ] = False,
     llm: Llm = None,
     model: Model = None,

@@ -27,6 +27,7 @@ from undertow.serving.http.front import asked_of
 from undertow.serving.http.once import KEY_HEADER, answer_once
 from undertow.serving.http.openapi import IDEMPOTENCY_KEY, documented, told
 from undertow.serving.http.problems import Problem, bad_field
+from undertow.serving.http.settings import ServiceSettings
 from undertow.serving.principal import Principal, Scope, check_name
 
 if TYPE_CHECKING:
@@ -130,18 +131,18 @@ class GuardedRoute(APIRoute):
             await self._refuse(service, principal, tenant)
         assert principal is not None
         headers = Headers(scope=scope)
-        s = service.settings
-        limits = (
-            (s.max_import_bytes, s.import_timeout_s)
-            if self.access.imports
-            else (s.max_body_bytes, s.body_timeout_s)
-        )
         with service.load.share(principal.key_id, tenant):
-            within = bounded(receive, headers, *limits)
+            within = bounded(receive, headers, *self._bounds(service.settings))
             if self.access.once and KEY_HEADER in headers:
                 await answer_once(service, principal, tenant, super().handle, scope, within, send)
             else:
                 await super().handle(scope, within, send)
+
+    def _bounds(self, settings: ServiceSettings) -> tuple[int, float]:
+        """How large a body may be, and how long it may take to come."""
+        if self.access.imports:
+            return settings.max_import_bytes, settings.import_timeout_s
+        return settings.max_body_bytes, settings.body_timeout_s
 
     async def _refuse(self, service: Service, principal: Principal | None, tenant: str | None) -> None:
         """Problem 403, which the audit log tells of where the act is one that it tells of."""

@@ -93,7 +93,7 @@ async def erase(service: Service, tenant: str, by: str, *, job: Job | None = Non
         certificate = await memories.erase(tenant, now=True)
         if certificate is None:
             raise Problem(404, "unknown-tenant", "This tenant has no memories here.")
-        entry.counts["jobs_dropped"] = await service.jobs.forget(key, but=job and job.id)
+        entry.counts["jobs_dropped"] = await service.jobs.forget(key, but=None if job is None else job.id)
         await service.once.forget(key)
         await service.state.scrub()
         left = await _forget_name(service, tenant)

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Header
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from undertow.engine.model import InputError, Turn
+from undertow.engine.model import InputError
 from undertow.serving.http.access import GuardedRoute, needs
 from undertow.serving.http.depends import Sender, Served, Tenant
 from undertow.serving.http.problems import Problem, bad_field, problem_of
-from undertow.serving.http.receipts import told_of
+from undertow.serving.http.receipts import Parcel, Told
 from undertow.serving.http.service import Service
 from undertow.serving.http.turns import call_of, turns_of
 from undertow.serving.http.wire import AddedItem, AddRequest, AddResponse, Item, Lot
@@ -49,8 +49,8 @@ async def add(
             timestamp=asked.timestamp,
             metadata=asked.metadata or {},
         )
-        turns = turns_of(tenant, lot, call_of(sender.key_id, idempotency_key), service.max_message_bytes)
-        (told,) = await told_of(service.memories, [turns], [idempotency_key is not None])
+        parcel = parcel_of(service, tenant, sender.key_id, lot, idempotency_key)
+        (told,) = await service.adding.add(tenant, [parcel])
         if isinstance(told, Problem):
             raise told
         return AddResponse(results=told)
@@ -59,32 +59,33 @@ async def add(
             "items", f"holds {len(asked.items)}; give 1 to {service.settings.max_items:,} at a time."
         )
     if idempotency_key is not None:
-        raise bad_field(
-            "Idempotency-Key", "goes with messages; give each item an idempotency_key of its own."
-        )
+        raise bad_field("Idempotency-Key", "goes with messages; items have an idempotency_key each.")
     return AddResponse(items=await _add_items(service, tenant, sender.key_id, asked.items))
 
 
 async def _add_items(service: Service, tenant: str, key_id: str, items: Sequence[Any]) -> list[AddedItem]:
     """What became of each item, in their order."""
-    lots: list[list[Turn]] = []
-    keyed: list[bool] = []
+    parcels: list[Parcel] = []
     refused: dict[int, AddedItem] = {}
     for n, raw in enumerate(items):
         try:
             item = Item.model_validate(raw)
-            call = call_of(key_id, item.idempotency_key)
-            lots.append(turns_of(tenant, item, call, service.max_message_bytes))
-            keyed.append(item.idempotency_key is not None)
+            parcels.append(parcel_of(service, tenant, key_id, item, item.idempotency_key))
         except ValidationError as invalid:
             refused[n] = _refusal(problem_of(RequestValidationError(invalid.errors())))
         except InputError as bad:
             refused[n] = _refusal(problem_of(bad))
-    told = iter(await told_of(service.memories, lots, keyed))
+    told = iter(await service.adding.add(tenant, parcels))
     return [refused[n] if n in refused else _item(next(told)) for n in range(len(items))]
 
 
-def _item(told: Any) -> AddedItem:
+def parcel_of(service: Service, tenant: str, key_id: str, lot: Lot, key: str | None) -> Parcel:
+    """The turns of some messages. InputError."""
+    call = call_of(key_id, key)
+    return Parcel(call, key is not None, turns_of(tenant, lot, call, service.max_message_bytes))
+
+
+def _item(told: Told) -> AddedItem:
     return _refusal(told) if isinstance(told, Problem) else AddedItem(status=200, results=told)
 
 

@@ -26,6 +26,7 @@ from undertow.serving.http.once import Once
 from undertow.serving.http.openapi import describe
 from undertow.serving.http.problems import problem_of
 from undertow.serving.http.readiness import Readiness
+from undertow.serving.http.receipts import Adding
 from undertow.serving.http.service import Service
 from undertow.serving.http.settings import ServiceSettings
 from undertow.serving.http.state import State
@@ -63,6 +64,7 @@ def make_app(
         key_file=key_file,
         settings=settings,
         load=Load(settings),
+        adding=Adding(memories),
         once=Once(state, settings.keep_s),
         jobs=Jobs(state, settings),
         state=state,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -69,8 +69,8 @@ async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Searc
     response_model=AnswerResponse,
     responses={
         200: {
-            "description": "The answer; streamed: events `delta` with a piece of `text` each, then `done` with "
-            "what is the body otherwise, or `error` with a problem.",
+            "description": "The answer; streamed: events `delta` with a piece of `text` each, then `done` "
+            "with what is the body otherwise, or `error` with a problem.",
             "content": {"text/event-stream": EVENTS},
         }
     },
@@ -98,10 +98,10 @@ async def answer(tenant: Tenant, asked: AnswerRequest, service: Served, sender: 
     return StreamingResponse(_events(first, pieces), media_type="text/event-stream")
 
 
-async def _charged(pieces: AsyncIterator[str | Answer], spending: Spending) -> AsyncIterator[str | Answer]:
+async def _charged(pieces: AsyncGenerator[str | Answer], spending: Spending) -> AsyncGenerator[str | Answer]:
     """The same pieces; what they cost is charged. Closed before its end, it closes them."""
     with spending:
-        async with aclosing(pieces) as stream:  # type: ignore[type-var]
+        async with aclosing(pieces) as stream:
             async for piece in stream:
                 if not isinstance(piece, str):
                     spending.took(piece.usage)

@@ -36,8 +36,8 @@ class Spending:
         if self._reservation is None:
             left = self._budgets.left(self._principal)
             detail = (
-                f"This key has {left:,} tokens left today, and an answer may take {self._tokens:,}. Budgets are "
-                "whole again at midnight, UTC."
+                f"This key has {left:,} tokens left today, and an answer may take {self._tokens:,}. "
+                "Budgets are whole again at midnight, UTC."
             )
             raise Problem(429, "token-budget", detail, retry_after_s=self._budgets.renewal_s)
         return self

@@ -15,7 +15,7 @@ Tenant = Annotated[str, Path(min_length=1, description="Whose memories; percent-
 MemoryId = Annotated[str, Path(min_length=1, description="A turn, an episode or a fact.")]
 Prefer = Annotated[
     str | None,
-    Header(description="`respond-async`: do not wait; 202 with a job.", examples=["respond-async"]),
+    Header(description="`respond-async`: 202 with a job, at once.", examples=["respond-async"]),
 ]
 
 

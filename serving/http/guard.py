@@ -18,6 +18,7 @@ from undertow.serving.principal import NO_LIMITS, Principal, Reach, Scope
 log = logging.getLogger(__name__)
 
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
+NO_KEY = "Send your key as Authorization: Bearer ut_... or as X-API-Key."
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ANYONE = Principal(WITHOUT_KEY, "", Reach(all_tenants=True), frozenset(Scope), NO_LIMITS)
 

@@ -1,4 +1,4 @@
-"""Whether the process lives, and whether it should be sent requests. No key is needed, and nothing is told."""
+"""Whether the process lives, and whether it should be sent requests. No key is needed."""
 
 from __future__ import annotations
 

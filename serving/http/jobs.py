@@ -131,7 +131,7 @@ class Jobs:
             )
         return _job(rows[0])
 
-    async def list(self, tenant_key: str) -> list[Job]:
+    async def of_tenant(self, tenant_key: str) -> list[Job]:
         """A tenant's jobs, newest first, at most 1,000."""
         rows = await self._rows("tenant_key = ? order by created_at desc limit 1000", tenant_key)
         return [_job(row) for row in rows]
@@ -187,7 +187,8 @@ class Jobs:
 
         def end(db: sqlite3.Connection) -> None:
             db.execute(
-                "update jobs set status = ?, finished_at = ?, result = ?, error = ?, tenant = null where id = ?",
+                "update jobs set status = ?, finished_at = ?, result = ?, error = ?, "
+                "tenant = null where id = ?",
                 row,
             )
             db.execute("delete from jobs where finished_at < ?", (old,))
@@ -209,7 +210,7 @@ class Jobs:
 
 def _job(row: Any, *, again: bool = False) -> Job:
     *head, result, error = row
-    return Job(*head, _parsed(result), _parsed(error), again)
+    return Job(*head, result=_parsed(result), error=_parsed(error), again=again)
 
 
 def _json(value: Any) -> str | None:

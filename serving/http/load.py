@@ -63,11 +63,9 @@ class Load:
         """Around a request whose sender may send it. Problem 429: the key or the tenant has its share."""
         s = self._settings
         if self._by_key[key_id] >= s.max_key_requests:
-            raise _busy("key-busy", "Too many requests with this key are under way. Wait for some to end.")
+            raise _busy("key-busy", "Too many requests with this key are under way. Wait for some.")
         if tenant is not None and self._by_tenant[tenant] >= s.max_tenant_requests:
-            raise _busy(
-                "tenant-busy", "Too many requests for this tenant are under way. Wait for some to end."
-            )
+            raise _busy("tenant-busy", "Too many requests for this tenant are under way. Wait for some.")
         self._by_key[key_id] += 1
         if tenant is not None:
             self._by_tenant[tenant] += 1

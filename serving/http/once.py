@@ -163,9 +163,7 @@ def idempotency_key(headers: Headers) -> str:
     """The request's Idempotency-Key, which it has. Problem 422: it cannot be one."""
     key = headers[KEY_HEADER]
     if not 1 <= len(key) <= LONGEST_KEY or not key.isprintable():
-        raise bad_field(
-            "Idempotency-Key", f"must be 1 to {LONGEST_KEY} printable characters, such as a UUID."
-        )
+        raise bad_field("Idempotency-Key", f"must be 1 to {LONGEST_KEY} printable characters, as a UUID.")
     return key
 
 

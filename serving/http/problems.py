@@ -21,7 +21,7 @@ from undertow.engine.admission import QueueFull
 from undertow.engine.cluster.reach import ShardDown, ShardGone
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.llm import BadReply, ServerRefused
-from undertow.engine.model import InputError, UndertowError
+from undertow.engine.model import InputError, UndertowError, UnknownMemory
 from undertow.engine.store import StoreError
 from undertow.engine.tenants import ArenaFull, UnknownTenant
 from undertow.serving.audit import AuditError
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:undertow:error:"
+PLACES = 8
 CLOSE = {"Connection": "close"}
 
 TITLES = {
@@ -107,6 +108,7 @@ _LLM = (
 # the first that fits counts, so subclasses stand before their bases
 KINDS: Mapping[type[Exception], _Kind] = {
     UnknownTenant: _Kind(404, "unknown-tenant", "This tenant has no memories here. Add some first."),
+    UnknownMemory: _Kind(404, "unknown-memory", "This tenant has no memory of this id, or none any more."),
     InputError: _Kind(422, "input", None),
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
     ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),

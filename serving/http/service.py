@@ -14,6 +14,7 @@ from undertow.serving.http.jobs import Jobs
 from undertow.serving.http.load import Load
 from undertow.serving.http.once import Once
 from undertow.serving.http.readiness import Readiness
+from undertow.serving.http.receipts import Adding
 from undertow.serving.http.settings import ServiceSettings
 from undertow.serving.http.state import State
 from undertow.serving.key_file import KeyFile
@@ -38,6 +39,7 @@ class Service:
     key_file: KeyFile | None
     settings: ServiceSettings
     load: Load
+    adding: Adding
     once: Once
     jobs: Jobs
     state: State

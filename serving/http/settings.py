@@ -31,7 +31,7 @@ class ServiceSettings(BaseSettings):
     import_timeout_s: float = Field(default=600.0, gt=0)
 
     # requests under way: in all, for one tenant, with one key; and connections
-    max_requests: int = Field(default=256, ge=1)
+    max_requests: int = Field(default=256, ge=2)
     max_tenant_requests: int = Field(default=32, ge=1)
     max_key_requests: int = Field(default=128, ge=1)
     max_connections: int = Field(default=4_096, ge=1)

@@ -92,8 +92,8 @@ class State:
             db.execute(f"pragma user_version = {VERSION}")
         except sqlite3.Error as error:
             raise StateError(
-                f"cannot open {self.folder / FILE_NAME}: {error}. Check the disk; moved away, it is begun anew, "
-                "without the jobs that were under way."
+                f"cannot open {self.folder / FILE_NAME}: {error}. Check the disk; moved away, it is begun "
+                "anew, without the jobs that were under way."
             ) from error
         return db
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -72,10 +72,10 @@ async def export(
     return StreamingResponse(_from(first, lines), media_type=NDJSON)
 
 
-async def _lines(records: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[bytes]:
+async def _lines(records: AsyncGenerator[Mapping[str, Any]]) -> AsyncGenerator[bytes]:
     """JSON lines, some at a time."""
     chunk = bytearray()
-    async with aclosing(records) as stream:  # type: ignore[type-var]
+    async with aclosing(records) as stream:
         async for record in stream:
             chunk += orjson.dumps(record) + b"\n"
             if len(chunk) >= CHUNK_BYTES:
@@ -161,7 +161,7 @@ async def explain(
 @needs(Scope.READ)
 async def list_jobs(tenant: Tenant, service: Served) -> Any:
     """A tenant's jobs: open ones, and those that ended in the last day (by default)."""
-    jobs = await service.jobs.list(service.memories.tenant_key(tenant))
+    jobs = await service.jobs.of_tenant(service.memories.tenant_key(tenant))
     return {"results": [job.document for job in jobs]}
 
 

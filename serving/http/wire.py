@@ -1,4 +1,4 @@
-"""What requests and responses hold, as the OpenAPI page shows it. Shapes alone: what they mean is done elsewhere."""
+"""What requests and responses hold, as the OpenAPI page shows it: shapes alone."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class AddRequest(Given):
             {"type": "array", "minItems": 1, "items": {"type": "object", "additionalProperties": True}}
         ),
         Field(
-            description="Each with messages, session_id, timestamp, metadata as above, and an idempotency_key "
-            "of its own. An item that cannot be taken does not hold up the others."
+            description="Each with messages, session_id, timestamp, metadata as above, and an "
+            "idempotency_key of its own. An item that cannot be taken does not hold up the others."
         ),
     ] = None
 
@@ -164,7 +164,7 @@ class FoundMemory(Answered):
 
 
 class SearchResponse(Answered):
-    """Nearest first. `recall`: measured, of the index that found the turns; 1.0 where the search was exact."""
+    """Nearest first. `recall` of the index that found the turns, as measured; 1.0: the search was exact."""
 
     results: list[FoundMemory]
     recall: float
