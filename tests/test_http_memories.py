@@ -97,16 +97,8 @@ def test_names_of_tenants_may_hold_anything(client: httpx2.Client) -> None:
     assert prefixed.json() == {"results": ["acme", "acme%2Fbob"], "next": "acme%2Fbob"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1/tenants/%zz/memories",
-        "/v1/tenants/%ff%fe/memories",
-        "/v1/tenants/a%00b/memories",
-        "/v1/tenants/a%/memories",
-    ],
-)
-def test_paths_that_name_no_tenant(client: httpx2.Client, path: str) -> None:
+@pytest.mark.parametrize("name", ["%zz", "%ff%fe", "a%00b", "a%", "a%2"])
+def test_paths_that_name_no_tenant(client: httpx2.Client, name: str) -> None:
     request = client.build_request("POST", "/", json={"messages": said("hello")})
     request.url = request.url.copy_with(raw_path=f"/v1/tenants/{name}/memories".encode())
     document = is_problem(client.send(request), 422, "input")

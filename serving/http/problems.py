@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:undertow:error:"
 PLACES = 8
+MOST_ERRORS = 32
+# what pydantic puts into a place for one of the forms that a value may have
+FORM = re.compile(r"str|int|float|list\[.*\]|function-.*|nullable\[.*\]|constrained-.*")
 CLOSE = {"Connection": "close"}
 
 TITLES = {
@@ -152,19 +156,28 @@ def tell(error: BaseException) -> None:
 
 def _of_validation(error: RequestValidationError) -> Problem:
     """Names each field, and quotes nothing that stood in it."""
-    found = [{"field": _field(e["loc"]), "detail": str(e["msg"])} for e in error.errors()]
+    details: dict[str, str] = {}
+    for flaw in error.errors():
+        details.setdefault(_field(flaw), str(flaw["msg"]))
+    found = [{"field": field, "detail": detail} for field, detail in details.items()]
     first = found[0]
-    return Problem(422, "input", f"{first['field']}: {first['detail']}", errors=found[:32])
+    return Problem(422, "input", f"{first['field']}: {first['detail']}", errors=found[:MOST_ERRORS])
 
 
-def _field(loc: Sequence[Any]) -> str:
-    """A place in the request as callers write it: messages[2].content."""
-    head, *rest = loc or ("body",)
+def _field(flaw: Mapping[str, Any]) -> str:
+    """A place in the request as callers write it: messages[2].content.
+
+    Where the form of a value was one of several, each of those is a part of the place too: they are left out.
+    """
+    head, *rest = flaw["loc"] or ("body",)
     parts = rest if head in ("body", "query", "path", "header") else [head, *rest]
     text = ""
     for part in parts:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text or str(head)
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not FORM.fullmatch(str(part)):
+            text += f".{part}" if text else str(part)
+    return text if text and flaw["type"] != "json_invalid" else "body"
 
 
 def _of_framework(error: HTTPException) -> Problem:
