@@ -12,9 +12,9 @@ import orjson
 
 from undertow.engine.erasure import Certificate
 from undertow.engine.model import BadInput, InputError
+from undertow.engine.tenants import UnknownTenant
 from undertow.serving.http.audits import audited
 from undertow.serving.http.jobs import Job, Operation, Work
-from undertow.serving.http.problems import Problem
 from undertow.serving.key_file import KeyFileError
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def works(service: Service) -> Mapping[Operation, Work]:
     """How a job of each operation is done."""
 
     async def flush_job(job: Job) -> Mapping[str, Any]:
-        return await flush(service, _tenant(job))
+        return await flush(service, _tenant(job), again=job.again)
 
     async def import_job(job: Job) -> Mapping[str, Any]:
         body = await asyncio.to_thread(service.jobs.body_of(job).read_bytes)
-        return await import_(service, _tenant(job), body)
+        return await import_(service, _tenant(job), body, again=job.again)
 
     async def erase_job(job: Job) -> Mapping[str, Any]:
         return await erase(service, _tenant(job), job.key_id, job=job)
@@ -50,15 +50,15 @@ def _tenant(job: Job) -> str:
     return job.tenant
 
 
-async def flush(service: Service, tenant: str) -> dict[str, Any]:
+async def flush(service: Service, tenant: str, *, again: bool = False) -> dict[str, Any]:
     """Wait until all that is stored of a tenant is decided."""
-    return {"decided": await service.memories.flush(tenant)}
+    return {"decided": await service.memories.flush(tenant, again=again)}
 
 
-async def import_(service: Service, tenant: str, body: bytes) -> dict[str, Any]:
+async def import_(service: Service, tenant: str, body: bytes, *, again: bool = False) -> dict[str, Any]:
     """Take back an export, as it was sent. InputError names the line; Problem 409: there is something."""
     records = await asyncio.to_thread(parsed, body)
-    return asdict(await service.memories.import_(tenant, records))
+    return asdict(await service.memories.import_(tenant, records, again=again))
 
 
 def parsed(body: bytes) -> list[dict[str, Any]]:
@@ -85,14 +85,15 @@ def _bad_line(number: int, reason: str) -> InputError:
 async def erase(service: Service, tenant: str, by: str, *, job: Job | None = None) -> dict[str, Any]:
     """Erase a tenant, its bytes too, from the store and from what the service keeps; the certificate.
 
-    Problem 404: there is nothing of it. `by`: the id of the key; `job`: that this is done for, which stays.
+    Of one that was erased or deleted before, the certificate of that. UnknownTenant: there never was any.
+    `by`: the id of the key; `job`: that this is done for, which stays.
     """
     memories = service.memories
     key = memories.tenant_key(tenant)
     async with audited(service.audit, "erase", by, key) as entry:
-        certificate = await memories.erase(tenant, now=True)
+        certificate = await memories.erase(tenant, now=True, again=True)
         if certificate is None:
-            raise Problem(404, "unknown-tenant", "This tenant has no memories here.")
+            raise UnknownTenant(tenant)
         entry.counts["jobs_dropped"] = await service.jobs.forget(key, but=None if job is None else job.id)
         await service.once.forget(key)
         await service.state.scrub()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Header, Path
+from fastapi import Depends, Header, Path, Request
 
+from undertow.serving.http.once import AGAIN
 from undertow.serving.http.service import Service, principal_of, service_of
 from undertow.serving.principal import Principal
 
@@ -17,6 +18,14 @@ Prefer = Annotated[
     str | None,
     Header(description="`respond-async`: 202 with a job, at once.", examples=["respond-async"]),
 ]
+
+
+async def is_again(request: Request) -> bool:
+    """Whether a request was begun before, under its Idempotency-Key, by a service that has ended since."""
+    return bool(request.scope.get(AGAIN, False))
+
+
+Again = Annotated[bool, Depends(is_again)]
 
 
 def is_async(prefer: str | None) -> bool:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 
 from undertow.serving.http.access import GuardedRoute, needs
 from undertow.serving.http.audits import audited
-from undertow.serving.http.depends import MemoryId, Sender, Served, Tenant
+from undertow.serving.http.depends import Again, MemoryId, Sender, Served, Tenant
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.wire import (
     AllDeleted,
@@ -74,7 +74,9 @@ async def history(tenant: Tenant, memory_id: MemoryId, service: Served) -> Histo
 
 @router.put(ONE)
 @needs(Scope.WRITE, once=True)
-async def update(tenant: Tenant, memory_id: MemoryId, asked: UpdateRequest, service: Served) -> Changed:
+async def update(
+    tenant: Tenant, memory_id: MemoryId, asked: UpdateRequest, service: Served, again: Again
+) -> Changed:
     """Put other words in the place of a memory.
 
     An episode or a fact has a new version under the same id; its history stays. A turn is deleted, and
@@ -82,28 +84,28 @@ async def update(tenant: Tenant, memory_id: MemoryId, asked: UpdateRequest, serv
     """
     wording = asked.messages if asked.text is None else asked.text
     assert wording is not None, "one of both was given"
-    updated = await service.memories.update(tenant, memory_id, wording)
+    updated = await service.memories.update(tenant, memory_id, wording, again=again)
     return Changed.model_validate({"id": updated.id, "kind": updated.kind, "event": "UPDATE"})
 
 
 @router.delete(ONE)
 @needs(Scope.WRITE, once=True)
-async def delete(tenant: Tenant, memory_id: MemoryId, service: Served) -> Changed:
+async def delete(tenant: Tenant, memory_id: MemoryId, service: Served, again: Again) -> Changed:
     """Delete one memory. The words of a turn are gone at once, and what rests on it is remade without it; an
     episode or a fact goes alone, and its history stays."""
-    kind = await service.memories.delete(tenant, memory_id)
+    kind = await service.memories.delete(tenant, memory_id, again=again)
     return Changed.model_validate({"id": memory_id, "kind": kind, "event": "DELETE"})
 
 
 @router.delete(ALL)
 @needs(Scope.ERASE, once=True, act="delete_all")
-async def delete_all(tenant: Tenant, service: Served, sender: Sender) -> AllDeleted:
+async def delete_all(tenant: Tenant, service: Served, sender: Sender, again: Again) -> AllDeleted:
     """Delete all of a tenant's memories with their history: gone from every answer at once.
 
     The bytes go with the next purge; to have them gone now, with a certificate, erase the tenant.
     """
     async with audited(service.audit, "delete_all", sender, service.memories.tenant_key(tenant)):
-        await service.memories.erase(tenant, now=False)
+        await service.memories.erase(tenant, now=False, again=again)
     return AllDeleted()
 
 

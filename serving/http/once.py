@@ -32,6 +32,8 @@ LONGEST_KEY = 255
 KEPT_HEADERS = ("content-type", "location")
 # of a request, what is part of it beside its path and body
 ASKED_HEADERS = ("prefer",)
+# of a request that is done, whether it was begun before
+AGAIN = "undertow.again"
 
 OTHER_REQUEST = "This Idempotency-Key was used for another request. Take a new key for a new request."
 UNDER_WAY = "The first request with this Idempotency-Key is still under way. Ask again in a moment."
@@ -66,10 +68,13 @@ class Once:
         # what another process has begun and not ended was cut off: it is done again
         self._process = secrets.token_hex(8)
 
-    async def begin(self, mark: bytes, tenant_key: str | None, request: bytes) -> Response | None:
-        """The answer that was given; None: the request is to be done now. Problem 409, 422."""
+    async def begin(self, mark: bytes, tenant_key: str | None, request: bytes) -> Response | bool:
+        """The answer that was given; else the request is to be done now, and whether again. Problem 409, 422.
 
-        def begin(db: sqlite3.Connection) -> Response | None:
+        Again: a service that has ended since had begun it, and nobody knows how far it came.
+        """
+
+        def begin(db: sqlite3.Connection) -> Response | bool:
             now = time.time()
             db.execute("delete from kept where at < ?", (now - self._keep_s,))
             row = db.execute(
@@ -87,7 +92,7 @@ class Once:
                 "insert or replace into kept values (?, ?, ?, ?, ?, null, null, null)",
                 (mark, tenant_key, request, self._process, now),
             )
-            return None
+            return row is not None
 
         return await self._state.run(begin)
 
@@ -142,10 +147,11 @@ async def answer_once(
     mark = _digest(principal.key_id, scope["method"], scope["route"].path, tenant_key or "", key)
     asked = [headers.get(name, "") for name in ASKED_HEADERS]
     request = _digest(scope["path"], scope["query_string"].decode("latin-1"), *asked, body)
-    kept = await service.once.begin(mark, tenant_key, request)
-    if kept is not None:
-        await kept.give(send)
+    begun = await service.once.begin(mark, tenant_key, request)
+    if isinstance(begun, Response):
+        await begun.give(send)
         return
+    scope[AGAIN] = begun
     response = Response()
     try:
         await handle(scope, replayed(body, receive), response.take)

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from undertow.engine.admission import QueueFull
 from undertow.engine.cluster.reach import ShardDown, ShardGone
 from undertow.engine.departures import InTransit, Moved
-from undertow.engine.llm import BadReply, ServerRefused
+from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
 from undertow.engine.model import InputError, UndertowError, UnknownMemory
 from undertow.engine.store import StoreError
 from undertow.engine.tenants import ArenaFull, UnknownTenant
@@ -117,6 +117,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
     ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),
     BadReply: _Kind(503, "llm-reply", "The language model gave no usable answer. Ask again, or otherwise."),
+    BrokenOff: _Kind(503, "llm-broke-off", "The answer broke off; what came of it is no answer. Ask again."),
     ServerRefused: _Kind(503, "llm", _LLM, 30),
     ShardDown: _Kind(503, "shard", _SHARD, 5),
     ShardGone: _Kind(503, "shard", _SHARD, 5),

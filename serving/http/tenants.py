@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from undertow.serving.http import acts
 from undertow.serving.http.access import GuardedRoute, needs
-from undertow.serving.http.depends import Prefer, Sender, Served, Tenant, is_async
+from undertow.serving.http.depends import Again, Prefer, Sender, Served, Tenant, is_async
 from undertow.serving.http.jobs import Job
 from undertow.serving.http.wire import (
     Accepted,
@@ -42,13 +42,13 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/tenants/{tenant}/flush", response_model=Flushed, responses=ACCEPTED)
 @needs(Scope.WRITE, once=True)
 async def flush(
-    request: Request, tenant: Tenant, service: Served, sender: Sender, prefer: Prefer = None
+    request: Request, tenant: Tenant, service: Served, sender: Sender, again: Again, prefer: Prefer = None
 ) -> Any:
     """Wait until all that was added is decided: consolidated into episodes and facts, or left to wait."""
     if is_async(prefer):
         key = service.memories.tenant_key(tenant)
         return _accepted(request, await service.jobs.accept("flush", tenant, key, sender.key_id))
-    return await acts.flush(service, tenant)
+    return await acts.flush(service, tenant, again=again)
 
 
 @router.get(
@@ -100,7 +100,7 @@ async def _from(first: bytes, rest: Any) -> AsyncIterator[bytes]:
 )
 @needs(Scope.WRITE, once=True, imports=True)
 async def import_(
-    request: Request, tenant: Tenant, service: Served, sender: Sender, prefer: Prefer = None
+    request: Request, tenant: Tenant, service: Served, sender: Sender, again: Again, prefer: Prefer = None
 ) -> Any:
     """Take back an export, into a tenant that has nothing: 409 where it has something.
 
@@ -110,7 +110,7 @@ async def import_(
     if is_async(prefer):
         key = service.memories.tenant_key(tenant)
         return _accepted(request, await service.jobs.accept("import", tenant, key, sender.key_id, body))
-    return await acts.import_(service, tenant, body)
+    return await acts.import_(service, tenant, body, again=again)
 
 
 @router.delete("/v1/tenants/{tenant}", response_model=CertificateView, responses=ACCEPTED)
