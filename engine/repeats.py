@@ -7,7 +7,7 @@ from collections.abc import Collection
 import orjson
 
 from undertow.engine.records import Control, key_hash, turn_id
-from undertow.engine.reports import Report
+from undertow.engine.shown import Report
 from undertow.engine.tenants import Tenant
 
 # a payload begins with its key

@@ -161,7 +161,7 @@ class Memories:
         found: dict[str, Report] = await self._ask("turns_by_key", tenant, keys)
         return found
 
-    # of the next four, `again`: this is a repeat; that it was done already is no error
+    # where `again` is set, this is a repeat: that it was done already is no error
 
     async def update(self, tenant: str, memory_id: str, text: Wording, *, again: bool = False) -> Updated:
         """As Engine.update."""
@@ -210,9 +210,9 @@ class Memories:
             if (after := page.after) is None:
                 return
 
-    async def import_(self, tenant: str, records: Sequence[Report]) -> Imported:
+    async def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Imported:
         """As Engine.import_."""
-        imported: Imported = await self._ask("import_", tenant, records)
+        imported: Imported = await self._ask("import_", tenant, records, again=again)
         return imported
 
     async def explain(self, tenant: str, *, limit: int | None = 1_000, after_seq: int = -1) -> Reports:

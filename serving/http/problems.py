@@ -21,6 +21,8 @@ from starlette.responses import Response
 from undertow.engine.admission import QueueFull
 from undertow.engine.cluster.reach import ShardDown, ShardGone
 from undertow.engine.departures import InTransit, Moved
+from undertow.engine.exporting import ExportBroken
+from undertow.engine.importing import TenantExists
 from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
 from undertow.engine.model import InputError, UndertowError, UnknownMemory
 from undertow.engine.store import StoreError
@@ -114,6 +116,10 @@ KINDS: Mapping[type[Exception], _Kind] = {
     UnknownTenant: _Kind(404, "unknown-tenant", "This tenant has no memories here. Add some first."),
     UnknownMemory: _Kind(404, "unknown-memory", "This tenant has no memory of this id, or none any more."),
     InputError: _Kind(422, "input", None),
+    TenantExists: _Kind(
+        409, "tenant-exists", "This tenant has memories. Import under another name, or erase it first."
+    ),
+    ExportBroken: _Kind(503, "export-broken", "The tenant was erased or moved meanwhile. Export it anew.", 1),
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
     ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),
     BadReply: _Kind(503, "llm-reply", "The language model gave no usable answer. Ask again, or otherwise."),

@@ -252,9 +252,12 @@ class Flushed(Answered):
 
 
 class Imported(Answered):
-    """What was stored."""
+    """What was stored: turns that were not deleted, and every version of episodes and facts."""
 
     turns: int
+    episodes: int
+    facts: int
+    decisions: int
 
 
 class CertificateView(Answered):
