@@ -85,7 +85,7 @@ async def answer(tenant: Tenant, asked: AnswerRequest, service: Served, sender: 
     as_of = _text(asked.as_of)
     spending = Spending(service.budgets, sender, service.answer_tokens)
     if not asked.stream:
-        with spending:
+        async with spending:
             given = await service.memories.answer(tenant, asked.question, as_of=as_of)
             spending.took(given.usage)
         return _answered(given)
@@ -100,12 +100,11 @@ async def answer(tenant: Tenant, asked: AnswerRequest, service: Served, sender: 
 
 async def _charged(pieces: AsyncGenerator[str | Answer], spending: Spending) -> AsyncGenerator[str | Answer]:
     """The same pieces; what they cost is charged. Closed before its end, it closes them."""
-    with spending:
-        async with aclosing(pieces) as stream:
-            async for piece in stream:
-                if not isinstance(piece, str):
-                    spending.took(piece.usage)
-                yield piece
+    async with spending, aclosing(pieces) as stream:
+        async for piece in stream:
+            if not isinstance(piece, str):
+                spending.took(piece.usage)
+            yield piece
 
 
 async def _events(first: str | Answer, pieces: Any) -> AsyncIterator[bytes]:

@@ -1,7 +1,8 @@
-"""What an answer takes of its key's tokens: reserved before, settled after."""
+"""What an answer takes of its key's tokens: reserved before, settled after; in threads, as it may be saved."""
 
 from __future__ import annotations
 
+import asyncio
 from types import TracebackType
 from typing import Self
 
@@ -29,10 +30,11 @@ class Spending:
         """What the call has cost."""
         self._taken = usage.prompt_tokens + usage.completion_tokens
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         if self._principal.key_id == WITHOUT_KEY:
             return self
-        self._reservation = self._budgets.reserve(self._principal, self._tokens)
+        reserve = self._budgets.reserve
+        self._reservation = await asyncio.to_thread(reserve, self._principal, self._tokens)
         if self._reservation is None:
             left = self._budgets.left(self._principal)
             detail = (
@@ -42,7 +44,7 @@ class Spending:
             raise Problem(429, "token-budget", detail, retry_after_s=self._budgets.renewal_s)
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._reservation is None:
@@ -51,4 +53,5 @@ class Spending:
             self.took(error.usage)
         failed = error is not None and isinstance(error, Exception)
         unknown = 0 if failed else self._tokens
-        self._budgets.settle(self._reservation, unknown if self._taken is None else self._taken)
+        taken = unknown if self._taken is None else self._taken
+        await asyncio.to_thread(self._budgets.settle, self._reservation, taken)
