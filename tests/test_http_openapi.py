@@ -49,7 +49,8 @@ def test_every_answer_is_as_described(running: Running, key: str, mode: Generati
     operations = [found.ok() for found in described.get_all_operations()]
     assert len(operations) >= 24
     for operation in operations:
-        check(operation, key, mode)
+        if mode is GenerationMode.POSITIVE or operation.body or list(operation.iter_parameters()):
+            check(operation, key, mode)
 
 
 def check(operation: Any, key: str, mode: GenerationMode) -> None:

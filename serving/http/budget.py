@@ -1,4 +1,4 @@
-"""What an answer takes of its key's tokens: reserved before, settled after; in threads, as it may be saved."""
+"""What an answer takes of its key's tokens: reserved before, settled after, in threads that may write a file."""
 
 from __future__ import annotations
 
@@ -54,4 +54,5 @@ class Spending:
         failed = error is not None and isinstance(error, Exception)
         unknown = 0 if failed else self._tokens
         taken = unknown if self._taken is None else self._taken
-        await asyncio.to_thread(self._budgets.settle, self._reservation, taken)
+        settling = asyncio.to_thread(self._budgets.settle, self._reservation, taken)
+        await asyncio.shield(settling)  # also where the caller has left, and this is cancelled
