@@ -1,4 +1,4 @@
-"""What an answer takes of its key's tokens: reserved before, settled after, in threads that may write a file."""
+"""What an answer takes of its key's tokens: reserved before, settled after; off the event loop."""
 
 from __future__ import annotations
 

@@ -209,8 +209,10 @@ class Jobs:
 
 
 def _job(row: Any, *, again: bool = False) -> Job:
-    *head, result, error = row
-    return Job(*head, result=_parsed(result), error=_parsed(error), again=again)
+    """From a row of COLUMNS."""
+    known: dict[str, Any] = dict(zip(COLUMNS.split(", "), row, strict=True))
+    known |= {name: _parsed(known[name]) for name in ("result", "error")}
+    return Job(**known, again=again)
 
 
 def _json(value: Any) -> str | None:
