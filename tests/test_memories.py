@@ -66,6 +66,7 @@ def test_it_gives_what_the_engine_gives(tmp_path: Path) -> None:
             updated = await memories.update("bob", episode, "Bob has sold the boat.")
             kind = await memories.delete("ann", turn)
             assert await memories.flush("bob")
+            assert await memories.flush("ann")
             given = await memories.get("bob", episode), await memories.history("bob", episode)
             counts = await memories.stats()
             with pytest.raises(UndertowError, match="no memory"):
@@ -132,7 +133,8 @@ def test_what_is_of_a_tenant_as_a_whole(tmp_path: Path) -> None:
             assert len(facts) == len(set(facts)) == (await memories.tenant_stats("ann"))["facts"] > 2
             imported = await memories.import_("eve", records)
             assert imported.turns == (await memories.tenant_stats("ann"))["turns"] == 30
-            assert [record async for record in memories.export("eve")] == records
+            again = [record async for record in memories.export("eve")]
+            assert [record["kind"] for record in again] == [record["kind"] for record in records]
             assert (await memories.explain("eve", limit=5))[-1]["seq"] >= 4
             assert await memories.tenants() == ["ann", "bob", "eve"]
             assert await memories.tenants("b", limit=1) == ["bob"]
