@@ -15,7 +15,7 @@ from undertow.engine.engine import Answer
 from undertow.engine.llm_outcomes import BadReply
 from undertow.engine.model import Usage
 from undertow.engine.retrieval import Found
-from undertow.serving.http.service import Service
+from undertow.serving.key_file import KeyFile
 from undertow.serving.memories import Memories
 from undertow.serving.principal import Limits
 
@@ -103,35 +103,37 @@ class Scripted:
             self.closed += 1
 
 
-def left(service: Service, limits: Limits) -> int:
-    """What a key with a budget has left, of which nobody knows the rest."""
-    (spent,) = service.budgets._spent.values()
-    return (limits.tokens_per_day or 0) - spent
+def left(running: Running, key: str) -> int | None:
+    """The tokens that a key has left today."""
+    kept = KeyFile(running.folder / "keys.json").require(key.split("_")[1])
+    return running.service.budgets.left(kept.principal)
 
 
 def test_the_budget_is_charged_what_an_answer_took(tmp_path: Path) -> None:
-    scripted, limits = Scripted(), Limits(tokens_per_day=50_000)
+    scripted = Scripted()
     with serving(tmp_path, wrap=scripted.around) as running:
-        client, service = running.client(limits=limits), running.service
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        client = running.client_of(key)
         assert client.post(at("ann", "/answer"), json=ASK).json()["usage"]["prompt_tokens"] == 700
-        assert left(service, limits) == 50_000 - 750
+        assert left(running, key) == 50_000 - 750
         assert events(client.post(at("ann", "/answer"), json={**ASK, "stream": True}))[-1][0] == "done"
-        assert left(service, limits) == 50_000 - 1_500
+        assert left(running, key) == 50_000 - 1_500
         scripted.error = BadReply("nonsense", Usage(2, 300, 0, 100))
         is_problem(client.post(at("ann", "/answer"), json=ASK), 503, "llm-reply")
-        assert left(service, limits) == 50_000 - 1_900
+        assert left(running, key) == 50_000 - 1_900
         broken = events(client.post(at("ann", "/answer"), json={**ASK, "stream": True}))
         assert [event for event, _ in broken] == ["delta", "error"]
         assert broken[-1][1]["type"] == "urn:undertow:error:llm-reply"
-        assert left(service, limits) == 50_000 - 2_300
+        assert left(running, key) == 50_000 - 2_300
 
 
 def test_who_leaves_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:
-    scripted, limits = Scripted(), Limits(tokens_per_day=50_000)
+    scripted = Scripted()
     scripted.waits = True
     with serving(tmp_path, wrap=scripted.around) as running:
-        client, service = running.client(limits=limits), running.service
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        client = running.client_of(key)
         with client.stream("POST", at("ann", "/answer"), json={**ASK, "stream": True}) as response:
             assert next(response.iter_raw()).startswith(b"event: delta")
-        wait_until(lambda: scripted.closed == 1 and service.load.under_way == 0)
-        assert left(service, limits) == 50_000 - service.answer_tokens
+        wait_until(lambda: scripted.closed == 1 and running.service.load.under_way == 0)
+        assert left(running, key) == 50_000 - running.service.answer_tokens

@@ -121,6 +121,15 @@ def test_a_sender_that_leaves_within_its_body_leaves_nothing(running: Running, k
     wait_until(lambda: not running.server.server_state.connections)
 
 
+def test_connections_above_the_bound_are_told_so(tmp_path: Path) -> None:
+    with serving(tmp_path, max_connections=2) as running, Wire(running) as one, Wire(running):
+        one.socket.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert one.socket.recv(65_536).startswith(b"HTTP/1.1 200")
+        with Wire(running) as third:
+            status, problem = third.heard()
+    assert (status, problem["type"]) == (503, "urn:undertow:error:connections")
+
+
 def test_a_get_with_a_large_body(running: Running, key: str) -> None:
     client = running.client_of(key)
     is_problem(client.request("GET", at("ann", "/memories"), content=b" " * (MAX_BYTES + 1)), 413)

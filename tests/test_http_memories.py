@@ -121,6 +121,25 @@ def test_items_are_taken_or_refused_one_by_one(client: httpx2.Client) -> None:
     assert document["errors"][0]["field"] == "items"
 
 
+def test_repeating_many_adds_stores_what_is_new(client: httpx2.Client) -> None:
+    first = [{"messages": said("one of them")}, {"messages": said("own key"), "idempotency_key": "own"}]
+    more = [first[0], {"messages": said("changed")}, {**first[1], "messages": said("own key")}]
+
+    def add(items: object) -> list[dict[str, Any]]:
+        body, headers = {"items": items}, {"Idempotency-Key": "lot"}
+        told: list[dict[str, Any]] = client.post(at("gil", "/memories"), json=body, headers=headers).json()[
+            "items"
+        ]
+        return told
+
+    assert [item["results"][0]["event"] for item in add(first)] == ["ADD", "ADD"]
+    assert [item["results"][0]["event"] for item in add(more)] == ["DUPLICATE", "ADD", "DUPLICATE"]
+    told = add([{"messages": said("not that one")}, more[1]])
+    assert [item["status"] for item in told] == [422, 200]
+    assert told[1]["results"][0]["event"] == "DUPLICATE"
+    assert client.get(at("gil", "/stats")).json()["turns"] == 3
+
+
 BAD = [
     ({}, "body"),
     ({"messages": []}, "messages"),

@@ -91,10 +91,11 @@ async def erase(service: Service, tenant: str, by: str, *, job: Job | None = Non
     memories = service.memories
     key = memories.tenant_key(tenant)
     async with audited(service.audit, "erase", by, key) as entry:
+        # before the memories, as an import among them would bring some back
+        entry.counts["jobs_dropped"] = await service.jobs.forget(key, but=None if job is None else job.id)
         certificate = await memories.erase(tenant, now=True, again=True)
         if certificate is None:
             raise UnknownTenant(tenant)
-        entry.counts["jobs_dropped"] = await service.jobs.forget(key, but=None if job is None else job.id)
         await service.once.forget(key)
         await service.state.scrub()
         left = await _forget_name(service, tenant)

@@ -26,7 +26,8 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="Of a request without items: messages that were added under it are not added again.",
+        description="Messages that were added under it are not added again. With items: for those that have no "
+        "idempotency_key of their own, by their place.",
     ),
 ]
 
@@ -58,19 +59,20 @@ async def add(
         raise bad_field(
             "items", f"holds {len(asked.items)}; give 1 to {service.settings.max_items:,} at a time."
         )
-    if idempotency_key is not None:
-        raise bad_field("Idempotency-Key", "goes with messages; items have an idempotency_key each.")
-    return AddResponse(items=await _add_items(service, tenant, sender.key_id, asked.items))
+    return AddResponse(items=await _add_items(service, tenant, sender.key_id, asked.items, idempotency_key))
 
 
-async def _add_items(service: Service, tenant: str, key_id: str, items: Sequence[Any]) -> list[AddedItem]:
-    """What became of each item, in their order."""
+async def _add_items(
+    service: Service, tenant: str, key_id: str, items: Sequence[Any], key: str | None
+) -> list[AddedItem]:
+    """What became of each item, in their order. One without a key of its own has the request's, by its place."""
     parcels: list[Parcel] = []
     refused: dict[int, AddedItem] = {}
     for n, raw in enumerate(items):
         try:
             item = Item.model_validate(raw)
-            parcels.append(parcel_of(service, tenant, key_id, item, item.idempotency_key))
+            own = item.idempotency_key or (key and f"{key}\x1f{n}")
+            parcels.append(parcel_of(service, tenant, key_id, item, own))
         except ValidationError as invalid:
             refused[n] = _refusal(problem_of(RequestValidationError(invalid.errors())))
         except InputError as bad:

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
 BACKLOG = 2_048
+TOO_MANY = "Too many connections are open. Try again in a moment."
 
 
 class Server(uvicorn.Server):
@@ -84,7 +85,6 @@ def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> 
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        limit_concurrency=settings.max_connections,
         timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=1,  # `_drain` has waited already
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -92,16 +92,20 @@ def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> 
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, with a deadline for a request's headers, from the first byte or the connection's beginning.
+    """uvicorn's, with a bound on connections, and a deadline for a request's headers.
 
-    Without one, connections that say nothing stay for ever.
+    That runs from the request's first byte, or the connection's beginning: without it, connections that say
+    nothing stay for ever.
     """
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_headers()
+        if len(self.connections) > self._settings.max_connections:
+            self._say(Problem(503, "connections", TOO_MANY, retry_after_s=1))
+        else:
+            self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -114,9 +118,13 @@ class Protocol(H11Protocol):
         self._stop_waiting()
         super().connection_lost(exc)
 
-    def _wait_for_headers(self) -> None:
+    @property
+    def _settings(self) -> ServiceSettings:
         settings: ServiceSettings = self.config.app.state.service.settings  # type: ignore[union-attr]
-        self._deadline = self.loop.call_later(settings.header_timeout_s, self._too_slow)
+        return settings
+
+    def _wait_for_headers(self) -> None:
+        self._deadline = self.loop.call_later(self._settings.header_timeout_s, self._too_slow)
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
@@ -140,6 +148,7 @@ class Protocol(H11Protocol):
             ("content-type", MEDIA_TYPE),
             ("content-length", str(len(body))),
             ("connection", "close"),
+            *(problem.headers or {}).items(),
         ]
         events: list[Any] = [
             h11.Response(status_code=problem.status_code, headers=headers),

@@ -24,7 +24,7 @@ class ServiceSettings(BaseSettings):
     max_import_bytes: int = Field(default=256 << 20, ge=1 << 10)
     max_items: int = Field(default=256, ge=1, le=10_000)
     max_top_k: int = Field(default=1_000, ge=1, le=1_000)
-    max_page: int = Field(default=1_000, ge=1, le=10_000)
+    max_page: int = Field(default=1_000, ge=1, le=1_000)
     # how long it may take to bring it: its headers, its body, the body of an import
     header_timeout_s: float = Field(default=10.0, gt=0)
     body_timeout_s: float = Field(default=30.0, gt=0)
