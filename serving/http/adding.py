@@ -26,8 +26,8 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="Messages that were added under it are not added again. With items: for those that have no "
-        "idempotency_key of their own, by their place.",
+        description="Messages that were added under it are not added again. With items: for those "
+        "that have no idempotency_key of their own, by their place.",
     ),
 ]
 
@@ -65,7 +65,7 @@ async def add(
 async def _add_items(
     service: Service, tenant: str, key_id: str, items: Sequence[Any], key: str | None
 ) -> list[AddedItem]:
-    """What became of each item, in their order. One without a key of its own has the request's, by its place."""
+    """What became of each item, in their order. `key`: for those without one of their own, by their place."""
     parcels: list[Parcel] = []
     refused: dict[int, AddedItem] = {}
     for n, raw in enumerate(items):
