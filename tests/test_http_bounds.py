@@ -25,7 +25,12 @@ MAX_BYTES = 2_000
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    bounds = {"max_body_bytes": MAX_BYTES, "body_timeout_s": 1.0, "header_timeout_s": 0.5, "keep_alive_s": 1}
+    bounds: dict[str, Any] = {
+        "max_body_bytes": MAX_BYTES,
+        "body_timeout_s": 1.0,
+        "header_timeout_s": 0.5,
+        "keep_alive_s": 1,
+    }
     with serving(tmp_path_factory.mktemp("store"), **bounds) as service:
         yield service
 
@@ -117,8 +122,9 @@ def test_a_sender_that_leaves_within_its_body_leaves_nothing(running: Running, k
         wait_until(lambda: load.under_way == 1)
         wire.socket.shutdown(socket.SHUT_WR)
         wait_until(lambda: load.under_way == 0)
-    assert running.server is not None
-    wait_until(lambda: not running.server.server_state.connections)
+    server = running.server
+    assert server is not None
+    wait_until(lambda: not server.server_state.connections)
 
 
 def test_connections_above_the_bound_are_told_so(tmp_path: Path) -> None:
@@ -176,7 +182,7 @@ class Asking:
 
 def test_beyond_its_share_a_tenant_is_refused_at_once_and_others_are_not(tmp_path: Path) -> None:
     held, asking = Held(), Asking()
-    bounds = {"max_tenant_requests": 2, "max_key_requests": 3, "max_requests": 4}
+    bounds: dict[str, Any] = {"max_tenant_requests": 2, "max_key_requests": 3, "max_requests": 4}
     with serving(tmp_path, wrap=held.around, **bounds) as running:
         one, two = running.client(), running.client()
         for tenant in ("ann", "bob"):

@@ -122,7 +122,10 @@ def test_items_are_taken_or_refused_one_by_one(client: httpx2.Client) -> None:
 
 
 def test_repeating_many_adds_stores_what_is_new(client: httpx2.Client) -> None:
-    first = [{"messages": said("one of them")}, {"messages": said("own key"), "idempotency_key": "own"}]
+    first: list[dict[str, Any]] = [
+        {"messages": said("one of them")},
+        {"messages": said("own key"), "idempotency_key": "own"},
+    ]
     more = [first[0], {"messages": said("changed")}, {**first[1], "messages": said("own key")}]
 
     def add(items: object) -> list[dict[str, Any]]:
