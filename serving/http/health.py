@@ -27,13 +27,13 @@ async def live() -> Health:
 @router.get("/health/ready", response_model=Health, responses=UNREADY, openapi_extra=OPEN)
 @needs(None)
 async def ready(service: Served) -> Any:
-    """The store is open and the service is not about to end.
+    """The store, or a shard of it, is open, and the service is not about to end.
 
-    `llm` says how the language model's server is. That it is lost is no reason to be unready: adding and
-    searching go on.
+    `llm` says how the language model's server is: ok, trouble or unknown. That it is lost is no reason to be
+    unready: adding and searching go on.
     """
     if service.load.draining:
         return JSONResponse({"status": "draining"}, 503)
-    shards_ok, llm = await service.readiness.look()
-    status = "ok" if shards_ok else "unready"
-    return JSONResponse({"status": status, "llm": llm}, 200 if shards_ok else 503)
+    serving, llm = await service.readiness.look()
+    status = "ok" if serving else "unready"
+    return JSONResponse({"status": status, "llm": llm}, 200 if serving else 503)

@@ -1,4 +1,8 @@
-"""Whether the shards serve, and how the LLM's server is."""
+"""Whether anything can be served, and how the LLM's server is.
+
+One shard that is down is no reason to be unready: its tenants are told 503, and a balancer that then took
+every replica away would cut off all others.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class Readiness:
         self._looking = asyncio.Lock()
 
     async def look(self) -> tuple[bool, LLM]:
-        """Whether all shards serve, and how the LLM is."""
+        """Whether a shard serves, and how the LLM is."""
         async with self._looking:
             now_s = time.monotonic()
             if now_s - self._looked_s >= self._look_every_s:
@@ -38,5 +42,5 @@ class Readiness:
             shards = (await self._memories.status()).values()
         except UndertowError:
             return False, "unknown"
-        serving = all(shard.get("state") == "serving" for shard in shards)
+        serving = any(shard.get("state") == "serving" for shard in shards)
         return serving, "trouble" if any(shard.get("llm_error") for shard in shards) else "ok"
