@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from undertow.engine.policies.recmem import RecMem
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
 from undertow.engine.records import Control, ControlKind, control_row, usage_to_json
+from undertow.engine.repeats import turns_by_key
 from undertow.engine.reports import Report, Reports
 from undertow.engine.residence import Residence, arena_of
 from undertow.engine.retrieval import Found, Retrieval, Window, question_prompt
@@ -458,6 +459,10 @@ class Engine(Tenancy):
         Of a deleted turn nothing is left.
         """
         return self._reports.history(memory_id, self._stored(memory_id, tenant).tenant_key)
+
+    def turns_by_key(self, tenant: str, keys: Collection[str]) -> dict[str, Report]:
+        """As repeats.turns_by_key: of a call that is repeated, what the first one has stored."""
+        return turns_by_key(self._tenant(tenant), keys) if tenant in self.tenants else {}
 
     # ---- what users do to their memories
 

@@ -157,10 +157,14 @@ class UndertowError(Exception):
     """Base of every error that a user can meet; its text says what to do about it."""
 
 
-def unknown_memory(memory_id: str, tenant: str | None = None) -> UndertowError:
+class UnknownMemory(UndertowError):
+    """There is no memory of this id, or none any more."""
+
+
+def unknown_memory(memory_id: str, tenant: str | None = None) -> UnknownMemory:
     """There is no memory of this id; with a tenant, none of its."""
     whose = "" if tenant is None else f" of {tenant!r}"
-    return UndertowError(f"no memory{whose} has the id {memory_id}. `undertow list` shows the ids.")
+    return UnknownMemory(f"no memory{whose} has the id {memory_id}. `undertow list` shows the ids.")
 
 
 class InputError(UndertowError, ValueError):

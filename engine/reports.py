@@ -28,7 +28,7 @@ from undertow.engine.exporting import (
     stay_of,
 )
 from undertow.engine.journal import Journal, Row
-from undertow.engine.model import Decision, MemoryKind, UndertowError, unknown_memory
+from undertow.engine.model import Decision, MemoryKind, UnknownMemory, unknown_memory
 from undertow.engine.records import control_of, job_of, memory_of
 from undertow.engine.shown import (
     Page,
@@ -145,7 +145,7 @@ class Reports:
         if rows and rows[0].kind == "turn":
             return [turn_report(rows[0])]
         if not rows:
-            raise UndertowError(
+            raise UnknownMemory(
                 f"no memory has the id {memory_id!r}. `undertow list` shows the ids; a deleted turn has none."
             )
         return [memory_report(m) for m in versions_of(rows)]

@@ -156,24 +156,31 @@ class Memories:
         versions: Reports = await self._ask("history", tenant, memory_id)
         return versions
 
-    async def update(self, tenant: str, memory_id: str, text: Wording) -> Updated:
+    async def turns_by_key(self, tenant: str, keys: Sequence[str]) -> dict[str, Report]:
+        """As Engine.turns_by_key."""
+        found: dict[str, Report] = await self._ask("turns_by_key", tenant, keys)
+        return found
+
+    # where `again` is set, this is a repeat: that it was done already is no error
+
+    async def update(self, tenant: str, memory_id: str, text: Wording, *, again: bool = False) -> Updated:
         """As Engine.update."""
-        updated: Updated = await self._ask("update", tenant, memory_id, text)
+        updated: Updated = await self._ask("update", tenant, memory_id, text, again=again)
         return updated
 
-    async def delete(self, tenant: str, memory_id: str) -> str:
+    async def delete(self, tenant: str, memory_id: str, *, again: bool = False) -> str:
         """As Engine.delete."""
-        kind: str = await self._ask("delete", tenant, memory_id)
+        kind: str = await self._ask("delete", tenant, memory_id, again=again)
         return kind
 
-    async def flush(self, tenant: str) -> bool:
+    async def flush(self, tenant: str, *, again: bool = False) -> bool:
         """As Engine.flush."""
-        decided: bool = await self._ask("flush", tenant)
+        decided: bool = await self._ask("flush", tenant, again=again)
         return decided
 
-    async def erase(self, tenant: str, *, now: bool) -> Certificate | None:
+    async def erase(self, tenant: str, *, now: bool, again: bool = False) -> Certificate | None:
         """As Engine.erase; the tenant's parked turns go at once."""
-        certificate: Certificate | None = await self._ask("erase", tenant, now=now)
+        certificate: Certificate | None = await self._ask("erase", tenant, now=now, again=again)
         return certificate
 
     async def list(
@@ -203,9 +210,9 @@ class Memories:
             if (after := page.after) is None:
                 return
 
-    async def import_(self, tenant: str, records: Sequence[Report]) -> Imported:
+    async def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Imported:
         """As Engine.import_."""
-        imported: Imported = await self._ask("import_", tenant, records)
+        imported: Imported = await self._ask("import_", tenant, records, again=again)
         return imported
 
     async def explain(self, tenant: str, *, limit: int | None = 1_000, after_seq: int = -1) -> Reports:

@@ -294,9 +294,14 @@ class Router(RouterTenancy):
         certificate: Certificate | None = self._await(self._ask_owner("erase", tenant, now=now))
         return certificate
 
-    async def _ask_owner(self, method: str, tenant: str, *args: Any, **kwargs: Any) -> Any:
-        """Ask the shard that has the tenant, and again where the question got lost."""
-        pause, again = Pause(self.settings.patience_s), False
+    async def _ask_owner(
+        self, method: str, tenant: str, *args: Any, again: bool = False, **kwargs: Any
+    ) -> Any:
+        """Ask the shard that has the tenant, and again where the question got lost.
+
+        `again`: it was asked before, by a process that ended before it heard the answer.
+        """
+        pause = Pause(self.settings.patience_s)
         while True:
             shard = self._routes.home_of(tenant)
             marks = {"again": again} if method in CHANGING else {}

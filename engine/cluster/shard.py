@@ -8,7 +8,7 @@ again from its journal.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -133,6 +133,10 @@ class Shard(ShardTenancy):
     def history(self, tenant: str | None, memory_id: str) -> Future[list[Report] | None]:
         """As Engine.history; else as `get`."""
         return self._ask(lambda engine: self._of_memory(tenant, memory_id, engine.history))
+
+    def turns_by_key(self, tenant: str, keys: Collection[str]) -> Future[dict[str, Report]]:
+        """As Engine.turns_by_key. Moved, InTransit."""
+        return self._ask(lambda engine: engine.turns_by_key(self._checked(tenant), keys))
 
     def update(
         self, tenant: str | None, memory_id: str, text: Wording, *, again: bool = False

@@ -18,6 +18,7 @@ from undertow.serving.cli import (
     ingesting,
     keying,
     reading,
+    serving,
 )
 from undertow.serving.cli.errors import EXIT_CODES, Guarded
 
@@ -42,6 +43,7 @@ def options(
 
 
 app.command()(ingesting.ingest)
+app.command()(serving.serve)
 app.command()(reading.search)
 app.command()(reading.ask)
 app.command(name="list")(reading.list_)

@@ -1,0 +1,1 @@
+"""The HTTP face: a FastAPI application over `Memories`, and the server that runs it."""

@@ -1,0 +1,120 @@
+"""What a caller may wait for or have done as a job: flush, import, erase. Each may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from undertow.engine.erasure import Certificate
+from undertow.engine.model import BadInput, InputError
+from undertow.engine.tenants import UnknownTenant
+from undertow.serving.http.audits import audited
+from undertow.serving.http.jobs import Job, Operation, Work
+from undertow.serving.key_file import KeyFileError
+
+if TYPE_CHECKING:
+    from undertow.serving.http.service import Service
+
+log = logging.getLogger(__name__)
+
+OUT_OF_REACH = (
+    "lines of the audit log, and the record of the erasure itself, which name the tenant by its keyed hash",
+    "prefixes in the key file, which are of groups of tenants",
+)
+KEYS_OUT_OF_REACH = "the key file, which could not be changed and may still name the tenant"
+
+
+def works(service: Service) -> Mapping[Operation, Work]:
+    """How a job of each operation is done."""
+
+    async def flush_job(job: Job) -> Mapping[str, Any]:
+        return await flush(service, _tenant(job), again=job.again)
+
+    async def import_job(job: Job) -> Mapping[str, Any]:
+        body = await asyncio.to_thread(service.jobs.body_of(job).read_bytes)
+        return await import_(service, _tenant(job), body, again=job.again)
+
+    async def erase_job(job: Job) -> Mapping[str, Any]:
+        return await erase(service, _tenant(job), job.key_id, job=job)
+
+    return {"flush": flush_job, "import": import_job, "erase": erase_job}
+
+
+def _tenant(job: Job) -> str:
+    assert job.tenant is not None, "an open job knows its tenant"
+    return job.tenant
+
+
+async def flush(service: Service, tenant: str, *, again: bool = False) -> dict[str, Any]:
+    """Wait until all that is stored of a tenant is decided."""
+    return {"decided": await service.memories.flush(tenant, again=again)}
+
+
+async def import_(service: Service, tenant: str, body: bytes, *, again: bool = False) -> dict[str, Any]:
+    """Take back an export, as it was sent. InputError names the line; Problem 409: there is something."""
+    records = await asyncio.to_thread(parsed, body)
+    return asdict(await service.memories.import_(tenant, records, again=again))
+
+
+def parsed(body: bytes) -> list[dict[str, Any]]:
+    """The records of JSON lines. InputError."""
+    records = []
+    for number, line in enumerate(body.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise _bad_line(number, f"is no JSON ({error.msg})") from None
+        if not isinstance(record, dict):
+            raise _bad_line(number, "is no JSON object")
+        records.append(record)
+    return records
+
+
+def _bad_line(number: int, reason: str) -> InputError:
+    cure = "Send what an export gave, one record a line. Nothing was stored."
+    return InputError(BadInput("import", number, f"line {number}", reason, cure))
+
+
+async def erase(service: Service, tenant: str, by: str, *, job: Job | None = None) -> dict[str, Any]:
+    """Erase a tenant, its bytes too, from the store and from what the service keeps; the certificate.
+
+    Of one that was erased or deleted before, the certificate of that. UnknownTenant: there never was any.
+    `by`: the id of the key; `job`: that this is done for, which stays.
+    """
+    memories = service.memories
+    key = memories.tenant_key(tenant)
+    async with audited(service.audit, "erase", by, key) as entry:
+        # before the memories, as an import among them would bring some back
+        entry.counts["jobs_dropped"] = await service.jobs.forget(key, but=None if job is None else job.id)
+        certificate = await memories.erase(tenant, now=True, again=True)
+        if certificate is None:
+            raise UnknownTenant(tenant)
+        await service.once.forget(key)
+        await service.state.scrub()
+        left = await _forget_name(service, tenant)
+    return certified(certificate, left)
+
+
+def certified(certificate: Certificate, more: tuple[str, ...] = OUT_OF_REACH) -> dict[str, Any]:
+    """A certificate as callers see it, with what the service knows that it cannot reach."""
+    document = asdict(certificate)
+    return {**document, "out_of_reach": [*certificate.out_of_reach, *more]}
+
+
+async def _forget_name(service: Service, tenant: str) -> tuple[str, ...]:
+    """Take the tenant's name out of the keys; what is out of reach."""
+    if service.key_file is None:
+        return OUT_OF_REACH
+    try:
+        await asyncio.to_thread(service.key_file.forget, lambda name: name == tenant)
+    except KeyFileError as error:  # the tenant is erased all the same
+        log.error("the keys may still name an erased tenant: %s", error)
+        return (*OUT_OF_REACH, KEYS_OUT_OF_REACH)
+    return OUT_OF_REACH

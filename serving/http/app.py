@@ -1,0 +1,117 @@
+"""The application: routes over one `Memories`, behind one guard."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match
+
+from undertow.engine.config import Settings
+from undertow.serving.audit import AuditLog
+from undertow.serving.http import adding, admin, asking, health, tenants
+from undertow.serving.http import memories as memories_routes
+from undertow.serving.http.acts import works
+from undertow.serving.http.front import Front
+from undertow.serving.http.guard import Guard
+from undertow.serving.http.jobs import Jobs
+from undertow.serving.http.load import Load
+from undertow.serving.http.once import Once
+from undertow.serving.http.openapi import describe
+from undertow.serving.http.problems import problem_of
+from undertow.serving.http.readiness import Readiness
+from undertow.serving.http.receipts import Adding
+from undertow.serving.http.service import Service
+from undertow.serving.http.settings import ServiceSettings
+from undertow.serving.http.state import State
+from undertow.serving.key_file import KeyFile
+from undertow.serving.limits import TokenBudgets
+
+if TYPE_CHECKING:
+    from undertow.serving.memories import Memories
+
+# an answer is one call of the LLM, repeated once where the reply was of no use
+CALLS_AN_ANSWER = 2
+
+
+def make_app(
+    memories: Memories,
+    *,
+    guard: Guard,
+    budgets: TokenBudgets,
+    audit: AuditLog,
+    state: State,
+    key_file: KeyFile | None = None,
+    settings: ServiceSettings | None = None,
+    engine: Settings | None = None,
+) -> FastAPI:
+    """The service's application. What it is given stays the caller's, who closes it after the application.
+
+    `key_file`: where the names of erased tenants are to go; `engine`: the settings of the engines behind.
+    """
+    settings, engine = settings or ServiceSettings(), engine or Settings()
+    service = Service(
+        memories=memories,
+        guard=guard,
+        budgets=budgets,
+        audit=audit,
+        key_file=key_file,
+        settings=settings,
+        load=Load(settings),
+        adding=Adding(memories),
+        once=Once(state, settings.keep_s),
+        jobs=Jobs(state, settings),
+        state=state,
+        readiness=Readiness(memories),
+        answer_tokens=CALLS_AN_ANSWER * engine.context_tokens,
+        max_message_bytes=engine.max_message_bytes,
+    )
+    app = FastAPI(
+        version=version("undertow"),
+        redirect_slashes=False,
+        redoc_url=None,
+        lifespan=_lifespan,
+        exception_handlers={HTTPException: _problem, RequestValidationError: _problem},
+    )
+    app.state.service = service
+    for part in (adding, asking, memories_routes, tenants, admin, health):
+        app.include_router(part.router)
+    app.add_middleware(Front, service=service)
+    describe(app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Jobs are taken up when the application starts, and left for the next one when it ends."""
+    service: Service = app.state.service
+    await service.jobs.start(works(service))
+    try:
+        yield
+    finally:
+        service.load.draining = True
+        await service.jobs.stop()
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    if problem.status_code == 405:
+        problem.headers = {"Allow": ", ".join(_allowed(request))}
+    return problem.response
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that the routes of this path know."""
+    routes: list[Any] = request.app.routes
+    methods: set[str] = set()
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        scope = {**request.scope, "method": method}
+        if any(route.matches(scope)[0] is Match.FULL for route in routes):
+            methods.add(method)
+    return sorted(methods)

@@ -1,0 +1,73 @@
+"""A request's body as it comes in: bounded in bytes and in time, whoever reads it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive
+
+from undertow.serving.http.problems import CLOSE, Problem
+
+
+def bounded(receive: Receive, headers: Headers, max_bytes: int, timeout_s: float) -> Receive:
+    """`receive` for a body of at most `max_bytes` that is there within `timeout_s` from now.
+
+    Problem at once where the length that is announced is too large; else, when it is called: 413, 408, and
+    400 for a sender who leaves before the end. A response that goes before the body has come closes the
+    connection.
+    """
+    announced = headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large(max_bytes)
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    taken, complete = 0, False
+
+    async def receive_within() -> Message:
+        nonlocal taken, complete
+        if complete:  # what comes now is that the sender leaves, whenever that is
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                message = await receive()
+        except TimeoutError:
+            detail = f"The request's body was not complete after {timeout_s:g} s. Send it faster, or less."
+            raise Problem(408, "slow", detail, headers=CLOSE) from None
+        if message["type"] == "http.disconnect":
+            raise Problem(400, "cut-off", "The connection ended within the request's body.", headers=CLOSE)
+        taken += len(message.get("body", b""))
+        complete = not message.get("more_body", False)
+        if taken > max_bytes:
+            raise too_large(max_bytes)
+        return message
+
+    return receive_within
+
+
+def too_large(max_bytes: int) -> Problem:
+    detail = f"The request's body is larger than {max_bytes:,} bytes. Send it in parts."
+    return Problem(413, "too-large", detail, headers=CLOSE)
+
+
+async def read_all(receive: Receive) -> bytes:
+    """The whole body."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives a body that was read already, then what else comes."""
+    given = False
+
+    async def receive_again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again

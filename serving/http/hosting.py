@@ -1,0 +1,120 @@
+"""Opens all that a service stands on, serves, and lets go of it in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from undertow.engine.config import Settings
+from undertow.engine.model import UndertowError
+from undertow.engine.place import Place
+from undertow.serving.audit import FILE_NAME as AUDIT_NAME
+from undertow.serving.audit import AuditLog
+from undertow.serving.http.app import make_app
+from undertow.serving.http.guard import Guard, KeyGuard, OpenGuard, is_loopback
+from undertow.serving.http.server import Server
+from undertow.serving.http.settings import ServiceSettings
+from undertow.serving.http.state import State
+from undertow.serving.key_file import FILE_NAME as KEYS_NAME
+from undertow.serving.key_file import KeyFile
+from undertow.serving.keys import Keys
+from undertow.serving.limits import RequestRates, TokenBudgets
+from undertow.serving.memories import Memories
+
+STATE_NAME = "service"
+SPENDING_NAME = "spending.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where a service's own files lie. `keys` is None where no key is demanded."""
+
+    keys: Path | None
+    audit: Path
+    state: Path
+
+    @classmethod
+    def beside(cls, store: Place, keys: Path | None, state: Path | None, *, open_to_all: bool) -> Files:
+        """Those that are given, else in the store's folder. UndertowError: it has none."""
+        folder = store.folder
+        if folder is None and state is None:
+            raise UndertowError(f"{store} is no folder: give --state FOLDER for the service's own files")
+        if folder is None and keys is None and not open_to_all:
+            raise UndertowError(f"{store} is no folder: give --keys FILE for the keys")
+        where = state or Path(str(folder), STATE_NAME)
+        key_path = None if open_to_all else (keys or Path(str(folder), KEYS_NAME)).absolute()
+        return cls(key_path, (folder or where).absolute() / AUDIT_NAME, where.absolute())
+
+
+@contextmanager
+def hosted(
+    memories: Memories, files: Files, settings: ServiceSettings | None = None, engine: Settings | None = None
+) -> Iterator[FastAPI]:
+    """The application over some memories, with the files open while the block lasts. UndertowError."""
+    with ExitStack() as stack:
+        state = State(files.state)
+        stack.callback(state.close)
+        budgets = TokenBudgets(files.state / SPENDING_NAME)
+        stack.callback(budgets.close)
+        audit = AuditLog(files.audit)
+        stack.callback(audit.close)
+        yield make_app(
+            memories,
+            guard=_guard(stack, files.keys),
+            budgets=budgets,
+            audit=audit,
+            state=state,
+            key_file=None if files.keys is None else KeyFile(files.keys),
+            settings=settings,
+            engine=engine,
+        )
+
+
+def _guard(stack: ExitStack, keys_path: Path | None) -> Guard:
+    if keys_path is None:
+        return OpenGuard()
+    keys = Keys(keys_path)
+    stack.callback(keys.close)
+    return KeyGuard(keys, RequestRates())
+
+
+def run(
+    open_memories: Callable[[], Memories],
+    files: Files,
+    host: str,
+    port: int,
+    *,
+    settings: ServiceSettings,
+    engine: Settings,
+    on_start: Callable[[int], None],
+) -> None:
+    """Serve until a signal ends it. UndertowError: it cannot begin.
+
+    `on_start` is told the port once requests are taken. Without keys `host` must be a loopback address.
+    """
+    if files.keys is None and not is_loopback(host):
+        raise UndertowError(
+            f"without keys the service listens on a loopback address alone, and {host} is none: leave out "
+            "--host, or make keys with `undertow keys create`"
+        )
+    asyncio.run(_run(open_memories, files, host, port, settings, engine, on_start))
+
+
+async def _run(
+    open_memories: Callable[[], Memories],
+    files: Files,
+    host: str,
+    port: int,
+    settings: ServiceSettings,
+    engine: Settings,
+    on_start: Callable[[int], None],
+) -> None:
+    async with await asyncio.to_thread(open_memories) as memories:
+        with hosted(memories, files, settings, engine) as app:
+            server = Server(app, host, port, on_start)
+            await server.serve()

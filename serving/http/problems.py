@@ -1,0 +1,198 @@
+"""Every error of the service as problem details (RFC 9457), and which engine error has which status.
+
+What a problem says is for whoever called: it names the cure, and nothing of the machine behind. What the
+operator needs goes into the log: types and places of exceptions, never their words, which may quote a turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from undertow.engine.admission import QueueFull
+from undertow.engine.cluster.reach import ShardDown, ShardGone
+from undertow.engine.departures import InTransit, Moved
+from undertow.engine.exporting import ExportBroken
+from undertow.engine.importing import TenantExists
+from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
+from undertow.engine.model import InputError, UndertowError, UnknownMemory
+from undertow.engine.store import StoreError
+from undertow.engine.tenants import ArenaFull, UnknownTenant
+from undertow.serving.audit import AuditError
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+URN = "urn:undertow:error:"
+PLACES = 8
+MOST_ERRORS = 32
+# what pydantic puts into a place for one of the forms that a value may have
+FORM = re.compile(r"str|int|float|list\[.*\]|function-.*|nullable\[.*\]|constrained-.*")
+CLOSE = {"Connection": "close"}
+
+TITLES = {
+    400: "Bad request",
+    401: "No valid key",
+    403: "Not allowed",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Request too slow",
+    409: "Conflict",
+    413: "Too large",
+    422: "Bad input",
+    429: "Too many",
+    500: "Internal error",
+    503: "Unavailable",
+}
+
+
+class Problem(HTTPException):
+    """An error as the caller sees it. `slug` tells its kind apart from others of the status, for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        slug: str,
+        detail: str,
+        *,
+        errors: Sequence[Mapping[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """`errors`: {"field", "detail"} each. `retry_after_s` is rounded up to whole seconds."""
+        wait = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+        super().__init__(status, detail, {**wait, **(headers or {})})
+        self.slug = slug
+        self.errors = [dict(error) for error in errors]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Its JSON."""
+        document = {
+            "type": f"{URN}{self.slug}" if self.slug else "about:blank",
+            "title": TITLES.get(self.status_code, "Error"),
+            "status": self.status_code,
+            "detail": self.detail,
+        }
+        return {**document, "errors": self.errors} if self.errors else document
+
+    @property
+    def response(self) -> Response:
+        return Response(orjson.dumps(self.document), self.status_code, self.headers, MEDIA_TYPE)
+
+
+def bad_field(field: str, detail: str) -> Problem:
+    """422 for one field."""
+    return Problem(422, "input", f"{field}: {detail}", errors=[{"field": field, "detail": detail}])
+
+
+class _Kind(NamedTuple):
+    """What the caller is told of an exception: its own words, where `detail` is None."""
+
+    status: int
+    slug: str
+    detail: str | None
+    retry_after_s: float | None = None
+
+
+_SHARD = "The part of the service that has this tenant cannot be reached now. Try again in a moment."
+_STORE = "The store cannot be used now. Try again later; the service's log says what is wrong."
+_LLM = (
+    "The language model's server cannot be used now. Storing and searching go on; ask again later. "
+    "The service's log says what is wrong."
+)
+
+# the first that fits counts, so subclasses stand before their bases
+KINDS: Mapping[type[Exception], _Kind] = {
+    UnknownTenant: _Kind(404, "unknown-tenant", "This tenant has no memories here. Add some first."),
+    UnknownMemory: _Kind(404, "unknown-memory", "This tenant has no memory of this id, or none any more."),
+    InputError: _Kind(422, "input", None),
+    TenantExists: _Kind(
+        409, "tenant-exists", "This tenant has memories. Import under another name, or erase it first."
+    ),
+    ExportBroken: _Kind(503, "export-broken", "The tenant was erased or moved meanwhile. Export it anew.", 1),
+    QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
+    ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),
+    BadReply: _Kind(503, "llm-reply", "The language model gave no usable answer. Ask again, or otherwise."),
+    BrokenOff: _Kind(503, "llm-broke-off", "The answer broke off; what came of it is no answer. Ask again."),
+    ServerRefused: _Kind(503, "llm", _LLM, 30),
+    ShardDown: _Kind(503, "shard", _SHARD, 5),
+    ShardGone: _Kind(503, "shard", _SHARD, 5),
+    Moved: _Kind(503, "moving", _SHARD, 1),
+    InTransit: _Kind(503, "moving", _SHARD, 1),
+    StoreError: _Kind(503, "store", _STORE, 30),
+    AuditError: _Kind(503, "audit", "The act cannot be written down, so it was not begun. Try later.", 30),
+    UndertowError: _Kind(503, "engine", "The engine cannot do this now. Try again later.", 5),
+}
+INTERNAL = _Kind(500, "internal", "The service failed at this request; its log says where.")
+
+
+def problem_of(error: Exception) -> Problem:
+    """What the caller is told of any exception. Of what is the service's fault, the log tells."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _of_validation(error)
+    if isinstance(error, HTTPException):
+        return _of_framework(error)
+    kind = next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), INTERNAL)
+    if kind.status >= 500:
+        tell(error)
+    if isinstance(error, InputError):
+        bad = error.problem
+        return bad_field(bad.field or "body", f"{bad.reason}. {bad.cure}")
+    return Problem(kind.status, kind.slug, kind.detail or str(error), retry_after_s=kind.retry_after_s)
+
+
+def tell(error: BaseException) -> None:
+    """Write an exception into the log by its type and the places that it passed, without its words."""
+    places = [
+        f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    log.error("%s at %s", type(error).__name__, " < ".join(reversed(places[-8:])))
+
+
+def _of_validation(error: RequestValidationError) -> Problem:
+    """Names each field, and quotes nothing that stood in it."""
+    details: dict[str, str] = {}
+    for flaw in error.errors():
+        details.setdefault(_field(flaw), str(flaw["msg"]))
+    found = [{"field": field, "detail": detail} for field, detail in details.items()]
+    first = found[0]
+    return Problem(422, "input", f"{first['field']}: {first['detail']}", errors=found[:MOST_ERRORS])
+
+
+def _field(flaw: Mapping[str, Any]) -> str:
+    """A place in the request as callers write it: messages[2].content.
+
+    Where the form of a value was one of several, each of those is a part of the place too: they are left out.
+    """
+    head, *rest = flaw["loc"] or ("body",)
+    parts = rest if head in ("body", "query", "path", "header") else [head, *rest]
+    text = ""
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not FORM.fullmatch(str(part)):
+            text += f".{part}" if text else str(part)
+    return text if text and flaw["type"] != "json_invalid" else "body"
+
+
+def _of_framework(error: HTTPException) -> Problem:
+    """404, 405 and 400, which the framework raises itself."""
+    words = {
+        404: "There is nothing here. The OpenAPI page lists the routes.",
+        405: "This route does not know that method; the header Allow names those it knows.",
+        400: "The request's body cannot be read.",
+    }
+    detail = words.get(error.status_code, "The request cannot be served.")
+    return Problem(error.status_code, "", detail, headers=error.headers)

@@ -1,0 +1,161 @@
+"""The server that runs the application: uvicorn, with bounds on connections and an end that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import h11
+import orjson
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from undertow.serving.http.problems import MEDIA_TYPE, Problem
+from undertow.serving.http.service import Service
+from undertow.serving.http.settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 32 << 10
+BACKLOG = 2_048
+TOO_MANY = "Too many connections are open. Try again in a moment."
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once.
+
+    Draining: /health/ready says so and new requests are refused, while those under way go on, as long as the
+    settings allow. Only then is the listening socket closed.
+    """
+
+    def __init__(
+        self, app: FastAPI, host: str, port: int, on_start: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """`on_start` is told the port, once requests are taken."""
+        self._on_start = on_start
+        self._service: Service = app.state.service
+        super().__init__(config_of(app, host, port, self._service.settings))
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_start(self.servers[0].sockets[0].getsockname()[1])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What uvicorn calls at a signal, in its main thread. The signal counts as dealt with."""
+        if self._service.load.draining or not self.started:
+            self.should_exit = self.force_exit = True
+            return
+        self._service.load.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._service.load.draining and self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        return await super().on_tick(counter)
+
+    async def _drain(self) -> None:
+        s = self._service.settings
+        log.info("draining: %d requests are under way", self._service.load.under_way)
+        await asyncio.sleep(s.drain_notice_s)
+        try:
+            await asyncio.wait_for(self._service.load.idle(), s.drain_s)
+        except TimeoutError:
+            log.warning("%d requests are cut off", self._service.load.under_way)
+        self.should_exit = True
+
+
+def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> uvicorn.Config:
+    """uvicorn's options. Its access log is off: paths hold tenants' names."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=settings.keep_alive_s,
+        timeout_graceful_shutdown=1,  # `_drain` has waited already
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, with a bound on connections, and a deadline for a request's headers.
+
+    That runs from the request's first byte, or the connection's beginning: without it, connections that say
+    nothing stay for ever.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._settings.max_connections:
+            self._say(Problem(503, "connections", TOO_MANY, retry_after_s=1))
+        else:
+            self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:  # the headers are there
+            self._stop_waiting()
+        elif self._deadline is None:
+            self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    @property
+    def _settings(self) -> ServiceSettings:
+        settings: ServiceSettings = self.config.app.state.service.settings  # type: ignore[union-attr]
+        return settings
+
+    def _wait_for_headers(self) -> None:
+        self._deadline = self.loop.call_later(self._settings.header_timeout_s, self._too_slow)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
+            return
+        self._say(Problem(408, "slow", "The request's headers did not come in time."))
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn answers to what is no HTTP."""
+        self._say(Problem(400, "", "This is no HTTP/1.1 request, or its headers are too large."))
+
+    def _say(self, problem: Problem) -> None:
+        """Answer outside any request, and close."""
+        body = orjson.dumps(problem.document)
+        headers = [
+            ("content-type", MEDIA_TYPE),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+            *(problem.headers or {}).items(),
+        ]
+        events: list[Any] = [
+            h11.Response(status_code=problem.status_code, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
+        for event in events:
+            if output := self.conn.send(event):
+                self.transport.write(output)
+        self.transport.close()

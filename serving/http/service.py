@@ -1,0 +1,61 @@
+"""What the routes work with, made once for each application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+
+from undertow.serving.audit import AuditLog
+from undertow.serving.http.front import asked_of
+from undertow.serving.http.guard import Guard
+from undertow.serving.http.jobs import Jobs
+from undertow.serving.http.load import Load
+from undertow.serving.http.once import Once
+from undertow.serving.http.readiness import Readiness
+from undertow.serving.http.receipts import Adding
+from undertow.serving.http.settings import ServiceSettings
+from undertow.serving.http.state import State
+from undertow.serving.key_file import KeyFile
+from undertow.serving.limits import TokenBudgets
+from undertow.serving.principal import Principal
+
+if TYPE_CHECKING:
+    from undertow.serving.memories import Memories
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The parts of one service. `key_file`: where erased names are to go, if keys are demanded.
+
+    `answer_tokens`: the most that one answer may take of the LLM.
+    """
+
+    memories: Memories
+    guard: Guard
+    budgets: TokenBudgets
+    audit: AuditLog
+    key_file: KeyFile | None
+    settings: ServiceSettings
+    load: Load
+    adding: Adding
+    once: Once
+    jobs: Jobs
+    state: State
+    readiness: Readiness
+    answer_tokens: int
+    max_message_bytes: int
+
+
+async def service_of(request: Request) -> Service:
+    """Of a request's application. (Asynchronous, as FastAPI would call it in a thread otherwise.)"""
+    service: Service = request.app.state.service
+    return service
+
+
+async def principal_of(request: Request) -> Principal:
+    """Who sends a request; at a route that lets nobody pass without that."""
+    principal = asked_of(request.scope).principal
+    assert principal is not None, "only open paths have none"
+    return principal

@@ -1,0 +1,139 @@
+"""Answers over HTTP: whole and in pieces, within the token budget of their key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from undertow.engine.engine import Answer
+from undertow.engine.llm_outcomes import BadReply
+from undertow.engine.model import Usage
+from undertow.engine.retrieval import Found
+from undertow.serving.key_file import KeyFile
+from undertow.serving.memories import Memories
+from undertow.serving.principal import Limits
+
+from .http_harness import Running, at, is_problem, said, serving
+from .llm_harness import wait_until
+
+COST = Usage(1, 700, 0, 50)
+ASK = {"question": "What of the boat?"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("store")) as service:
+        service.client().post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
+        yield service
+
+
+def events(response: httpx2.Response) -> list[tuple[str, dict[str, Any]]]:
+    """The server-sent events of a response."""
+    found = []
+    for block in response.text.split("\n\n")[:-1]:
+        event, data = block.split("\n")
+        found.append((event.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))))
+    return found
+
+
+def test_an_answer_has_its_memories_and_its_cost(running: Running) -> None:
+    told = running.client().post(at("ann", "/answer"), json=ASK)
+    assert told.status_code == 200
+    document = told.json()
+    assert document["answer"]
+    assert [memory["kind"] for memory in document["memories"]] == ["turn"]
+    assert document["usage"]["calls"] == 1
+
+
+def test_a_streamed_answer_is_the_same_in_pieces(running: Running) -> None:
+    client = running.client()
+    whole = client.post(at("ann", "/answer"), json=ASK).json()
+    streamed = client.post(at("ann", "/answer"), json={**ASK, "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    *deltas, (last, done) = events(streamed)
+    assert last == "done"
+    assert {event for event, _ in deltas} == {"delta"}
+    assert "".join(data["text"] for _, data in deltas) == done["answer"] == whole["answer"]
+    assert done["memories"] == whole["memories"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_goes_wrong_before_the_first_piece_has_a_status(running: Running, stream: bool) -> None:
+    client = running.client()
+    is_problem(client.post(at("nobody", "/answer"), json={**ASK, "stream": stream}), 404, "unknown-tenant")
+    poor = running.client(limits=Limits(tokens_per_day=10))
+    refused = poor.post(at("ann", "/answer"), json={**ASK, "stream": stream})
+    is_problem(refused, 429, "token-budget")
+    assert 0 < int(refused.headers["retry-after"]) <= 86_400
+
+
+class Scripted:
+    """Memories whose answers cost COST, and go as a test says: what cannot be had from a sound LLM."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+        self.error: Exception | None = None
+        self.waits = False
+
+    def around(self, memories: Memories) -> Memories:
+        memories.answer = self.answer  # type: ignore[method-assign]
+        memories.answer_stream = self.answer_stream  # type: ignore[method-assign]
+        return memories
+
+    async def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
+        if self.error is not None:
+            raise self.error
+        return Answer("On Sunday.", Found((), (), ()), COST)
+
+    async def answer_stream(
+        self, tenant: str, question: str, *, as_of: str | None = None
+    ) -> AsyncGenerator[str | Answer]:
+        try:
+            yield "On "
+            if self.waits:
+                await asyncio.Event().wait()
+            yield await self.answer(tenant, question)
+        finally:
+            self.closed += 1
+
+
+def left(running: Running, key: str) -> int | None:
+    """The tokens that a key has left today."""
+    kept = KeyFile(running.folder / "keys.json").require(key.split("_")[1])
+    return running.service.budgets.left(kept.principal)
+
+
+def test_the_budget_is_charged_what_an_answer_took(tmp_path: Path) -> None:
+    scripted = Scripted()
+    with serving(tmp_path, wrap=scripted.around) as running:
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        client = running.client_of(key)
+        assert client.post(at("ann", "/answer"), json=ASK).json()["usage"]["prompt_tokens"] == 700
+        assert left(running, key) == 50_000 - 750
+        assert events(client.post(at("ann", "/answer"), json={**ASK, "stream": True}))[-1][0] == "done"
+        assert left(running, key) == 50_000 - 1_500
+        scripted.error = BadReply("nonsense", Usage(2, 300, 0, 100))
+        is_problem(client.post(at("ann", "/answer"), json=ASK), 503, "llm-reply")
+        assert left(running, key) == 50_000 - 1_900
+        broken = events(client.post(at("ann", "/answer"), json={**ASK, "stream": True}))
+        assert [event for event, _ in broken] == ["delta", "error"]
+        assert broken[-1][1]["type"] == "urn:undertow:error:llm-reply"
+        assert left(running, key) == 50_000 - 2_300
+
+
+def test_who_leaves_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:
+    scripted = Scripted()
+    scripted.waits = True
+    with serving(tmp_path, wrap=scripted.around) as running:
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        client = running.client_of(key)
+        with client.stream("POST", at("ann", "/answer"), json={**ASK, "stream": True}) as response:
+            assert next(response.iter_raw()).startswith(b"event: delta")
+        wait_until(lambda: scripted.closed == 1 and running.service.load.under_way == 0)
+        assert left(running, key) == 50_000 - running.service.answer_tokens

@@ -1,0 +1,240 @@
+"""Requests that are too large, too slow, cut off or no HTTP, and more of them than the service takes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from undertow.engine.admission import QueueFull, Receipt
+from undertow.engine.model import Turn
+from undertow.serving.memories import Memories
+
+from .http_harness import PROBLEM, SOON_S, Running, at, is_problem, said, serving
+from .llm_harness import wait_until
+
+MAX_BYTES = 2_000
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    bounds: dict[str, Any] = {
+        "max_body_bytes": MAX_BYTES,
+        "body_timeout_s": 1.0,
+        "header_timeout_s": 0.5,
+        "keep_alive_s": 1,
+    }
+    with serving(tmp_path_factory.mktemp("store"), **bounds) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def key(running: Running) -> str:
+    return running.key()
+
+
+class Wire:
+    """A connection on which a test says what it likes."""
+
+    def __init__(self, running: Running) -> None:
+        host, _, port = running.url.removeprefix("http://").partition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=SOON_S)
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def head(self, key: str, *headers: str, path: str = at("ann", "/memories")) -> None:
+        lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {key}", *headers, "", ""]
+        self.socket.sendall("\r\n".join(lines).encode())
+
+    def heard(self) -> tuple[int, dict[str, Any]]:
+        """All that the service says until it closes: status and problem."""
+        data = b""
+        while piece := self.socket.recv(65_536):
+            data += piece
+        head, _, body = data.partition(b"\r\n\r\n")
+        assert f"content-type: {PROBLEM}".encode() in head.lower()
+        return int(head.split()[1]), orjson.loads(body)
+
+
+def test_a_length_above_the_bound_is_refused_before_the_body_comes(running: Running, key: str) -> None:
+    with Wire(running) as wire:
+        wire.head(key, f"Content-Length: {MAX_BYTES + 1}", "Content-Type: application/json")
+        status, problem = wire.heard()
+    assert (status, problem["type"]) == (413, "urn:undertow:error:too-large")
+
+
+def test_chunks_are_counted(running: Running, key: str) -> None:
+    with Wire(running) as wire:
+        wire.head(key, "Transfer-Encoding: chunked", "Content-Type: application/json")
+        for _ in range(3):
+            wire.socket.sendall(b"3e8\r\n" + b" " * 1_000 + b"\r\n")
+        assert wire.heard()[0] == 413
+
+
+def test_a_slow_body_is_not_waited_for(running: Running, key: str) -> None:
+    with Wire(running) as wire:
+        wire.head(key, "Content-Length: 100", "Content-Type: application/json")
+        wire.socket.sendall(b'{"mess')
+        status, problem = wire.heard()
+    assert (status, problem["type"]) == (408, "urn:undertow:error:slow")
+
+
+@pytest.mark.parametrize("beginning", [b"", b"GET /v1/stats HTTP/1.1\r\nHost: loc"])
+def test_slow_headers_are_not_waited_for(running: Running, beginning: bytes) -> None:
+    with Wire(running) as wire:
+        wire.socket.sendall(beginning)
+        assert wire.heard()[0] == 408
+
+
+def test_slow_headers_of_a_second_request(running: Running, key: str) -> None:
+    with Wire(running) as wire:
+        wire.socket.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 200")
+        wire.socket.sendall(b"GET /health/live HTTP/1.1\r\nHo")
+        assert wire.heard()[0] == 408
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET /\r\n\r\n", b"GET / HTTP/1.1\r\nA:" + b"a" * 70_000]
+)
+def test_what_is_no_http(running: Running, raw: bytes) -> None:
+    with Wire(running) as wire:
+        wire.socket.sendall(raw)
+        assert wire.heard()[0] == 400
+
+
+def test_a_sender_that_leaves_within_its_body_leaves_nothing(running: Running, key: str) -> None:
+    load = running.service.load
+    with Wire(running) as wire:
+        wire.head(key, "Content-Length: 100", "Content-Type: application/json")
+        wire.socket.sendall(b'{"mess')
+        wait_until(lambda: load.under_way == 1)
+        wire.socket.shutdown(socket.SHUT_WR)
+        wait_until(lambda: load.under_way == 0)
+    server = running.server
+    assert server is not None
+    wait_until(lambda: not server.server_state.connections)
+
+
+def test_connections_above_the_bound_are_told_so(tmp_path: Path) -> None:
+    with serving(tmp_path, max_connections=2) as running, Wire(running) as one, Wire(running):
+        one.socket.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert one.socket.recv(65_536).startswith(b"HTTP/1.1 200")
+        with Wire(running) as third:
+            status, problem = third.heard()
+    assert (status, problem["type"]) == (503, "urn:undertow:error:connections")
+
+
+def test_a_get_with_a_large_body(running: Running, key: str) -> None:
+    client = running.client_of(key)
+    is_problem(client.request("GET", at("ann", "/memories"), content=b" " * (MAX_BYTES + 1)), 413)
+
+
+class Held:
+    """Memories whose searches wait until they are let go, as those of a busy shard do."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.go = threading.Event()
+
+    def around(self, memories: Memories) -> Memories:
+        search = memories.search
+
+        async def held(*args: Any, **kwargs: Any) -> Any:
+            self.begun += 1
+            await asyncio.to_thread(self.go.wait, SOON_S)
+            return await search(*args, **kwargs)
+
+        memories.search = held  # type: ignore[method-assign]
+        return memories
+
+
+class Asking:
+    """Searches that go on in threads of their own."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        self._threads: list[threading.Thread] = []
+
+    def ask(self, client: httpx2.Client, tenant: str) -> None:
+        def ask() -> None:
+            self.statuses.append(client.post(at(tenant, "/search"), json={"query": "x"}).status_code)
+
+        self._threads.append(threading.Thread(target=ask))
+        self._threads[-1].start()
+
+    def join(self) -> list[int]:
+        for thread in self._threads:
+            thread.join(SOON_S)
+        return self.statuses
+
+
+def test_beyond_its_share_a_tenant_is_refused_at_once_and_others_are_not(tmp_path: Path) -> None:
+    held, asking = Held(), Asking()
+    bounds: dict[str, Any] = {"max_tenant_requests": 2, "max_key_requests": 3, "max_requests": 4}
+    with serving(tmp_path, wrap=held.around, **bounds) as running:
+        one, two = running.client(), running.client()
+        for tenant in ("ann", "bob"):
+            one.post(at(tenant, "/memories"), json={"messages": said("hi")})
+        try:
+            for _ in range(2):
+                asking.ask(one, "ann")
+            wait_until(lambda: held.begun == 2)
+            for client in (one, two):
+                busy = client.post(at("ann", "/search"), json={"query": "x"})
+                is_problem(busy, 429, "tenant-busy")
+                assert busy.headers["retry-after"] == "1"
+            asking.ask(one, "bob")
+            wait_until(lambda: held.begun == 3)
+            is_problem(one.get("/v1/stats"), 429, "key-busy")
+            assert two.get("/v1/stats").status_code == 200
+            asking.ask(two, "bob")
+            wait_until(lambda: held.begun == 4)
+            is_problem(two.get("/v1/stats"), 503, "overload")
+            assert two.get("/health/ready").status_code == 200
+        finally:
+            held.go.set()
+        assert asking.join() == [200] * 4
+        assert one.get("/v1/stats").status_code == 200
+
+
+def test_a_full_queue_is_no_failure(tmp_path: Path) -> None:
+    def full(memories: Memories) -> Memories:
+        async def add(turns: Any) -> list[Receipt]:
+            raise QueueFull("16384 turns wait for shard s0. Try again in a moment.")
+
+        memories.add = add  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=full) as running:
+        response = running.client().post(at("ann", "/memories"), json={"messages": said("hi")})
+        is_problem(response, 429, "queue-full")
+        assert response.headers["retry-after"] == "1"
+
+
+def test_what_goes_wrong_inside_is_told_without_its_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(memories: Memories) -> Memories:
+        async def add(turns: list[Turn]) -> list[Receipt]:
+            raise RuntimeError(f"cannot store {turns[0].text}")
+
+        memories.add = add  # type: ignore[method-assign,assignment]
+        return memories
+
+    with serving(tmp_path, wrap=broken) as running:
+        response = running.client().post(at("ann", "/memories"), json={"messages": said("my secret")})
+        assert "secret" not in str(is_problem(response, 500, "internal"))
+    assert "RuntimeError" in caplog.text
+    assert "secret" not in caplog.text

@@ -1,0 +1,160 @@
+"""Jobs, kept answers and erasure over HTTP: what was accepted is done, once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from undertow.serving.key_file import KeyFile
+from undertow.serving.principal import Scope
+
+from .http_harness import Running, at, is_problem, said, serving
+from .llm_harness import wait_until
+
+ASYNC = {"Prefer": "respond-async"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("store"), max_tenant_jobs=2) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> httpx2.Client:
+    return running.client()
+
+
+def add(client: httpx2.Client, tenant: str, *texts: str) -> list[str]:
+    body = {"messages": [message for text in texts for message in said(text)]}
+    response = client.post(at(tenant, "/memories"), json=body)
+    assert response.status_code == 200, response.text
+    return [result["id"] for result in response.json()["results"]]
+
+
+def ended(client: httpx2.Client, location: str) -> dict[str, Any]:
+    """The job once it has ended."""
+    wait_until(lambda: client.get(location).json()["status"] in ("done", "failed"))
+    job: dict[str, Any] = client.get(location).json()
+    return job
+
+
+def test_a_flush_as_a_job(client: httpx2.Client) -> None:
+    add(client, "acme/ann", "the boat needs planks")
+    accepted = client.post(at("acme/ann", "/flush"), headers=ASYNC)
+    assert accepted.status_code == 202
+    document = accepted.json()
+    assert document["status"] == "queued"
+    assert accepted.headers["location"] == at("acme/ann", f"/jobs/{document['id']}")
+    job = ended(client, accepted.headers["location"])
+    assert (job["operation"], job["status"], job["result"]) == ("flush", "done", {"decided": True})
+    assert job["created_at"] <= job["finished_at"]
+    listed = client.get(at("acme/ann", "/jobs")).json()["results"]
+    assert [entry["id"] for entry in listed] == [job["id"]]
+    assert client.post(at("acme/ann", "/flush")).json() == {"decided": True}
+
+
+def test_a_job_is_its_tenants_alone(client: httpx2.Client) -> None:
+    add(client, "bob", "hi")
+    location = client.post(at("bob", "/flush"), headers=ASYNC).headers["location"]
+    job_id = location.rpartition("/")[2]
+    is_problem(client.get(at("ann", f"/jobs/{job_id}")), 404, "unknown-job")
+    assert client.get(at("ann", "/jobs")).json() == {"results": []}
+    assert ended(client, location)["status"] == "done"
+
+
+def test_a_job_that_fails_says_why(client: httpx2.Client) -> None:
+    location = client.post(at("nobody", "/flush"), headers=ASYNC).headers["location"]
+    job = ended(client, location)
+    assert (job["status"], job["error"]["status"]) == ("failed", 404)
+    assert "result" not in job
+
+
+def test_the_same_request_again_is_not_done_again(running: Running, client: httpx2.Client) -> None:
+    (made,) = add(client, "cyd", "the meeting is on monday")
+    one = at("cyd", f"/memories/{made}")
+    key = {"Idempotency-Key": "u-1"}
+    first = client.put(one, json={"text": "on friday"}, headers=key)
+    assert first.status_code == 200
+    again = client.put(one, json={"text": "on friday"}, headers=key)
+    assert (again.status_code, again.content) == (200, first.content)
+    assert again.headers["content-type"] == "application/json"
+    is_problem(client.put(one, json={"text": "on sunday"}, headers=key), 422, "idempotency-key-reused")
+    other = at("cyd", f"/memories/{first.json()['id']}")
+    is_problem(client.put(other, json={"text": "on friday"}, headers=key), 422, "idempotency-key-reused")
+    # for another API key, tenant or route, it is another key
+    is_problem(running.client().put(one, json={"text": "on friday"}, headers=key), 404, "unknown-memory")
+    deleted = client.delete(other, headers=key)
+    assert deleted.status_code == 200
+    assert client.delete(other, headers=key).content == deleted.content
+    is_problem(client.delete(other), 404, "unknown-memory")
+
+
+def test_what_failed_may_be_tried_again_under_its_key(client: httpx2.Client) -> None:
+    key = {"Idempotency-Key": "f-1"}
+    is_problem(client.post(at("dan", "/flush"), headers=key), 404, "unknown-tenant")
+    add(client, "dan", "hi")
+    assert client.post(at("dan", "/flush"), headers=key).json() == {"decided": True}
+    is_problem(client.post(at("dan", "/flush"), headers={"Idempotency-Key": "x" * 256}), 422, "input")
+
+
+def test_a_job_under_a_key_is_one_job(client: httpx2.Client) -> None:
+    add(client, "eve", "hi")
+    headers = {**ASYNC, "Idempotency-Key": "j-1"}
+    first = client.post(at("eve", "/flush"), headers=headers)
+    again = client.post(at("eve", "/flush"), headers=headers)
+    assert (again.status_code, again.json()) == (202, first.json())
+    assert again.headers["location"] == first.headers["location"]
+    assert len(client.get(at("eve", "/jobs")).json()["results"]) == 1
+    ended(client, first.headers["location"])
+
+
+def files_with(folder: Path, text: bytes) -> list[str]:
+    """Files of a service's own that hold a text."""
+    own = [folder / "keys.json", folder / "audit.jsonl", *(folder / "service").rglob("*")]
+    return [path.name for path in own if path.is_file() and text in path.read_bytes()]
+
+
+@pytest.mark.parametrize("as_job", [False, True])
+def test_an_erasure_leaves_nothing_but_its_certificate(running: Running, as_job: bool) -> None:
+    client, name = running.client(), f"tenant-{as_job}-of-note"
+    alone = running.client(Scope.READ, tenants=(name,))
+    both = running.key(Scope.READ, tenants=(name, "other"))
+    ids = add(client, name, "the boat", "the knee")
+    assert alone.get(at(name, "/jobs")).status_code == 200
+    client.post(at(name, "/flush"), headers={"Idempotency-Key": "k"})
+    ended(client, client.post(at(name, "/flush"), headers=ASYNC).headers["location"])
+    asked = client.delete(at(name), headers=ASYNC if as_job else {})
+    if as_job:
+        job = ended(client, asked.headers["location"])
+        certificate = job["result"]
+        assert [j["id"] for j in client.get(at(name, "/jobs")).json()["results"]] == [job["id"]]
+    else:
+        certificate = asked.json()
+        assert client.get(at(name, "/jobs")).json() == {"results": []}
+    assert certificate["turns_removed"] == 2
+    assert certificate["tenant_key"] == running.service.memories.tenant_key(name)
+    assert any("audit log" in line for line in certificate["out_of_reach"])
+    is_problem(client.get(at(name, f"/memories/{ids[0]}")), 404)
+    is_problem(client.post(at(name, "/search"), json={"query": "boat"}), 404, "unknown-tenant")
+    is_problem(alone.get(at(name, "/jobs")), 401)
+    left = KeyFile(running.folder / "keys.json").require(both.split("_")[1])
+    assert left.reach.tenants == ("other",)
+    assert files_with(running.folder, name.encode()) == []
+    lines = (running.folder / "audit.jsonl").read_bytes().splitlines()
+    mine = [line for line in map(orjson.loads, lines) if line.get("tenant_key") == certificate["tenant_key"]]
+    assert [(line["act"], line["outcome"]) for line in mine] == [("erase", "begun"), ("erase", "done")]
+
+
+def test_deleting_all_then_erasing(client: httpx2.Client) -> None:
+    add(client, "fay", "the boat")
+    assert client.delete(at("fay", "/memories")).json() == {"event": "DELETE_ALL"}
+    is_problem(client.post(at("fay", "/search"), json={"query": "boat"}), 404, "unknown-tenant")
+    certificate = client.delete(at("fay")).json()
+    assert certificate["turns_removed"] == 1
+    is_problem(client.delete(at("neverhere")), 404, "unknown-tenant")

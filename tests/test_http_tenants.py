@@ -1,0 +1,122 @@
+"""A tenant as a whole over HTTP: out of the service and into it again, its figures, and those of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import orjson
+import pytest
+
+from undertow.serving.memories import Memories
+
+from .cli_harness import conversation
+from .http_harness import Running, at, is_problem, said, serving
+from .llm_harness import wait_until
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("store")) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> httpx2.Client:
+    """Of a service that has a tenant, ann, with episodes and facts."""
+    client = running.client()
+    items = [
+        {"messages": line["messages"], "session_id": "s", "timestamp": line["timestamp"]}
+        for line in conversation("ann", 24)
+    ]
+    assert client.post(at("ann", "/memories"), json={"items": items}).status_code == 200
+    assert client.post(at("ann", "/flush")).json() == {"decided": True}
+    return client
+
+
+def exported(client: httpx2.Client, tenant: str, **how: object) -> list[dict[str, object]]:
+    response = client.get(at(tenant, "/export"), params=how)  # type: ignore[arg-type]
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/x-ndjson"
+    return [orjson.loads(line) for line in response.content.splitlines()]
+
+
+def test_an_export_comes_back(client: httpx2.Client) -> None:
+    body = client.get(at("ann", "/export")).content
+    told = client.post(at("copy/of ann", "/import"), content=body)
+    stats = client.get(at("ann", "/stats")).json()
+    assert (told.status_code, told.json()["turns"]) == (200, 24)
+    assert stats["episodes"] > 0
+    assert client.get(at("copy/of ann", "/stats")).json()["episodes"] == stats["episodes"]
+    is_problem(client.post(at("copy/of ann", "/import"), content=body), 409, "tenant-exists")
+    query = {"query": "the old wooden boat", "top_k": 5}
+    hits = [
+        [
+            (hit["memory"], hit["score"])
+            for hit in client.post(at(name, "/search"), json=query).json()["results"]
+        ]
+        for name in ("ann", "copy/of ann")
+    ]
+    assert hits[0] == hits[1]
+    assert any(record.get("vector") for record in exported(client, "ann", vectors=True))
+
+
+def test_an_import_as_a_job(client: httpx2.Client) -> None:
+    body = client.get(at("ann", "/export")).content
+    accepted = client.post(at("later", "/import"), content=body, headers={"Prefer": "respond-async"})
+    assert accepted.status_code == 202
+    location = accepted.headers["location"]
+    wait_until(lambda: client.get(location).json()["status"] in ("done", "failed"))
+    job = client.get(location).json()
+    assert (job["status"], job["result"]["turns"]) == ("done", 24)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]\n", b'{"kind": "export"}\n'])
+def test_what_is_no_export(client: httpx2.Client, body: bytes) -> None:
+    is_problem(client.post(at("nothing", "/import"), content=body), 422, "input")
+    is_problem(client.get(at("nothing", "/stats")), 404, "unknown-tenant")
+
+
+def test_every_turn_is_explained(client: httpx2.Client) -> None:
+    whole = client.get(at("ann", "/explain")).json()
+    assert [record["seq"] for record in whole["results"]] == list(range(24))
+    assert whole["next_after_seq"] is None
+    page = client.get(at("ann", "/explain"), params={"limit": 10, "after_seq": 3}).json()
+    assert page == {"results": whole["results"][4:14], "next_after_seq": 13}
+
+
+def test_what_it_cost(client: httpx2.Client) -> None:
+    spent = client.get(at("ann", "/usage")).json()
+    assert spent["episode"]["prompt_tokens"] > 0
+    assert client.get("/v1/usage").json()["episode"]["calls"] >= spent["episode"]["calls"]
+
+
+def test_the_store_as_a_whole(client: httpx2.Client) -> None:
+    assert client.get("/v1/stats").json()["turns"] >= 24
+    (state,) = client.get("/v1/status").json().values()
+    assert state["state"] == "serving"
+    assert client.post("/v1/replay").json()["replayed"] >= 0
+    client.post(at("gone", "/memories"), json={"messages": said("hi")})
+    client.delete(at("gone", "/memories"))
+    (certificate,) = client.post("/v1/purge").json()["certificates"]
+    assert certificate["turns_removed"] == 1
+    assert certificate["out_of_reach"]
+    ready = client.get("/health/ready")
+    assert (ready.status_code, ready.json()["status"]) == (200, "ok")
+
+
+def test_an_export_that_breaks_off_has_no_end(tmp_path: Path) -> None:
+    def breaking(memories: Memories) -> Memories:
+        async def export(tenant: str, *, vectors: bool = False):  # type: ignore[no-untyped-def]
+            for n in range(3):
+                yield {"kind": "turn", "text": f"secret {n}" * 20_000}
+            raise RuntimeError("secret")
+
+        memories.export = export  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=breaking) as running:
+        with pytest.raises(httpx2.RemoteProtocolError):
+            running.client().get(at("ann", "/export"))
+        assert running.service.load.under_way == 0
