@@ -28,12 +28,15 @@ class Model(BaseModel):
 
 
 class Added(Model):
-    """What became of one turn: `ADD`, or `DUPLICATE` of one that was added before, whose id this is."""
+    """What became of one turn: `ADD`, or `DUPLICATE` of one that was added before.
 
-    id: str
+    `id` and `seq` are None of a duplicate whose first is no more.
+    """
+
+    id: str | None = None
     memory: str
     event: Literal["ADD", "DUPLICATE"]
-    seq: int
+    seq: int | None = None
 
 
 class AddedTurns(Model):
@@ -44,7 +47,7 @@ class AddedItem(Model):
     """What became of one item of many: stored (`status` 200, `results`), or refused, `detail` saying why."""
 
     status: int
-    results: tuple[Added, ...] = ()
+    results: tuple[Added, ...] | None = None
     detail: str | None = None
 
 
@@ -114,6 +117,24 @@ class Certificate(Model):
     """What an erasure removed, in further fields too, and what it cannot reach."""
 
     out_of_reach: tuple[str, ...] = ()
+
+
+class Certificates(Model):
+    certificates: tuple[Certificate, ...]
+
+
+class Replayed(Model):
+    replayed: int
+
+
+class Names(Model):
+    results: tuple[str, ...]
+    next: str | None = None
+
+
+class Records(Model):
+    results: tuple[dict[str, Any], ...]
+    next_after_seq: int | None = None
 
 
 class Job(Model):

@@ -198,11 +198,12 @@ class AsyncClient:
         return answers.History.read(body).results
 
     async def update(
-        self, tenant: str, memory_id: str, text: str, *, idempotency_key: str | None = None
+        self, tenant: str, memory_id: str, words: Messages, *, idempotency_key: str | None = None
     ) -> Changed:
-        """Put a memory in other words."""
+        """Put a memory in other words; a turn may be given other messages, of one exchange."""
         path = of_tenant(tenant, "memories", memory_id)
-        call = changing("PUT", path, {"text": text}, idempotency_key=idempotency_key)
+        body = {"text": words} if isinstance(words, str) else {"messages": list(words)}
+        call = changing("PUT", path, body, idempotency_key=idempotency_key)
         return Changed.read(await self._send(call))
 
     async def delete(self, tenant: str, memory_id: str, *, idempotency_key: str | None = None) -> Changed:
@@ -268,10 +269,17 @@ class AsyncClient:
                 return job
             await asyncio.sleep(_LOOK_S)
 
-    async def explain(self, tenant: str, *, limit: int | None = None) -> list[dict[str, Any]]:
-        """What was decided of each turn, and on what grounds."""
-        document = await self._document(reading(of_tenant(tenant, "explain"), limit=limit))
-        return list(document["results"])
+    async def explain(self, tenant: str) -> AsyncIterator[dict[str, Any]]:
+        """What was decided of each turn, and on what grounds; asked for page by page."""
+        after_seq: int | None = None
+        while True:
+            call = reading(of_tenant(tenant, "explain"), after_seq=after_seq)
+            page = answers.Records.read(await self._send(call))
+            for record in page.results:
+                yield record
+            after_seq = page.next_after_seq
+            if after_seq is None:
+                return
 
     async def stats(self, tenant: str | None = None) -> dict[str, Any]:
         """Counts of a tenant, or of the whole service."""
@@ -287,23 +295,25 @@ class AsyncClient:
         """The names of all tenants that the key covers, asked for page by page."""
         after: str | None = None
         while True:
-            page = await self._document(reading("/v1/tenants", prefix=prefix, after=after))
-            for name in page["results"]:
-                yield str(name)
-            after = page.get("next")
+            call = reading("/v1/tenants", prefix=prefix, after=after)
+            page = answers.Names.read(await self._send(call))
+            for name in page.results:
+                yield name
+            after = page.next
             if after is None:
                 return
 
     async def status(self) -> dict[str, Any]:
         return await self._document(reading("/v1/status"))
 
-    async def purge(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Remove the bytes of whatever was deleted or erased."""
-        return await self._document(changing("POST", "/v1/purge", timeout_s=timeout_s))
+    async def purge(self, *, timeout_s: float | None = None) -> tuple[Certificate, ...]:
+        """Remove the bytes of whatever was deleted or erased; the certificates of erased tenants."""
+        call = changing("POST", "/v1/purge", timeout_s=timeout_s)
+        return answers.Certificates.read(await self._send(call)).certificates
 
-    async def replay_jobs(self) -> dict[str, Any]:
-        """Run the LLM jobs again that were parked."""
-        return await self._document(changing("POST", "/v1/replay"))
+    async def replay_jobs(self) -> int:
+        """Run the LLM jobs again that were parked; how many there were."""
+        return answers.Replayed.read(await self._send(changing("POST", "/v1/replay"))).replayed
 
     async def _send(self, call: calls.Call) -> bytes:
         return (await self._transport.send(call)).content

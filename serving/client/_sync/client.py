@@ -194,11 +194,12 @@ class Client:
         return answers.History.read(body).results
 
     def update(
-        self, tenant: str, memory_id: str, text: str, *, idempotency_key: str | None = None
+        self, tenant: str, memory_id: str, words: Messages, *, idempotency_key: str | None = None
     ) -> Changed:
-        """Put a memory in other words."""
+        """Put a memory in other words; a turn may be given other messages, of one exchange."""
         path = of_tenant(tenant, "memories", memory_id)
-        call = changing("PUT", path, {"text": text}, idempotency_key=idempotency_key)
+        body = {"text": words} if isinstance(words, str) else {"messages": list(words)}
+        call = changing("PUT", path, body, idempotency_key=idempotency_key)
         return Changed.read(self._send(call))
 
     def delete(self, tenant: str, memory_id: str, *, idempotency_key: str | None = None) -> Changed:
@@ -264,10 +265,16 @@ class Client:
                 return job
             time.sleep(_LOOK_S)
 
-    def explain(self, tenant: str, *, limit: int | None = None) -> list[dict[str, Any]]:
-        """What was decided of each turn, and on what grounds."""
-        document = self._document(reading(of_tenant(tenant, "explain"), limit=limit))
-        return list(document["results"])
+    def explain(self, tenant: str) -> Iterator[dict[str, Any]]:
+        """What was decided of each turn, and on what grounds; asked for page by page."""
+        after_seq: int | None = None
+        while True:
+            call = reading(of_tenant(tenant, "explain"), after_seq=after_seq)
+            page = answers.Records.read(self._send(call))
+            yield from page.results
+            after_seq = page.next_after_seq
+            if after_seq is None:
+                return
 
     def stats(self, tenant: str | None = None) -> dict[str, Any]:
         """Counts of a tenant, or of the whole service."""
@@ -283,23 +290,24 @@ class Client:
         """The names of all tenants that the key covers, asked for page by page."""
         after: str | None = None
         while True:
-            page = self._document(reading("/v1/tenants", prefix=prefix, after=after))
-            for name in page["results"]:
-                yield str(name)
-            after = page.get("next")
+            call = reading("/v1/tenants", prefix=prefix, after=after)
+            page = answers.Names.read(self._send(call))
+            yield from page.results
+            after = page.next
             if after is None:
                 return
 
     def status(self) -> dict[str, Any]:
         return self._document(reading("/v1/status"))
 
-    def purge(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Remove the bytes of whatever was deleted or erased."""
-        return self._document(changing("POST", "/v1/purge", timeout_s=timeout_s))
+    def purge(self, *, timeout_s: float | None = None) -> tuple[Certificate, ...]:
+        """Remove the bytes of whatever was deleted or erased; the certificates of erased tenants."""
+        call = changing("POST", "/v1/purge", timeout_s=timeout_s)
+        return answers.Certificates.read(self._send(call)).certificates
 
-    def replay_jobs(self) -> dict[str, Any]:
-        """Run the LLM jobs again that were parked."""
-        return self._document(changing("POST", "/v1/replay"))
+    def replay_jobs(self) -> int:
+        """Run the LLM jobs again that were parked; how many there were."""
+        return answers.Replayed.read(self._send(changing("POST", "/v1/replay"))).replayed
 
     def _send(self, call: calls.Call) -> bytes:
         return (self._transport.send(call)).content
