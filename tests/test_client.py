@@ -110,6 +110,20 @@ def test_what_json_cannot_hold_is_not_sent(kind: str, value: Any) -> None:
         assert server.seen == []
 
 
+def test_each_of_many_has_a_key_of_its_own(kind: str) -> None:
+    done = {"items": [{"status": 200, "results": ADDED["results"]}, {"status": 422, "detail": "Empty."}]}
+    with scene(kind, problem(503), Reply.of(done)) as (server, client):
+        good, bad = client.add_many(
+            "ann", [{"messages": "hello"}, {"messages": [], "idempotency_key": "mine"}]
+        )
+        first, again = (json.loads(seen.body)["items"] for seen in server.seen)
+        assert "idempotency-key" not in server.seen[0].headers
+    assert first == again
+    assert first[0]["messages"] == [{"role": "user", "content": "hello"}] and first[0]["idempotency_key"]
+    assert first[1] == {"messages": [], "idempotency_key": "mine"}
+    assert (good.status, good.results[0].id, bad.status, bad.detail) == (200, "a1", 422, "Empty.")
+
+
 # --- what is tried again ---
 
 
@@ -150,14 +164,6 @@ def test_a_wait_beyond_the_patience_is_the_caller_s(kind: str) -> None:
         with pytest.raises(RateLimited) as raised:
             client.search("ann", "x")
         assert raised.value.retry_after_s == 3600 and len(server.seen) == 1
-
-
-def test_patience_ends(kind: str) -> None:
-    impatient = Retries(patience_s=0.02, first_s=0.001, longest_s=0.001)
-    with scene(kind, problem(503), retries=impatient) as (server, client):
-        with pytest.raises(Unavailable):
-            client.search("ann", "x")
-        assert len(server.seen) > 1
 
 
 def test_nobody_there(kind: str) -> None:

@@ -58,7 +58,7 @@ def reading(path: str, *, timeout_s: float | None = None, **query: Any) -> Call:
 
 
 def asking(path: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> Call:
-    """A POST that changes nothing."""
+    """A POST that may be made again as it is."""
     return Call("POST", path, content=_json(body), headers=(("content-type", JSON),), timeout_s=timeout_s)
 
 
@@ -78,8 +78,10 @@ def changing(
     return Call(method, path, content=content, headers=tuple(headers), timeout_s=timeout_s)
 
 
-def adding(item: Mapping[str, Any], tenant: str, idempotency_key: str | None) -> Call:
-    return changing("POST", of_tenant(tenant, "memories"), item, idempotency_key=idempotency_key)
+def adding_many(tenant: str, items: Iterable[Mapping[str, Any]]) -> Call:
+    """Each item with what `item` takes. Not the call but each item has an idempotency key."""
+    made = [item(**{"idempotency_key": uuid4().hex, **one}) for one in items]
+    return asking(of_tenant(tenant, "memories"), {"items": made})
 
 
 def importing(tenant: str, records: Iterable[Mapping[str, Any]], timeout_s: float | None) -> Call:

@@ -12,7 +12,17 @@ import httpx2
 
 from undertow.serving.client import answers, calls
 from undertow.serving.client._async.transport import AsyncTransport
-from undertow.serving.client.answers import AddedItem, Answer, Certificate, Changed, Found, Job, Memory, Page
+from undertow.serving.client.answers import (
+    Added,
+    AddedItem,
+    Answer,
+    Certificate,
+    Changed,
+    Found,
+    Job,
+    Memory,
+    Page,
+)
 from undertow.serving.client.calls import Messages, Time, asking, changing, given, in_iso, of_tenant, reading
 from undertow.serving.client.errors import UnexpectedAnswer, failure_in
 from undertow.serving.client.retries import Retries
@@ -74,25 +84,21 @@ class AsyncClient:
         timestamp: Time | None = None,
         metadata: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
-    ) -> tuple[answers.Added, ...]:
+    ) -> tuple[Added, ...]:
         """Remember a conversation, one result a turn: durable and searchable when this returns.
 
         The same `idempotency_key` again adds nothing; without one, each call of this method adds.
         """
         item = calls.item(messages, session_id=session_id, timestamp=timestamp, metadata=metadata)
-        body = await self._send(calls.adding(item, tenant, idempotency_key))
-        return answers.AddedTurns.read(body).results
+        call = changing("POST", of_tenant(tenant, "memories"), item, idempotency_key=idempotency_key)
+        return answers.AddedTurns.read(await self._send(call)).results
 
-    async def add_many(
-        self, tenant: str, items: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None
-    ) -> tuple[AddedItem, ...]:
+    async def add_many(self, tenant: str, items: Iterable[Mapping[str, Any]]) -> tuple[AddedItem, ...]:
         """Many at once, each with what `add` takes: `{"messages", "session_id"?, "idempotency_key"?, ...}`.
 
         One result an item, in order. A refused one says why; the good ones are stored.
         """
-        many = {"items": [calls.item(**item) for item in items]}
-        body = await self._send(calls.adding(many, tenant, idempotency_key))
-        return answers.AddedItems.read(body).items
+        return answers.AddedItems.read(await self._send(calls.adding_many(tenant, items))).items
 
     # --- finding ---
 
