@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from undertow.serving.cli import benching, changing, checking, clustering, ingesting, keying, reading, serving
+from undertow.serving.cli import (
+    agents,
+    benching,
+    changing,
+    checking,
+    clustering,
+    ingesting,
+    keying,
+    reading,
+    serving,
+)
 from undertow.serving.cli.errors import EXIT_CODES, Guarded
 
 __all__ = ["app", "main"]
@@ -34,6 +44,7 @@ def options(
 
 app.command()(ingesting.ingest)
 app.command()(serving.serve)
+app.command()(agents.mcp)
 app.command()(reading.search)
 app.command()(reading.ask)
 app.command(name="list")(reading.list_)

@@ -38,13 +38,14 @@ Kinds = Annotated[
         "fact: one lasting statement. Left out: all.",
     ),
 ]
-Scalar = str | int | float | bool
+Label = Annotated[str, Field(min_length=1, max_length=128)]
+Scalar = Annotated[str, Field(max_length=2_048)] | int | float | bool
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=128)], Any],
+    dict[Label, Scalar],
     Field(max_length=32, description='Labels to filter by later, such as {"project": "kiln"}.'),
 ]
 Filters = Annotated[
-    dict[Annotated[str, Field(max_length=128)], Scalar | Annotated[list[Scalar], Field(max_length=64)]],
+    dict[Label, Scalar | Annotated[list[Scalar], Field(max_length=64)]],
     Field(
         max_length=16, description="Only memories whose metadata have these values; of a list, one of them."
     ),
@@ -106,3 +107,24 @@ class OfTenant(Arguments):
 class ListingTenants(Arguments):
     prefix: Annotated[str, Field(max_length=512, description="Only names that begin so.")] | None = None
     limit: Annotated[int, Field(ge=1, le=1_000, description="How many names at most.")] = 100
+
+
+def schema_of(takes: type[Arguments]) -> dict[str, Any]:
+    """The JSON schema that an LLM is shown. What may be left out is not shown as null, which is taken too."""
+    schema = takes.model_json_schema()
+    schema["properties"] = {name: _shown(one) for name, one in schema.get("properties", {}).items()}
+    return schema
+
+
+def _shown(schema: dict[str, Any]) -> dict[str, Any]:
+    if {"type": "null"} not in schema.get("anyOf", ()):
+        return schema
+    (given,) = (one for one in schema["anyOf"] if one != {"type": "null"})
+    return {**given, "title": schema["title"]}
+
+
+class _OfSomeTenant(Arguments):
+    tenant: Tenant
+
+
+TENANT_SCHEMA: dict[str, Any] = schema_of(_OfSomeTenant)["properties"][TENANT]

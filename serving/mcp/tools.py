@@ -13,6 +13,7 @@ from undertow.serving.client import AsyncClient
 from undertow.serving.mcp import results
 from undertow.serving.mcp.arguments import (
     TENANT,
+    TENANT_SCHEMA,
     Adding,
     Arguments,
     Asking,
@@ -21,8 +22,8 @@ from undertow.serving.mcp.arguments import (
     OfMemory,
     OfTenant,
     Searching,
-    Tenant,
     Updating,
+    schema_of,
 )
 
 READS = ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)
@@ -49,9 +50,9 @@ class Tool:
 
     def described(self, *, bound: bool) -> Described:
         """As clients are shown it. `bound`: for one tenant, which is then no argument."""
-        schema = self.takes.model_json_schema()
+        schema = schema_of(self.takes)
         if self.of_tenant and not bound:
-            named = {TENANT: _TENANT_SCHEMA, **schema.get("properties", {})}
+            named = {TENANT: TENANT_SCHEMA, **schema["properties"]}
             schema |= {"properties": named, "required": [TENANT, *schema.get("required", [])]}
         return Described(
             name=self.name,
@@ -240,10 +241,3 @@ TOOLS: Mapping[str, Tool] = {
         ),
     )
 }
-
-
-class _OfSomeTenant(Arguments):
-    tenant: Tenant
-
-
-_TENANT_SCHEMA: dict[str, Any] = _OfSomeTenant.model_json_schema()["properties"][TENANT]
