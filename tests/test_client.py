@@ -110,6 +110,14 @@ def test_what_json_cannot_hold_is_not_sent(kind: str, value: Any) -> None:
         assert server.seen == []
 
 
+@pytest.mark.parametrize("key", ["", "名前", "a\r\nb: c", "k" * 256])
+def test_what_no_header_can_hold_is_no_idempotency_key(kind: str, key: str) -> None:
+    with scene(kind, Reply.of(ADDED)) as (server, client):
+        with pytest.raises(ValueError, match="printable ASCII"):
+            client.add("ann", "hello", idempotency_key=key)
+        assert server.seen == []
+
+
 def test_each_of_many_has_a_key_of_its_own(kind: str) -> None:
     done = {"items": [{"status": 200, "results": ADDED["results"]}, {"status": 422, "detail": "Empty."}]}
     with scene(kind, problem(503), Reply.of(done)) as (server, client):

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import httpx2
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from mcp import Client, MCPError
 

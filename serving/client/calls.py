@@ -71,11 +71,20 @@ def changing(
     timeout_s: float | None = None,
 ) -> Call:
     """A call that changes something, under the caller's idempotency key or one of its own."""
-    headers = [("idempotency-key", idempotency_key or uuid4().hex)]
+    headers = [("idempotency-key", _key(idempotency_key))]
     if body is not None:
         headers.append(("content-type", JSON))
     content = None if body is None else _json(body)
     return Call(method, path, content=content, headers=tuple(headers), timeout_s=timeout_s)
+
+
+def _key(given: str | None) -> str:
+    """A key that a header can hold. ValueError: the caller's is none."""
+    if given is None:
+        return uuid4().hex
+    if not (0 < len(given) <= 255 and given.isascii() and given.isprintable()):
+        raise ValueError("idempotency_key is empty, longer than 255 or not printable ASCII; give one that is")
+    return given
 
 
 def adding_many(tenant: str, items: Iterable[Mapping[str, Any]]) -> Call:
