@@ -288,12 +288,20 @@ def test_an_error_within_a_stream_is_raised(kind: str) -> None:
 def test_a_stream_that_ends_early_is_an_error(kind: str) -> None:
     with (
         scene(kind, events(("delta", {"text": "In "}))) as (_, client),
-        pytest.raises(UnexpectedAnswer, match="before its end"),
+        pytest.raises(ServerError, match="Ask again"),
     ):
         client.answer_stream("ann", "When?")
 
 
-def test_an_export_that_breaks_off_is_an_error(kind: str) -> None:
+def test_an_export_without_its_last_record_is_an_error(kind: str) -> None:
+    whole, begun = b'{"kind": "turn"}\n{"kind": "end"}\n', b'{"kind": "turn"}\n'
+    with scene(kind, Reply(200, whole), Reply(200, begun)) as (_, client):
+        assert [record["kind"] for record in client.export("ann")] == ["turn", "end"]
+        with pytest.raises(ServerError, match="Ask for it again"):
+            client.export("ann")
+
+
+def test_an_export_that_is_cut_off_is_an_error(kind: str) -> None:
     lines = b'{"kind": "turn"}\n' * 100
     with scene(kind, Reply(200, lines, cut=200)) as (_, client), pytest.raises(Unreachable):
         client.export("ann")

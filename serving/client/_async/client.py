@@ -24,7 +24,7 @@ from undertow.serving.client.answers import (
     Page,
 )
 from undertow.serving.client.calls import Messages, Time, asking, changing, given, in_iso, of_tenant, reading
-from undertow.serving.client.errors import UnexpectedAnswer, failure_in
+from undertow.serving.client.errors import ServerError, failure_in
 from undertow.serving.client.retries import Retries
 
 # between two looks at a job
@@ -152,7 +152,7 @@ class AsyncClient:
                 elif event.event == "done":
                     yield Answer.read(event.data)
                     return
-        raise UnexpectedAnswer("the answer's stream ended before its end")
+        raise ServerError("the answer broke off. Ask again.")
 
     # --- single memories ---
 
@@ -235,12 +235,19 @@ class AsyncClient:
         return await self._begin(changing("POST", of_tenant(tenant, "flush")))
 
     async def export(self, tenant: str, *, vectors: bool = False) -> AsyncIterator[dict[str, Any]]:
-        """Everything of a tenant, every version, record by record as it comes in."""
+        """Everything of a tenant, every version, record by record as it comes in; the last is of kind `end`.
+
+        ServerError after what had come: the export broke off.
+        """
         call = reading(of_tenant(tenant, "export"), vectors=True if vectors else None)
+        kind = None
         async with self._transport.open(call) as response:
             async for line in response.aiter_lines():
-                if line:
-                    yield answers.document(line)
+                record = answers.document(line)
+                kind = record.get("kind")
+                yield record
+        if kind != "end":
+            raise ServerError("the export broke off before its record `end`. Ask for it again.")
 
     async def import_(
         self, tenant: str, records: Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
