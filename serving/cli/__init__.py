@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from undertow.serving.cli import (
+    agents,
     benching,
     changing,
     checking,
@@ -44,6 +45,7 @@ def options(
 
 app.command()(ingesting.ingest)
 app.command()(serving.serve)
+app.command()(agents.mcp)
 app.command()(reading.search)
 app.command()(reading.ask)
 app.command(name="list")(reading.list_)

@@ -32,6 +32,7 @@ from undertow.serving.http.settings import ServiceSettings
 from undertow.serving.http.state import State
 from undertow.serving.key_file import KeyFile
 from undertow.serving.limits import TokenBudgets
+from undertow.serving.mcp.mounted import mcp_mounted
 
 if TYPE_CHECKING:
     from undertow.serving.memories import Memories
@@ -93,7 +94,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     await service.jobs.start(works(service))
     try:
-        yield
+        async with mcp_mounted(app, service.settings):
+            yield
     finally:
         service.load.draining = True
         await service.jobs.stop()

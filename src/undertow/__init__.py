@@ -20,24 +20,30 @@ if TYPE_CHECKING:
     from undertow.engine.model import Message as Message
     from undertow.engine.model import Turn as Turn
     from undertow.engine.model import UndertowError as UndertowError
+    from undertow.serving.client import AsyncClient as AsyncClient
+    from undertow.serving.client import Client as Client
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Cluster": "cluster.cluster",
-    "ClusterSettings": "cluster.resources",
-    "Engine": "engine",
-    "Memory": "model",
-    "Message": "model",
-    "Settings": "config",
-    "Turn": "model",
-    "UndertowError": "model",
-    "connect": "cluster.actors",
-    "make_encoder": "encoder",
-    "make_llm": "engine",
+    "AsyncClient": "serving.client",
+    "Client": "serving.client",
+    "Cluster": "engine.cluster.cluster",
+    "ClusterSettings": "engine.cluster.resources",
+    "Engine": "engine.engine",
+    "Memory": "engine.model",
+    "Message": "engine.model",
+    "Settings": "engine.config",
+    "Turn": "engine.model",
+    "UndertowError": "engine.model",
+    "connect": "engine.cluster.actors",
+    "make_encoder": "engine.encoder",
+    "make_llm": "engine.engine",
 }
 
 __all__ = [
+    "AsyncClient",
+    "Client",
     "Cluster",
     "ClusterSettings",
     "Engine",
@@ -56,4 +62,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'undertow' has no attribute {name!r}")
-    return getattr(import_module(f"undertow.engine.{_HOMES[name]}"), name)
+    return getattr(import_module(f"undertow.{_HOMES[name]}"), name)

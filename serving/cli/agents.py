@@ -1,0 +1,101 @@
+"""`undertow mcp`: memories as tools for an agent, on standard input and output."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from undertow.engine.place import Place
+from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.opening import EncoderName, Llm, Model, check_settings, place_of, settings_of
+from undertow.serving.cli.shards import is_root
+from undertow.serving.principal import check_name
+
+KEY_VARIABLE = "UNDERTOW_API_KEY"
+
+
+def mcp(
+    url: Annotated[
+        str | None, typer.Option("--url", help="A service's URL, such as http://localhost:8000.")
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--key-file", metavar="FILE", help=f"Holds the key for --url; left out: ${KEY_VARIABLE}."
+        ),
+    ] = None,
+    store: Annotated[
+        Place | None,
+        typer.Option(
+            "--store", parser=place_of, metavar="FOLDER", help="A store of this machine, without a service."
+        ),
+    ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option("--tenant", help="For this tenant's memories alone; left out: each call names one."),
+    ] = None,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+) -> None:
+    """Offer memories as MCP tools on standard input and output, for an agent that starts this command.
+
+    With --url it is a client of a service; with --store it opens the store itself, which nobody else may be
+    writing. A service offers the same over HTTP, at /mcp.
+    """
+    if (url is None) == (store is None):
+        raise WrongUsage("give --url URL for a service, or --store FOLDER for a store of this machine")
+    if url is None and key_file is not None:
+        raise WrongUsage("--key-file goes with --url: a store of this machine asks for no key")
+    if tenant is not None:
+        with wrong_usage("--tenant"):
+            check_name(tenant)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if url is not None:
+        if any(given is not None for given in (llm, model, encoder)):
+            raise WrongUsage("--llm, --model and --encoder go with --store: a service has its own")
+        _serve_remote(url, key_of(key_file), tenant)
+    elif store is not None:
+        _serve_store(store, tenant, llm, model, encoder)
+
+
+def key_of(file: Path | None) -> str | None:
+    """The key in the file or else in the environment; None: there is none."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    return file.read_text().strip()
+
+
+def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:
+    from undertow.serving.client.service import checked_url, headers_of
+    from undertow.serving.mcp.stdio import serve_remote
+
+    with wrong_usage():
+        checked_url(url)
+        headers_of(key)
+    asyncio.run(serve_remote(url, key, tenant))
+
+
+def _serve_store(
+    store: Place, tenant: str | None, llm: str | None, model: str | None, encoder: str | None
+) -> None:
+    from undertow.engine.process import settle_in
+    from undertow.serving.http.hosting import Files
+    from undertow.serving.http.settings import ServiceSettings
+    from undertow.serving.mcp.local import serve_store
+    from undertow.serving.memories import open_memories
+
+    if is_root(store):
+        raise WrongUsage(f"{store} is a cluster's root: serve it with `undertow serve`, then give --url")
+    engine = settings_of(llm=llm, model=model, encoder=encoder)
+    check_settings(engine)
+    with wrong_usage():
+        settings = ServiceSettings()
+    files = Files.beside(store, None, None, open_to_all=True)
+    settle_in()
+    asyncio.run(serve_store(lambda: open_memories(store, engine), files, tenant, settings, engine))

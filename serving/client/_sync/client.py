@@ -1,0 +1,336 @@
+# Made of _async/ by `python -P serving/client/generate.py`: change that.
+"""The client: every call of the service as a method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+
+from undertow.serving.client import answers, calls
+from undertow.serving.client._sync.transport import Transport
+from undertow.serving.client.answers import (
+    Added,
+    AddedItem,
+    Answer,
+    Certificate,
+    Changed,
+    Found,
+    Job,
+    Memory,
+    Page,
+)
+from undertow.serving.client.calls import Messages, Time, asking, changing, given, in_iso, of_tenant, reading
+from undertow.serving.client.errors import ServerError, failure_in
+from undertow.serving.client.retries import Retries
+
+# between two looks at a job
+_LOOK_S = 0.2
+
+
+class Client:
+    """Memories of a service's tenants. Any number of calls at once; close it, or use it in a `with`.
+
+    The tenant comes first everywhere, as in `Engine`. Calls raise ServiceError, whose classes tell what
+    failed, and ValueError for a name or a value that cannot be sent. `filters` ask for metadata, each key
+    for one value or one of several; `since` and `until` are included, a date alone is the whole day.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        retries: Retries | None = None,
+        http: httpx2.Client | None = None,
+    ) -> None:
+        """`timeout_s`: for each step of one try, such as connecting or the wait for the next bytes.
+
+        `http`: for proxies, certificates and other transports; the client leaves it open. ValueError.
+        """
+        self._transport = Transport(url, key, timeout_s=timeout_s, retries=retries or Retries(), http=http)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._transport.url!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    # --- adding ---
+
+    def add(
+        self,
+        tenant: str,
+        messages: Messages,
+        *,
+        session_id: str | None = None,
+        timestamp: Time | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> tuple[Added, ...]:
+        """Remember a conversation, one result a turn: durable and searchable when this returns.
+
+        The same `idempotency_key` again adds nothing; without one, each call of this method adds.
+        """
+        item = calls.item(messages, session_id=session_id, timestamp=timestamp, metadata=metadata)
+        call = changing("POST", of_tenant(tenant, "memories"), item, idempotency_key=idempotency_key)
+        return answers.AddedTurns.read(self._send(call)).results
+
+    def add_many(self, tenant: str, items: Iterable[Mapping[str, Any]]) -> tuple[AddedItem, ...]:
+        """Many at once, each with what `add` takes: `{"messages", "session_id"?, "idempotency_key"?, ...}`.
+
+        One result an item, in order. A refused one says why; the good ones are stored.
+        """
+        return answers.AddedItems.read(self._send(calls.adding_many(tenant, items))).items
+
+    # --- finding ---
+
+    def search(
+        self,
+        tenant: str,
+        query: str,
+        *,
+        top_k: int | None = None,
+        kinds: Sequence[answers.Kind] | None = None,
+        filters: Mapping[str, Any] | None = None,
+        since: Time | None = None,
+        until: Time | None = None,
+        threshold: float | None = None,
+    ) -> Found:
+        """The memories nearest to a query. Without `top_k`, as many of each kind as the service is set to.
+
+        `threshold`: the lowest score.
+        """
+        body = given(
+            query=query,
+            top_k=top_k,
+            kinds=None if kinds is None else list(kinds),
+            filters=filters,
+            since=in_iso(since),
+            until=in_iso(until),
+            threshold=threshold,
+        )
+        return Found.read(self._send(asking(of_tenant(tenant, "search"), body)))
+
+    def answer(
+        self, tenant: str, question: str, *, as_of: Time | None = None, timeout_s: float | None = None
+    ) -> Answer:
+        """An LLM's answer from the memories. `as_of`: the day it is asked on."""
+        body = given(question=question, as_of=in_iso(as_of))
+        call = asking(of_tenant(tenant, "answer"), body, timeout_s=timeout_s)
+        return Answer.read(self._send(call))
+
+    def answer_stream(
+        self, tenant: str, question: str, *, as_of: Time | None = None, timeout_s: float | None = None
+    ) -> Iterator[str | Answer]:
+        """The answer's text in pieces as the LLM writes it, and the whole Answer at the end."""
+        body = given(question=question, as_of=in_iso(as_of), stream=True)
+        call = asking(of_tenant(tenant, "answer"), body, timeout_s=timeout_s)
+        with self._transport.open(call) as response:
+            for event in httpx2.EventSource(response):
+                if event.event == "delta":
+                    yield str(answers.document(event.data).get("text", ""))
+                elif event.event == "error":
+                    raise failure_in(answers.document(event.data))
+                elif event.event == "done":
+                    yield Answer.read(event.data)
+                    return
+        raise ServerError("the answer broke off. Ask again.")
+
+    # --- single memories ---
+
+    def get(self, tenant: str, memory_id: str) -> Memory:
+        body = self._send(reading(of_tenant(tenant, "memories", memory_id)))
+        return Memory.read(body)
+
+    def get_page(
+        self,
+        tenant: str,
+        *,
+        kinds: Sequence[answers.Kind] | None = None,
+        filters: Mapping[str, Any] | None = None,
+        since: Time | None = None,
+        until: Time | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page:
+        """At most `limit` memories in the order of their birth, behind the cursor `after` of another page."""
+        call = calls.listing(
+            tenant, kinds=kinds, filters=filters, since=since, until=until, limit=limit, after=after
+        )
+        return Page.read(self._send(call))
+
+    def get_all(
+        self,
+        tenant: str,
+        *,
+        kinds: Sequence[answers.Kind] | None = None,
+        filters: Mapping[str, Any] | None = None,
+        since: Time | None = None,
+        until: Time | None = None,
+    ) -> Iterator[Memory]:
+        """All memories as they stand, in the order of their birth, asked for page by page."""
+        after: str | None = None
+        while True:
+            page = self.get_page(tenant, kinds=kinds, filters=filters, since=since, until=until, after=after)
+            yield from page.results
+            after = page.next
+            if after is None:
+                return
+
+    def history(self, tenant: str, memory_id: str) -> tuple[Memory, ...]:
+        """All versions of a memory, oldest first."""
+        body = self._send(reading(of_tenant(tenant, "memories", memory_id, "history")))
+        return answers.History.read(body).results
+
+    def update(
+        self, tenant: str, memory_id: str, words: Messages, *, idempotency_key: str | None = None
+    ) -> Changed:
+        """Put a memory in other words; a turn may be given other messages, of one exchange."""
+        path = of_tenant(tenant, "memories", memory_id)
+        body = {"text": words} if isinstance(words, str) else {"messages": list(words)}
+        call = changing("PUT", path, body, idempotency_key=idempotency_key)
+        return Changed.read(self._send(call))
+
+    def delete(self, tenant: str, memory_id: str, *, idempotency_key: str | None = None) -> Changed:
+        """Delete one memory."""
+        path = of_tenant(tenant, "memories", memory_id)
+        body = self._send(changing("DELETE", path, idempotency_key=idempotency_key))
+        return Changed.read(body)
+
+    def delete_all(self, tenant: str, *, idempotency_key: str | None = None) -> None:
+        """Delete all memories of a tenant, history included; their bytes go with the next purge."""
+        path = of_tenant(tenant, "memories")
+        self._send(changing("DELETE", path, idempotency_key=idempotency_key))
+
+    # --- whole tenants ---
+
+    def flush(self, tenant: str, *, timeout_s: float | None = None) -> bool:
+        """Wait until every turn is decided. False: some wait for an LLM that does not answer."""
+        call = changing("POST", of_tenant(tenant, "flush"), timeout_s=timeout_s)
+        return answers.Decided.read(self._send(call)).decided
+
+    def flush_job(self, tenant: str) -> Job:
+        """`flush` as a job of the service."""
+        return self._begin(changing("POST", of_tenant(tenant, "flush")))
+
+    def export(self, tenant: str, *, vectors: bool = False) -> Iterator[dict[str, Any]]:
+        """Everything of a tenant, every version, record by record as it comes in; the last is of kind `end`.
+
+        ServerError after what had come: the export broke off.
+        """
+        call = reading(of_tenant(tenant, "export"), vectors=True if vectors else None)
+        kind = None
+        with self._transport.open(call) as response:
+            for line in response.iter_lines():
+                record = answers.document(line)
+                kind = record.get("kind")
+                yield record
+        if kind != "end":
+            raise ServerError("the export broke off before its record `end`. Ask for it again.")
+
+    def import_(
+        self, tenant: str, records: Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Bring an export into a tenant that has nothing; says how many records of each kind it stored."""
+        body = self._send(calls.importing(tenant, records, timeout_s))
+        return answers.document(body)
+
+    def import_job(self, tenant: str, records: Iterable[Mapping[str, Any]]) -> Job:
+        """`import_` as a job of the service."""
+        return self._begin(calls.importing(tenant, records, None))
+
+    def erase(self, tenant: str, *, timeout_s: float | None = None) -> Certificate:
+        """Erase a tenant and purge its bytes; the certificate says what that does not reach."""
+        call = changing("DELETE", of_tenant(tenant), timeout_s=timeout_s)
+        return Certificate.read(self._send(call))
+
+    def erase_job(self, tenant: str) -> Job:
+        """`erase` as a job of the service."""
+        return self._begin(changing("DELETE", of_tenant(tenant)))
+
+    def jobs(self, tenant: str) -> tuple[Job, ...]:
+        body = self._send(reading(of_tenant(tenant, "jobs")))
+        return answers.Jobs.read(body).results
+
+    def job(self, tenant: str, job_id: str, *, wait_s: float = 0.0) -> Job:
+        """A job as it stands; with `wait_s`, once it is finished or that time is over."""
+        ends_at = monotonic() + wait_s
+        while True:
+            job = Job.read(self._send(reading(of_tenant(tenant, "jobs", job_id))))
+            if job.finished or monotonic() + _LOOK_S > ends_at:
+                return job
+            time.sleep(_LOOK_S)
+
+    def explain(self, tenant: str) -> Iterator[dict[str, Any]]:
+        """What was decided of each turn, and on what grounds; asked for page by page."""
+        after_seq: int | None = None
+        while True:
+            call = reading(of_tenant(tenant, "explain"), after_seq=after_seq)
+            page = answers.Records.read(self._send(call))
+            yield from page.results
+            after_seq = page.next_after_seq
+            if after_seq is None:
+                return
+
+    def stats(self, tenant: str | None = None) -> dict[str, Any]:
+        """Counts of a tenant, or of the whole service."""
+        return self._document(reading(_path(tenant, "stats")))
+
+    def usage(self, tenant: str | None = None) -> dict[str, Any]:
+        """LLM calls and tokens by operation, of a tenant or of the whole service."""
+        return self._document(reading(_path(tenant, "usage")))
+
+    # --- the service ---
+
+    def tenants(self, *, prefix: str | None = None) -> Iterator[str]:
+        """The names of all tenants that the key covers, asked for page by page."""
+        after: str | None = None
+        while True:
+            call = reading("/v1/tenants", prefix=prefix, after=after)
+            page = answers.Names.read(self._send(call))
+            yield from page.results
+            after = page.next
+            if after is None:
+                return
+
+    def status(self) -> dict[str, Any]:
+        return self._document(reading("/v1/status"))
+
+    def purge(self, *, timeout_s: float | None = None) -> tuple[Certificate, ...]:
+        """Remove the bytes of whatever was deleted or erased; the certificates of erased tenants."""
+        call = changing("POST", "/v1/purge", timeout_s=timeout_s)
+        return answers.Certificates.read(self._send(call)).certificates
+
+    def replay_jobs(self) -> int:
+        """Run the LLM jobs again that were parked; how many there were."""
+        return answers.Replayed.read(self._send(changing("POST", "/v1/replay"))).replayed
+
+    def _send(self, call: calls.Call) -> bytes:
+        return (self._transport.send(call)).content
+
+    def _begin(self, call: calls.Call) -> Job:
+        return Job.read(self._send(call.in_background()))
+
+    def _document(self, call: calls.Call) -> dict[str, Any]:
+        return answers.document(self._send(call))
+
+
+def _path(tenant: str | None, part: str) -> str:
+    return f"/v1/{part}" if tenant is None else of_tenant(tenant, part)

@@ -1,0 +1,85 @@
+# Made of _async/ by `python -P serving/client/generate.py`: change that.
+"""Sends calls: the key, time limits, and what is made again after a failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx2
+
+from undertow.serving.client.calls import Call
+from undertow.serving.client.errors import ServiceError, failure_of
+from undertow.serving.client.retries import Retries
+from undertow.serving.client.service import checked_url, headers_of, without_answer
+
+
+class Transport:
+    """One service, with one key. It closes what it opened: not an `http` that it was given."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        *,
+        timeout_s: float,
+        retries: Retries,
+        http: httpx2.Client | None,
+    ) -> None:
+        """ValueError: the URL is none, or the key cannot stand in a header."""
+        self.url = checked_url(url)
+        self._headers = headers_of(key)
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._own = http is None
+        self._http = httpx2.Client() if http is None else http
+
+    def close(self) -> None:
+        if self._own:
+            self._http.close()
+
+    def send(self, call: Call) -> httpx2.Response:
+        """The answer, read to its end. ServiceError."""
+        return self._send(call, stream=False)
+
+    @contextmanager
+    def open(self, call: Call) -> Iterator[httpx2.Response]:
+        """The answer as it comes in. ServiceError, also for a stream that breaks off."""
+        response = self._send(call, stream=True)
+        try:
+            yield response
+        except httpx2.TransportError as error:
+            raise without_answer(self.url, error) from error
+        finally:
+            response.close()
+
+    def _send(self, call: Call, *, stream: bool) -> httpx2.Response:
+        waits = self._retries.begin()
+        while True:
+            try:
+                return self._try(call, stream)
+            except ServiceError as failure:
+                wait_s = waits.after(failure)
+                if wait_s is None:
+                    raise
+            time.sleep(wait_s)
+
+    def _try(self, call: Call, stream: bool) -> httpx2.Response:
+        request = self._http.build_request(
+            call.method,
+            self.url + call.path,
+            params=call.query or None,
+            content=call.content,
+            headers=[*self._headers, *call.headers],
+            timeout=call.timeout_s or self._timeout_s,
+        )
+        try:
+            response = self._http.send(request, stream=stream, follow_redirects=False)
+            if response.is_success:
+                return response
+            body = response.read()
+            response.close()
+        except httpx2.TransportError as error:
+            raise without_answer(self.url, error) from error
+        raise failure_of(response.status_code, response.headers.get("retry-after"), body)

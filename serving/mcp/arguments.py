@@ -1,0 +1,130 @@
+"""What the tools take. All of it is bounded, and an argument that a tool does not know is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from undertow.serving.client.answers import Kind
+
+TENANT = "tenant"
+
+Tenant = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=512,
+        description="Whose memories: the name of the user, team or agent that they belong to.",
+    ),
+]
+MemoryId = Annotated[
+    str, Field(min_length=1, max_length=128, description="The id of a memory, as the other tools show it.")
+]
+Text = Annotated[str, Field(min_length=1, max_length=32_768)]
+Query = Annotated[
+    str,
+    Field(min_length=1, max_length=8_192, description="What to look for: a question or a topic, in words."),
+]
+Moment = Annotated[
+    str, Field(max_length=64, description="ISO 8601, such as 2026-05-08 or 2026-05-08T13:56:00.")
+]
+Kinds = Annotated[
+    list[Kind],
+    Field(
+        min_length=1,
+        max_length=3,
+        description="turn: what was said, word for word; episode: a summary of several turns on one topic; "
+        "fact: one lasting statement. Left out: all.",
+    ),
+]
+Label = Annotated[str, Field(min_length=1, max_length=128)]
+Scalar = Annotated[str, Field(max_length=2_048)] | int | float | bool
+Metadata = Annotated[
+    dict[Label, Scalar],
+    Field(max_length=32, description='Labels to filter by later, such as {"project": "kiln"}.'),
+]
+Filters = Annotated[
+    dict[Label, Scalar | Annotated[list[Scalar], Field(max_length=64)]],
+    Field(
+        max_length=16, description="Only memories whose metadata have these values; of a list, one of them."
+    ),
+]
+
+
+class Arguments(BaseModel):
+    """Of one tool, but for the tenant."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Adding(Arguments):
+    text: Annotated[Text, Field(description="What to remember, in whole sentences that stand alone.")]
+    timestamp: Moment | None = None
+    session_id: Annotated[str, Field(max_length=256)] | None = None
+    metadata: Metadata | None = None
+
+
+class Searching(Arguments):
+    query: Query
+    limit: Annotated[int, Field(ge=1, le=100, description="How many memories at most.")] = 10
+    kinds: Kinds | None = None
+    filters: Filters | None = None
+    since: Moment | None = None
+    until: Moment | None = None
+    threshold: Annotated[float, Field(ge=-1, le=1, description="The lowest score.")] | None = None
+
+
+class Listing(Arguments):
+    kinds: Kinds | None = None
+    filters: Filters | None = None
+    since: Moment | None = None
+    until: Moment | None = None
+    limit: Annotated[int, Field(ge=1, le=200, description="How many memories at most.")] = 50
+    after: (
+        Annotated[str, Field(max_length=512, description="`next` of an earlier result, for those behind it.")]
+        | None
+    ) = None
+
+
+class OfMemory(Arguments):
+    memory_id: MemoryId
+
+
+class Updating(OfMemory):
+    text: Annotated[Text, Field(description="What the memory says from now on; it replaces the old words.")]
+
+
+class Asking(Arguments):
+    question: Query
+    as_of: Moment | None = None
+
+
+class OfTenant(Arguments):
+    pass
+
+
+class ListingTenants(Arguments):
+    prefix: Annotated[str, Field(max_length=512, description="Only names that begin so.")] | None = None
+    limit: Annotated[int, Field(ge=1, le=1_000, description="How many names at most.")] = 100
+
+
+def schema_of(takes: type[Arguments]) -> dict[str, Any]:
+    """The JSON schema that an LLM is shown. What may be left out is not shown as null, which is taken too."""
+    schema = takes.model_json_schema()
+    schema["properties"] = {name: _shown(one) for name, one in schema.get("properties", {}).items()}
+    return schema
+
+
+def _shown(schema: dict[str, Any]) -> dict[str, Any]:
+    if {"type": "null"} not in schema.get("anyOf", ()):
+        return schema
+    (given,) = (one for one in schema["anyOf"] if one != {"type": "null"})
+    return {**given, "title": schema["title"]}
+
+
+class _OfSomeTenant(Arguments):
+    tenant: Tenant
+
+
+TENANT_SCHEMA: dict[str, Any] = schema_of(_OfSomeTenant)["properties"][TENANT]
