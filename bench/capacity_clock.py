@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from undertow.bench.capacity_profile import Cost, LLMServer, Profile
-from undertow.engine.llm import PRIORITY, Completion
+from undertow.engine.llm import PRIORITY, Completion, OnCall
 from undertow.engine.model import Usage
 from undertow.engine.trace import Trace
 from undertow.prompts import Prompt
@@ -67,6 +67,7 @@ class SimulatedLLM:
         self._queue: list[_Call] = []  # by urgency, as the real client's
         self.now_s = 0.0
         self.calls: Counter[str] = Counter()
+        self.on_call: OnCall | None = None
         self.delivered = 0  # replies since the shard last looked
         self.at_servers, self.waiting = Gauge(), Gauge()
         self.tenant_s: defaultdict[str, float] = defaultdict(float)

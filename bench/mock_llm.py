@@ -55,7 +55,7 @@ class MockLLM:
         self.calls: Counter[str] = Counter()
         self.max_in_flight = 0
         self._latency_s, self._jitter_s = latency_s, jitter_s
-        self._on_call = on_call
+        self.on_call = on_call
         self._numbers = itertools.count()
         self._due: list[_Due] = []
         self._in_flight = 0
@@ -171,6 +171,6 @@ class MockLLM:
         raise BadReply(problem, usage)
 
     def _trace(self, due: _Due, usage: Usage, outcome: str) -> None:
-        if self._on_call is not None:
+        if self.on_call is not None:
             operation, now_s = due.prompt.operation, time.perf_counter()
-            self._on_call(due.tenant, operation, due.started_s, now_s, usage, outcome)
+            self.on_call(due.tenant, operation, due.started_s, now_s, usage, outcome)

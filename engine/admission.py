@@ -43,10 +43,14 @@ class Receipt:
 
 @dataclass(slots=True)
 class Ticket:
-    """A turn in the queue; its receipt comes once the turn is durable and searchable."""
+    """A turn in the queue; its receipt comes once the turn is durable and searchable.
+
+    `cause`: the request that it came with, see engine/cause.py.
+    """
 
     turn: Turn | PackedTurn
     receipt: Receipt | None = None
+    cause: str | None = None
 
 
 def check_turn(turn: Turn) -> None:
@@ -84,13 +88,13 @@ class Inbox:
     def room(self) -> int:
         return self._limit - self._len
 
-    def put(self, turn: Turn | PackedTurn) -> Ticket:
+    def put(self, turn: Turn | PackedTurn, cause: str | None = None) -> Ticket:
         """QueueFull at the bound, InputError for a turn that cannot be stored: nothing was taken."""
         if isinstance(turn, Turn):
             check_turn(turn)
         if self.room <= 0:
             raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
-        ticket = Ticket(turn)
+        ticket = Ticket(turn, cause=cause)
         self._lines.setdefault(turn.tenant, deque()).append(ticket)
         self._len += 1
         return ticket

@@ -77,9 +77,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Consolidation lag: what is stored and searchable but not yet decided."""
+    """Consolidation lag: what is stored and searchable but not yet decided.
+
+    `oldest_undecided_s`: for how long this engine has had the oldest record of it.
+    """
 
     undecided_turns: int
+    oldest_undecided_s: float
     running_jobs: int
     blocked_tenants: int
 
@@ -133,6 +137,8 @@ class Engine(Tenancy):
             self.tenants = Tenants(self.journal, self.arena)
             self._reports = Reports(self.journal, self.tenants)
             self._llm = llm
+            if llm is not None:
+                llm.on_call = self.trace.llm_request
             self._texts = TenantTextCache(encoder, settings.encode_cache_texts)
             gate = make_gate(self.arena)
             self._readings = Readings(self.arena, gate, self._texts)
@@ -300,8 +306,13 @@ class Engine(Tenancy):
     @property
     def server_lost(self) -> bool:
         """The LLM server has been silent, with requests waiting, for longer than our patience."""
-        silent_s = self._llm.unreachable_s if self._llm is not None else None
+        silent_s = self.llm_silent_s
         return silent_s is not None and silent_s > self.settings.llm_patience_s
+
+    @property
+    def llm_silent_s(self) -> float | None:
+        """See OpenAILLM.unreachable_s; None also where no server is set."""
+        return self._llm.unreachable_s if self._llm is not None else None
 
     @property
     def llm_in_flight(self) -> int:
@@ -352,7 +363,8 @@ class Engine(Tenancy):
     @property
     def lag(self) -> Lag:
         undecided = sum(t.undecided_count for t in self.tenants.loaded())
-        return Lag(undecided, self.scheduler.running_count, len(self.scheduler.blocked))
+        oldest_s = round(self.scheduler.arrivals.oldest_s, 3)
+        return Lag(undecided, oldest_s, self.scheduler.running_count, len(self.scheduler.blocked))
 
     # ---- reading
 
@@ -439,7 +451,8 @@ class Engine(Tenancy):
         of.add_usage("answer", usage)
         if self.journal.writable:
             body = orjson.dumps(usage_to_json({"answer": usage}))
-            self.journal.append([Row("usage", of.name, of.key, -1, body)])
+            with self.trace.span("commit", rows=1):
+                self.journal.append([Row("usage", of.name, of.key, -1, body)])
 
     def get_all(self, tenant: str) -> list[Memory]:
         """All current episodes and facts, in order of birth."""
@@ -598,15 +611,6 @@ def _deletion(row: Row) -> dict[str, Any]:
     return {"turn_seq": row.seq, "id": row.id, **kept}
 
 
-def make_llm(settings: Settings, trace: Trace | None = None) -> LLMClient | None:
+def make_llm(settings: Settings) -> LLMClient | None:
     """The client of the server that the settings name; None for none."""
-    if settings.llm_url is None:
-        return None
-
-    def on_call(
-        tenant: str, operation: str, began_s: float, ended_s: float, usage: Usage, outcome: str
-    ) -> None:
-        if trace is not None:
-            trace.event(operation, began_s, ended_s, track=f"llm {tenant}", outcome=outcome, **asdict(usage))
-
-    return OpenAILLM(settings, on_call=on_call)
+    return None if settings.llm_url is None else OpenAILLM(settings)

@@ -61,7 +61,9 @@ _OUTCOMES: dict[type[Exception], str] = {Trouble: "retry", Rejected: "rejected",
 
 
 class Completions(Protocol):
-    """What the scheduler needs of an LLM; called from one thread."""
+    """What the scheduler needs of an LLM; called from one thread. `on_call` is told of each request."""
+
+    on_call: OnCall | None
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
         """Queue `prompt`; never blocks. The future raises BadReply or ServerRefused."""
@@ -120,7 +122,7 @@ class OpenAILLM:
         self._named = [Server(at, settings, model) for at in server_addresses(settings.llm_url)]
         self._servers = Servers(self._named, settings.llm_in_flight, settings.llm_timeout_s)
         self._llm_model = settings.llm_model
-        self._on_call = on_call
+        self.on_call = on_call
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Completion]] = set()
         self._last_error: str | None = None
@@ -260,10 +262,8 @@ class OpenAILLM:
             outcome = "broken" if job.begun else _OUTCOMES[type(failure)]
             raise
         finally:
-            if self._on_call is not None:
-                self._on_call(
-                    job.tenant, job.prompt.operation, started_s, time.perf_counter(), usage, outcome
-                )
+            if self.on_call is not None:
+                self.on_call(job.tenant, job.prompt.operation, started_s, time.perf_counter(), usage, outcome)
 
     async def _probe(self) -> Health:
         async def offer(server: Server) -> list[str] | Trouble | ServerRefused:

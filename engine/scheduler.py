@@ -6,7 +6,7 @@ the effects of all tenants are gathered by kind and each kind runs as one batch.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,8 @@ from typing import Any
 import orjson
 
 from undertow.engine.admission import Admission, Inbox, Receipt, Ticket
+from undertow.engine.arrivals import Arrivals
+from undertow.engine.cause import cause, caused_by
 from undertow.engine.deciding import begin, decision_body, job_id
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import BadReply, Completion, Completions, ServerRefused
@@ -64,7 +66,7 @@ class TenantFault(UndertowError):
 
 @dataclass(slots=True)
 class Running:
-    """A policy coroutine at work on one record of one tenant's log."""
+    """A policy coroutine at work on one record of one tenant's log. `cause`: the request it came with."""
 
     tenant: Tenant
     seq: int
@@ -73,15 +75,21 @@ class Running:
     usage: dict[str, Usage] = field(default_factory=dict)
     model: str | None = None
     call: Future[Completion] | None = None
+    cause: str | None = None
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What one step did."""
+    """What one step did: how many turns it stored, or knew already; what it decided, by kind."""
 
     admitted: int = 0
-    decided: int = 0
+    duplicates: int = 0
+    decisions: Counter[Decision] = field(default_factory=Counter)
     made: list[Memory] = field(default_factory=list)
+
+    @property
+    def decided(self) -> int:
+        return self.decisions.total()
 
 
 class Scheduler:
@@ -113,6 +121,7 @@ class Scheduler:
         self._token_budget = token_budget
         self._trace = trace
         self.inbox = Inbox(queue_turns)
+        self.arrivals = Arrivals()
         self.blocked: dict[str, str] = {}
         self.refused: ServerRefused | None = None
         self._ready: OrderedDict[str, Tenant] = OrderedDict()
@@ -164,25 +173,28 @@ class Scheduler:
 
     def wake(self, tenant: Tenant) -> None:
         """Have the tenant's undecided records decided."""
-        if (
-            tenant.cursor < tenant.next_seq
-            and tenant.name not in self._running
-            and tenant.name not in self.blocked
-        ):
+        if tenant.cursor >= tenant.next_seq:
+            return
+        self.arrivals.note(tenant.name, tenant.next_seq - 1, cause())
+        if tenant.name not in self._running and tenant.name not in self.blocked:
             self._ready[tenant.name] = tenant
 
     def log(self, tenant: Tenant, control: Control, row: Row) -> None:
         """Append a control record to a tenant's log, durably, before this returns."""
         tenant.add_control(control)
-        self._journal.append([row])
+        self._append([row])
         self.wake(tenant)
 
     def replace(self, tenant: Tenant, deletion: Mapping[str, Any], turn: Turn) -> Receipt:
         """Append a turn's deletion and the turn that takes its place to the log, in one commit. ArenaFull."""
         rows, receipt = self._admission.replace(tenant, deletion, turn)
-        self._journal.append(rows)
+        self._append(rows)
         self.wake(tenant)
         return receipt
+
+    def _append(self, rows: Sequence[Row]) -> None:
+        with self._trace.span("commit", rows=len(rows)):
+            self._journal.append(rows)
 
     def note(self, row: Row) -> None:
         """Have a row of the shard's own committed together with the last of the turns that are queued."""
@@ -216,6 +228,7 @@ class Scheduler:
         """Take a tenant out of every queue; the job that it had under way, which the caller closes."""
         self._ready.pop(name, None)
         self.blocked.pop(name, None)
+        self.arrivals.forget(name)
         running = self._running.pop(name, None)
         if running is not None and running.call is not None and self._llm is not None:
             self._llm.cancel(running.call)
@@ -297,6 +310,7 @@ class Scheduler:
             with self._pace.measured() as admitted, self._trace.span("admit", turns=len(tickets)):
                 rows, receipts, touched = self._admission.admit(tickets)
                 admitted.fresh_turns = sum(not receipt.duplicate for receipt in receipts)
+                self._trace.link(ticket.cause for ticket in tickets)
         except ArenaFull:
             if not self._at_work:
                 self._refuse()
@@ -308,9 +322,18 @@ class Scheduler:
         self._admit_at = None
         self._rows += rows
         self._report.admitted = admitted.fresh_turns
+        self._report.duplicates = len(receipts) - admitted.fresh_turns
+        self._note_arrivals(tickets, receipts)
         for tenant in touched:
             self.wake(tenant)
         return tickets, receipts
+
+    def _note_arrivals(self, tickets: Sequence[Ticket], receipts: Sequence[Receipt]) -> None:
+        """Where some came with requests that are traced; else `wake` does it, tenant by tenant."""
+        if any(ticket.cause is not None for ticket in tickets):
+            for ticket, receipt in zip(tickets, receipts, strict=True):
+                if receipt.seq is not None:
+                    self.arrivals.note(receipt.tenant, receipt.seq, ticket.cause)
 
     def _refuse(self) -> None:
         """Drop all that waits: a later turn of a tenant must not be stored without an earlier one."""
@@ -331,6 +354,7 @@ class Scheduler:
             pass
         if arrived:
             with self._trace.span("resume", jobs=len(arrived)):
+                self._trace.link(running.cause for running, _ in arrived)
                 self._run(arrived)
 
     def _decide(self) -> None:
@@ -445,13 +469,14 @@ class Scheduler:
         self._rows += [memory_row(memory, tenant.key, vector) for memory, vector in made]
         self._rows.append(Row("decision", tenant.name, tenant.key, seq, orjson.dumps(body)))
         self._report.made += [memory for memory, _ in made]
-        self._report.decided += 1
+        self._report.decisions[outcome.decision] += 1
         if stays := not made or tenant.make_place([memory for memory, _ in made]):
             for memory, vector in made:
                 tenant.set_memory(memory, vector)
             tenant.add_decision(seq, body)
         self._settle_jobs(running, outcome)
         self._running.pop(tenant.name, None)
+        self.arrivals.decided(tenant.name, seq + 1)
         if stays:
             self.wake(tenant)
         else:
@@ -512,6 +537,7 @@ class Scheduler:
             self._block(running, obstacle)
             return
         running.operation = operation
+        running.cause = self.arrivals.cause_of(tenant.name, running.seq)
         self._to_ask.append((running, call))
 
     def _obstacle(self, running: Running) -> str | None:
@@ -546,9 +572,11 @@ class Scheduler:
         if self._llm is None or not asks:
             return
         with self._trace.span("submit", prompts=len(asks)):
+            self._trace.link(running.cause for running, _ in asks)
             for running, call in asks:
                 if self._running.get(running.tenant.name) is running:
-                    running.call = self._llm.submit(call.prompt, tenant=running.tenant.name)
+                    with caused_by(running.cause):
+                        running.call = self._llm.submit(call.prompt, tenant=running.tenant.name)
                     running.call.add_done_callback(self._on_reply(running))
 
     def _on_reply(self, running: Running) -> Callable[[Future[Completion]], None]:

@@ -22,11 +22,10 @@ from undertow.engine.encoder import make_encoder
 from undertow.engine.engine import Engine, make_llm
 from undertow.engine.figures import store_usage
 from undertow.engine.ingest import Ingest, obstacles
-from undertow.engine.llm import Completion, LLMClient, OnText
+from undertow.engine.llm import Completion, LLMClient, OnCall, OnText
 from undertow.engine.model import Memory, UndertowError, Usage
 from undertow.engine.readers import read
 from undertow.engine.scheduler import StepReport
-from undertow.engine.trace import Trace
 from undertow.kernels.device import cpu_count
 from undertow.prompts import Prompt, ShownTurn, episode_prompt
 from undertow.serving.local_vllm import DRAFTING, OFFLINE_MODEL, LocalVLLM, report_to
@@ -48,6 +47,14 @@ class Measured:
         """0 when the server reports no usage."""
         chars = sum(c for c, _ in self._seen)
         return sum(t for _, t in self._seen) / chars if chars else 0.0
+
+    @property
+    def on_call(self) -> OnCall | None:
+        return self._inner.on_call
+
+    @on_call.setter
+    def on_call(self, on_call: OnCall | None) -> None:
+        self._inner.on_call = on_call
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
         return self._noted(prompt, self._inner.submit(prompt, tenant=tenant))
@@ -94,7 +101,7 @@ def run(settings: Settings, out: Console) -> dict[str, Any]:
     with ExitStack() as stack:
         settings = stack.enter_context(_server(settings, out))
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="undertow-demo-")))
-        client = make_llm(settings, Trace())
+        client = make_llm(settings)
         assert client is not None, "the server's URL is set by now"
         llm = Measured(client)
         out.print(f"Loading the encoder {settings.encoder} ...")

@@ -26,7 +26,6 @@ from undertow.engine.ingest import Ingest
 from undertow.engine.journal import Journal
 from undertow.engine.log_table import LogTable
 from undertow.engine.model import Message, Turn, UndertowError
-from undertow.engine.trace import Trace
 from undertow.prompts import ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
 
 Say = Callable[[dict[str, Any]], None]
@@ -115,7 +114,7 @@ def child(task: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     settings = Settings(device="cpu", **task["settings"])
     try:
-        llm = make_llm(settings, Trace())
+        llm = make_llm(settings)
         with Engine(Path(task["store"]), settings, make_encoder(settings), llm=llm) as engine:
             TASKS[task["task"]](engine, task, say)
     except UndertowError as error:

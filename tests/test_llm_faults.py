@@ -18,7 +18,6 @@ from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine, make_llm
 from undertow.engine.llm import ServerRefused
-from undertow.engine.trace import Trace
 
 from .engine_harness import turn_of
 from .fault_harness import (
@@ -46,7 +45,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def opened(store: Path, url: str | None, **values: Any) -> Iterator[Engine]:
     settings = Settings(device="cpu", **THETA, llm_url=url, **values)
-    with Engine(store, settings, HashingEncoder(384), llm=make_llm(settings, Trace())) as engine:
+    with Engine(store, settings, HashingEncoder(384), llm=make_llm(settings)) as engine:
         engine.resume()
         yield engine
 

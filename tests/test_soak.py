@@ -21,7 +21,6 @@ from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine, make_llm
 from undertow.engine.ingest import Ingest
-from undertow.engine.trace import Trace
 
 from .fault_harness import (
     PARKING,
@@ -142,4 +141,4 @@ def test_three_in_ten_faults_over_the_locomo_conversations(
 
 def opened(store: Path, url: str) -> Engine:
     settings = Settings(device="cpu", **THETA, llm_url=url)
-    return Engine(store, settings, HashingEncoder(384), llm=make_llm(settings, Trace()))
+    return Engine(store, settings, HashingEncoder(384), llm=make_llm(settings))

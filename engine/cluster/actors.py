@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from undertow.engine.admission import QueueFull
+from undertow.engine.cause import cause
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.reach import ShardGone, ShardLeft
 from undertow.engine.cluster.resources import ClusterSettings
@@ -60,7 +61,8 @@ class RayShard:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._start, self.shard)
             pieces = to_pieces(args[0]) if args and isinstance(args[0], pa.Table) else []
-            answer = await self._actor.call.remote(method, args[1:] if pieces else args, kwargs, *pieces)
+            rest = args[1:] if pieces else args
+            answer = await self._actor.call.remote(method, rest, kwargs, cause(), *pieces)
             return from_buffer(answer) if isinstance(answer, pa.Buffer) else answer
         except PendingCallsLimitExceeded:
             raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None

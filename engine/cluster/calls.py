@@ -13,6 +13,7 @@ from functools import cached_property
 import pyarrow as pa
 
 from undertow.engine.admission import Inbox, QueueFull, Receipt, Ticket
+from undertow.engine.cause import cause
 from undertow.engine.cluster.wire import Status, check_turns, receipts_table, unpack
 from undertow.engine.model import PackedTurn, UndertowError
 
@@ -68,6 +69,7 @@ class Call:
         self.alone = False
         self.future: Future[pa.Table] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self._cause = cause()
         self._table: pa.Table | None = table
         self._outcomes: list[Outcome | None] = [None] * len(table)
         self._tickets: list[tuple[int, Ticket]] = []
@@ -98,7 +100,7 @@ class Call:
             place = pending.popleft()
             outcome = None if refuse is None else refuse(turns[place])
             if outcome is None:
-                self._tickets.append((place, inbox.put(turns[place])))
+                self._tickets.append((place, inbox.put(turns[place], self._cause)))
                 room -= 1
             else:
                 self._outcomes[place] = outcome

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from undertow.engine.cause import cause
 from undertow.engine.cluster.wire import RETURNED, Status, receipts_table
 
 Key = TypeVar("Key", bound=Hashable)
@@ -26,6 +27,7 @@ class Delivery:
     def __init__(self, count: int) -> None:
         """`count`: its turns."""
         self.future: Future[pa.Table] = Future()
+        self.cause = cause()
         self._missing = count
         self._parts: list[tuple[Rows, pa.Table]] = []
         if not count:

@@ -26,8 +26,10 @@ from undertow.engine.model import PackedTurn, UndertowError
 from undertow.engine.moving import Moving
 from undertow.engine.place import StoreError
 from undertow.engine.records import Control, control_of
-from undertow.engine.scheduler import TenantFault
+from undertow.engine.scheduler import StepReport, TenantFault
+from undertow.engine.tally import Tally
 from undertow.engine.tenants import ArenaFull
+from undertow.engine.trace import Observer, Trace
 from undertow.engine.updates import Updated, Wording
 
 log = logging.getLogger(__name__)
@@ -45,15 +47,23 @@ class Sick(UndertowError):
     """The engine fails whatever it is given; a new process may help, as with a lost device."""
 
 
+def no_observers(settings: Settings) -> Sequence[Observer]:
+    """Nobody looks, but for the shard's own tally."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What makes an engine's encoder and LLM client; module-level functions, as they travel to actors.
+    """What makes an engine's encoder, LLM client and observers; module-level functions, as they travel to
+    actors.
 
-    The encoder lives as long as the shard; each engine closes its client, so that is made anew.
+    The encoder and the observers live as long as the shard; each engine closes its client, so that is made
+    anew.
     """
 
     encoder: Callable[[Settings], Encoder] = make_encoder
     llm: Callable[[Settings], LLMClient | None] = make_llm
+    observers: Callable[[Settings], Sequence[Observer]] = no_observers
 
 
 class Housing:
@@ -69,6 +79,8 @@ class Housing:
         self._parts = parts
         self._life = life
         self._encoder: Encoder | None = None
+        self._tally = Tally()
+        self.trace = Trace(observers=[self._tally, *parts.observers(settings)])
         self._parking: Parking | None = None
         self._moving: Moving | None = None
         # why no engine is to be opened here any more: fenced, or removed from the cluster
@@ -143,11 +155,19 @@ class Housing:
                 takeover=self.site.takeover,
                 life=self._life,
                 hash_key=hash_key,
+                trace=self.trace,
             )
         except BaseException:
             if llm is not None:
                 llm.close()
             raise
+
+    def step(self, engine: Engine, calls: int = 0, wait_s: float = 0.0) -> StepReport:
+        """A step of the engine, counted. `calls`: how many calls wait for what they have brought."""
+        with self.trace.span("step", calls=calls):
+            report = engine.step(wait_s)
+        self._tally.stepped(report)
+        return report
 
     def keep_up(self, map_version: int) -> bool:
         """Go by the newest map, where there is one of this version. Whether it was new here.
@@ -255,11 +275,11 @@ class Housing:
         tickets: list[Ticket] = []
         for _, _, turn in suspects:
             while engine.scheduler.inbox.room <= 0:
-                engine.step()
+                self.step(engine)
             tickets.append(engine.scheduler.inbox.put(turn))
-        engine.step()
+        self.step(engine)
         while any(ticket.receipt is None for ticket in tickets):
-            engine.step(WAIT_FOR_REPLY_S)
+            self.step(engine, wait_s=WAIT_FOR_REPLY_S)
             if engine.server_lost:
                 raise UndertowError(f"no room, and the LLM server does not answer: {engine.llm_error}")
         for (call, place, _), ticket in zip(suspects, tickets, strict=True):
@@ -364,6 +384,7 @@ class Housing:
             "pid": os.getpid(),
             "parked": self._parking.report() if self._parking is not None else [],
             "faulty_tenants": dict(self._faults),
+            "tally": self._tally.report(),
         }
         if engine is None:
             return state
@@ -373,6 +394,7 @@ class Housing:
             "blocked": dict(Counter(engine.scheduler.blocked.values())),
             "llm_in_flight": engine.llm_in_flight,
             "llm_error": engine.llm_error,
+            "llm_silent_s": engine.llm_silent_s,
             "arena_bytes": engine.arena.nbytes,
             "opened_s": round(self.opened_s, 3),
             "journal_rows": engine.journal.row_count,

@@ -7,10 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from undertow.engine.cause import cause, caused_by
 from undertow.engine.cluster.calls import Call, Lines, Outcome, Stamp
 from undertow.engine.cluster.housing import RETRY_S, Housing
 from undertow.engine.cluster.parking import reason_of
@@ -41,11 +42,15 @@ class ShardClosed(UndertowError):
 
 @dataclass(slots=True)
 class _Command:
-    """Something to do with the engine. `wait`: it is done again until it returns something but None."""
+    """Something to do with the engine. `wait`: it is done again until it returns something but None.
+
+    It is done for whoever had it made: see engine/cause.py.
+    """
 
     run: Callable[[], Any]
     future: Future[Any]
     wait: bool = False
+    cause: str | None = field(default_factory=cause)
 
 
 class Keeper:
@@ -178,7 +183,8 @@ class Keeper:
     def _run_command(self, command: _Command) -> None:
         """Its error is the caller's."""
         try:
-            value = command.run()
+            with caused_by(command.cause):
+                value = command.run()
         except Exception as error:  # noqa: BLE001 - the boundary between callers and the thread
             command.future.set_exception(error)
             self._inspect(error)
@@ -212,7 +218,7 @@ class Keeper:
         try:
             engine = self.housing.open()
             self._feed(engine)
-            report = engine.step()
+            report = self.housing.step(engine, len(self.calls))
         except Exception as error:  # noqa: BLE001 - a shard outlives whatever a turn does to its engine
             self._recover(error)
         else:

@@ -22,6 +22,7 @@ from contextlib import suppress
 import pyarrow as pa
 
 from undertow.engine.admission import QueueFull
+from undertow.engine.cause import caused_by
 from undertow.engine.cluster.calls import Hello, StaleSession, Stamp
 from undertow.engine.cluster.delivery import Parcel
 from undertow.engine.cluster.reach import Pause, Room, ShardCalls, ShardDown, ShardGone, ShardLeft
@@ -259,7 +260,8 @@ class Lane:
     async def _send(self, number: int, parcel: Parcel, trial: str) -> None:
         stamp = Stamp(self._client, self._token or "", number, self._map_version(), trial)
         try:
-            receipts = await self._sent(parcel.table, stamp)
+            with caused_by(parcel.delivery.cause):
+                receipts = await self._sent(parcel.table, stamp)
         except (ShardGone, StaleSession) as error:
             parcel.tried_in = self._process if trial and _is_silent(error) else ""
             self._lose(number, parcel, error)

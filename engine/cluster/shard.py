@@ -65,6 +65,10 @@ class Shard(ShardTenancy):
 
     # ---- calls, from any thread
 
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """One of the calls below by its name, which observers are told of."""
+        return self._housing.trace.watch(method, partial(getattr(self, method), *args, **kwargs))
+
     def hello(self, client: str, map_version: int) -> Future[Hello]:
         """Begin a client's line of adds; the shard has read the map of this version when it answers.
 

@@ -65,11 +65,20 @@ class ShardActor:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def call(
-        self, method: str, args: Sequence[Any] = (), how: Mapping[str, Any] | None = None, *pieces: bytes
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        how: Mapping[str, Any] | None = None,
+        cause: str | None = None,
+        *pieces: bytes,
     ) -> Any:
-        """The shard's answer; its errors as they are. `pieces`: of a table, the method's first argument."""
+        """The shard's answer; its errors as they are. `pieces`: of a table, the method's first argument.
+
+        `cause`: see engine/cause.py.
+        """
         import pyarrow as pa
 
+        from undertow.engine.cause import caused_by
         from undertow.engine.cluster.housing import Sick
         from undertow.engine.cluster.reach import ShardLeft
         from undertow.engine.cluster.shard_map import Removed
@@ -80,7 +89,9 @@ class ShardActor:
             raise ShardLeft(f"shard {self._shard.id} is being restarted")
         try:
             tables = [from_pieces(pieces)] if pieces else []
-            answer = await asyncio.wrap_future(getattr(self._shard, method)(*tables, *args, **(how or {})))
+            with caused_by(cause):
+                answered = self._shard.call(method, *tables, *args, **(how or {}))
+            answer = await asyncio.wrap_future(answered)
             return to_buffer(answer) if isinstance(answer, pa.Table) else answer
         except (Fenced, Sick):
             # To take the journal over again, or to have a device again, takes a new process.

@@ -121,9 +121,7 @@ def open_engine(
     check_settings(settings)
     encoder = make_encoder(settings) if encodes else UnloadedEncoder(info)
     settle_in()
-    with Engine(
-        store, settings, encoder, llm=make_llm(settings, trace), writable=writable, trace=trace
-    ) as engine:
+    with Engine(store, settings, encoder, llm=make_llm(settings), writable=writable, trace=trace) as engine:
         for warning in engine.warnings:
             say(f"warning: {warning}")
         yield engine
