@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from undertow.engine.trace import LLMRequest, Phase, ShardCall
+from undertow.engine.trace import STEP, LLMRequest, Phase, ShardCall
 
 if TYPE_CHECKING:
     from undertow.engine.scheduler import StepReport
@@ -50,6 +50,9 @@ class Tally:
         pass
 
     def ended(self, phase: Phase) -> None:
+        """Phases with nothing to do, as an idle step's commit, are not counted."""
+        if not phase.count and phase.name != STEP:
+            return
         with self._lock:
             self._phases[phase.name].add(phase.ended_s - phase.began_s)
             self._work[phase.name] += phase.count

@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 _NOTHING = nullcontext()
 
+# around all phases of a step
+STEP = "step"
+
 
 class Ranges(Protocol):
     """What is used of `torch.cuda.nvtx`: a stack of named ranges, one a thread."""

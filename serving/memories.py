@@ -291,7 +291,7 @@ def open_memories(
     """Open a plain store in this process, made if it is missing; with `ray`, a cluster's root.
 
     `ray`: the address of a Ray, or "local" for one that starts and ends with these memories. `shards`: how
-    many a new root begins with. `parts`: what makes encoder and LLM client of a shard in this process.
+    many a new root begins with. `parts`: what makes encoder, LLM client and observers of shards.
     Blocks until the store is open. StoreLocked; UndertowError says what is amiss.
     """
     place = Place.of(store)
@@ -299,7 +299,7 @@ def open_memories(
     if ray is not None:
         from undertow.serving.cli.on_ray import open_cluster
 
-        router: Router = stack.enter_context(open_cluster(place, settings, ray, shards=shards))
+        router: Router = stack.enter_context(open_cluster(place, settings, ray, shards=shards, parts=parts))
     elif shards is not None:
         raise ValueError("shards are those of a cluster: give the address of its Ray too, or leave them out.")
     else:

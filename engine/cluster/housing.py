@@ -29,7 +29,7 @@ from undertow.engine.records import Control, control_of
 from undertow.engine.scheduler import StepReport, TenantFault
 from undertow.engine.tally import Tally
 from undertow.engine.tenants import ArenaFull
-from undertow.engine.trace import Observer, Trace
+from undertow.engine.trace import STEP, Observer, Trace
 from undertow.engine.updates import Updated, Wording
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class Housing:
 
     def step(self, engine: Engine, calls: int = 0, wait_s: float = 0.0) -> StepReport:
         """A step of the engine, counted. `calls`: how many calls wait for what they have brought."""
-        with self.trace.span("step", calls=calls):
+        with self.trace.span(STEP, calls=calls):
             report = engine.step(wait_s)
         self._tally.stepped(report)
         return report

@@ -64,7 +64,7 @@ class LocalCalls:
         """The shard's answer. ShardGone: its thread has ended, and the next call begins it anew."""
         shard = self._shards.shard(self._name)
         try:
-            return await asyncio.wrap_future(getattr(shard, method)(*args, **kwargs))
+            return await asyncio.wrap_future(shard.call(method, *args, **kwargs))
         except ShardClosed as closed:
             raise ShardGone(str(closed)) from None
 

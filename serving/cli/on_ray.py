@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from undertow.engine.cluster.bulk import BulkReport
     from undertow.engine.cluster.bulk import Progress as Reached
     from undertow.engine.cluster.cluster import Cluster
+    from undertow.engine.cluster.housing import Parts
     from undertow.engine.config import Settings
     from undertow.engine.erasure import Certificate
     from undertow.engine.importing import Imported
@@ -57,12 +58,18 @@ RESTARTED = "^A worker died or was killed while executing a task"
 
 @contextmanager
 def open_cluster(
-    root: Place, settings: Settings, address: str, *, shards: int | None = None, grow_to: int = 0
+    root: Place,
+    settings: Settings,
+    address: str,
+    *,
+    shards: int | None = None,
+    grow_to: int = 0,
+    parts: Parts | None = None,
 ) -> Iterator[Cluster]:
     """The cluster of a root, its shards running. With "local" they end with this command, else they stay.
 
-    `shards`: how many a new root begins with. `grow_to`: how many a local Ray must have room for.
-    WrongUsage, UndertowError.
+    `shards`: how many a new root begins with. `grow_to`: how many a local Ray must have room for. `parts`:
+    of shards that are started now. WrongUsage, UndertowError.
     """
     from undertow.engine.cluster.resources import ClusterSettings
     from undertow.engine.store import is_store
@@ -78,7 +85,7 @@ def open_cluster(
         from undertow.engine.cluster.cluster import Cluster
 
         before = actors(root) if is_root(root) else {}
-        opened = Cluster.open(root, settings, shards=shards, resources=resources)
+        opened = Cluster.open(root, settings, shards=shards, resources=resources, parts=parts)
         if before:
             say(f"{len(before)} shards run already: they keep the settings that they were started with.")
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -48,10 +47,13 @@ def serve(
     Without --ray the store is served by this process, which makes it if it is missing. With --ray a
     cluster's root is served by its shards.
     """
+    from undertow.engine.cluster.housing import Parts
     from undertow.engine.process import settle_in
     from undertow.serving.http.hosting import Files, run
     from undertow.serving.http.settings import ServiceSettings
+    from undertow.serving.logs import set_up
     from undertow.serving.memories import open_memories
+    from undertow.serving.tracing import observers, tracing
 
     engine = settings_of(llm=llm, model=model, encoder=encoder)
     if ray is None and is_root(store):
@@ -63,7 +65,9 @@ def serve(
     with wrong_usage():
         settings = ServiceSettings()
     check_settings(engine)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up()
+    # shards on other machines need OpenTelemetry only where something is traced
+    parts = None if tracing() is None else Parts(observers=observers)
     settle_in()
 
     def tell(at: int) -> None:
@@ -71,7 +75,7 @@ def serve(
         say(f"Serving {store} at {url}. The API is described at {url}/docs and {url}/openapi.json.")
 
     run(
-        lambda: open_memories(store, engine, ray=ray, shards=shards),
+        lambda: open_memories(store, engine, ray=ray, shards=shards, parts=parts),
         Files.beside(store, keys, state, open_to_all=insecure_no_auth),
         host,
         port,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from undertow.serving.http.access import GuardedRoute, Reaches, needs
 from undertow.serving.http.acts import certified
@@ -12,7 +12,12 @@ from undertow.serving.http.audits import audited
 from undertow.serving.http.depends import Sender, Served
 from undertow.serving.http.service import Service
 from undertow.serving.http.wire import Purged, Replayed, TenantList
+from undertow.serving.metrics import CONTENT_TYPE
 from undertow.serving.principal import Principal, Scope
+
+EXPOSITION: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
 
 router = APIRouter(route_class=GuardedRoute, tags=["administration"])
 
@@ -62,6 +67,13 @@ async def usage(service: Served) -> Any:
 async def status(service: Served) -> Any:
     """What each shard says of itself; of one that cannot be reached, why."""
     return await service.memories.status()
+
+
+@router.get("/metrics", response_class=Response, responses=EXPOSITION)
+@needs(Scope.ADMIN, reaches=Reaches.STORE)
+async def metrics(service: Served) -> Response:
+    """Metrics in Prometheus' text format, none by tenant. A shard that does not answer is told as down."""
+    return Response(service.metrics.exposition(await service.memories.status()), media_type=CONTENT_TYPE)
 
 
 @router.post("/v1/purge")

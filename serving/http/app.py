@@ -24,7 +24,7 @@ from undertow.serving.http.jobs import Jobs
 from undertow.serving.http.load import Load
 from undertow.serving.http.once import Once
 from undertow.serving.http.openapi import describe
-from undertow.serving.http.problems import problem_of
+from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.http.readiness import Readiness
 from undertow.serving.http.receipts import Adding
 from undertow.serving.http.service import Service
@@ -33,6 +33,9 @@ from undertow.serving.http.state import State
 from undertow.serving.key_file import KeyFile
 from undertow.serving.limits import TokenBudgets
 from undertow.serving.mcp.mounted import mcp_mounted
+from undertow.serving.metrics import HTTPMetrics
+from undertow.serving.tracing import Tracing
+from undertow.serving.watching import Watch
 
 if TYPE_CHECKING:
     from undertow.serving.memories import Memories
@@ -51,10 +54,12 @@ def make_app(
     key_file: KeyFile | None = None,
     settings: ServiceSettings | None = None,
     engine: Settings | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The service's application. What it is given stays the caller's, who closes it after the application.
 
-    `key_file`: where the names of erased tenants are to go; `engine`: the settings of the engines behind.
+    `key_file`: where the names of erased tenants are to go; `engine`: the settings of the engines behind;
+    `tracing`: None where nothing is traced.
     """
     settings, engine = settings or ServiceSettings(), engine or Settings()
     service = Service(
@@ -70,6 +75,7 @@ def make_app(
         jobs=Jobs(state, settings),
         state=state,
         readiness=Readiness(memories),
+        metrics=HTTPMetrics(),
         answer_tokens=CALLS_AN_ANSWER * engine.context_tokens,
         max_message_bytes=engine.max_message_bytes,
     )
@@ -84,6 +90,7 @@ def make_app(
     for part in (adding, asking, memories_routes, tenants, admin, health):
         app.include_router(part.router)
     app.add_middleware(Front, service=service)
+    app.add_middleware(Watch, metrics=service.metrics, tenant_key=memories.tenant_key, tracing=tracing)
     describe(app)
     return app
 
@@ -103,6 +110,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _problem(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
+    request.scope[SLUG] = problem.slug
     if problem.status_code == 405:
         problem.headers = {"Allow": ", ".join(_allowed(request))}
     return problem.response

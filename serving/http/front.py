@@ -15,7 +15,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from undertow.serving.http.problems import problem_of, tell
+from undertow.serving.http.problems import SLUG, problem_of, tell
 from undertow.serving.principal import Principal
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class Front:
             if answer.begun:  # all that can be done is to leave it cut off
                 tell(error)
             else:
-                await problem_of(error).response(scope, receive, answer)
+                problem = problem_of(error)
+                scope[SLUG] = problem.slug
+                await problem.response(scope, receive, answer)
 
     async def _pass(
         self, scope: Scope, headers: Headers, request_id: str, receive: Receive, send: Send

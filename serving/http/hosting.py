@@ -25,6 +25,7 @@ from undertow.serving.key_file import KeyFile
 from undertow.serving.keys import Keys
 from undertow.serving.limits import RequestRates, TokenBudgets
 from undertow.serving.memories import Memories
+from undertow.serving.tracing import tracing
 
 STATE_NAME = "service"
 SPENDING_NAME = "spending.json"
@@ -72,6 +73,7 @@ def hosted(
             key_file=None if files.keys is None else KeyFile(files.keys),
             settings=settings,
             engine=engine,
+            tracing=tracing(),
         )
 
 

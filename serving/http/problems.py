@@ -37,6 +37,8 @@ PLACES = 8
 MOST_ERRORS = 32
 # what pydantic puts into a place for one of the forms that a value may have
 FORM = re.compile(r"str|int|float|list\[.*\]|function-.*|nullable\[.*\]|constrained-.*")
+# in a request's scope: the slug of the error that it was answered with, for metrics and the log
+SLUG = "undertow.problem"
 CLOSE = {"Connection": "close"}
 
 TITLES = {

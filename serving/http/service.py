@@ -19,6 +19,7 @@ from undertow.serving.http.settings import ServiceSettings
 from undertow.serving.http.state import State
 from undertow.serving.key_file import KeyFile
 from undertow.serving.limits import TokenBudgets
+from undertow.serving.metrics import HTTPMetrics
 from undertow.serving.principal import Principal
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Service:
     jobs: Jobs
     state: State
     readiness: Readiness
+    metrics: HTTPMetrics
     answer_tokens: int
     max_message_bytes: int
 
