@@ -1,4 +1,4 @@
-# A node with an engine: shards of a cluster, its head, the command line. With or without a GPU.
+# A node with an engine: shards of a cluster, its head, the service, the command line. With or without a GPU.
 #
 #     docker build -t undertow-engine:0.1.0 .
 #     docker run --gpus all undertow-engine:0.1.0 undertow doctor
@@ -21,7 +21,7 @@ WORKDIR /usr/src/undertow
 COPY . .
 # faiss-gpu is the same module as faiss-cpu and must take its place. boto3: Ray starts nodes on AWS with it
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --constraint constraints.txt '.[cluster,gpu,offline]' 'ray[default]' boto3 \
+    pip install --constraint constraints.txt '.[cluster,gpu,offline,serve]' 'ray[default]' boto3 \
     && pip uninstall --yes faiss-cpu \
     && pip install --constraint constraints.txt faiss-gpu
 
