@@ -88,11 +88,11 @@ def test_a_line_holds_our_words_and_nobody_elses(
 def test_an_exception_is_told_by_its_type_and_places() -> None:
     try:
         {}["xyzzy"]
-    except KeyError as failure:
+    except ValueError as failure:
         line = JSONLines().format(record("uvicorn.error", "Exception", error=failure))
     assert "xyzzy" not in line
     told = json.loads(line)
-    assert told["error"] == "KeyError"
+    assert told["error"] == "ValueError"
     assert "test_an_exception_is_told_by_its_type_and_places" in told["at"][0]
 
 
