@@ -185,10 +185,10 @@ def test_nobody_there(kind: str) -> None:
 
 
 def test_no_answer_in_time_is_not_tried_again(kind: str) -> None:
-    with scene(kind, timeout_s=0.1) as (server, client):
+    with scene(kind, timeout_s=0.5) as (server, client):
         with pytest.raises(TimedOut, match="it may have done what was asked"):
             client.add("ann", "hello")
-        assert len(server.seen) == 1
+        assert len(server.seen) <= 1  # it may still be on its way into `seen`
 
 
 def test_waits_double_and_are_no_shorter_than_asked_for() -> None:
