@@ -87,7 +87,7 @@ def test_a_line_holds_our_words_and_nobody_elses(
 
 def test_an_exception_is_told_by_its_type_and_places() -> None:
     try:
-        {}["xyzzy"]
+        int("xyzzy")
     except ValueError as failure:
         line = JSONLines().format(record("uvicorn.error", "Exception", error=failure))
     assert "xyzzy" not in line

@@ -270,7 +270,7 @@ class Router(RouterTenancy):
     ) -> Found:
         """As Engine.search."""
         tiers = {"k_sub": k_sub, "k_epi": k_epi, "k_sem": k_sem}
-        how = {**tiers, "since": since, "until": until, "where": where}
+        how: dict[str, Any] = {**tiers, "since": since, "until": until, "where": where}
         found: Found = self._await(self._ask_owner("search", tenant, query, **how))
         return found
 
