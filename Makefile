@@ -49,7 +49,7 @@ hint = { echo "==> FAILED. $(1)" >&2; exit 1; }
 .DELETE_ON_ERROR:
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
-.PHONY: help setup setup-vllm setup-gpu model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench soak clean
+.PHONY: help setup setup-vllm setup-gpu model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -115,6 +115,9 @@ gpu-bench: $(GPU_SETUP) ## the GPU benchmark into docs/results; GPU_BENCH=--quic
 	$(call say,bench: gpu)
 	@mkdir -p docs/results; PYTHONPATH="src:$$PYTHONPATH" \
 		$(GPU_RUN) undertow.bench.gpu --out docs/results $(GPU_BENCH)
+
+client: $(SETUP) ## make the sync client of the async one
+	@$(VENV)/bin/python -P serving/client/generate.py
 
 soak: $(SETUP) ## run the long loads
 	$(call say,soak)

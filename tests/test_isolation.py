@@ -247,7 +247,7 @@ class Isolation(RuleBasedStateMachine):
             return
         memory_id = data.draw(st.sampled_from(ids))
         method, rest = ("GET", "/history") if act == "history" else (act, "")
-        body = {"json": {"text": "mine now"}} if act == "PUT" else {}
+        body: dict[str, Any] = {"json": {"text": "mine now"}} if act == "PUT" else {}
         said = []
         for asked in (memory_id, "0" * 32):
             # not through `check`: that the id which was asked for is repeated tells nothing
@@ -310,7 +310,7 @@ def drive(service: Running, steps: int) -> None:
     Isolation.steps = 0
     while Isolation.steps < steps:
         runs = -(-(steps - Isolation.steps) // STEPS_A_RUN)
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(
             Isolation,
             settings=hypothesis_settings(
                 max_examples=min(runs, 100),

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from undertow.bench.mock_server import spawn_server
+from undertow.serving.principal import Scope
 
 from .cli_harness import run
+from .http_harness import serving
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 SERVER = "http://localhost:8000/v1"
+SERVICE, KEY = "http://localhost:8080", "ut_..."
 
 
 def test_the_python_example_runs(
@@ -29,16 +32,29 @@ def test_the_python_example_runs(
 def test_the_cluster_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed = run_example(1, tmp_path, monkeypatch, capsys)
+    printed = run_example(2, tmp_path, monkeypatch, capsys)
     assert "I signed up for the pottery course." in printed
     assert (tmp_path / "cluster-memories" / "map" / "00000001.json").exists()
+
+
+def test_the_client_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = python_block(1)
+    assert SERVICE in example and KEY in example
+    with serving(tmp_path) as service:
+        key = service.key(Scope.READ, Scope.WRITE, prefix="acme/")
+        exec(compile(example.replace(SERVICE, service.url).replace(KEY, key), "README.md", "exec"), {})
+    assert "I signed up for the pottery course." in capsys.readouterr().out
+
+
+def python_block(which: int) -> str:
+    return [code for language, code in BLOCKS if language == "python"][which]
 
 
 def run_example(
     which: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
     """Run a block of Python as it stands, against a mock server; what it printed."""
-    example = [code for language, code in BLOCKS if language == "python"][which]
+    example = python_block(which)
     assert SERVER in example
     monkeypatch.chdir(folder)
     monkeypatch.setenv("UNDERTOW_ENCODER", "hash:384")
