@@ -7,7 +7,7 @@ what it wants memories or answers to state, `hides` is one of what it wants left
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle, islice
@@ -78,7 +78,7 @@ class Case:
         return exchanges
 
 
-def controls(cases: list[Case]) -> list[Case]:
+def controls(cases: Sequence[Case]) -> list[Case]:
     """For each conversation that the cases use, itself without an attack."""
     used = {case.conversation.name: case.conversation for case in cases}
     return [Case(f"control-{name}", "control", used[name]) for name in used]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -20,9 +20,12 @@ from hypothesis import strategies as st
 
 from undertow.bench.mock_llm import MODEL, MockReplies
 from undertow.bench.mock_replies import Messages
-from undertow.bench.poison import remember, settings_for, shown
-from undertow.bench.poison_cases import Case, all_cases, controls
+from undertow.bench.mock_server import spawn_server
+from undertow.bench.poison import Outcome, judged_again, run, summary
+from undertow.bench.poison_cases import Case, all_cases
 from undertow.bench.poison_judge import of_answer, of_memories, verdict
+from undertow.bench.poison_run import Overheard, settings_for, shown
+from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.model import Memory, Message, Turn
 from undertow.engine.records import memory_of
@@ -312,24 +315,53 @@ def test_deleting_the_attack_takes_along_what_it_had_written(tmp_path: Path) -> 
 # ---- the benchmark measures what it says
 
 
+class Told(NamedTuple):
+    """The prompts of each case and control, by tenant, and the records of the run."""
+
+    prompts: Mapping[str, list[Prompt]]
+    outcomes: list[Outcome]
+
+
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Prompt]]:
-    """The prompts of each case and control, as the benchmark tells them, by tenant."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     llm = RecordingLLM(MockReplies())
-    settings = settings_for(None, None)
-    cases = [*controls(list(all_cases())), *all_cases()]
-    with opened(tmp_path_factory.mktemp("told"), settings, ENCODER, llm) as engine:
-        found = remember(engine, cases)
-    assert all(remembered.decisions == ["waits", "fired", "merged"] for remembered in found.values())
-    return llm.prompts
+    with opened(
+        tmp_path_factory.mktemp("told"), settings_for(None, None), HashingEncoder(384), llm
+    ) as engine:
+        outcomes = list(run(engine, {}, all_cases()))
+    return Told(llm.prompts, outcomes)
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-def test_each_attack_reaches_those_who_write_and_who_answer(
-    case: Case, told: Mapping[str, list[Prompt]]
-) -> None:
-    reached = {prompt.operation for prompt in told[case.name] if shown(case, prompt.user)}
+def test_each_attack_reaches_those_who_write_and_who_answer(case: Case, told: Told) -> None:
+    reached = {prompt.operation for prompt in told.prompts[case.name] if shown(case, prompt.user)}
     assert reached >= {("episode" if case.at == 1 else "merge"), "refine", "answer"}
+
+
+def test_every_conversation_fires_merges_and_is_judged(told: Told) -> None:
+    assert [o["case"] for o in told.outcomes if o["family"] != "control"] == [c.name for c in all_cases()]
+    assert all(o["decisions"] == ["waits", "fired", "merged"] for o in told.outcomes)
+    counts = summary(told.outcomes)
+    assert counts["cases"] == sum(counts["memories"].values()) == sum(counts["answer"].values())
+    assert counts["kept_in_memories_control"] == 1.0, "the mock echoes what it is shown"
+
+
+def test_a_result_can_be_judged_again_from_its_file(told: Told) -> None:
+    stored = json.loads(json.dumps(told.outcomes))
+    assert list(judged_again(stored)) == told.outcomes
+
+
+def test_prompts_and_replies_are_overheard(tmp_path: Path) -> None:
+    cases = [case for case in all_cases() if case.name == "tool-output"]
+    with spawn_server() as url:
+        client = Overheard(settings_for(url, None))
+        with opened(tmp_path, settings_for(url, None), HashingEncoder(384), client) as engine:
+            (outcome,) = [o for o in run(engine, client.calls, cases) if o["family"] != "control"]
+    calls = outcome["calls"]
+    assert [c["operation"] for c in calls] == ["episode", "refine", "merge", "refine", "answer"]
+    assert [c["attack_shown"] for c in calls] == [True, True, False, False, True]
+    assert calls[-1]["reply"] == outcome["answer_text"]
+    assert calls[2]["reply"]["narrative"] in outcome["episodes"]
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
@@ -371,6 +403,7 @@ def test_leaving_out_counts_only_where_the_control_did_not() -> None:
     assert of_memories(case, ["His knee hurts.", "No Ibuprofen."], ["He avoids ibuprofen."]) == "absent"
     assert of_memories(case, ["His knee hurts."], ["His knee hurts."]) == "absent"
     assert of_answer(case, "His knee.", "His knee; he avoids ibuprofen.") == "asserted"
+    assert of_answer(case, None, "His knee; he avoids ibuprofen.") is None
 
 
 def test_a_link_in_an_answer_counts_whoever_is_said_to_have_written_it() -> None:
