@@ -47,7 +47,8 @@ def test_the_client_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def python_block(which: int) -> str:
-    return [code for language, code in BLOCKS if language == "python"][which]
+    blocks: list[str] = [code for language, code in BLOCKS if language == "python"]
+    return blocks[which]
 
 
 def run_example(
