@@ -63,6 +63,10 @@ class TenantExists(UndertowError):
         return f"tenant {self.args[0]!r} has memories here. Import under another name, or erase it first."
 
 
+class CalledOff(UndertowError):
+    """The tenant was erased while an export was being taken in for it; nothing of that is stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class Imported:
     """What an import has stored: turns that were not deleted, and every version of episodes and facts."""

@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 
 from undertow.engine.cluster import shard_map
+from undertow.engine.cluster.calls import Stamp
 from undertow.engine.cluster.housing import Parts
 from undertow.engine.cluster.in_process import InProcess, LocalShards
 from undertow.engine.cluster.resources import ClusterSettings
 from undertow.engine.cluster.router import Router
+from undertow.engine.cluster.shard import Shard
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.site import SINGLE, PlainStore, Root
+from undertow.engine.cluster.wire import pack
 from undertow.engine.encoder import Float16, HashingEncoder
 from undertow.engine.engine import Engine
+from undertow.engine.importing import RECORDS_PER_STEP, CalledOff
 from undertow.engine.journal import Fenced, Journal
 from undertow.engine.model import Turn, UndertowError
 from undertow.engine.place import Place, StoreError
@@ -249,3 +253,45 @@ def test_the_map_of_a_plain_store_is_that_of_its_journal(store: Path) -> None:
     with InProcess(store, settings(), PARTS):
         assert PlainStore(store).newest_map().tenant_key("ann") == read_info(store).tenant_key("ann")
     assert first.newest_map().hash_key != read_info(store).hash_key  # it was made by another
+
+
+class HeldEncoder(HashingEncoder):
+    """Embeds nothing while it is held."""
+
+    def __init__(self) -> None:
+        super().__init__(dim=32)
+        self.go = threading.Event()
+        self.go.set()
+        self.held = threading.Event()
+
+    def encode(self, texts: Sequence[str]) -> Float16:
+        if not self.go.is_set():
+            self.held.set()
+            self.go.wait(SOON_S)
+        return super().encode(texts)
+
+
+@pytest.mark.parametrize("lived", [False, True])
+def test_an_import_that_an_erasure_overtakes_brings_nothing_back(store: Path, lived: bool) -> None:
+    encoder = HeldEncoder()
+    shard = Shard(PlainStore(store), SINGLE, settings(), Parts(lambda _: encoder, mock_llm))
+    try:
+        stamp = Stamp("test", shard.hello("test", 1).result(SOON_S).token, 0, 1)
+        shard.add(pack(some("ann", *range(RECORDS_PER_STEP + 1))), stamp).result(SOON_S)
+        records = list(shard.export_page("ann", limit=10_000).result(SOON_S).items)
+        if lived:
+            shard.import_("bob", records).result(SOON_S)
+            shard.erase("bob", now=True).result(SOON_S)
+        encoder.go.clear()
+        importing = shard.import_("bob", records)
+        assert encoder.held.wait(SOON_S)
+        erasing = shard.erase("bob", now=True, again=True)
+        encoder.go.set()
+        assert (erasing.result(SOON_S) is not None) == lived
+        with pytest.raises(CalledOff):
+            importing.result(SOON_S)
+        assert shard.tenants().result(SOON_S) == ["ann"]
+        assert shard.import_("bob", records).result(SOON_S).turns == RECORDS_PER_STEP + 1
+    finally:
+        encoder.go.set()
+        shard.close()

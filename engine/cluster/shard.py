@@ -62,6 +62,7 @@ class Shard(ShardTenancy):
         self._keeper = Keeper(shard, self._housing, settings.queue_turns)
         self._ask = self._keeper.ask
         self._answers = Answers(shard)
+        self._imports = set()
 
     # ---- calls, from any thread
 
@@ -326,6 +327,7 @@ class Shard(ShardTenancy):
 
     def _erase(self, engine: Engine, tenant: str, now: bool, again: bool) -> Certificate | None:
         self._checked(tenant)
+        self._call_off_imports(tenant)
         self._housing.parking.forget(tenant)
         if again and tenant not in engine.tenants:
             return self._housing.certificate(tenant) if now else None

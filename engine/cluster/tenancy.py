@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
@@ -24,11 +25,23 @@ Records = list["Report"]
 Usages = dict[str, dict[str, int]]
 
 
+@dataclass(slots=True, eq=False)
+class ImportCall:
+    """An import that a shard has been asked for; `engine` is that which has begun it."""
+
+    tenant: str
+    engine: Engine | None = None
+    importing: Importing | None = None
+    called_off: bool = False
+
+
 class ShardTenancy:
     """Calls of a shard, from any thread; all that name a tenant: Moved, InTransit."""
 
     _keeper: Keeper
     _housing: Housing
+    # those under way
+    _imports: set[ImportCall]
 
     def list(self, tenant: str, **how: Any) -> Future[Page]:
         """As Engine.list."""
@@ -39,16 +52,28 @@ class ShardTenancy:
         return self._of(tenant, lambda engine: engine.export_page(tenant, **how))
 
     def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Future[Imported]:
-        """As Engine.import_, while other calls go on."""
-        begun: list[tuple[Engine, Importing]] = []
+        """As Engine.import_, while other calls go on. CalledOff: an erasure of the tenant was among them."""
+        from undertow.engine.importing import CalledOff
+
+        call = ImportCall(tenant)
 
         def go_on(engine: Engine) -> Imported | None:
             self._checked(tenant)
-            if not begun or begun[0][0] is not engine:  # one that was opened anew has none under way
-                begun[:] = [(engine, engine.begin_import(tenant, records, again=again))]
-            return engine.go_on_importing(begun[0][1])
+            if call.called_off:
+                raise CalledOff("the tenant was erased while this was taken in: nothing of it is stored.")
+            if call.importing is None or call.engine is not engine:  # one opened anew has none under way
+                call.engine, call.importing = engine, engine.begin_import(tenant, records, again=again)
+                self._imports.add(call)
+            return engine.go_on_importing(call.importing)
 
-        return self._keeper.ask(go_on, wait=True)
+        imported = self._keeper.ask(go_on, wait=True)
+        imported.add_done_callback(lambda _: self._imports.discard(call))
+        return imported
+
+    def _call_off_imports(self, tenant: str) -> None:
+        """What an erasure has answered for must not come back with a commit that was begun before it."""
+        for call in self._imports:
+            call.called_off |= call.tenant == tenant
 
     def explain(self, tenant: str, **how: Any) -> Future[Records]:
         """As Engine.explain."""

@@ -22,7 +22,7 @@ from undertow.engine.admission import QueueFull
 from undertow.engine.cluster.reach import ShardDown, ShardGone
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.exporting import ExportBroken
-from undertow.engine.importing import TenantExists
+from undertow.engine.importing import CalledOff, TenantExists
 from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
 from undertow.engine.model import InputError, UndertowError, UnknownMemory
 from undertow.engine.store import StoreError
@@ -121,6 +121,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     TenantExists: _Kind(
         409, "tenant-exists", "This tenant has memories. Import under another name, or erase it first."
     ),
+    CalledOff: _Kind(409, "called-off", "The tenant was erased meanwhile; nothing of this was stored."),
     ExportBroken: _Kind(503, "export-broken", "The tenant was erased or moved meanwhile. Export it anew.", 1),
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
     ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),
