@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import httpx2
 import orjson
 import pytest
 
+from undertow.engine.cluster.reach import ShardDown
+from undertow.engine.updates import Updated
 from undertow.serving.key_file import KeyFile
+from undertow.serving.memories import Memories
 from undertow.serving.principal import Scope
 
 from .http_harness import Running, at, is_problem, said, serving
@@ -101,6 +105,35 @@ def test_what_failed_may_be_tried_again_under_its_key(client: httpx2.Client) -> 
     add(client, "dan", "hi")
     assert client.post(at("dan", "/flush"), headers=key).json() == {"decided": True}
     is_problem(client.post(at("dan", "/flush"), headers={"Idempotency-Key": "x" * 256}), 422, "input")
+
+
+@pytest.mark.parametrize("failure", [ShardDown("s0", 1.0, "it is gone"), asyncio.CancelledError()])
+def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
+    tmp_path: Path, failure: BaseException
+) -> None:
+    failures = [failure]
+
+    def lossy(memories: Memories) -> Memories:
+        update = memories.update
+
+        async def updated(*args: Any, **kwargs: Any) -> Updated:
+            done = await update(*args, **kwargs)
+            if failures:
+                raise failures.pop()
+            return done
+
+        memories.update = updated  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=lossy) as running:
+        client = running.client()
+        (made,) = add(client, "ann", "the meeting is on monday")
+        asked = {"url": at("ann", f"/memories/{made}"), "json": {"text": "on friday"}}
+        assert client.put(**asked, headers={"Idempotency-Key": "u"}).status_code >= 500
+        again = client.put(**asked, headers={"Idempotency-Key": "u"})
+        assert again.status_code == 200, again.text
+        new = client.get(at("ann", f"/memories/{again.json()['id']}")).json()
+        assert new["memory"] == "user: on friday"
 
 
 def test_a_job_under_a_key_is_one_job(client: httpx2.Client) -> None:

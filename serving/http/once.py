@@ -1,7 +1,8 @@
 """Idempotency-Key: the same request again has the first one's answer, and is not done twice.
 
-An answer is kept when the request has succeeded; one that failed has changed nothing, and may be tried again
-under the same key. Adding to memory does not come here: the journal itself knows its keys (turns.py).
+An answer is kept when the request has succeeded; one that was refused has changed nothing, and may be tried
+again under the same key. Of one that failed, or was cut off, nobody knows: it is done again as a repeat, to
+which what is done already is no error. Adding to memory does not come here: the journal itself knows its keys (turns.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from undertow.serving.http.bodies import read_all, replayed
-from undertow.serving.http.problems import Problem, bad_field
+from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.state import State
 from undertow.serving.principal import Principal
 
@@ -113,8 +114,12 @@ class Once:
         )
 
     async def give_up(self, mark: bytes) -> None:
-        """What was begun has failed."""
+        """What was begun was refused."""
         await self._state.run(lambda db: db.execute("delete from kept where mark = ?", (mark,)))
+
+    async def leave(self, mark: bytes) -> None:
+        """Nobody knows how far what was begun came: as if its process had ended."""
+        await self._state.run(lambda db: db.execute("update kept set process = '' where mark = ?", (mark,)))
 
     async def forget(self, tenant_key: str) -> None:
         """Drop all that is kept for a tenant."""
@@ -155,14 +160,23 @@ async def answer_once(
     response = Response()
     try:
         await handle(scope, replayed(body, receive), response.take)
+    except Exception as error:
+        problem = problem_of(error)
+        await _end_without(service.once, mark, problem.status_code)
+        raise problem from error
     except BaseException:
-        await service.once.give_up(mark)
+        await service.once.leave(mark)
         raise
     if 200 <= response.status < 300:
         await service.once.keep(mark, tenant_key, request, response)
     else:
-        await service.once.give_up(mark)
+        await _end_without(service.once, mark, response.status)
     await response.give(send)
+
+
+async def _end_without(once: Once, mark: bytes, status: int) -> None:
+    """What was begun ends without success."""
+    await (once.leave(mark) if status >= 500 else once.give_up(mark))
 
 
 def idempotency_key(headers: Headers) -> str:

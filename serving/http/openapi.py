@@ -33,7 +33,7 @@ come again.
 **Repeating.** POST, PUT and DELETE that change something take an `Idempotency-Key`: the same request again
 with the same key has the first answer and is not done twice; with another request the answer is 422, while
 the first is under way 409. Adding knows its keys for ever, other requests for a day by default. A request
-that failed has changed nothing and may be sent again under its key. Keys of two API keys never meet.
+that failed may be sent again under its key, and takes effect once. Keys of two API keys never meet.
 
 **Jobs.** Flush, import and erase take `Prefer: respond-async`: the answer is 202 with the job's `Location`,
 and what was accepted is done even if the service is killed.
