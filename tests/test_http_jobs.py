@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from undertow.serving.key_file import KeyFile
 from undertow.serving.memories import Memories
 from undertow.serving.principal import Scope
 
-from .http_harness import Running, at, is_problem, said, serving
+from .http_harness import SOON_S, Running, at, is_problem, said, serving
 from .llm_harness import wait_until
 
 ASYNC = {"Prefer": "respond-async"}
@@ -134,6 +135,37 @@ def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
         assert again.status_code == 200, again.text
         new = client.get(at("ann", f"/memories/{again.json()['id']}")).json()
         assert new["memory"] == "user: on friday"
+
+
+def test_a_tenants_jobs_hold_up_no_other_and_no_erasure(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    def slow(memories: Memories) -> Memories:
+        flush = memories.flush
+
+        async def flushed(tenant: str, *, again: bool = False) -> bool:
+            if tenant == "ann":
+                await asyncio.to_thread(go.wait, SOON_S)
+            return await flush(tenant, again=again)
+
+        memories.flush = flushed  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=slow, jobs_at_once=2, max_tenant_jobs=4) as running:
+        client = running.client()
+        for tenant in ("ann", "bob"):
+            add(client, tenant, "hi")
+        try:
+            waiting = [client.post(at("ann", "/flush"), headers=ASYNC) for _ in range(3)]
+            wait_until(lambda: client.get(waiting[0].headers["location"]).json()["status"] == "running")
+            for method, rest in (("POST", "/flush"), ("DELETE", "")):
+                job = client.request(method, at("bob", rest), headers=ASYNC)
+                assert ended(client, job.headers["location"])["status"] == "done"
+            assert client.get(waiting[1].headers["location"]).json()["status"] == "queued"
+        finally:
+            go.set()
+        for job in waiting:
+            assert ended(client, job.headers["location"])["status"] == "done"
 
 
 def test_a_job_under_a_key_is_one_job(client: httpx2.Client) -> None:

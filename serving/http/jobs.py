@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -75,7 +76,10 @@ class Jobs:
         self._settings = settings
         self._work: Mapping[Operation, Work] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._places = asyncio.Semaphore(settings.jobs_at_once)
+        # of each operation, so that flushes, which wait for the LLM, hold up no erasure
+        self._places = {of: asyncio.Semaphore(settings.jobs_at_once) for of in get_args(Operation)}
+        # whoever has one of a tenant's does so alone: its others of the operation take up no place meanwhile
+        self._turns: WeakValueDictionary[tuple[Operation, str], asyncio.Lock] = WeakValueDictionary()
 
     async def start(self, work: Mapping[Operation, Work]) -> None:
         """Take up what an earlier service left, oldest first."""
@@ -166,7 +170,8 @@ class Jobs:
         task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
 
     async def _do(self, job: Job) -> None:
-        async with self._places:
+        turn = self._turns.setdefault((job.operation, job.tenant_key), asyncio.Lock())
+        async with turn, self._places[job.operation]:
             await self._set(job.id, "running")
             try:
                 result = await self._work[job.operation](job)
