@@ -77,6 +77,7 @@ def test_changes_may_be_repeated(tmp_path: Path) -> None:
     async def go() -> None:
         opened = await asyncio.to_thread(open_memories, tmp_path / "store", settings(), parts=PARTS)
         async with opened as memories:
+            await memories.add([turn_of("eve", 0, "word0")])
             first, second = await memories.add([turn_of("ann", n, f"word{n}") for n in range(2)])
             assert first.id is not None
             assert second.id is not None
@@ -86,6 +87,13 @@ def test_changes_may_be_repeated(tmp_path: Path) -> None:
             assert await memories.delete("ann", second.id, again=True) == "turn"
             with pytest.raises(UndertowError, match="no memory"):
                 await memories.delete("ann", second.id)
+            # that somebody else has done it is nobody's business
+            for again in (
+                memories.delete("eve", second.id, again=True),
+                memories.update("eve", first.id, "other words", again=True),
+            ):
+                with pytest.raises(UndertowError, match="no memory"):
+                    await again
             assert await memories.flush("ann", again=True)
             records = [record async for record in memories.export("ann")]
             taken = await memories.import_("bob", records)

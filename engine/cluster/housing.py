@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -338,10 +338,9 @@ class Housing:
         row = self.open().row_of(memory_id, tenant)
         return None if row is None else row.tenant
 
-    def deleted(self, memory_id: str) -> str | None:
-        """The kind of the memory of this id, if its deletion is logged here."""
-        for row in self.open().journal.read(kinds=["control"], vectors=False):
-            control = control_of(row)
+    def deleted(self, memory_id: str, tenant: str | None) -> str | None:
+        """The kind of the memory of this id, if its deletion is logged here; `tenant`: in this one's log."""
+        for control in self._controls(tenant):
             if control.kind == "delete" and memory_id in (
                 control.body.get("id"),
                 control.body.get("memory_id"),
@@ -349,14 +348,13 @@ class Housing:
                 return str(control.body.get("kind", "turn"))
         return None
 
-    def updated(self, memory_id: str, text: Wording) -> Updated | None:
-        """What an update of this memory has made, if it is logged here.
+    def updated(self, memory_id: str, text: Wording, tenant: str | None) -> Updated | None:
+        """What an update of this memory has made, if it is logged here; `tenant`: in this one's log.
 
         Of an episode or fact: if it is the last change of it, and to this text.
         """
         last: Control | None = None
-        for row in self.open().journal.read(kinds=["control"], vectors=False):
-            control = control_of(row)
+        for control in self._controls(tenant):
             if control.body.get("id") == memory_id and "replaced_by" in control.body:
                 return Updated(control.body["replaced_by"], "turn")
             if control.body.get("memory_id") == memory_id:
@@ -364,6 +362,13 @@ class Housing:
         if last is None or not isinstance(text, str) or last.body.get("text") != text.strip():
             return None
         return Updated(memory_id, last.body["kind"])
+
+    def _controls(self, tenant: str | None) -> Iterator[Control]:
+        """The control records of one tenant's log, or of all."""
+        journal = self.open().journal
+        keys = None if tenant is None else [journal.info.tenant_key(tenant)]
+        for row in journal.read(tenant_keys=keys, kinds=["control"], vectors=False):
+            yield control_of(row)
 
     def certificate(self, tenant: str) -> Certificate | None:
         """The certificate of a tenant that is erased already; None where nothing is known of it."""

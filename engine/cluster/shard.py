@@ -305,7 +305,7 @@ class Shard(ShardTenancy):
     def _delete(self, engine: Engine, tenant: str | None, memory_id: str, again: bool) -> str | None:
         if tenant is not None:
             self._checked(tenant)
-        if again and (kind := self._housing.deleted(memory_id)) is not None:
+        if again and (kind := self._housing.deleted(memory_id, tenant)) is not None:
             return kind
         return self._of_memory(tenant, memory_id, engine.delete)
 
@@ -314,7 +314,7 @@ class Shard(ShardTenancy):
     ) -> Updated | None:
         if tenant is not None:
             self._checked(tenant)
-        if again and (done := self._housing.updated(memory_id, text)) is not None:
+        if again and (done := self._housing.updated(memory_id, text, tenant)) is not None:
             return done
         return self._of_memory(tenant, memory_id, partial(engine.update, text=text))
 
