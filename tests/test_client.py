@@ -166,6 +166,14 @@ def test_what_would_fail_again_is_tried_once(kind: str, status: int) -> None:
         assert len(server.seen) == 1
 
 
+@pytest.mark.parametrize("slug", ["llm-reply", "llm-broke-off"])
+def test_what_an_llm_was_paid_for_is_not_asked_for_again(kind: str, slug: str) -> None:
+    with scene(kind, problem(503, slug)) as (server, client):
+        with pytest.raises(Unavailable):
+            client.answer("ann", "When?")
+        assert len(server.seen) == 1
+
+
 def test_a_wait_beyond_the_patience_is_the_caller_s(kind: str) -> None:
     slow = Reply(429, problem(429, "rate").body, {"retry-after": "3600"})
     with scene(kind, slow) as (server, client):

@@ -11,6 +11,8 @@ from undertow.serving.client.errors import Conflict, RateLimited, ServiceError, 
 
 # the answer to a call that is made again while its first try is still under way at the service
 UNDER_WAY = "urn:undertow:error:under-way"
+# answers that an LLM was paid for: whether another is worth its price, the caller decides
+SPENT = frozenset({"urn:undertow:error:llm-reply", "urn:undertow:error:llm-broke-off"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +20,9 @@ class Retries:
     """How patient a client is. ValueError.
 
     A call is made again where nobody answered (Unreachable), and where the service says that it is busy or
-    away (429, 503), as long as its next try begins within `patience_s`; 0: never. The waits double from
-    `first_s` to `longest_s`, a random half of each, and are no shorter than the service asks for.
+    away (429, 503; not where its LLM has answered, and badly), as long as its next try begins within
+    `patience_s`; 0: never. The waits double from `first_s` to `longest_s`, a random half of each, and are no
+    shorter than the service asks for.
     A changing call is given an Idempotency-Key, so that it takes effect once however often it is made.
     """
 
@@ -59,4 +62,6 @@ class Waits:
 def _may_pass(failure: ServiceError) -> bool:
     if isinstance(failure, Conflict):
         return failure.kind == UNDER_WAY
+    if failure.kind in SPENT:
+        return False
     return isinstance(failure, Unreachable | RateLimited | Unavailable)
