@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,14 @@ class Wire:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def head(self, key: str, *headers: str, path: str = at("ann", "/memories")) -> None:
-        lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {key}", *headers, "", ""]
+    def head(self, key: str, *headers: str, path: str = at("ann", "/memories"), method: str = "POST") -> None:
+        lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {key}", *headers, "", ""]
         self.socket.sendall("\r\n".join(lines).encode())
+
+    def heard_end(self) -> None:
+        """The service closes, whatever it says before."""
+        while self.socket.recv(65_536):
+            pass
 
     def heard(self) -> tuple[int, dict[str, Any]]:
         """All that the service says until it closes: status and problem."""
@@ -112,6 +117,26 @@ def test_what_is_no_http(running: Running, raw: bytes) -> None:
     with Wire(running) as wire:
         wire.socket.sendall(raw)
         assert wire.heard()[0] == 400
+
+
+def test_a_body_that_trickles_on_after_the_answer_keeps_no_connection(running: Running) -> None:
+    with Wire(running) as wire:
+        wire.head("no key", "Content-Length: 1000000")
+        assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 401")
+        wire.socket.sendall(b"a")  # which ends the wait for another request
+        wire.heard_end()
+
+
+def test_a_connection_goes_on_after_a_body_that_came_too_late(running: Running) -> None:
+    with Wire(running) as wire:
+        wire.head("no key", "Content-Length: 3")
+        assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 401")
+        wire.socket.sendall(b"abcGET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        heard = b""
+        while b"HTTP/1.1 200" not in heard:
+            piece = wire.socket.recv(65_536)
+            assert piece, heard
+            heard += piece
 
 
 def test_a_sender_that_leaves_within_its_body_leaves_nothing(running: Running, key: str) -> None:
@@ -207,6 +232,28 @@ def test_beyond_its_share_a_tenant_is_refused_at_once_and_others_are_not(tmp_pat
             held.go.set()
         assert asking.join() == [200] * 4
         assert one.get("/v1/stats").status_code == 200
+
+
+def test_who_reads_nothing_of_an_answer_is_cut_off(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def endless(memories: Memories) -> Memories:
+        async def export(tenant: str, *, vectors: bool = False) -> AsyncGenerator[dict[str, Any]]:
+            try:
+                while True:
+                    await asyncio.sleep(0)
+                    yield {"text": "x" * 65_536}
+            finally:
+                ended.set()
+
+        memories.export = export  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=endless, read_timeout_s=0.5) as running, Wire(running) as wire:
+        wire.head(running.key(), path=at("ann", "/export"), method="GET")
+        wait_until(lambda: ended.is_set() and running.service.load.under_way == 0)
+        assert running.server is not None
+        assert not running.server.server_state.connections
 
 
 def test_a_full_queue_is_no_failure(tmp_path: Path) -> None:

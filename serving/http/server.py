@@ -95,10 +95,13 @@ class Protocol(H11Protocol):
     """uvicorn's, with a bound on connections, and a deadline for a request's headers.
 
     That runs from the request's first byte, or the connection's beginning: without it, connections that say
-    nothing stay for ever.
+    nothing stay for ever. The same goes for a body that is still to come when its request is answered: what
+    of it comes is passed over, and it has as long as any body. And who reads nothing of an answer is cut off.
     """
 
     _deadline: asyncio.TimerHandle | None = None
+    _overdue: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -109,6 +112,8 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._stop_waiting_for_body()
         if self.conn.their_state is not h11.IDLE:  # the headers are there
             self._stop_waiting()
         elif self._deadline is None:
@@ -116,7 +121,23 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_waiting_for_body()
+        self._stop_waiting_for_reader()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """As much waits for the reader as may."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._settings.read_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting_for_reader()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._overdue = self.loop.call_later(self._settings.body_timeout_s, self.transport.close)
 
     @property
     def _settings(self) -> ServiceSettings:
@@ -130,6 +151,16 @@ class Protocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _stop_waiting_for_body(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _too_slow(self) -> None:
         self._deadline = None

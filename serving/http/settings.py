@@ -29,6 +29,8 @@ class ServiceSettings(BaseSettings):
     header_timeout_s: float = Field(default=10.0, gt=0)
     body_timeout_s: float = Field(default=30.0, gt=0)
     import_timeout_s: float = Field(default=600.0, gt=0)
+    # how long a sender may read nothing of an answer that waits for it
+    read_timeout_s: float = Field(default=60.0, gt=0)
 
     # requests under way: in all, for one tenant, with one key; and connections
     max_requests: int = Field(default=256, ge=2)
@@ -37,7 +39,7 @@ class ServiceSettings(BaseSettings):
     max_connections: int = Field(default=4_096, ge=1)
     keep_alive_s: int = Field(default=30, ge=1)
 
-    # jobs that run at once, and that may be open for one tenant
+    # jobs of an operation that run at once, each of another tenant; and that may be open for one tenant
     jobs_at_once: int = Field(default=4, ge=1)
     max_tenant_jobs: int = Field(default=16, ge=1)
     # how long jobs that ended, and answers to requests with an Idempotency-Key, are kept
