@@ -192,9 +192,9 @@ class Asking:
         self.statuses: list[int] = []
         self._threads: list[threading.Thread] = []
 
-    def ask(self, client: httpx2.Client, tenant: str) -> None:
+    def ask(self, client: httpx2.Client, tenant: str, rest: str = "/search") -> None:
         def ask() -> None:
-            self.statuses.append(client.post(at(tenant, "/search"), json={"query": "x"}).status_code)
+            self.statuses.append(client.post(at(tenant, rest), json={"query": "x"}).status_code)
 
         self._threads.append(threading.Thread(target=ask))
         self._threads[-1].start()
@@ -234,6 +234,34 @@ def test_beyond_its_share_a_tenant_is_refused_at_once_and_others_are_not(tmp_pat
         assert one.get("/v1/stats").status_code == 200
 
 
+def test_what_waits_for_an_llm_leaves_room_for_all_else(tmp_path: Path) -> None:
+    held, asking = Held(), Asking()
+
+    def slow(memories: Memories) -> Memories:
+        async def flush(tenant: str, *, again: bool = False) -> bool:
+            held.begun += 1
+            await asyncio.to_thread(held.go.wait, SOON_S)
+            return True
+
+        memories.flush = flush  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=slow, max_long_requests=1) as running:
+        client = running.client()
+        client.post(at("ann", "/memories"), json={"messages": said("hi")})
+        try:
+            asking.ask(client, "ann", "/flush")
+            wait_until(lambda: held.begun == 1)
+            for rest in ("/flush", "/answer"):
+                is_problem(client.post(at("bob", rest), json={"question": "x"}), 503, "long")
+            is_problem(client.get(at("ann", "/export")), 503, "long")
+            assert client.post(at("ann", "/search"), json={"query": "x"}).status_code == 200
+        finally:
+            held.go.set()
+        assert asking.join() == [200]
+        assert client.get(at("ann", "/export")).status_code == 200
+
+
 def test_who_reads_nothing_of_an_answer_is_cut_off(tmp_path: Path) -> None:
     ended = threading.Event()
 
@@ -254,6 +282,24 @@ def test_who_reads_nothing_of_an_answer_is_cut_off(tmp_path: Path) -> None:
         wait_until(lambda: ended.is_set() and running.service.load.under_way == 0)
         assert running.server is not None
         assert not running.server.server_state.connections
+
+
+def test_imports_under_way_are_few(tmp_path: Path) -> None:
+    with serving(tmp_path, max_imports=1) as running, Wire(running) as wire:
+        client = running.client()
+        wire.head(running.key(), "Content-Length: 100", path=at("ann", "/import"))
+        wait_until(lambda: running.service.load.under_way == 1)
+        is_problem(client.post(at("bob", "/import"), content=b"{}"), 503, "imports")
+        assert client.get("/v1/tenants").status_code == 200
+
+
+def test_at_mcp_a_key_has_no_more_than_its_share(tmp_path: Path) -> None:
+    with serving(tmp_path, max_tenant_requests=1, max_key_requests=1) as running, Wire(running) as wire:
+        key = running.key()
+        wire.head(key, "Content-Length: 100", path="/mcp")
+        wait_until(lambda: running.service.load.under_way == 1)
+        is_problem(running.client_of(key).post("/mcp", json={}), 429, "key-busy")
+        assert running.client().get("/v1/tenants").status_code == 200
 
 
 def test_a_full_queue_is_no_failure(tmp_path: Path) -> None:

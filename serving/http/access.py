@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ from starlette.types import Scope as Connection
 
 from undertow.serving.http.bodies import bounded
 from undertow.serving.http.front import asked_of
+from undertow.serving.http.load import Load
 from undertow.serving.http.once import KEY_HEADER, answer_once
 from undertow.serving.http.openapi import IDEMPOTENCY_KEY, documented, told
 from undertow.serving.http.problems import Problem, bad_field
@@ -52,7 +54,8 @@ class Access:
     """Who may use a route, and what it takes.
 
     `once`: it takes an Idempotency-Key, and keeps its answer. `act`: what the audit log calls it, where
-    somebody who may not do it is to stand there. `imports`: its body may be as large as an import.
+    somebody who may not do it is to stand there. `imports`: its body may be as large as an import. `long`: it
+    may take as long as an LLM, or as whoever reads the answer.
     """
 
     scope: Scope | None
@@ -60,6 +63,7 @@ class Access:
     once: bool = False
     act: str | None = None
     imports: bool = False
+    long: bool = False
 
     def allows(self, principal: Principal, tenant: str | None) -> bool:
         if self.scope is None:
@@ -78,11 +82,12 @@ def needs(
     once: bool = False,
     act: str | None = None,
     imports: bool = False,
+    long: bool = False,
 ) -> Callable[[F], F]:
     """Mark an endpoint; see Access. `scope` None: anybody may, which only /health/* should be."""
 
     def mark(endpoint: F) -> F:
-        setattr(endpoint, MARK, Access(scope, reaches, once, act, imports))
+        setattr(endpoint, MARK, Access(scope, reaches, once, act, imports, long))
         return endpoint
 
     return mark
@@ -131,12 +136,18 @@ class GuardedRoute(APIRoute):
             await self._refuse(service, principal, tenant)
         assert principal is not None
         headers = Headers(scope=scope)
-        with service.load.share(principal.key_id, tenant):
+        with service.load.share(principal.key_id, tenant), self._room(service.load):
             within = bounded(receive, headers, *self._bounds(service.settings))
             if self.access.once and KEY_HEADER in headers:
                 await answer_once(service, principal, tenant, super().handle, scope, within, send)
             else:
                 await super().handle(scope, within, send)
+
+    def _room(self, load: Load) -> AbstractContextManager[None]:
+        """A place among those that the route's kind of request has."""
+        if self.access.imports:
+            return load.importing()
+        return load.long() if self.access.long else nullcontext()
 
     def _bounds(self, settings: ServiceSettings) -> tuple[int, float]:
         """How large a body may be, and how long it may take to come."""

@@ -75,7 +75,7 @@ async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Searc
         }
     },
 )
-@needs(Scope.READ)
+@needs(Scope.READ, long=True)
 async def answer(tenant: Tenant, asked: AnswerRequest, service: Served, sender: Sender) -> Any:
     """Answer a question from a tenant's memory, with one call of the language model.
 

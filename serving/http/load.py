@@ -25,6 +25,8 @@ class Load:
         self._under_way = 0
         self._by_tenant: Counter[str] = Counter()
         self._by_key: Counter[str] = Counter()
+        self._long = 0
+        self._imports = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -76,9 +78,38 @@ class Load:
             if tenant is not None:
                 _less(self._by_tenant, tenant)
 
+    @contextmanager
+    def long(self) -> Iterator[None]:
+        """Around a request that may take long: for an LLM, or for whoever reads. Problem 503: enough do.
+
+        So adding and searching go on where no LLM answers.
+        """
+        if self._long >= self._settings.max_long_requests:
+            raise _too_much("long", "Too many answers, flushes and exports are under way. Try again.")
+        self._long += 1
+        try:
+            yield
+        finally:
+            self._long -= 1
+
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """Around a request whose body may be huge, and is held in memory. Problem 503."""
+        if self._imports >= self._settings.max_imports:
+            raise _too_much("imports", "Enough imports are under way. Try again when one has ended.")
+        self._imports += 1
+        try:
+            yield
+        finally:
+            self._imports -= 1
+
     async def idle(self) -> None:
         """Wait until no request is under way."""
         await self._idle.wait()
+
+
+def _too_much(slug: str, detail: str) -> Problem:
+    return Problem(503, slug, detail, headers=CLOSE, retry_after_s=SOON_S)
 
 
 def _busy(slug: str, detail: str) -> Problem:

@@ -2,7 +2,8 @@
 
 An answer is kept when the request has succeeded; one that was refused has changed nothing, and may be tried
 again under the same key. Of one that failed, or was cut off, nobody knows: it is done again as a repeat, to
-which what is done already is no error. Adding to memory does not come here: the journal itself knows its keys (turns.py).
+which what is done already is no error. Adding to memory does not come here: the journal itself knows its
+keys (turns.py).
 """
 
 from __future__ import annotations

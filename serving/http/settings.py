@@ -36,6 +36,9 @@ class ServiceSettings(BaseSettings):
     max_requests: int = Field(default=256, ge=2)
     max_tenant_requests: int = Field(default=32, ge=1)
     max_key_requests: int = Field(default=128, ge=1)
+    # of those, the ones that wait for an LLM or for whoever reads; and imports, whose bodies are in memory
+    max_long_requests: int = Field(default=128, ge=1)
+    max_imports: int = Field(default=4, ge=1)
     max_connections: int = Field(default=4_096, ge=1)
     keep_alive_s: int = Field(default=30, ge=1)
 

@@ -40,7 +40,7 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/v1/tenants/{tenant}/flush", response_model=Flushed, responses=ACCEPTED)
-@needs(Scope.WRITE, once=True)
+@needs(Scope.WRITE, once=True, long=True)
 async def flush(
     request: Request, tenant: Tenant, service: Served, sender: Sender, again: Again, prefer: Prefer = None
 ) -> Any:
@@ -56,7 +56,7 @@ async def flush(
     response_class=StreamingResponse,
     responses={200: {"description": "One record a line.", "content": LINES}},
 )
-@needs(Scope.READ)
+@needs(Scope.READ, long=True)
 async def export(
     tenant: Tenant,
     service: Served,

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from undertow.serving.client import AsyncClient, Retries
 from undertow.serving.http.access import decoded
 from undertow.serving.http.bodies import bounded
+from undertow.serving.http.front import asked_of
 from undertow.serving.http.guard import key_text
 from undertow.serving.http.settings import ServiceSettings
 from undertow.serving.mcp.server import Caller, make_server
@@ -71,8 +72,13 @@ class _McpFace:
         params = scope["path_params"]
         scope["path_params"] = {name: decoded(name, text) for name, text in params.items()}
         s = self._settings
+        service = scope["app"].state.service
+        principal = asked_of(scope).principal
+        assert principal is not None, "/mcp is no open path"
         within = bounded(receive, Headers(scope=scope), s.max_body_bytes, s.body_timeout_s)
-        await self.manager.handle_request(scope, within, send)
+        # of no tenant: the call that it makes counts for that
+        with service.load.share(principal.key_id, None):
+            await self.manager.handle_request(scope, within, send)
 
     @asynccontextmanager
     async def _caller_of(self, request: Request) -> AsyncIterator[Caller]:
