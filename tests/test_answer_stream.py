@@ -281,7 +281,7 @@ def answered(text: str) -> Future[Answer]:
 
 
 def test_more_is_what_is_new_and_waits_for_it() -> None:
-    telling = Telling(Clock())
+    telling = Telling("ann", Clock())
     first = telling.more(0)
     assert not first.done()
     telling.add("Ann ")
@@ -296,7 +296,7 @@ def test_more_is_what_is_new_and_waits_for_it() -> None:
 
 
 def test_an_error_comes_after_the_text_before_it() -> None:
-    telling = Telling(Clock())
+    telling = Telling("ann", Clock())
     telling.add("Ann")
     failed: Future[Answer] = Future()
     failed.set_exception(BrokenOff("gone"))
@@ -308,7 +308,7 @@ def test_an_error_comes_after_the_text_before_it() -> None:
 
 def test_who_waits_long_is_told_that_nothing_came_and_who_asks_no_more_has_gone() -> None:
     clock = Clock()
-    telling = Telling(clock)
+    telling = Telling("ann", clock)
     waiting = telling.more(0)
     clock.now_s += answering.POLL_S - 1
     telling.tick()
@@ -327,9 +327,9 @@ def test_who_waits_long_is_told_that_nothing_came_and_who_asks_no_more_has_gone(
 
 def test_an_answer_that_nobody_asks_for_is_forgotten() -> None:
     clock, answers = Clock(), Answers("s0")
-    old = answers.add(Telling(clock))
+    old = answers.add(Telling("ann", clock))
     clock.now_s += answering.ABANDONED_S + 1
-    new = answers.add(Telling(clock))
+    new = answers.add(Telling("ann", clock))
     with pytest.raises(UnknownTicket, match="s0"):
         answers.more(old.id, 0).result()
     assert not answers.more(new.id, 0).done()
@@ -520,3 +520,12 @@ def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path, server: str) 
             await until(lambda: server_stats(server)["faults"].get("client left", 0) == gone + 1)
 
     run(work())
+
+
+def test_what_an_erased_tenant_was_told_is_forgotten() -> None:
+    answers = Answers("s0")
+    hers, his = answers.add(Telling("ann", Clock())), answers.add(Telling("bob", Clock()))
+    answers.forget("ann")
+    with pytest.raises(UnknownTicket):
+        answers.more(hers.id, 0).result(0)
+    assert not answers.more(his.id, 0).done()

@@ -44,7 +44,8 @@ class AnswerTicket:
 class Telling:
     """One answer, as it comes. Safe from several threads."""
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tenant: str, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.tenant = tenant
         self.dropped = False
         self._clock_s = clock_s
         self._lock = threading.Lock()
@@ -130,6 +131,16 @@ class Answers:
             UnknownTicket(f"shard {self._shard} gives no such answer (any more). Ask again.")
         )
         return unknown
+
+    def forget(self, tenant: str) -> None:
+        """Give up and forget all that a tenant is told."""
+        tellings, kept = self._tellings, {}
+        for id, telling in tellings.items():
+            if telling.tenant == tenant:
+                telling.dropped = True
+            else:
+                kept[id] = telling
+        self._tellings = kept
 
     def drop(self, id: str) -> None:
         """Its caller has gone."""

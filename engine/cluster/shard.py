@@ -268,7 +268,7 @@ class Shard(ShardTenancy):
         return step(self._housing.moving)
 
     def _begin_answer(self, engine: Engine, tenant: str, question: str, as_of: str | None) -> AnswerTicket:
-        telling = Telling()
+        telling = Telling(tenant)
 
         def ask(engine: Engine) -> tuple[Engine, Asked]:
             asked = engine.ask(self._checked(tenant), question, as_of=as_of, on_text=telling.add)
@@ -328,6 +328,7 @@ class Shard(ShardTenancy):
     def _erase(self, engine: Engine, tenant: str, now: bool, again: bool) -> Certificate | None:
         self._checked(tenant)
         self._call_off_imports(tenant)
+        self._answers.forget(tenant)
         self._housing.parking.forget(tenant)
         if again and tenant not in engine.tenants:
             return self._housing.certificate(tenant) if now else None

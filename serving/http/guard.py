@@ -44,7 +44,7 @@ class KeyGuard:
             raise Problem(
                 401,
                 "no-key",
-                "Send your key as Authorization: Bearer ut_... or as X-API-Key.",
+                NO_KEY,
                 headers=CHALLENGE,
             )
         try:

@@ -161,7 +161,7 @@ def tell(error: BaseException) -> None:
     places = [
         f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)
     ]
-    log.error("%s at %s", type(error).__name__, " < ".join(reversed(places[-8:])))
+    log.error("%s at %s", type(error).__name__, " < ".join(reversed(places[-PLACES:])))
 
 
 def _of_validation(error: RequestValidationError) -> Problem:
