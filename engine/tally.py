@@ -79,7 +79,7 @@ class Tally:
             with self._lock:
                 self._turns["stored"] += report.admitted
                 self._turns["duplicate"] += report.duplicates
-                self._decisions.update(report.decisions)
+                self._decisions.update({str(decision): n for decision, n in report.decisions.items()})
 
     # ---- as plain data
 

@@ -129,7 +129,7 @@ def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
     with serving(tmp_path, wrap=lossy) as running:
         client = running.client()
         (made,) = add(client, "ann", "the meeting is on monday")
-        asked = {"url": at("ann", f"/memories/{made}"), "json": {"text": "on friday"}}
+        asked: dict[str, Any] = {"url": at("ann", f"/memories/{made}"), "json": {"text": "on friday"}}
         assert client.put(**asked, headers={"Idempotency-Key": "u"}).status_code >= 500
         again = client.put(**asked, headers={"Idempotency-Key": "u"})
         assert again.status_code == 200, again.text

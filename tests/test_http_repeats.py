@@ -100,9 +100,9 @@ def test_changes_may_be_repeated(tmp_path: Path) -> None:
             assert await memories.import_("bob", records, again=True) == taken
             certificate = await memories.erase("ann", now=True)
             assert certificate is not None
-            again = await memories.erase("ann", now=True, again=True)
-            assert again is not None
-            assert again.turns_removed == certificate.turns_removed
+            repeated = await memories.erase("ann", now=True, again=True)
+            assert repeated is not None
+            assert repeated.turns_removed == certificate.turns_removed
             assert await memories.erase("nobody", now=True, again=True) is None
 
     asyncio.run(go())

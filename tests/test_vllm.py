@@ -238,9 +238,10 @@ def test_the_engine_loses_nothing_with_a_model_that_makes_no_sense(
     )
     turns = [turn_of("ann", n, f"I sail my boat on the lake, day {n}") for n in range(12)]
     outcomes: list[str] = []
-    llm = OpenAILLM(settings, on_call=lambda *call: outcomes.append(call[-1]))
+    llm = OpenAILLM(settings)
     before = metrics(tiny_vllm)
     with opened(tmp_path, settings, HashingEncoder(384), llm) as engine:
+        llm.on_call = lambda *call: outcomes.append(call[-1])
         engine.add_batch(turns)
         assert engine.drain()
         figures = engine.stats()

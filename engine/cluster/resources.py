@@ -6,6 +6,7 @@ engine of a shard.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -78,8 +79,13 @@ class ClusterSettings(BaseSettings):
         return {name: amount for name, amount in asked.items() if amount}
 
     def environment(self) -> dict[str, str]:
-        """Variables of a shard's process."""
-        return ONE_HEAP | ({} if self.threads is None else dict.fromkeys(THREAD_VARIABLES, str(self.threads)))
+        """Variables of a shard's process: also what is set here for OpenTelemetry, but for secrets.
+
+        Headers may hold some, and Ray shows what it is given: set those on the nodes.
+        """
+        threads = {} if self.threads is None else dict.fromkeys(THREAD_VARIABLES, str(self.threads))
+        traced = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+        return ONE_HEAP | threads | {name: value for name, value in traced.items() if "HEADERS" not in name}
 
     def check(self, shards: int, free: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
         """ResourcesLacking unless `shards` more shards find room.
