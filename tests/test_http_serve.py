@@ -170,6 +170,15 @@ def test_what_cannot_be_served(tmp_path: Path, options: tuple[str, ...], code: i
     assert "Traceback" not in ran.err
 
 
+def test_without_an_llm_an_answer_says_so(tmp_path: Path) -> None:
+    with process(tmp_path, "--llm", "off") as service:
+        client = service.client(service.key())
+        assert client.get("/health/ready").json() == {"status": "ok", "llm": "off"}
+        client.post(at("ann", "/memories"), json={"messages": said("the boat is blue")})
+        told = client.post(at("ann", "/answer"), json={"question": "which colour?"})
+        assert "--llm URL" in is_problem(told, 503, "no-llm")["detail"]
+
+
 def test_a_port_in_use_is_told_before_a_store_is_made(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

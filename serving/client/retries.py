@@ -11,6 +11,8 @@ from undertow.serving.client.errors import Conflict, RateLimited, ServiceError, 
 
 # the answer to a call that is made again while its first try is still under way at the service
 UNDER_WAY = "urn:undertow:error:under-way"
+# a service that has no language model has none in a moment either
+NO_LLM = "urn:undertow:error:no-llm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +61,4 @@ class Waits:
 def _may_pass(failure: ServiceError) -> bool:
     if isinstance(failure, Conflict):
         return failure.kind == UNDER_WAY
-    return isinstance(failure, Unreachable | RateLimited | Unavailable)
+    return isinstance(failure, Unreachable | RateLimited | Unavailable) and failure.kind != NO_LLM

@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets at a host's addresses, for `Server.serve`; connections are refused until then. UndertowError."""
+    """Sockets at a host's addresses for `Server.serve`, which refuse till then. UndertowError."""
     made: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -91,8 +91,8 @@ def bound(host: str, port: int) -> list[socket.socket]:
         for one in made:
             one.close()
         raise UndertowError(
-            f"cannot listen at port {port} of {host}: {error.strerror}. Give another --port or --host, or end "
-            "what listens there."
+            f"cannot listen at port {port} of {host}: {error.strerror}. Give another --port or --host, "
+            "or end what listens there."
         ) from error
     return made
 
