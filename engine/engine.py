@@ -27,6 +27,7 @@ from undertow.engine.model import (
     InputError,
     Memory,
     MemoryKind,
+    NoLLM,
     Turn,
     UndertowError,
     Usage,
@@ -418,7 +419,7 @@ class Engine(Tenancy):
         BrokenOff too. `let_go` gives the call up.
         """
         if self._llm is None:
-            raise UndertowError("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
+            raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         found = self.search(tenant, question)
         try:
             prompt = question_prompt(question, found, as_of, self._budget)

@@ -167,6 +167,10 @@ def unknown_memory(memory_id: str, tenant: str | None = None) -> UnknownMemory:
     return UnknownMemory(f"no memory{whose} has the id {memory_id}. `undertow list` shows the ids.")
 
 
+class NoLLM(UndertowError):
+    """What was asked needs an LLM server, and none is set."""
+
+
 class InputError(UndertowError, ValueError):
     """Input that cannot be taken."""
 

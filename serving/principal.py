@@ -45,7 +45,10 @@ class Reach(Kept):
 
     def __post_init__(self) -> None:
         if (bool(self.tenants), self.prefix is not None, self.all_tenants).count(True) != 1:
-            raise ValueError("a key is bound to tenants by name, to a prefix, or to all tenants: give one")
+            raise ValueError(
+                "a key is bound to tenants by name, to a prefix, or to all tenants: give one "
+                "(--tenant, --tenant-prefix, --all-tenants)"
+            )
         for name in (*self.tenants, *(() if self.prefix is None else (self.prefix,))):
             check_name(name)
 

@@ -63,6 +63,12 @@ def test_create_takes_all_that_a_key_can_be(file: Path, keys: Keys) -> None:
     assert kept.expires_at is not None and (kept.expires_at - kept.created_at).days == 30
 
 
+def test_rotating_says_how_long_the_earlier_secret_holds(file: Path) -> None:
+    key_id = run("keys", "create", "--keys", file, *READ_ALL, "--json").doc["id"]
+    assert "86,400 more seconds; --grace-s 0" in run("keys", "rotate", key_id, "--keys", file).err
+    assert "Earlier" not in run("keys", "rotate", key_id, "--keys", file, "--grace-s", "0").err
+
+
 def test_rotate_and_revoke_take_effect_under_a_running_service(file: Path, keys: Keys) -> None:
     first = run("keys", "create", "--keys", file, *READ_ALL, "--json").doc
     second = run("keys", "rotate", first["id"], "--keys", file, "--json").doc

@@ -241,6 +241,20 @@ def test_each_problem_has_its_error(kind: str, status: int, error: type[ServiceE
     assert raised.value.fields == (FieldProblem("query", "is empty"),)
 
 
+def test_a_service_without_an_llm_is_not_asked_again(kind: str) -> None:
+    with scene(kind, problem(503, "no-llm")) as (service, client), pytest.raises(Unavailable):
+        client.answer("ann", "x")
+    assert len(service.seen) == 1
+
+
+def test_a_field_that_the_detail_names_is_told_once(kind: str) -> None:
+    wrong = [{"field": "Do otherwise", "detail": "x"}]
+    body = json.dumps({"type": "about:blank", "status": 422, "detail": "Do otherwise: x", "errors": wrong})
+    reply = Reply(422, body.encode(), {"content-type": "application/problem+json"})
+    with scene(kind, reply) as (_, client), pytest.raises(BadRequest, match=r"^Do otherwise: x$"):
+        client.search("ann", "x")
+
+
 def test_a_proxy_s_page_is_no_answer(kind: str) -> None:
     page = b"<html>Welcome to the cafe's network</html>"
     with scene(kind, Reply(200, page), Reply(502, page)) as (_, client):

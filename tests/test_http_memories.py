@@ -170,6 +170,22 @@ def test_bodies_that_are_no_json(client: httpx2.Client, raw: bytes) -> None:
     is_problem(client.post(at("ann", "/search"), content=raw, headers=headers), 422, "input")
 
 
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ({"content": b'{"query": "x"}'}, "Content-Type: application/json"),
+        (
+            {"content": b'{"query": ', "headers": {"content-type": "application/json"}},
+            "is no JSON, at character ",
+        ),
+        ({"json": {"query": "x", "since": "one day"}}, "since: 'one day' is not a timestamp"),
+    ],
+)
+def test_bad_bodies_are_told_with_a_cure(client: httpx2.Client, sent: dict[str, Any], words: str) -> None:
+    document = is_problem(client.post(at("ann", "/search"), **sent), 422, "input")
+    assert words in document["detail"]
+
+
 def test_repeating_an_add_gives_its_first_answer(running: Running, client: httpx2.Client) -> None:
     body = {"messages": [*said("said once"), *said("and once more")]}
 
@@ -194,7 +210,8 @@ def test_repeating_an_add_gives_its_first_answer(running: Running, client: httpx
 def test_what_is_asked_of_nobody(client: httpx2.Client) -> None:
     is_problem(client.post(at("nobody", "/search"), json={"query": "x"}), 404, "unknown-tenant")
     is_problem(client.get(at("nobody", "/memories/0123")), 404)
-    is_problem(client.get("/v1/nothing"), 404)
+    unescaped = is_problem(client.get("/v1/tenants/acme/bob/memories"), 404)
+    assert "acme%2Fbob" in unescaped["detail"]
     wrong = client.patch(at("ann", "/memories"))
     is_problem(wrong, 405)
     assert wrong.headers["allow"] == "DELETE, GET, POST"

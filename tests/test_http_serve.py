@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import httpx2
 import pytest
 
 from undertow.bench.mock_server import spawn_server
+from undertow.serving.http.server import bound
 from undertow.serving.key_file import KeyFile
 from undertow.serving.principal import Reach, Scope
 
@@ -166,6 +168,32 @@ def test_what_cannot_be_served(tmp_path: Path, options: tuple[str, ...], code: i
     assert ran.code == code
     assert words in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_without_an_llm_an_answer_says_so(tmp_path: Path) -> None:
+    with process(tmp_path, "--llm", "off") as service:
+        client = service.client(service.key())
+        assert client.get("/health/ready").json() == {"status": "ok", "llm": "off"}
+        client.post(at("ann", "/memories"), json={"messages": said("the boat is blue")})
+        told = client.post(at("ann", "/answer"), json={"question": "which colour?"})
+        assert "--llm URL" in is_problem(told, 503, "no-llm")["detail"]
+
+
+def test_a_port_in_use_is_told_before_a_store_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ran = run("serve", "--store", tmp_path / "store", "--insecure-no-auth", "--port", port)
+    assert ran.code == 1
+    assert f"cannot listen at port {port} of 127.0.0.1: Address already in use. Give another" in ran.err
+    assert not (tmp_path / "store" / "store.json").exists()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_free_port_is_the_same_at_every_address(host: str) -> None:
+    made = bound(host, 0)
+    assert len({one.getsockname()[1] for one in made}) == 1
+    for one in made:
+        one.close()
 
 
 def test_settings_of_the_environment_are_checked(tmp_path: Path) -> None:

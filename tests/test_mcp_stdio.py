@@ -184,4 +184,4 @@ def test_wrong_use_is_told(args: list[str], cure: str) -> None:
 
 def test_a_key_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     done = run("mcp", "--url", "http://h", "--key-file", tmp_path / "no key")
-    assert done.code == 1 and "no key" in done.err
+    assert done.code == 2 and "no key" in done.err

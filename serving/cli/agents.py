@@ -68,7 +68,12 @@ def key_of(file: Path | None) -> str | None:
     """The key in the file or else in the environment; None: there is none."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
-    return file.read_text().strip()
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUsage(
+            f"--key-file {file} cannot be read: {getattr(error, 'strerror', 'it is no text')}"
+        ) from error
 
 
 def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:

@@ -119,6 +119,8 @@ def rotate(
     with audited(key_file.path.parent, "keys.rotate", key_id=key_id):
         made = key_file.rotate(key_id, timedelta(seconds=grace_s))
     put_secret(key_file, made, as_json=as_json)
+    if grace_s and not as_json:
+        say(f"Earlier secrets hold for {grace_s:,} more seconds; --grace-s 0 ends them now.")
 
 
 @keys.command()

@@ -62,13 +62,14 @@ def serve(
         raise WrongUsage("--shards goes with --ray: without, one process serves the store")
     if insecure_no_auth and keys is not None:
         raise WrongUsage("--keys and --insecure-no-auth exclude each other: leave one out")
-    with wrong_usage():
+    with wrong_usage("UNDERTOW_SERVICE_...:"):
         settings = ServiceSettings()
     check_settings(engine)
     set_up()
     # shards on other machines need OpenTelemetry only where something is traced
     parts = None if tracing() is None else Parts(observers=observers)
     settle_in()
+    say(f"Opening {store}; this takes a while.")
 
     def tell(at: int) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{at}"

@@ -34,7 +34,8 @@ class ServiceError(UndertowError):
         retry_after_s: float | None = None,
     ) -> None:
         words = "; ".join(f"{field.field}: {field.detail}" for field in fields)
-        super().__init__(f"{detail} ({words})" if words else detail)
+        # the service tells the first of them in its detail already
+        super().__init__(f"{detail} ({words})" if words and words != detail else detail)
         self.detail = detail
         self.status = status
         self.kind = kind

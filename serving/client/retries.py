@@ -11,8 +11,11 @@ from undertow.serving.client.errors import Conflict, RateLimited, ServiceError, 
 
 # the answer to a call that is made again while its first try is still under way at the service
 UNDER_WAY = "urn:undertow:error:under-way"
-# answers that an LLM was paid for: whether another is worth its price, the caller decides
-SPENT = frozenset({"urn:undertow:error:llm-reply", "urn:undertow:error:llm-broke-off"})
+# answers that an LLM was paid for: whether another is worth its price, the caller decides; and a service that
+# has no language model has none in a moment either
+FOR_GOOD = frozenset(
+    {"urn:undertow:error:llm-reply", "urn:undertow:error:llm-broke-off", "urn:undertow:error:no-llm"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,6 @@ class Waits:
 def _may_pass(failure: ServiceError) -> bool:
     if isinstance(failure, Conflict):
         return failure.kind == UNDER_WAY
-    if failure.kind in SPENT:
+    if failure.kind in FOR_GOOD:
         return False
     return isinstance(failure, Unreachable | RateLimited | Unavailable)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "__undertow_access__"
-FORBIDDEN = "This key may not do this here. Ask for one that may, where you got it."
+FORBIDDEN = "This key may not do this here: it takes the scope {scope}, for {reaches}. Ask for one that may."
 
 
 class Reaches(Enum):
@@ -47,6 +47,9 @@ class Reaches(Enum):
     TENANT = "the one in the path"
     STORE = "all of them"
     ANY = "some"
+
+
+TOLD = {Reaches.TENANT: "this tenant", Reaches.STORE: "all tenants", Reaches.ANY: "any tenant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,8 @@ class GuardedRoute(APIRoute):
         if self.access.act is not None and principal is not None:
             key = None if tenant is None else service.memories.tenant_key(tenant)
             await asyncio.to_thread(service.audit.refused, self.access.act, principal.key_id, tenant_key=key)
-        raise Problem(403, "forbidden", FORBIDDEN)
+        scope, reaches = self.access.scope, TOLD[self.access.reaches]
+        raise Problem(403, "forbidden", FORBIDDEN.format(scope=scope and scope.value, reaches=reaches))
 
 
 def decoded(name: str, text: str) -> str:

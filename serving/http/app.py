@@ -74,7 +74,7 @@ def make_app(
         once=Once(state, settings.keep_s),
         jobs=Jobs(state, settings),
         state=state,
-        readiness=Readiness(memories),
+        readiness=Readiness(memories, llm=engine.llm_url is not None),
         metrics=HTTPMetrics(),
         answer_tokens=CALLS_AN_ANSWER * engine.context_tokens,
         max_message_bytes=engine.max_message_bytes,

@@ -29,8 +29,8 @@ async def live() -> Health:
 async def ready(service: Served) -> Any:
     """The store, or a shard of it, is open, and the service is not about to end.
 
-    `llm` says how the language model's server is: ok, trouble or unknown. That it is lost is no reason to be
-    unready: adding and searching go on.
+    `llm` says how the language model's server is: ok, trouble, unknown, or off where none is set. That it is
+    lost is no reason to be unready: adding and searching go on.
     """
     if service.load.draining:
         return JSONResponse({"status": "draining"}, 503)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from undertow.serving.audit import FILE_NAME as AUDIT_NAME
 from undertow.serving.audit import AuditLog
 from undertow.serving.http.app import make_app
 from undertow.serving.http.guard import Guard, KeyGuard, OpenGuard, is_loopback
-from undertow.serving.http.server import Server
+from undertow.serving.http.server import Server, bound
 from undertow.serving.http.settings import ServiceSettings
 from undertow.serving.http.state import State
 from undertow.serving.key_file import FILE_NAME as KEYS_NAME
@@ -104,19 +105,24 @@ def run(
             f"without keys the service listens on a loopback address alone, and {host} is none: leave out "
             "--host, or make keys with `undertow keys create`"
         )
-    asyncio.run(_run(open_memories, files, host, port, settings, engine, on_start))
+    listening = bound(host, port)  # before the store is opened, which takes long
+    try:
+        asyncio.run(_run(open_memories, files, host, listening, settings, engine, on_start))
+    finally:
+        for one in listening:
+            one.close()
 
 
 async def _run(
     open_memories: Callable[[], Memories],
     files: Files,
     host: str,
-    port: int,
+    listening: list[socket.socket],
     settings: ServiceSettings,
     engine: Settings,
     on_start: Callable[[int], None],
 ) -> None:
     async with await asyncio.to_thread(open_memories) as memories:
         with hosted(memories, files, settings, engine) as app:
-            server = Server(app, host, port, on_start)
-            await server.serve()
+            server = Server(app, host, listening[0].getsockname()[1], on_start)
+            await server.serve(listening)

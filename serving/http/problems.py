@@ -24,7 +24,7 @@ from undertow.engine.departures import InTransit, Moved
 from undertow.engine.exporting import ExportBroken
 from undertow.engine.importing import CalledOff, TenantExists
 from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
-from undertow.engine.model import InputError, UndertowError, UnknownMemory
+from undertow.engine.model import InputError, NoLLM, UndertowError, UnknownMemory
 from undertow.engine.store import StoreError
 from undertow.engine.tenants import ArenaFull, UnknownTenant
 from undertow.serving.audit import AuditError
@@ -112,6 +112,10 @@ _LLM = (
     "The language model's server cannot be used now. Storing and searching go on; ask again later. "
     "The service's log says what is wrong."
 )
+_NO_LLM = (
+    "This service runs without a language model, so it answers no questions; search finds the memories. "
+    "Whoever runs it can give it one: `undertow serve --llm URL`."
+)
 
 # the first that fits counts, so subclasses stand before their bases
 KINDS: Mapping[type[Exception], _Kind] = {
@@ -132,6 +136,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     ShardGone: _Kind(503, "shard", _SHARD, 5),
     Moved: _Kind(503, "moving", _SHARD, 1),
     InTransit: _Kind(503, "moving", _SHARD, 1),
+    NoLLM: _Kind(503, "no-llm", _NO_LLM),
     StoreError: _Kind(503, "store", _STORE, 30),
     AuditError: _Kind(503, "audit", "The act cannot be written down, so it was not begun. Try later.", 30),
     UndertowError: _Kind(503, "engine", "The engine cannot do this now. Try again later.", 5),
@@ -168,10 +173,18 @@ def _of_validation(error: RequestValidationError) -> Problem:
     """Names each field, and quotes nothing that stood in it."""
     details: dict[str, str] = {}
     for flaw in error.errors():
-        details.setdefault(_field(flaw), str(flaw["msg"]))
+        details.setdefault(_field(flaw), _flaw(flaw, error.body))
     found = [{"field": field, "detail": detail} for field, detail in details.items()]
     first = found[0]
     return Problem(422, "input", f"{first['field']}: {first['detail']}", errors=found[:MOST_ERRORS])
+
+
+def _flaw(flaw: Mapping[str, Any], body: object) -> str:
+    if flaw["loc"] == ("body",) and isinstance(body, bytes) and body:
+        return "was not sent as JSON. Send JSON, with Content-Type: application/json"
+    if flaw["type"] == "json_invalid":
+        return f"is no JSON, at character {flaw['loc'][-1]}"
+    return str(flaw["msg"]).removeprefix("Value error, ")
 
 
 def _field(flaw: Mapping[str, Any]) -> str:
@@ -193,7 +206,8 @@ def _field(flaw: Mapping[str, Any]) -> str:
 def _of_framework(error: HTTPException) -> Problem:
     """404, 405 and 400, which the framework raises itself."""
     words = {
-        404: "There is nothing here. The OpenAPI page lists the routes.",
+        404: "There is nothing here. /docs and /openapi.json list the routes. A tenant in a path is "
+        "percent-encoded: acme%2Fbob.",
         405: "This route does not know that method; the header Allow names those it knows.",
         400: "The request's body cannot be read.",
     }

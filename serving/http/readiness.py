@@ -15,13 +15,15 @@ from undertow.engine.model import UndertowError
 if TYPE_CHECKING:
     from undertow.serving.memories import Memories
 
-LLM = Literal["ok", "trouble", "unknown"]
+LLM = Literal["ok", "trouble", "unknown", "off"]
 
 
 class Readiness:
     """Looks once in `look_every_s` at most, whoever asks."""
 
-    def __init__(self, memories: Memories, look_every_s: float = 1.0) -> None:
+    def __init__(self, memories: Memories, look_every_s: float = 1.0, *, llm: bool = True) -> None:
+        """`llm`: the engines have a server for it."""
+        self._llm = llm
         self._memories = memories
         self._look_every_s = look_every_s
         self._looked_s = -look_every_s
@@ -43,4 +45,6 @@ class Readiness:
         except UndertowError:
             return False, "unknown"
         serving = any(shard.get("state") == "serving" for shard in shards)
+        if not self._llm:
+            return serving, "off"
         return serving, "trouble" if any(shard.get("llm_error") for shard in shards) else "ok"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from undertow.engine.model import UndertowError
 from undertow.serving.http.problems import MEDIA_TYPE, Problem
 from undertow.serving.http.service import Service
 from undertow.serving.http.settings import ServiceSettings
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
 BACKLOG = 2_048
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 TOO_MANY = "Too many connections are open. Try again in a moment."
 
 
@@ -68,6 +71,43 @@ class Server(uvicorn.Server):
         except TimeoutError:
             log.warning("%d requests are cut off", self._service.load.under_way)
         self.should_exit = True
+
+
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets at a host's addresses for `Server.serve`, which refuse till then. UndertowError."""
+    made: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for n, (family, kind, protocol, _, address) in enumerate(found):
+            # a free port is taken once: the same at every address
+            at = made[0].getsockname()[1] if made else port
+            try:
+                made.append(_bound_at(family, kind, protocol, (address[0], at, *address[2:])))
+            except OSError as error:
+                # a name may have an address of a family that this machine does not speak
+                if error.errno not in NOT_HERE or (n == len(found) - 1 and not made):
+                    raise
+    except OSError as error:
+        for one in made:
+            one.close()
+        raise UndertowError(
+            f"cannot listen at port {port} of {host}: {error.strerror}. Give another --port or --host, "
+            "or end what listens there."
+        ) from error
+    return made
+
+
+def _bound_at(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
+    one = socket.socket(family, kind, protocol)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(address)
+    except OSError:
+        one.close()
+        raise
+    return one
 
 
 def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> uvicorn.Config:
