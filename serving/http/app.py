@@ -23,7 +23,7 @@ from undertow.serving.http.guard import Guard
 from undertow.serving.http.jobs import Jobs
 from undertow.serving.http.load import Load
 from undertow.serving.http.once import Once
-from undertow.serving.http.openapi import describe
+from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.http.readiness import Readiness
 from undertow.serving.http.receipts import Adding
@@ -80,6 +80,7 @@ def make_app(
         max_message_bytes=engine.max_message_bytes,
     )
     app = FastAPI(
+        title=TITLE,
         version=version("undertow"),
         redirect_slashes=False,
         redoc_url=None,

@@ -55,10 +55,7 @@ class ServiceSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _one_tenant_leaves_room(self) -> Self:
-        if (
-            self.max_requests > 1
-            and max(self.max_tenant_requests, self.max_key_requests) >= self.max_requests
-        ):
+        if max(self.max_tenant_requests, self.max_key_requests) >= self.max_requests:
             raise ValueError(
                 f"max_tenant_requests ({self.max_tenant_requests}) and max_key_requests "
                 f"({self.max_key_requests}) must be smaller than max_requests ({self.max_requests}): one "
