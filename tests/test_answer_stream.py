@@ -499,12 +499,12 @@ def test_closing_tells_who_listens(tmp_path: Path) -> None:
     run(work())
 
 
-def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path, server: str) -> None:
+def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     from undertow.engine.cluster.cluster import Cluster
     from undertow.engine.place import Place
 
-    async def work() -> None:
+    async def work(server: str) -> None:
         small = ClusterSettings(num_cpus=0.5, threads=1, patience_s=SOON_S)
         root, of_server = Place.of(tmp_path / "root"), settings(llm_url=server)
         cluster = await asyncio.to_thread(Cluster.open, root, of_server, shards=1, resources=small)
@@ -519,7 +519,9 @@ def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path, server: str) 
                 await anext(left)
             await until(lambda: server_stats(server)["faults"].get("client left", 0) == gone + 1)
 
-    run(work())
+    # slowly, so that the caller leaves before the answer's end
+    with spawn_server(piece_ms=40) as server:
+        run(work(server))
 
 
 def test_what_an_erased_tenant_was_told_is_forgotten() -> None:
