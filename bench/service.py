@@ -229,7 +229,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="undertow-service-") as folder:
             if name == "rate":
                 figures[name] = rate_part(Path(folder), args.seconds)
-                rate = float(figures[name]["highest_rate_per_s"])
+                rate = float(figures[name]["highest_rate_per_s"]) or FIRST_RATE
             else:
                 if not rate:
                     parser.error("give --rate, or `rate` among the parts")
