@@ -305,8 +305,8 @@ class Isolation(RuleBasedStateMachine):
         Isolation.steps += 1
 
 
-def drive(service: Running, steps: int) -> None:
-    """Runs of the machine until so many steps were taken."""
+def drive(service: Running, steps: int, *, anew: bool = False) -> None:
+    """Runs of the machine until so many steps were taken; the same ones each time, unless `anew`."""
     Isolation.service = service
     Isolation.steps = 0
     while Isolation.steps < steps:
@@ -317,6 +317,7 @@ def drive(service: Running, steps: int) -> None:
                 max_examples=min(runs, 100),
                 stateful_step_count=STEPS_A_RUN,
                 deadline=None,
+                derandomize=not anew,
                 database=None,
                 phases=(Phase.generate,),
                 suppress_health_check=list(HealthCheck),
@@ -338,4 +339,4 @@ def test_no_tenant_learns_of_another(service: Running) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(14_400)
 def test_no_tenant_learns_of_another_in_a_long_run(service: Running) -> None:
-    drive(service, int(os.environ.get("ISOLATION_STEPS", SOAK_STEPS)))
+    drive(service, int(os.environ.get("ISOLATION_STEPS", SOAK_STEPS)), anew=True)
