@@ -14,6 +14,14 @@ import pytest
 
 from undertow.kernels import device
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # where the kernels' tests alone are run
+    pass
+else:  # no test depends on the machine's speed
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
+
 S3_BUCKETS = ("memories", "whole", "bulk-logs", "readers-logs")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -427,7 +427,6 @@ def test_many_threads_check_while_keys_change(file: KeyFile, keys: Keys) -> None
 # ---- the file
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(all_keys, max_size=3, unique_by=lambda key: key.id))
 def test_keys_are_read_as_they_were_written(some: list[Key]) -> None:
     with tempfile.TemporaryDirectory() as folder:
