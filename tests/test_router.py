@@ -151,19 +151,17 @@ def test_shards_killed_at_any_moment(
     monkeypatch.setattr(lanes, "COURTESY_S", 0.01)
     rng = random.Random(seed)
     root = begin(tmp_path / "root", 2)
-    done = threading.Event()
 
     with LocalShards(root, settings()) as shards:
 
-        def kill() -> None:
-            while not done.wait(rng.uniform(0.02, 0.4)) and shards.kills < 12:
+        def a_few() -> int:
+            # by how far the line is, not by the clock: a fast machine would be done before the first kill
+            if rng.random() < 0.3:
                 shards.kill(rng.choice(["s0", "s1"]))
+            return rng.randint(1, 12)
 
         with routed(root, shards, lane_turns=64, call_turns=16, window_turns=32) as router:
-            with meanwhile(kill):
-                sent = submit(router, interleaved(turns, seed), lambda: rng.randint(1, 12))
-                found = statuses(sent)
-                done.set()
+            found = statuses(submit(router, interleaved(turns, seed), a_few))
             assert set(found) <= {"stored", "duplicate"}
             assert router.drain()
             assert router.stats()["turns"] == len(found)
