@@ -24,6 +24,7 @@ from undertow.bench.mock_replies import MockReplies
 from undertow.engine.config import Settings
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine
 from undertow.engine.llm import LLMClient
+from undertow.engine.process import settle_in
 
 WITHIN = 0.2
 LIFE_TURNS = 100
@@ -141,6 +142,7 @@ def check(data: Path, rounds: int) -> tuple[Profile, dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="undertow-capacity-"))
     try:
         run(Case("", *_WARM, 0.001), data, folder / "warm")  # compiles the kernels
+        settle_in()  # as the program and a shard do; else one look for garbage is a quarter of a run
         for number in range(rounds):
             around = Calibration(data, LIFE_TURNS)
             around.round(folder / f"{number}-before")
