@@ -5,7 +5,7 @@
 Writes logs of many tenants, then runs `undertow ingest` on them: as one process, and on a local Ray with
 one shard and with two. The text is hashed (hash:384), no LLM. `command_s` is all of the command, with its
 start and Ray's; `turns_per_s` is what the command itself tells: reading, sorting, embedding, storing. The
-ways take turns, and the ratios are of runs one right after the other. Prints a table and, last, one JSON line.
+ways take turns, and the ratios are of runs one right after the other. Last, one JSON line.
 """
 
 from __future__ import annotations
