@@ -7,7 +7,7 @@ What the rows mean is engine/journal.py's business. Errors of Lance pass through
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import chain
@@ -16,7 +16,7 @@ from typing import Any
 
 import lance
 import pyarrow as pa
-from lance.optimize import Compaction, CompactionOptions, RewriteResult
+from lance.optimize import Compaction, CompactionOptions
 
 from undertow.engine.place import Place, fsync_path, make_folder
 
@@ -142,8 +142,7 @@ class LogTable:
         merged = self._merge_fragments({"excluded_fragment_ids": sorted(others)})
         if self._fsync:
             _sync_manifest(Path(self._place.uri), self._dataset)
-        # where no row is left there is no fragment to reserve an id for
-        return VERSIONS_PER_MERGE if [bool(m.new_fragments) for m in merged] == [True] else 0
+        return VERSIONS_PER_MERGE if merged else 0
 
     def compact(self) -> None:
         """Merge all small fragments and refresh the index."""
@@ -185,8 +184,8 @@ class LogTable:
             if name not in used:
                 self._place.remove(name)
 
-    def _merge_fragments(self, options: CompactionOptions | None = None) -> list[RewriteResult]:
-        """Rewrite small fragments as large ones, in their order."""
+    def _merge_fragments(self, options: CompactionOptions | None = None) -> bool:
+        """Rewrite small fragments as large ones, in their order; whether there were any."""
         chosen: CompactionOptions = {"target_rows_per_fragment": ROWS_PER_FRAGMENT, **(options or {})}
         plan = Compaction.plan(self._dataset, chosen)
         rewritten = [task.execute(self._dataset) for task in plan.tasks]
@@ -194,12 +193,14 @@ class LogTable:
             self._sync_files(fragment for result in rewritten for fragment in result.new_fragments)
         if rewritten:
             Compaction.commit(self._dataset, rewritten, chosen)
-        return rewritten
+        return bool(rewritten)
 
     def _sync_files(self, fragments: Iterable[lance.FragmentMetadata]) -> None:
         for fragment in fragments:
             for file in fragment.files:
                 fsync_path(self._data / file.path)
+        if self._data.exists():  # an empty store has none yet
+            fsync_path(self._data)
 
     @property
     def _data(self) -> Path:
@@ -210,7 +211,7 @@ class LogTable:
             _sync_version(Path(self._place.uri), self._dataset)
 
 
-def _worth_merging(rows: Mapping[int, int]) -> set[int]:
+def _worth_merging(rows: dict[int, int]) -> set[int]:
     """Of fragments and their rows, oldest first, the last ones: up to one larger than all behind it.
 
     What is merged has then doubled at least, so that a row is rewritten O(log) times.
@@ -244,5 +245,3 @@ def _sync_manifest(uri: Path, dataset: lance.LanceDataset) -> None:
     manifest = f"{2**64 - 1 - dataset.version:020d}.manifest"
     for path in (uri / "_versions" / manifest, uri / "_versions"):
         fsync_path(path)
-    if (uri / "data").exists():  # an empty store has none yet
-        fsync_path(uri / "data")

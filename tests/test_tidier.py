@@ -146,3 +146,15 @@ def test_a_removal_that_fails_is_told_and_tried_again(
     append(journal, 2)
     journal.finish_tidying()
     assert versions(journal) < kept
+
+
+def test_syncing_passes_over_what_a_removal_has_taken(journal: Journal, tmp_path: Path) -> None:
+    """A dangling link is listed and cannot be opened, as a file that goes in between."""
+    journal.append([Row("turn", "ann", "k", 0, b"text")])
+    journal.close()
+    (tmp_path / journal.info.journal / "_indices" / "gone").symlink_to("nowhere")
+    durable = Journal.open(tmp_path, writable=True, durability="fsync")
+    durable.delete_rows([0])
+    durable.append([Row("turn", "ann", "k", 1, b"text")])
+    assert [row.seq for row in durable.read()] == [1]
+    durable.close()
