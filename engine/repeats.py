@@ -24,7 +24,7 @@ def turns_by_key(tenant: Tenant, keys: Collection[str]) -> dict[str, Report]:
             continue
         place = {"id": turn_id(tenant.name, tenant.generation, seq), "seq": seq}
         record = tenant.records[seq]
-        if not isinstance(record, bytes):
+        if not isinstance(record, bytes):  # deleted: its key is known by the hash alone
             found[key] = place
             continue
         body = orjson.loads(record)

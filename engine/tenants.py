@@ -85,7 +85,7 @@ class Tenant:
         self.records: list[bytes | Control | None] = []
         self.row_by_seq = array("q")
         self.seq_by_row = array("q")
-        # By hash of a turn's dedupe key: its seq, also of a deleted one. About 125 bytes a turn.
+        # By hash of a turn's dedupe key: its seq, also of a deleted one. About 100 bytes a turn.
         self.keys: dict[int, int] = {}
         self.last_timestamp: dict[str, str] = {}
         self.thresholds_from: list[tuple[int, Thresholds]] = []
