@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from undertow.engine.fencing import MARK_LSN, Fences, Mark
-from undertow.engine.log_table import LogTable
+from undertow.engine.log_table import LANCE_ERRORS, LogTable
 from undertow.engine.place import Place
 from undertow.engine.store import (
     DESCRIPTION,
@@ -32,6 +32,7 @@ from undertow.engine.store import (
     WriterLock,
     read_info,
 )
+from undertow.engine.tidier import Tidier
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,10 @@ SCHEMA = pa.schema(
     ]
 )
 
-COMMITS_PER_COMPACTION = 256
+COMMITS_PER_COMPACTION = 16
 KEYS_PER_FILTER = 512
 ROWS_PER_BATCH = 4_096
 ROWS_PER_SURVEY_BATCH = 262_144
-LANCE_ERRORS = (OSError, ValueError, RuntimeError)
 
 MARKS = "tenant_key = '' AND kind = 'epoch'"
 NO_MARKS = "kind != 'epoch'"
@@ -137,6 +137,7 @@ class Journal:
         self._ordered = True
         with self._opening():
             self._table = LogTable(self._where, fsync=durability == "fsync")
+        self._tidier = Tidier(self._table)
 
     @classmethod
     def create(
@@ -217,6 +218,7 @@ class Journal:
 
     def close(self) -> None:
         self.writable = False
+        self.finish_tidying()  # under the lock: the next writer is to be alone
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -266,9 +268,9 @@ class Journal:
             self._table.reload()
             self._look()
 
-    def _follow(self) -> None:
-        """After one commit: if it did not follow our last one, see whether someone has claimed the store."""
-        if self._table.version > self._seen + 1:
+    def _follow(self, versions: int = 1) -> None:
+        """After so many of our commits: if others came between, see whether someone has claimed the store."""
+        if self._table.version > self._seen + versions:
             self._look()
         self._seen = self._table.version
 
@@ -375,12 +377,12 @@ class Journal:
         self._next_lsn = next_lsn
         self._commits += 1
         if self._commits % COMMITS_PER_COMPACTION == 0:
-            self._try_to_compact()
+            self._try_to_tidy()
 
-    def _try_to_compact(self) -> None:
+    def _try_to_tidy(self) -> None:
         """The rows of the append are stored by now: that a disk is too full for more must not undo that."""
         try:
-            self.compact()
+            self._tidy()
         except LANCE_ERRORS as error:
             log.warning("cannot compact %s: %s. It goes on uncompacted; free some space.", self._where, error)
         except Fenced as error:  # by a claim after this append's commit; the next append is refused
@@ -465,6 +467,7 @@ class Journal:
         True: for certain. False: where writers take over, an append that was cut off in the last ten minutes
         may still have its files; a later purge takes them.
         """
+        self.finish_tidying()
         with self._rewriting():
             if self._stale:
                 self._table.delete(self._stale)
@@ -483,11 +486,30 @@ class Journal:
         return self._lock is not None and not self._takeover
 
     def compact(self) -> None:
-        """Merge small fragments, refresh the tenant index, drop versions no reader can still hold."""
-        if self._lock is None and self.writable:
-            self._lock = _lock(self.place, takeover=True)  # whoever had it may be gone by now
+        """Merge all small fragments, refresh the tenant index, drop versions no reader can still hold.
+
+        The last of these unless it was done lately: see engine/tidier.py.
+        """
+        self._take_free_lock()
         self._table.compact()
         self._look()
+        self._tidier.start()
+        self.finish_tidying()
+
+    def finish_tidying(self) -> None:
+        """Return once nothing is done in the background any more."""
+        self._tidier.wait()
+
+    def _tidy(self) -> None:
+        """What is due of `compact`, every few commits; the dropping goes on in the background."""
+        self._take_free_lock()
+        self._follow(self._table.tidy())
+        self._tidier.start()
+
+    def _take_free_lock(self) -> None:
+        """Whoever had the lock when we took over may be gone by now."""
+        if self._lock is None and self.writable:
+            self._lock = _lock(self.place, takeover=True)
 
     @contextmanager
     def _rewriting(self) -> Iterator[None]:

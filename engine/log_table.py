@@ -6,8 +6,11 @@ What the rows mean is engine/journal.py's business. Errors of Lance pass through
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,11 @@ from lance.optimize import Compaction, CompactionOptions
 
 from undertow.engine.place import Place, fsync_path, make_folder
 
-# Fragments of this many rows are left alone by compaction, so each row is rewritten O(log) times.
+# Fragments of this many rows are left alone by compaction, so each row is rewritten O(log) times. As many
+# rows may be outside the index: a scan of their keys takes no longer than a look into it.
 ROWS_PER_FRAGMENT = 32_768
+# Lance reserves ids for the new fragments, then puts them in the place of the old ones.
+VERSIONS_PER_MERGE = 2
 # Versions younger than this may still be open in a reader, files younger than this in an append.
 READER_GRACE = timedelta(minutes=10)
 # What Lance keeps in memory of a dataset's files. By itself it goes up to 1 GiB and 6 GiB, about 80 KB a
@@ -26,6 +32,8 @@ READER_GRACE = timedelta(minutes=10)
 METADATA_CACHE_BYTES = 32 << 20
 INDEX_CACHE_BYTES = 256 << 20
 INDEXED = "tenant_key"
+# how Lance says that the disk, the store or another writer refused
+LANCE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 class LogTable:
@@ -36,10 +44,13 @@ class LogTable:
         self._place = place
         self._folder = place.folder
         self._fsync = fsync and self._folder is not None
-        session = lance.Session(  # type: ignore[attr-defined]
+        self._session = lance.Session(  # type: ignore[attr-defined]
             metadata_cache_size_bytes=METADATA_CACHE_BYTES, index_cache_size_bytes=INDEX_CACHE_BYTES
         )
-        self._dataset = lance.dataset(place.uri, session=session)
+        self._dataset = lance.dataset(place.uri, session=self._session)
+
+    def __str__(self) -> str:
+        return str(self._place)
 
     @classmethod
     def make(cls, place: Place, schema: pa.Schema) -> None:
@@ -92,9 +103,7 @@ class LogTable:
         if not fragments:
             return
         if self._fsync:
-            for fragment in fragments:
-                for file in fragment.files:
-                    fsync_path(self._data / file.path)
+            self._sync_files(fragments)
         self._dataset = lance.LanceDataset.commit(
             self._dataset, lance.LanceOperation.Append(fragments), read_version=self._dataset.version
         )
@@ -105,9 +114,7 @@ class LogTable:
         """Have the version we are at on the disk, with all that it rests on, `fsync` or not. OSError."""
         if self._folder is None:
             return
-        for fragment in self._dataset.get_fragments():
-            for file in fragment.metadata.files:
-                fsync_path(self._data / file.path)
+        self._sync_files(fragment.metadata for fragment in self._dataset.get_fragments())
         _sync_version(self._folder, self._dataset)
 
     def delete(self, filter: str) -> None:
@@ -117,12 +124,41 @@ class LogTable:
 
     # ---- tidying
 
+    def tidy(self) -> int:
+        """Merge the newest fragments; returns how many versions that has made, 0 for none or many.
+
+        In the thread that writes, as Lance puts merged rows behind whatever was appended meanwhile. So it is
+        to be quick: the index, which covers no fragment that is merged here, is refreshed only when what it
+        lacks has come to a whole fragment.
+        """
+        segments = chain.from_iterable(index.segments for index in self._dataset.describe_indices())
+        indexed = {i for segment in segments for i in segment.fragment_ids}
+        rows = {f.fragment_id: f.metadata.physical_rows for f in self._dataset.get_fragments()}
+        newer = {i: count for i, count in rows.items() if i not in indexed}
+        if sum(newer.values()) >= ROWS_PER_FRAGMENT:
+            self.compact()
+            return 0
+        others = rows.keys() - _worth_merging(newer)
+        merged = self._merge_fragments({"excluded_fragment_ids": sorted(others)})
+        if self._fsync:
+            _sync_manifest(Path(self._place.uri), self._dataset)
+        return VERSIONS_PER_MERGE if merged else 0
+
     def compact(self) -> None:
-        """Merge small fragments, refresh the index, drop versions that no reader can still hold."""
+        """Merge all small fragments and refresh the index."""
         self._merge_fragments()
-        self._dataset.optimize.optimize_indices()
+        if self._dataset.describe_indices():
+            self._dataset.optimize.optimize_indices()
+        else:  # who made the store was killed before the index
+            self._dataset.create_scalar_index(INDEXED, "BTREE")
         self._sync()
-        self._dataset.cleanup_old_versions(older_than=READER_GRACE)
+
+    def drop_old_versions(self) -> None:
+        """Remove versions that no reader can still hold, through a handle of its own: from any thread.
+
+        Commits may go on meanwhile: what they write stands in no version that this looks at.
+        """
+        lance.dataset(self._place.uri, session=self._session).cleanup_old_versions(older_than=READER_GRACE)
 
     def rewrite_deleted(self) -> None:
         """Rewrite what deletions touched, and the index, so that the newest version has none of it."""
@@ -148,17 +184,23 @@ class LogTable:
             if name not in used:
                 self._place.remove(name)
 
-    def _merge_fragments(self, options: CompactionOptions | None = None) -> None:
-        """Rewrite small fragments as large ones, in their order."""
+    def _merge_fragments(self, options: CompactionOptions | None = None) -> bool:
+        """Rewrite small fragments as large ones, in their order; whether there were any."""
         chosen: CompactionOptions = {"target_rows_per_fragment": ROWS_PER_FRAGMENT, **(options or {})}
-        before = set(self._data.glob("*")) if self._fsync else set()
         plan = Compaction.plan(self._dataset, chosen)
         rewritten = [task.execute(self._dataset) for task in plan.tasks]
         if self._fsync:
-            for path in set(self._data.glob("*")) - before:
-                fsync_path(path)
+            self._sync_files(fragment for result in rewritten for fragment in result.new_fragments)
         if rewritten:
             Compaction.commit(self._dataset, rewritten, chosen)
+        return bool(rewritten)
+
+    def _sync_files(self, fragments: Iterable[lance.FragmentMetadata]) -> None:
+        for fragment in fragments:
+            for file in fragment.files:
+                fsync_path(self._data / file.path)
+        if self._data.exists():  # an empty store has none yet
+            fsync_path(self._data)
 
     @property
     def _data(self) -> Path:
@@ -169,6 +211,21 @@ class LogTable:
             _sync_version(Path(self._place.uri), self._dataset)
 
 
+def _worth_merging(rows: dict[int, int]) -> set[int]:
+    """Of fragments and their rows, oldest first, the last ones: up to one larger than all behind it.
+
+    What is merged has then doubled at least, so that a row is rewritten O(log) times.
+    """
+    chosen: set[int] = set()
+    behind = 0
+    for fragment, count in reversed(rows.items()):
+        if chosen and count > behind:
+            break
+        chosen.add(fragment)
+        behind += count
+    return chosen
+
+
 def _is_whole(place: Place) -> bool:
     return any(name.endswith(".manifest") for name in place.children("_versions"))
 
@@ -176,8 +233,10 @@ def _is_whole(place: Place) -> bool:
 def _sync_version(uri: Path, dataset: lance.LanceDataset) -> None:
     """What a version holds beside data files must be on the disk: index, deletions, manifest."""
     for folder in (uri / "_indices", uri / "_deletions"):
-        for path in [*folder.rglob("*"), folder] if folder.exists() else []:
-            fsync_path(path)
+        for parent, _, names in os.walk(folder):
+            for path in (*(Path(parent, name) for name in names), Path(parent)):
+                with suppress(FileNotFoundError):  # of a version that is being dropped
+                    fsync_path(path)
     _sync_manifest(uri, dataset)
     fsync_path(uri)
 
@@ -186,5 +245,3 @@ def _sync_manifest(uri: Path, dataset: lance.LanceDataset) -> None:
     manifest = f"{2**64 - 1 - dataset.version:020d}.manifest"
     for path in (uri / "_versions" / manifest, uri / "_versions"):
         fsync_path(path)
-    if (uri / "data").exists():  # an empty store has none yet
-        fsync_path(uri / "data")

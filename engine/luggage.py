@@ -9,7 +9,8 @@ from typing import Any, get_args
 import orjson
 
 from undertow.engine.departures import Move, MoveError, NotYet, move_of
-from undertow.engine.journal import LANCE_ERRORS, Journal, Kind, Row
+from undertow.engine.journal import Journal, Kind, Row
+from undertow.engine.log_table import LANCE_ERRORS
 
 # what a tenant's log and memories are made of
 CONTENTS = tuple(kind for kind in get_args(Kind) if kind not in ("move", "tombstone", "epoch"))

@@ -85,7 +85,8 @@ class Tenant:
         self.records: list[bytes | Control | None] = []
         self.row_by_seq = array("q")
         self.seq_by_row = array("q")
-        self.keys: set[int] = set()
+        # By hash of a turn's dedupe key: its seq, also of a deleted one. About 100 bytes a turn.
+        self.keys: dict[int, int] = {}
         self.last_timestamp: dict[str, str] = {}
         self.thresholds_from: list[tuple[int, Thresholds]] = []
         # by id of an episode or fact: the last record that deletes or updates it
@@ -152,10 +153,10 @@ class Tenant:
         The caller appends the turn's vector to `turns_segment`, in the same order.
         """
         row = len(self.seq_by_row)
+        self.keys[key] = len(self.records)
         self.row_by_seq.append(row)
         self.seq_by_row.append(len(self.records))
         self.records.append(payload)
-        self.keys.add(key)
         if payload is None:
             self.counts["deleted"] += 1
         if timestamp is not None:

@@ -107,7 +107,7 @@ def child(task: dict[str, Any]) -> int:
     def say(line: dict[str, Any]) -> None:
         os.write(out, json.dumps(line).encode() + b"\n")  # what the kernel has taken outlives a kill
 
-    journal_module.COMMITS_PER_COMPACTION = task.get("commits_per_compaction", 256)
+    journal_module.COMMITS_PER_COMPACTION = task.get("commits_per_compaction", 16)
     if kill := task.get("kill"):
         arm(kill)
     if limit := task.get("file_size_limit_bytes"):

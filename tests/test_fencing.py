@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lance.optimize import Compaction
 
+from undertow.engine import journal as journal_module
 from undertow.engine import log_table
 from undertow.engine.fencing import MARK_LSN, Fences, Mark
 from undertow.engine.journal import Fenced, Journal, JournalError, Row, _to_rows, _to_table
@@ -335,6 +337,38 @@ def test_a_late_compaction_cannot_bring_rows_out_of_order(
         assert [r.payload for r in journal.read(tenant_keys=["t1"])] == [b"old 1", b"old 3", b"new 1"]
     new[0].purge()
     assert stored(store) == [*(f"old {n}" for n in range(4)), *(f"new {n}" for n in range(3))]
+
+
+def test_own_merges_are_not_taken_for_anothers_commits(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are some versions each; a look at them reads the whole log."""
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 4)
+    journal = Journal.open(store, writable=True)
+    version, looks = journal._table.version, Mock()
+    monkeypatch.setattr(Journal, "_look", looks)
+    for n in range(12):
+        journal.append([row(f"r{n}")])
+    assert journal._table.version == version + 12 + 3 * log_table.VERSIONS_PER_MERGE
+    looks.assert_not_called()
+    assert texts(journal) == stored(store) == [f"r{n}" for n in range(12)]
+
+
+def test_a_claim_in_the_middle_of_a_merge_is_seen(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 3)
+    commit, new = Compaction.commit, []
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(Compaction, "commit", commit)
+        new.append(taken_over(store))
+        return commit(*arguments)
+
+    old = Journal.open(store, writable=True)
+    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
+    for n in range(3):
+        old.append([row(f"r{n}")])  # acknowledged: committed before the claim
+    with pytest.raises(Fenced):
+        old.append([row("late")])
+    new[0].append([row("r3")])
+    assert stored(store) == texts(new[0]) == [f"r{n}" for n in range(4)]
 
 
 HOLDER = """

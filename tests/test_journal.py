@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lance
 import numpy as np
@@ -20,6 +21,7 @@ from lance.file import LanceFileReader
 from undertow.engine import journal as journal_module
 from undertow.engine import log_table
 from undertow.engine.journal import SCHEMA, Journal, JournalError, Kind, Row
+from undertow.engine.log_table import LogTable, _worth_merging
 from undertow.engine.store import FORMAT_VERSION, StoreError, StoreLocked, read_info
 
 DIM = 8
@@ -280,6 +282,7 @@ def test_compaction_keeps_order_and_content_and_bounds_the_files(
         assert one.vector is not None
         expected.append((n, "turn", one.tenant, one.seq, one.payload, one.vector.tobytes()))
         if n % 50 == 49:
+            journal.finish_tidying()
             most = max(most, len(files_in(store)))
     assert contents(journal) == expected
     key = journal.info.tenant_key("tenant 1")
@@ -298,7 +301,10 @@ def test_compaction_keeps_order_and_content_and_bounds_the_files(
 def test_rows_that_no_fragment_limit_holds_stay_in_order(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fragments fill up and are left alone; deletions in the middle and the last lsn survive."""
+    """Fragments fill up and are left alone; deletions in the middle and the last lsn survive.
+
+    The index covers all but less than a fragment's rows of older ones, and what has come since.
+    """
     monkeypatch.setattr(log_table, "ROWS_PER_FRAGMENT", 16)
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 7)
     journal = Journal.open(store, writable=True)
@@ -306,6 +312,10 @@ def test_rows_that_no_fragment_limit_holds_stay_in_order(
         journal.append([row(journal, "ann", 2 * n), row(journal, "bob", 2 * n + 1)])
         if n % 10 == 5:
             journal.delete_rows([2 * n - 7])
+        (index,) = journal._table._dataset.describe_indices()
+        assert journal.row_count - index.num_rows_indexed < 16 + 2 * 7
+    stored = journal._table.scanner(["lsn"]).to_table()["lsn"].to_pylist()
+    assert stored == sorted(stored), "nothing has to be sorted to be read"
     journal.close()
     gone = {2 * n - 7 for n in range(100) if n % 10 == 5}
     again = Journal.open(store, writable=True)
@@ -316,15 +326,47 @@ def test_rows_that_no_fragment_limit_holds_stay_in_order(
     again.close()
 
 
+@pytest.mark.parametrize(
+    ("rows", "merged"),
+    [
+        ({}, set()),
+        ({7: 5}, {7}),
+        ({1: 100, 2: 9, 3: 10, 7: 10}, {2, 3, 7}),
+        ({1: 29, 2: 9, 3: 10, 7: 10}, {1, 2, 3, 7}),
+        ({1: 5, 2: 21, 3: 10, 7: 10}, {3, 7}),
+    ],
+)
+def test_the_newest_fragments_are_merged_up_to_one_larger_than_all_behind_it(
+    rows: dict[int, int], merged: set[int]
+) -> None:
+    assert _worth_merging(rows) == merged
+
+
+def test_an_index_that_a_kill_has_left_out_is_made_by_a_compaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lance.LanceDataset, "create_scalar_index", Mock(side_effect=KeyboardInterrupt))
+        Journal.create(tmp_path, DIM, {})
+    Journal.create(tmp_path, DIM, {})
+    journal = Journal.open(tmp_path, writable=True)
+    journal.append([row(journal, "ann", 0)])
+    assert not journal._table._dataset.describe_indices()
+    journal.compact()
+    assert len(journal._table._dataset.describe_indices()) == 1
+    assert [r.seq for r in journal.read(tenant_keys=[journal.info.tenant_key("ann")])] == [0]
+    journal.close()
+
+
 def test_a_compaction_that_fails_does_not_undo_the_append(
     journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_: Journal) -> None:
+    def full(_: LogTable) -> int:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 2)
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "compact", full)
+        patched.setattr(LogTable, "tidy", full)
         for seq in range(3):
             journal.append([row(journal, "ann", seq)])
     assert "cannot compact" in caplog.text

@@ -108,7 +108,8 @@ def test_kills_in_a_row_at_random_moments(
         ("append", 2, True, False),
         ("append", 20, False, True),
         ("_merge_fragments", 2, True, True),
-        ("compact", 3, True, False),
+        ("_tidy", 3, True, False),
+        ("drop_old_versions", 1, True, True),
     ],
 )
 def test_kills_at_the_edges_of_a_commit(

@@ -137,6 +137,7 @@ def test_compaction_bounds_the_files(store: Place, monkeypatch: pytest.MonkeyPat
     journal = Journal.open(store, writable=True)
     for n in range(41):
         journal.append([row(f"r{n}")])
+    journal.finish_tidying()
     assert texts(journal) == [f"r{n}" for n in range(41)]
     assert len(store.list("journal.lance/data")) < 15
     assert journal.next_lsn == 41

@@ -28,6 +28,7 @@ from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
 from undertow.engine.departures import Moved
 from undertow.engine.engine import Engine
+from undertow.engine.erasure import Certificate
 from undertow.engine.journal import Fenced, Journal, JournalError
 from undertow.engine.model import Turn, UndertowError
 from undertow.engine.place import Place, StoreError
@@ -218,6 +219,35 @@ def test_repeated_calls_change_nothing(shard: Shard) -> None:
     assert repeated.rows_removed == certificate.rows_removed
     with pytest.raises(UnknownTenant):
         shard.erase("ann").result(SOON_S)
+
+
+def test_erasures_that_wait_share_a_purge(root: Place, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Sender(shard)
+    for n, name in enumerate(("ann", "bob", "cy"), 1):
+        sender.add([turn_of(name, seq, f"words of {name}") for seq in range(n)])
+    purges: list[set[str]] = []
+    purge = Engine.purge
+
+    def counted(engine: Engine) -> dict[str, Certificate]:
+        certificates = purge(engine)
+        purges.append(set(certificates))
+        return certificates
+
+    monkeypatch.setattr(Engine, "purge", counted)
+    go = threading.Event()
+    holding = shard._keeper.ask_without(lambda: go.wait(SOON_S))
+    erasing = [shard.erase(name, now=True) for name in ("ann", "bob")]
+    unknown = shard.erase("nobody", now=True)
+    erasing.append(shard.erase("cy", now=True))
+    go.set()
+    assert holding.result(SOON_S)
+    certificates = [call.result(SOON_S) for call in erasing]
+    with pytest.raises(UnknownTenant):
+        unknown.result(SOON_S)
+    assert purges == [{c.tenant_key for c in certificates if c is not None}]
+    assert [c.turns_removed for c in certificates if c is not None] == [1, 2, 3]
+    assert not bytes_hold(Path(str(root)), "words of")
+    assert shard.erase("nobody", now=True, again=True).result(SOON_S) is None
 
 
 def test_repeated_updates_are_made_once(shard: Shard) -> None:

@@ -172,8 +172,23 @@ class Shard(ShardTenancy):
         return self._ask(flushed, wait=True)
 
     def erase(self, tenant: str, *, now: bool = False, again: bool = False) -> Future[Certificate | None]:
-        """As Engine.erase, its parked turns included. `again`: the call is a repeat."""
-        return self._ask(lambda engine: self._erase(engine, tenant, now, again))
+        """As Engine.erase, its parked turns included. `again`: the call is a repeat.
+
+        A purge rewrites files of the whole store, so it is one for all erasures that wait for it.
+        """
+        if not now:
+            return self._ask(lambda engine: self._bury(engine, tenant, again))
+        buried: list[bool] = []
+
+        def erased(engine: Engine) -> tuple[Certificate | None] | None:
+            if buried:
+                self._checked(tenant)
+                return (self._housing.certificate(tenant),)
+            self._bury(engine, tenant, again)
+            buried.append(True)
+            return None  # the others that have come by now are buried first
+
+        return _unwrapped(self._ask(erased, wait=True))
 
     def stats(self) -> Future[dict[str, int]]:
         """As Engine.stats."""
@@ -325,18 +340,34 @@ class Shard(ShardTenancy):
         holder = self._housing.holder(memory_id, tenant)
         return None if holder is None else act(memory_id, tenant=self._checked(holder))
 
-    def _erase(self, engine: Engine, tenant: str, now: bool, again: bool) -> Certificate | None:
+    def _bury(self, engine: Engine, tenant: str, again: bool) -> None:
         self._checked(tenant)
         self._call_off_imports(tenant)
         self._answers.forget(tenant)
         self._housing.parking.forget(tenant)
         if again and tenant not in engine.tenants:
-            return self._housing.certificate(tenant) if now else None
+            return
         for call in self._keeper.calls:
             call.withdraw(tenant, (Status.STORED, None, None, None))
-        return engine.erase(tenant, now=now)
+        engine.erase(tenant)
 
     def _drained(self, engine: Engine) -> bool | None:
         if engine.server_lost:
             return False
         return not engine.scheduler.blocked if engine.idle and not self._keeper.calls else None
+
+
+def _unwrapped(wrapped: Future[tuple[T]]) -> Future[T]:
+    """What stands in the tuple: of calls that wait, for which None means "not yet", but may give None."""
+    future: Future[T] = Future()
+
+    def hand_on(done: Future[tuple[T]]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if (error := done.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(done.result()[0])
+
+    wrapped.add_done_callback(hand_on)
+    return future
