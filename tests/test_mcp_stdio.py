@@ -170,7 +170,7 @@ def test_a_store_that_a_service_has_open_is_refused(running: Running) -> None:
     [
         ([], "give --url URL"),
         (["--url", "http://h", "--store", "s"], "give --url URL"),
-        (["--url", "h:80"], "such as http://localhost:8000"),
+        (["--url", "h:80"], "such as http://localhost:8080"),
         (["--url", "http://h", "--tenant", ""], "tenant's name"),
         (["--url", "http://h", "--llm", "off"], "go with --store"),
         (["--store", "s", "--key-file", "k"], "goes with --url"),

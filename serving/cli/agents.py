@@ -21,7 +21,7 @@ KEY_VARIABLE = "UNDERTOW_API_KEY"
 
 def mcp(
     url: Annotated[
-        str | None, typer.Option("--url", help="A service's URL, such as http://localhost:8000.")
+        str | None, typer.Option("--url", help="A service's URL, such as http://localhost:8080.")
     ] = None,
     key_file: Annotated[
         Path | None,

@@ -19,7 +19,7 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", min=0, max=65_535, help="0: one that is free, which is told.")
-    ] = 8000,
+    ] = 8080,
     keys: Annotated[
         Path | None,
         typer.Option("--keys", metavar="FILE", help="The key file; left out: keys.json in the store."),
