@@ -55,11 +55,11 @@ def test_a_remote_service_s_tools(running: Running, tmp_path: Path, mode: str) -
     async def story(client: Client) -> None:
         assert {tool.name for tool in (await client.list_tools()).tools} == EVERY_TOOL
         added = await done(client, "add_memory", tenant="ann", text=BOAT)
-        found = await done(client, "search_memories", tenant="ann", query=BOAT, limit=1)
+        found = await done(client, "search_memories", tenant="ann", query=BOAT, top_k=1)
         assert found["memories"][0]["memory"] == f"user: {BOAT}"
         memory = added["results"][0]["id"]
         assert "may not do this" in await refused(client, "get_memory", tenant="eve", memory_id=memory)
-        assert "limit:" in await refused(client, "search_memories", tenant="ann", query="x", limit=0)
+        assert "top_k:" in await refused(client, "search_memories", tenant="ann", query="x", top_k=0)
 
     file = tmp_path / "key"
     file.write_text(running.key(tenants=("ann",)) + "\n")
