@@ -258,7 +258,8 @@ def test_who_gives_up_ends_the_request_at_the_server() -> None:
 
 
 def test_errors_can_be_sent_from_a_shard() -> None:
-    for error in (BadReply("it was empty", Usage(1, 2, 3, 4)), BrokenOff("gone", Usage(1)), UnknownTicket("gone")):
+    bad, broken = BadReply("it was empty", Usage(1, 2, 3, 4)), BrokenOff("gone", Usage(1))
+    for error in (bad, broken, UnknownTicket("gone")):
         sent = pickle.loads(pickle.dumps(error))
         assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
 
