@@ -10,7 +10,7 @@ from undertow.kernels.arena import Arena
 from undertow.kernels.gate import make_gate
 from undertow.kernels.topk import top_k_many
 
-TEXTS = ("Nobody has said this.", "Nor has anybody said that, in so many words or in others.")
+TEXTS = ("Nobody has said this.", "Nor has anybody said that, at any other time or in any other place.")
 
 
 class WarmUpFailed(UndertowError):

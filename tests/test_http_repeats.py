@@ -46,6 +46,8 @@ def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
         assert not anew.again
         # what an erasure has forgotten does not come back with the end of a request that was under way
         await now.keep(begun, given)
+        with pytest.raises(Problem, match="under way"):
+            await now.begin(MARK, "key", REQUEST)
         await now.forget("key")
         await now.keep(anew, given)
         assert isinstance(await now.begin(MARK, "key", REQUEST), Begun)
