@@ -117,7 +117,7 @@ def test_a_store_without_a_service_keeps_what_was_answered(tmp_path: Path) -> No
 def test_nothing_but_the_protocol_is_on_standard_output(running: Running) -> None:
     hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
     wrong = {"name": "get_memory", "arguments": {}}
-    with started("--url", running.url, "--tenant", "ann") as process:
+    with started("--url", running.url, "--tenant", "ann", key=running.key()) as process:
         ask(process, 1, "initialize", hello)
         assert ask(process, 2, "tools/call", wrong)["isError"]
         assert process.stdin is not None and process.stdout is not None
@@ -129,11 +129,11 @@ def test_nothing_but_the_protocol_is_on_standard_output(running: Running) -> Non
     assert process.returncode == 0
 
 
-def started(*args: str) -> subprocess.Popen[str]:
+def started(*args: str, key: str = "") -> subprocess.Popen[str]:
     """`undertow mcp ARGS`, to be spoken to in lines."""
     return subprocess.Popen(
         [*PROGRAM, "mcp", *args],
-        env={**os.environ, **ENV},
+        env={**os.environ, **ENV, KEY_VARIABLE: key},
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
