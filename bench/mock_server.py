@@ -229,22 +229,40 @@ def spawn_server(**options: float | str | bool) -> Iterator[str]:
         process.wait()
 
 
-Rate = Annotated[float, typer.Option(min=0.0, max=1.0)]
+def _share(words: str) -> Any:
+    return typer.Option(min=0.0, max=1.0, help=words)
+
+
+def _milliseconds(words: str) -> Any:
+    return typer.Option(min=0.0, help=words)
 
 
 def main(
-    port: int = 0,
-    latency_ms: float = 0.0,
-    jitter_ms: float = 0.0,
-    refusal_rate: Rate = 0.0,
-    error_rate: Rate = 0.0,
-    empty_rate: Rate = 0.0,
-    malformed_rate: Rate = 0.0,
-    malformed_sticky: bool = False,
-    context_tokens: int = 0,
-    api_key: str | None = None,
-    piece_ms: float = 0.0,
-    seed: int = 0,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: one that is free; it is printed.")] = 0,
+    latency_ms: Annotated[float, _milliseconds("Before each reply.")] = 0.0,
+    jitter_ms: Annotated[float, _milliseconds("On top of that, at most; how much is the request's.")] = 0.0,
+    refusal_rate: Annotated[float, _share("Share of replies that say no: a merge is refused.")] = 0.0,
+    error_rate: Annotated[
+        float,
+        _share(
+            "Share of requests that get 500, 503, 429 or a broken connection; tried again, they end well."
+        ),
+    ] = 0.0,
+    empty_rate: Annotated[float, _share("Share of replies whose lists are empty: no facts.")] = 0.0,
+    malformed_rate: Annotated[
+        float, _share("Share of replies that break their schema; their repairs do not.")
+    ] = 0.0,
+    malformed_sticky: Annotated[
+        bool, typer.Option("--malformed-sticky", help="The repairs break it too.")
+    ] = False,
+    context_tokens: Annotated[
+        int, typer.Option(min=0, help="Longer prompts, with the reply's room, get 400. 0: no limit.")
+    ] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(help="Who brings another, or none, gets 401. Left out: all may ask.")
+    ] = None,
+    piece_ms: Annotated[float, _milliseconds("Between two words of a streamed reply.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Decides which replies and requests are struck.")] = 0,
 ) -> None:
     """Serve the mock LLM on 127.0.0.1 until terminated; port 0 takes a free one."""
     replies = MockReplies(seed, refusal_rate, empty_rate, malformed_rate, malformed_sticky)

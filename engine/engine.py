@@ -20,7 +20,7 @@ from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, JournalError, Row
-from undertow.engine.llm import Completion, LLMClient, OnText, OpenAILLM
+from undertow.engine.llm import BadReply, BrokenOff, Completion, LLMClient, OnText, OpenAILLM
 from undertow.engine.metadata import Where
 from undertow.engine.model import (
     BadInput,
@@ -437,13 +437,20 @@ class Engine(Tenancy):
             self._llm.cancel(asked.call)
 
     def heard(self, asked: Asked) -> Answer | None:
-        """The answer to what was asked; None: not yet. UndertowError, BadReply, ServerRefused."""
+        """The answer to what was asked; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
+
+        Metered, also where no answer came of it.
+        """
         if not asked.call.done():
             if self._llm is not None and self.server_lost:
                 self._llm.cancel(asked.call)
                 raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
             return None
-        completion = asked.call.result()
+        try:
+            completion = asked.call.result()
+        except (BadReply, BrokenOff) as failed:  # it has cost what it has cost
+            self._meter_query(asked.tenant, failed.usage)
+            raise
         self._meter_query(asked.tenant, completion.usage)
         return Answer(str(completion.reply), asked.found, completion.usage)
 

@@ -233,7 +233,8 @@ class OpenAILLM:
             except Trouble as trouble:
                 self._last_error = str(trouble)
                 if job.begun:
-                    raise BrokenOff(f"the answer broke off in the middle: {trouble}. Ask again.") from trouble
+                    words = f"the answer broke off in the middle: {trouble}. Ask again."
+                    raise BrokenOff(words, spent + Usage(calls=1)) from trouble
                 wait_s = self._wait_s(attempt, trouble)
                 log.debug("%s; next attempt in %.2f s", trouble, wait_s)
             except Rejected as rejection:

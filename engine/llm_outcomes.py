@@ -18,6 +18,7 @@ from undertow.prompts import Prompt
 from undertow.prompts.replies import Reply
 
 SHOWN_ERROR_CHARS = 300
+NOTHING = Usage()
 
 OnCall = Callable[[str, str, float, float, Usage, str], None]
 """(tenant, operation, started_s, ended_s, usage, outcome) of one HTTP request, from the client's
@@ -45,7 +46,17 @@ class ServerRefused(UndertowError):
 
 
 class BrokenOff(UndertowError):
-    """An answer broke off in the middle; the pieces that were told are no answer."""
+    """An answer broke off in the middle; the pieces that were told are no answer.
+
+    `usage`: what is known of its cost, which a server tells at the end of a reply.
+    """
+
+    def __init__(self, reason: str, usage: Usage = NOTHING) -> None:
+        super().__init__(reason, usage)  # as they stand here, it can be sent from a shard
+        self.usage = usage
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Trouble(Exception):

@@ -10,6 +10,7 @@ its erasure. Every field is of a bounded length, and so is the line: at most `LI
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -26,6 +27,8 @@ import orjson
 
 from undertow.engine.model import UndertowError
 from undertow.engine.place import fsync_path, make_folder
+
+log = logging.getLogger(__name__)
 
 FILE_NAME = "audit.jsonl"
 LINE_BYTES = 2_048
@@ -91,17 +94,17 @@ class AuditLog:
     def act(self, act: str, by: str, **known: Any) -> Iterator[Entry]:
         """Around an act: says that it begins, then that it is done, or that it failed and by which exception.
 
-        `known`: further fields of Entry. AuditError before the act, which then must not happen, or after it.
-        ValueError for a field that could hold content.
+        `known`: further fields of Entry. AuditError before the act, which then must not happen. ValueError
+        for a field that could hold content.
         """
         entry = Entry(act, by, **known)
         self.write(entry, Outcome.BEGUN)
         try:
             yield entry
         except BaseException as error:
-            self.write(entry, Outcome.FAILED, error=type(error).__name__)
+            self.write_end(entry, Outcome.FAILED, error=type(error).__name__)
             raise
-        self.write(entry, Outcome.DONE)
+        self.write_end(entry, Outcome.DONE)
 
     def refused(self, act: str, by: str, **known: Any) -> None:
         """Somebody asked for an act that he may not do. AuditError, ValueError."""
@@ -130,6 +133,18 @@ class AuditLog:
                     f"cannot write {self._path}: {trouble.strerror}. "
                     "Check the path, its rights and the disk's space."
                 ) from trouble
+
+    def write_end(self, entry: Entry, outcome: Outcome, *, error: str | None = None) -> None:
+        """The line of an act that has ended. Where it cannot be written, the process's own log says so.
+
+        What was done is done, and who asked for it is to be told that: a certificate, or a key that is shown
+        once, must not be lost for this. In the audit log the act then has no end, as after a kill.
+        """
+        try:
+            self.write(entry, outcome, error=error)
+        except AuditError as trouble:
+            told = (entry.act_id, entry.act, outcome.value, trouble.__cause__)
+            log.error("the audit log does not say how act %s (%s) ended, which is %s: %s", *told)
 
     def close(self) -> None:
         with self._writing:

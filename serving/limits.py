@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
 from filelock import FileLock, Timeout
@@ -25,12 +26,22 @@ from undertow.engine.place import make_folder, remove_drafts, replace_file
 from undertow.serving.key_file import KEY_ID, utc_now
 from undertow.serving.principal import Principal
 
+if TYPE_CHECKING:
+    from undertow.engine.config import Settings
+
 log = logging.getLogger(__name__)
 
 NS_PER_S = 1_000_000_000
 MOST_BUCKETS = 65_536
 SAVE_EVERY_S = 1.0
+# an answer is one call of the LLM, repeated once where the reply was of no use
+CALLS_AN_ANSWER = 2
 MODE = 0o600
+
+
+def answer_tokens(engine: Settings) -> int:
+    """The most that one answer may take of an LLM, and what a budget must have left for it."""
+    return CALLS_AN_ANSWER * engine.context_tokens
 
 
 class SpendingError(UndertowError):

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 import sys
-import traceback
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
 from undertow.engine.place import StoreError
+from undertow.serving.failures import places
 
 OURS = "undertow"
-PLACES = 8
 
 
 class JSONLines(logging.Formatter):
@@ -31,8 +30,8 @@ class JSONLines(logging.Formatter):
             "logger": record.name,
             "message": _words(record),
         }
-        if record.exc_info and record.exc_info[1] is not None:
-            line |= _failure(record.exc_info[1])
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            line |= {"error": type(error).__name__, "at": places(error)}
         return orjson.dumps(line | getattr(record, "fields", {}), default=str).decode()
 
 
@@ -59,9 +58,3 @@ def _quotable(value: object) -> object:
     if isinstance(value, BaseException) and not isinstance(value, StoreError):
         return type(value).__name__
     return value
-
-
-def _failure(error: BaseException) -> dict[str, Any]:
-    frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
-    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
-    return {"error": type(error).__name__, "at": places}

@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
@@ -23,6 +30,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REFUSALS = frozenset({401, 403, 408, 413, 429, 503})
 
 Status = Mapping[str, Mapping[str, Any]]
+
+# of each counter and histogram a second series, with the moment when it was made: nobody asks for it
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class HTTPMetrics:

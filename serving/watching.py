@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from undertow.serving.http.front import FRONT
+from undertow.serving.http.front import FRONT, TENANT
 from undertow.serving.http.problems import SLUG
 from undertow.serving.metrics import HTTPMetrics
 from undertow.serving.tracing import RequestSpan, Tracing
@@ -88,7 +88,7 @@ class Watch:
     def _served(self, scope: Scope, answer: _Answer, seconds: float) -> Served:
         asked = scope.get(FRONT)
         principal = None if asked is None else asked.principal
-        tenant = scope.get("path_params", {}).get("tenant")
+        tenant = scope.get(TENANT)
         return Served(
             method=_method(scope),
             route=getattr(scope.get("route"), "path", UNMATCHED),

@@ -258,7 +258,8 @@ def test_who_gives_up_ends_the_request_at_the_server() -> None:
 
 
 def test_errors_can_be_sent_from_a_shard() -> None:
-    for error in (BadReply("it was empty", Usage(1, 2, 3, 4)), BrokenOff("gone"), UnknownTicket("gone")):
+    bad, broken = BadReply("it was empty", Usage(1, 2, 3, 4)), BrokenOff("gone", Usage(1))
+    for error in (bad, broken, UnknownTicket("gone")):
         sent = pickle.loads(pickle.dumps(error))
         assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
 
@@ -437,6 +438,7 @@ def test_errors_come_where_the_pieces_end(tmp_path: Path) -> None:
                     async for piece in memories.answer_stream("ann", "Where?"):
                         pieces.append(piece)
                 assert pieces == ["Ann sails"]
+                assert (await memories.usage("ann"))["answer"]["calls"] == 1
                 with pytest.raises(UnknownTenant):
                     await anext(memories.answer_stream("nobody", "Where?"))
                 with pytest.raises(ValueError, match="empty"):

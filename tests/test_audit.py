@@ -186,6 +186,23 @@ def test_an_act_that_cannot_be_written_down_is_not_begun(path: Path) -> None:
     assert not done
 
 
+def test_an_act_that_was_done_stays_done_where_its_end_cannot_be_written(
+    log: AuditLog, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil() -> None:
+        path.rename(path.with_name("moved"))
+        path.mkdir()
+
+    with log.act("erase", KEY) as entry:
+        spoil()
+    assert f"act {entry.act_id} (erase) ended, which is done" in caplog.text
+    path.rmdir()
+    with pytest.raises(RuntimeError, match="the disk"), log.act("erase", KEY):
+        spoil()
+        raise RuntimeError("the disk")
+    assert "which is failed" in caplog.text
+
+
 FULL = """
 import resource, signal, sys
 from pathlib import Path

@@ -99,7 +99,29 @@ def test_the_list_shows_no_secret_and_no_digest(file: Path) -> None:
         shown = run("keys", "list", "--keys", file, *args).out
         assert made.doc["id"] in shown and "ada" in shown and "erase" in shown
         assert kept.digest[:16] not in shown and made.doc["key"][16:] not in shown
-    assert run("keys", "list", "--keys", file.with_name("none.json"), "--json").lines == []
+
+
+def test_keys_of_a_store_that_is_not_there_are_not_none(tmp_path: Path) -> None:
+    for args in (("list",), ("rotate", "0" * 12), ("revoke", "0" * 12)):
+        for where in (("--store", tmp_path / "typo"), ("--keys", tmp_path / "none.json")):
+            done = run("keys", *args, *where)
+            assert (done.code, done.out) == (1, "")
+            assert f"Check {where[0]}" in done.err and "undertow keys create" in done.err
+    store = tmp_path / "store"
+    log = write_log(tmp_path / "log.jsonl", conversation("bo", 1))
+    assert run("ingest", log, "--store", store, "--llm", "off").code == 0
+    assert run("keys", "list", "--store", store, "--json").lines == []
+
+
+def test_a_budget_without_room_for_an_answer_is_told(file: Path) -> None:
+    def told(tokens: str, *scopes: str) -> str:
+        named = [part for scope in scopes for part in ("--scope", scope)]
+        done = run("keys", "create", "--keys", file, "--all-tenants", *named, "--tokens-per-day", tokens)
+        assert done.code == 0
+        return done.err
+
+    assert "too few for any answer: each sets 16,384" in told("16383", "read")
+    assert "warning" not in told("16384", "read") + told("100", "write") + told("0", "read")
 
 
 def test_what_is_done_to_keys_is_audited(tmp_path: Path, file: Path) -> None:

@@ -333,10 +333,10 @@ def test_an_export_that_is_cut_off_is_an_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "localhost:8000", "ftp://host", "http://", "http://h/?a=b", "http://[::1"]
+    "url", ["", "localhost:8080", "ftp://host", "http://", "http://h/?a=b", "http://[::1"]
 )
 def test_a_wrong_url_is_told_at_once(kind: str, url: str) -> None:
-    with pytest.raises(ValueError, match="such as http://localhost:8000"):
+    with pytest.raises(ValueError, match="such as http://localhost:8080"):
         {"sync": Client, "async": AsyncClient}[kind](url)
 
 

@@ -108,7 +108,7 @@ def test_the_api_alone_can_be_reached_and_from_this_machine_alone(
 ) -> None:
     assert "ports" not in services["vllm"]
     (port,) = services["api"]["ports"]
-    assert port == f"127.0.0.1:8000:{options(services['api']['command'])['--port']}"
+    assert port == f"127.0.0.1:8080:{options(services['api']['command'])['--port']}"
     assert "network_mode" not in TEXT and "privileged" not in TEXT
 
 

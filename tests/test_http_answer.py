@@ -11,8 +11,9 @@ import httpx2
 import orjson
 import pytest
 
+from undertow.engine.cluster.housing import Parts
 from undertow.engine.engine import Answer
-from undertow.engine.llm_outcomes import BadReply
+from undertow.engine.llm_outcomes import BadReply, BrokenOff
 from undertow.engine.model import Usage
 from undertow.engine.retrieval import Found
 from undertow.serving.key_file import KeyFile
@@ -20,7 +21,7 @@ from undertow.serving.memories import Memories
 from undertow.serving.principal import Limits
 
 from .http_harness import Running, at, is_problem, said, serving
-from .llm_harness import wait_until
+from .llm_harness import completion, odd_server, wait_until
 
 COST = Usage(1, 700, 0, 50)
 ASK = {"question": "What of the boat?"}
@@ -125,6 +126,32 @@ def test_the_budget_is_charged_what_an_answer_took(tmp_path: Path) -> None:
         assert [event for event, _ in broken] == ["delta", "error"]
         assert broken[-1][1]["type"] == "urn:undertow:error:llm-reply"
         assert left(running, key) == 50_000 - 2_300
+
+
+def test_what_an_answer_has_cost_that_none_came_of_is_metered(tmp_path: Path) -> None:
+    """A reply that is empty, and so is its repair."""
+    empty = completion("", usage={"prompt_tokens": 70, "completion_tokens": 3})
+    with (
+        odd_server(lambda body, number: (200, empty)) as url,
+        serving(tmp_path, parts=Parts(), engine={"llm_url": url}) as running,
+    ):
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        client = running.client_of(key)
+        client.post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
+        is_problem(client.post(at("ann", "/answer"), json=ASK), 503, "llm-reply")
+        spent = client.get(at("ann", "/usage")).json()["answer"]
+        assert (spent["calls"], spent["prompt_tokens"], spent["completion_tokens"]) == (2, 140, 6)
+        assert left(running, key) == 50_000 - 146
+
+
+def test_what_is_known_of_a_broken_answer_is_charged(tmp_path: Path) -> None:
+    scripted = Scripted()
+    scripted.error = BrokenOff("the server has gone", Usage(1, 200, 0, 11))
+    with serving(tmp_path, wrap=scripted.around) as running:
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        broken = events(running.client_of(key).post(at("ann", "/answer"), json={**ASK, "stream": True}))
+        assert broken[-1][1]["type"] == "urn:undertow:error:llm-broke-off"
+        assert left(running, key) == 50_000 - 211
 
 
 def test_who_leaves_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:

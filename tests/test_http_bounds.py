@@ -158,7 +158,7 @@ def test_connections_above_the_bound_are_told_so(tmp_path: Path) -> None:
         assert one.socket.recv(65_536).startswith(b"HTTP/1.1 200")
         with Wire(running) as third:
             status, problem = third.heard()
-    assert (status, problem["type"]) == (503, "urn:undertow:error:connections")
+    assert (status, problem["type"]) == (429, "urn:undertow:error:connections")
 
 
 def test_a_get_with_a_large_body(running: Running, key: str) -> None:
@@ -226,7 +226,7 @@ def test_beyond_its_share_a_tenant_is_refused_at_once_and_others_are_not(tmp_pat
             assert two.get("/v1/stats").status_code == 200
             asking.ask(two, "bob")
             wait_until(lambda: held.begun == 4)
-            is_problem(two.get("/v1/stats"), 503, "overload")
+            is_problem(two.get("/v1/stats"), 429, "overload")
             assert two.get("/health/ready").status_code == 200
         finally:
             held.go.set()
@@ -253,8 +253,8 @@ def test_what_waits_for_an_llm_leaves_room_for_all_else(tmp_path: Path) -> None:
             asking.ask(client, "ann", "/flush")
             wait_until(lambda: held.begun == 1)
             for rest in ("/flush", "/answer"):
-                is_problem(client.post(at("bob", rest), json={"question": "x"}), 503, "long")
-            is_problem(client.get(at("ann", "/export")), 503, "long")
+                is_problem(client.post(at("bob", rest), json={"question": "x"}), 429, "long")
+            is_problem(client.get(at("ann", "/export")), 429, "long")
             assert client.post(at("ann", "/search"), json={"query": "x"}).status_code == 200
         finally:
             held.go.set()
@@ -289,7 +289,7 @@ def test_imports_under_way_are_few(tmp_path: Path) -> None:
         client = running.client()
         wire.head(running.key(), "Content-Length: 100", path=at("ann", "/import"))
         wait_until(lambda: running.service.load.under_way == 1)
-        is_problem(client.post(at("bob", "/import"), content=b"{}"), 503, "imports")
+        is_problem(client.post(at("bob", "/import"), content=b"{}"), 429, "imports")
         assert client.get("/v1/tenants").status_code == 200
 
 

@@ -90,6 +90,15 @@ def test_a_key_reaches_its_tenants_alone(running: Running) -> None:
     is_problem(named.get("/v1/stats"), 403, "forbidden")
 
 
+def test_a_method_that_is_not_known_is_a_problem_everywhere(running: Running) -> None:
+    client = running.client()
+    for path, allowed in (("/mcp", "POST"), ("/mcp/ann", "POST"), (at("ann", "/search"), "POST")):
+        for method in ("GET", "DELETE"):
+            refused = client.request(method, path)
+            is_problem(refused, 405)
+            assert refused.headers["allow"] == allowed
+
+
 def test_a_key_may_come_in_either_header(running: Running) -> None:
     client, key = running.client_of(None), running.key(Scope.READ)
     path = at("ann", "/memories/none")
@@ -141,12 +150,16 @@ def test_without_keys_only_this_machine_is_answered(tmp_path: Path) -> None:
         assert client.get("/v1/status").status_code == 200
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:1"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:80", "127.0.0.2", "127.9.9.9:1", "[::1]:8080", "LOCALHOST:1"]
+)
 def test_hosts_of_this_machine(host: str) -> None:
     assert OpenGuard().admit(Headers({"host": host})).key_id == "no-auth"
 
 
-@pytest.mark.parametrize("host", ["", "localhost.example", "[::2]", "127.0.0.1.example:80", "10.0.0.1"])
+@pytest.mark.parametrize(
+    "host", ["", "localhost.example", "[::2]", "127.0.0.1.example:80", "128.0.0.1", "10.0.0.1"]
+)
 def test_hosts_of_others(host: str) -> None:
     with pytest.raises(Problem):
         OpenGuard().admit(Headers({"host": host}))

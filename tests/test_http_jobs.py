@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ import pytest
 
 from undertow.engine.cluster.reach import ShardDown
 from undertow.engine.updates import Updated
+from undertow.serving.http.jobs import Job, Jobs
+from undertow.serving.http.problems import Problem
+from undertow.serving.http.settings import ServiceSettings
+from undertow.serving.http.state import State
 from undertow.serving.key_file import KeyFile
 from undertow.serving.memories import Memories
 from undertow.serving.principal import Scope
@@ -177,6 +183,106 @@ def test_a_job_under_a_key_is_one_job(client: httpx2.Client) -> None:
     assert again.headers["location"] == first.headers["location"]
     assert len(client.get(at("eve", "/jobs")).json()["results"]) == 1
     ended(client, first.headers["location"])
+
+
+def test_what_is_kept_of_a_request_does_not_name_its_tenant(running: Running, client: httpx2.Client) -> None:
+    add(client, "gil of note", "hi")
+    headers = {**ASYNC, "Idempotency-Key": "n-1"}
+    first = client.post(at("gil of note", "/flush"), headers=headers)
+    ended(client, first.headers["location"])
+    with closing(sqlite3.connect(running.folder / "service" / "service.sqlite3")) as db:
+        rows = [row for table in ("kept", "jobs") for row in db.execute(f"select * from {table}")]
+    assert "n-1" not in str(rows) and "gil" not in str(rows)
+    again = client.post(at("gil of note", "/flush"), headers=headers)
+    assert (
+        again.headers["location"]
+        == first.headers["location"]
+        == at("gil of note", f"/jobs/{first.json()['id']}")
+    )
+
+
+def test_an_erasure_that_is_repeated_under_its_key_erases_nothing_new(client: httpx2.Client) -> None:
+    key = {"Idempotency-Key": "e-1"}
+    add(client, "hal", "the boat")
+    first = client.delete(at("hal"), headers=key)
+    add(client, "hal", "the knee")
+    assert client.delete(at("hal"), headers=key).json() == first.json()
+    assert client.get(at("hal", "/stats")).json()["turns"] == 1
+    job = client.delete(at("hal"), headers={**ASYNC, "Idempotency-Key": "e-2"})
+    assert ended(client, job.headers["location"])["status"] == "done"
+    add(client, "hal", "the shed")
+    assert client.delete(at("hal"), headers={**ASYNC, "Idempotency-Key": "e-2"}).json() == job.json()
+    assert client.get(at("hal", "/stats")).json()["turns"] == 1
+
+
+def test_a_key_that_goes_with_its_tenant_waits_for_the_certificate(
+    running: Running, client: httpx2.Client
+) -> None:
+    add(client, "ida", "hi")
+    own = running.client(Scope.ERASE, tenants=("ida",))
+    refused = is_problem(own.delete(at("ida"), headers=ASYNC), 422, "input")
+    assert refused["errors"][0]["field"] == "Prefer"
+    assert own.delete(at("ida")).json()["turns_removed"] == 1
+
+
+class Late(Jobs):
+    """Begins its jobs when it is told to, as a busy event loop does."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.accepted: list[Job] = []
+
+    def _launch(self, job: Job) -> None:
+        self.accepted.append(job)
+
+    def begin(self) -> None:
+        for job in self.accepted:
+            super()._launch(job)
+
+
+def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    async def work(job: Job) -> dict[str, Any]:
+        done.append(job.tenant_key)
+        return {}
+
+    async def go(state: State) -> None:
+        jobs = Late(state, ServiceSettings())
+        await jobs.start({"flush": work, "import": work, "erase": work})
+        for key in ("ann", "bob"):
+            await jobs.accept("import", key, key, "k", b"body")
+        assert await jobs.forget("ann") == 1
+        jobs.begin()
+        while (await jobs.of_tenant("bob"))[0].status != "done":
+            await asyncio.sleep(0.001)
+        await jobs.stop()
+
+    state = State(tmp_path)
+    asyncio.run(go(state))
+    state.close()
+    assert done == ["bob"]
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_jobs_and_what_they_bring_are_bounded(tmp_path: Path) -> None:
+    async def go(state: State) -> None:
+        bounds = {"max_jobs": 3, "max_job_bytes": 2_048, "max_import_bytes": 2_048}
+        jobs = Late(state, ServiceSettings(**bounds))
+        await jobs.accept("import", "ann", "ann", "k", b"x" * 1_500)
+        with pytest.raises(Problem, match="imported") as full:
+            await jobs.accept("import", "bob", "bob", "k", b"x" * 600)
+        assert (full.value.status_code, full.value.headers) == (429, {"Retry-After": "5"})
+        await jobs.accept("import", "bob", "bob", "k", b"x" * 500)
+        await jobs.forget("ann")
+        await jobs.accept("import", "cyd", "cyd", "k", b"x" * 1_500)
+        await jobs.accept("flush", "dan", "dan", "k")
+        with pytest.raises(Problem, match="Too many jobs are open"):
+            await jobs.accept("flush", "eve", "eve", "k")
+
+    state = State(tmp_path)
+    asyncio.run(go(state))
+    state.close()
 
 
 def files_with(folder: Path, text: bytes) -> list[str]:

@@ -64,7 +64,7 @@ def test_a_turn_is_read_updated_and_deleted(client: httpx2.Client) -> None:
     one = at("cyd", f"/memories/{made['id']}")
     seen = client.get(one).json()
     assert (seen["id"], seen["kind"], seen["memory"]) == (made["id"], "turn", made["memory"])
-    assert (seen["session"], seen["metadata"], "tenant" in seen) == ("s", {"a": 1}, False)
+    assert (seen["session_id"], seen["metadata"], "tenant" in seen) == ("s", {"a": 1}, False)
     updated = client.put(one, json={"text": "the meeting is on friday"}).json()
     assert updated["event"] == "UPDATE"
     assert updated["id"] != made["id"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from undertow.engine.model import UndertowError
-from undertow.serving.http.once import Once, Response
+from undertow.serving.http.once import Begun, Once, Response
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.state import State, StateError
 from undertow.serving.memories import open_memories
@@ -22,13 +22,17 @@ MARK, OTHER, REQUEST = b"m" * 32, b"o" * 32, b"r" * 32
 def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
     async def go(state: State) -> None:
         killed, now = Once(state, 60.0), Once(state, 60.0)
-        assert await killed.begin(MARK, "key", REQUEST) is False
+        cut_off = await killed.begin(MARK, "key", REQUEST)
+        assert isinstance(cut_off, Begun)
+        assert not cut_off.again
         with pytest.raises(Problem) as under_way:
             await killed.begin(MARK, "key", REQUEST)
         assert (under_way.value.status_code, under_way.value.slug) == (409, "under-way")
-        assert await now.begin(MARK, "key", REQUEST) is True
+        begun = await now.begin(MARK, "key", REQUEST)
+        assert isinstance(begun, Begun)
+        assert begun.again
         given = Response(200, [(b"content-type", b"a/b"), (b"x-request-id", b"1")], bytearray(b"told"))
-        await now.keep(MARK, "key", REQUEST, given)
+        await now.keep(begun, given)
         again = await now.begin(MARK, "key", REQUEST)
         assert isinstance(again, Response)
         assert (again.status, bytes(again.body)) == (200, b"told")
@@ -37,7 +41,16 @@ def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
             await now.begin(MARK, "key", b"another")
         assert (other.value.status_code, other.value.slug) == (422, "idempotency-key-reused")
         await now.forget("key")
-        assert await now.begin(MARK, "key", REQUEST) is False
+        anew = await now.begin(MARK, "key", REQUEST)
+        assert isinstance(anew, Begun)
+        assert not anew.again
+        # what an erasure has forgotten does not come back with the end of a request that was under way
+        await now.keep(begun, given)
+        with pytest.raises(Problem, match="under way"):
+            await now.begin(MARK, "key", REQUEST)
+        await now.forget("key")
+        await now.keep(anew, given)
+        assert isinstance(await now.begin(MARK, "key", REQUEST), Begun)
 
     state = State(tmp_path)
     asyncio.run(go(state))
@@ -47,10 +60,13 @@ def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
 def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
     async def go(state: State) -> None:
         once = Once(state, 0.0)
-        assert await once.begin(MARK, None, REQUEST) is False
-        await once.keep(MARK, None, REQUEST, Response(200))
-        assert await once.begin(OTHER, None, REQUEST) is False
-        assert await once.begin(MARK, None, REQUEST) is False
+        begun = await once.begin(MARK, None, REQUEST)
+        assert isinstance(begun, Begun)
+        await once.keep(begun, Response(200))
+        for mark in (OTHER, MARK):
+            anew = await once.begin(mark, None, REQUEST)
+            assert isinstance(anew, Begun)
+            assert not anew.again
 
     state = State(tmp_path)
     asyncio.run(go(state))

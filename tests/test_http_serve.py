@@ -47,7 +47,7 @@ class Process:
         assert self.popen.stderr is not None
         for line in self.popen.stderr:
             self.said.append(line)
-            if found := re.search(r"Serving .* at (http://\S+)\. ", line):
+            if found := re.search(r"Ready on (http://\S+), ", line):
                 return found[1]
         raise AssertionError("".join(self.said))
 
@@ -172,6 +172,7 @@ def test_what_cannot_be_served(tmp_path: Path, options: tuple[str, ...], code: i
 
 def test_without_an_llm_an_answer_says_so(tmp_path: Path) -> None:
     with process(tmp_path, "--llm", "off") as service:
+        assert service.said[0].startswith("Starting: ")
         client = service.client(service.key())
         assert client.get("/health/ready").json() == {"status": "ok", "llm": "off"}
         client.post(at("ann", "/memories"), json={"messages": said("the boat is blue")})
@@ -200,6 +201,13 @@ def test_settings_of_the_environment_are_checked(tmp_path: Path) -> None:
     ran = run("serve", "--store", tmp_path, env={"UNDERTOW_SERVICE_MAX_REQUESTS": "5"})
     assert ran.code == 2
     assert "must be smaller than max_requests" in ran.err
+
+
+def test_a_setting_that_is_misspelt_is_refused_with_those_that_may_be_meant(tmp_path: Path) -> None:
+    ran = run("serve", "--store", tmp_path, env={"UNDERTOW_SERVICE_MAX_REQUEST": "5"})
+    assert ran.code == 2
+    assert "UNDERTOW_SERVICE_MAX_REQUEST is no setting" in ran.err
+    assert "UNDERTOW_SERVICE_MAX_REQUESTS" in ran.err
 
 
 def test_a_second_service_is_refused(tmp_path: Path) -> None:

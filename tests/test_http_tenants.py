@@ -78,6 +78,23 @@ def test_what_is_no_export(client: httpx2.Client, body: bytes) -> None:
     is_problem(client.get(at("nothing", "/stats")), 404, "unknown-tenant")
 
 
+def test_what_is_wrong_in_an_export_is_told_by_its_line_without_a_file(client: httpx2.Client) -> None:
+    first, *rest = exported(client, "ann")
+    turn = next(record for record in rest if record["kind"] == "turn")
+    turn["seq"] = -5
+    line = 2 + rest.index(turn)
+    body = b"\n".join(orjson.dumps(record) for record in (first, *rest))
+    problem = is_problem(client.post(at("nothing", "/import"), content=body), 422, "input")
+    assert problem["errors"][0]["field"] == f"line {line}, seq"
+    assert "file" not in problem["detail"] and "the rest is read" not in problem["detail"]
+    assert "leave the line out" not in problem["detail"]
+    wrong = {"messages": [{"role": "user", "content": 5}]}
+    told = is_problem(client.post(at("nothing", "/memories"), json=wrong), 422, "input")["detail"]
+    assert told.endswith("Correct it.")
+    broken = is_problem(client.post(at("nothing", "/import"), content=b'{"kind": "export"}\n{'), 422, "input")
+    assert broken["errors"][0]["field"] == "line 2"
+
+
 def test_every_turn_is_explained(client: httpx2.Client) -> None:
     whole = client.get(at("ann", "/explain")).json()
     assert [record["seq"] for record in whole["results"]] == list(range(24))

@@ -105,15 +105,19 @@ def test_a_request_is_one_line(tmp_path: Path) -> None:
         body = {"messages": said("hello")}
         assert client.post(at("ann", "/memories"), json=body, headers={"X-Request-Id": "r-1"}).is_success
         assert client.post(at("nobody", "/search"), json={"query": "x"}).status_code == 404
+        assert client.request("PATCH", at("a/b", "/search")).status_code == 405
+        assert client.post(at("a/b", "/search"), json={"query": "x"}).status_code == 404
         assert client.get("/health/live").is_success and client.get("/metrics").is_success
         assert service.service is not None
-        key = service.service.memories.tenant_key("ann")
-    added, missed = (line for line in lines(stream) if line["message"] == "request")
+        key, other = (service.service.memories.tenant_key(name) for name in ("ann", "a/b"))
+    added, missed, unknown, slashed = (line for line in lines(stream) if line["message"] == "request")
     assert added["request_id"] == "r-1" and added["route"] == "/v1/tenants/{tenant}/memories"
     assert (added["method"], added["status"], added["tenant"]) == ("POST", 200, key)
     assert added["ms"] > 0 and added["key_id"] and "problem" not in added
     assert (missed["status"], missed["problem"]) == (404, "unknown-tenant")
     assert missed["request_id"] and missed["tenant"] != key
+    assert (unknown["status"], unknown.get("tenant")) == (405, None), "no route has read its name"
+    assert slashed["tenant"] == other
 
 
 def test_no_secret_is_told_whatever_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_a_memory_s_life(running: Running, url: str, mode: str) -> None:
         assert (one["event"], one["memory"]) == ("ADD", f"user: {BOAT}")
         await done(client, "add_memory", **of, text="my knee hurts when I run")
 
-        found = await done(client, "search_memories", **of, query=BOAT, limit=1)
+        found = await done(client, "search_memories", **of, query=BOAT, top_k=1)
         assert [hit["id"] for hit in found["memories"]] == [one["id"]]
         about = await done(client, "search_memories", **of, query="knee", filters={"topic": "boat"})
         assert [hit["id"] for hit in about["memories"]] == [one["id"]]
@@ -178,7 +178,7 @@ def test_results_fit_their_schemas_and_mark_what_was_written_by_others(running: 
 def test_what_a_tool_cannot_take_is_told_by_name(running: Running, url: str) -> None:
     async def story(client: Client) -> None:
         ask = {"tenant": "ann", "query": "boat"}
-        assert "limit:" in await refused(client, "search_memories", **ask, limit=101)
+        assert "top_k:" in await refused(client, "search_memories", **ask, top_k=101)
         assert "kinds.0:" in await refused(client, "search_memories", **ask, kinds=["dream"])
         assert "user_id:" in await refused(client, "search_memories", **ask, user_id="ann")
         assert "since:" in await refused(client, "search_memories", **ask, since="some day")
@@ -287,7 +287,7 @@ def test_a_server_for_one_tenant_takes_no_other(running: Running, url: str, mode
         assert tools.keys() == TOOLS
         assert all("tenant" not in tool.input_schema["properties"] for tool in tools.values())
         await done(client, "add_memory", text=BOAT)
-        found = await done(client, "search_memories", query=BOAT, limit=1)
+        found = await done(client, "search_memories", query=BOAT, top_k=1)
         assert BOAT in found["memories"][0]["memory"]
         for tenant in ("eve", "acme/bob?"):
             assert "one tenant's" in await refused(client, "search_memories", query="oak", tenant=tenant)
@@ -316,7 +316,7 @@ def test_calls_side_by_side_each_have_their_own_answer(running: Running, url: st
             )
             assert [a["results"][0]["memory"] for a in added] == [f"user: {text}" for text in texts]
             found = await asyncio.gather(
-                *[done(client, "search_memories", tenant=tenant, query=text, limit=1) for text in texts]
+                *[done(client, "search_memories", tenant=tenant, query=text, top_k=1) for text in texts]
             )
             assert [f["memories"][0]["memory"] for f in found] == [f"user: {text}" for text in texts]
 

@@ -55,11 +55,11 @@ def test_a_remote_service_s_tools(running: Running, tmp_path: Path, mode: str) -
     async def story(client: Client) -> None:
         assert {tool.name for tool in (await client.list_tools()).tools} == EVERY_TOOL
         added = await done(client, "add_memory", tenant="ann", text=BOAT)
-        found = await done(client, "search_memories", tenant="ann", query=BOAT, limit=1)
+        found = await done(client, "search_memories", tenant="ann", query=BOAT, top_k=1)
         assert found["memories"][0]["memory"] == f"user: {BOAT}"
         memory = added["results"][0]["id"]
         assert "may not do this" in await refused(client, "get_memory", tenant="eve", memory_id=memory)
-        assert "limit:" in await refused(client, "search_memories", tenant="ann", query="x", limit=0)
+        assert "top_k:" in await refused(client, "search_memories", tenant="ann", query="x", top_k=0)
 
     file = tmp_path / "key"
     file.write_text(running.key(tenants=("ann",)) + "\n")
@@ -117,7 +117,7 @@ def test_a_store_without_a_service_keeps_what_was_answered(tmp_path: Path) -> No
 def test_nothing_but_the_protocol_is_on_standard_output(running: Running) -> None:
     hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
     wrong = {"name": "get_memory", "arguments": {}}
-    with started("--url", running.url, "--tenant", "ann") as process:
+    with started("--url", running.url, "--tenant", "ann", key=running.key()) as process:
         ask(process, 1, "initialize", hello)
         assert ask(process, 2, "tools/call", wrong)["isError"]
         assert process.stdin is not None and process.stdout is not None
@@ -129,11 +129,11 @@ def test_nothing_but_the_protocol_is_on_standard_output(running: Running) -> Non
     assert process.returncode == 0
 
 
-def started(*args: str) -> subprocess.Popen[str]:
+def started(*args: str, key: str = "") -> subprocess.Popen[str]:
     """`undertow mcp ARGS`, to be spoken to in lines."""
     return subprocess.Popen(
         [*PROGRAM, "mcp", *args],
-        env={**os.environ, **ENV},
+        env={**os.environ, **ENV, KEY_VARIABLE: key},
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -170,7 +170,7 @@ def test_a_store_that_a_service_has_open_is_refused(running: Running) -> None:
     [
         ([], "give --url URL"),
         (["--url", "http://h", "--store", "s"], "give --url URL"),
-        (["--url", "h:80"], "such as http://localhost:8000"),
+        (["--url", "h:80"], "such as http://localhost:8080"),
         (["--url", "http://h", "--tenant", ""], "tenant's name"),
         (["--url", "http://h", "--llm", "off"], "go with --store"),
         (["--store", "s", "--key-file", "k"], "goes with --url"),

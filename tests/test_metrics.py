@@ -100,8 +100,9 @@ def check_conventions(families: Iterable[Metric]) -> None:
         assert re.fullmatch(r"undertow_[a-z_]+", family.name)
         assert not re.search(r"_(ms|milliseconds|kb|mb|percent)$", family.name)
         assert family.documentation.endswith(".")
+        assert not family.name.endswith("_created")
         if family.type == "counter":
-            assert {s.name for s in family.samples} <= {f"{family.name}_total", f"{family.name}_created"}
+            assert {s.name for s in family.samples} <= {f"{family.name}_total"}
         if family.type == "histogram":
             assert family.name.endswith("_seconds")
             last: dict[Any, float] = {}

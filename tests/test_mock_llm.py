@@ -8,12 +8,13 @@ from concurrent.futures import CancelledError
 from typing import Any, Literal
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
-from undertow.bench.mock_server import spawn_server
+from undertow.bench.mock_server import main, spawn_server
 from undertow.engine.llm import BadReply
 from undertow.prompts import (
     Prompt,
@@ -189,6 +190,14 @@ def test_a_malformed_reply_is_repaired_unless_it_sticks() -> None:
             assert error.usage.calls == 2
             assert error.usage.prompt_tokens > 0
     assert llm.calls == {"episode": 2, "merge": 2, "refine": 2, "answer": 2}
+
+
+def test_every_option_of_the_server_says_what_it_does() -> None:
+    program = typer.Typer()
+    program.command()(main)
+    command: Any = typer.main.get_command(program)
+    assert len(command.params) > 10
+    assert all(option.help for option in command.params)
 
 
 def test_latency_cancel_and_close() -> None:

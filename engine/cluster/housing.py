@@ -31,6 +31,7 @@ from undertow.engine.tally import Tally
 from undertow.engine.tenants import ArenaFull
 from undertow.engine.trace import STEP, Observer, Trace
 from undertow.engine.updates import Updated, Wording
+from undertow.engine.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Housing:
         self._parts = parts
         self._life = life
         self._encoder: Encoder | None = None
+        self._warm = False
         self._tally = Tally()
         self.trace = Trace(observers=[self._tally, *parts.observers(settings)])
         self._parking: Parking | None = None
@@ -134,6 +136,9 @@ class Housing:
             self._encoder = self._parts.encoder(self._settings)
         engine = self._made(self._encoder, newest.hash_key)
         try:
+            if not self._warm:
+                warm_up(self._encoder, engine.arena)
+                self._warm = True
             self._moving = Moving(engine, self._shard, self.site.stores, newest)
             engine.resume()
             for tenant, why in self._faults.items():

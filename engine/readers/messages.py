@@ -119,7 +119,7 @@ def messages_of(raw: object, field: str, max_bytes: int | None) -> list[Message]
     if not isinstance(raw, (list, tuple)):
         raise BadField(field, f"must be a list, not {_kind(raw)}")
     if not raw:
-        raise BadField(field, "is empty", "Give at least one message, or leave the line out.")
+        raise BadField(field, "is empty", "Give at least one message, or leave it out.")
     messages: list[Message] = []
     try:
         for item in raw:

@@ -28,12 +28,14 @@ class Record:
     warnings: tuple[str, ...] = ()
 
 
+# what to do where a file is read, whose good lines are taken all the same
+READ_ON = "Correct it; the rest is read as it is."
+
+
 class BadField(ValueError):
     """One field that cannot be taken; whoever knows the file and the line makes a `BadInput` of it."""
 
-    def __init__(
-        self, field: str | None, reason: str, cure: str = "Correct it; the rest is read as it is."
-    ) -> None:
+    def __init__(self, field: str | None, reason: str, cure: str = READ_ON) -> None:
         super().__init__(reason)
         self.field, self.reason, self.cure = field, reason, cure
 

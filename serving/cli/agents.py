@@ -21,7 +21,7 @@ KEY_VARIABLE = "UNDERTOW_API_KEY"
 
 def mcp(
     url: Annotated[
-        str | None, typer.Option("--url", help="A service's URL, such as http://localhost:8000.")
+        str | None, typer.Option("--url", help="A service's URL, such as http://localhost:8080.")
     ] = None,
     key_file: Annotated[
         Path | None,
@@ -78,11 +78,16 @@ def key_of(file: Path | None) -> str | None:
 
 def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:
     from undertow.serving.client.service import checked_url, headers_of
-    from undertow.serving.mcp.stdio import serve_remote
+    from undertow.serving.mcp.stdio import serve_remote, wants_key
 
     with wrong_usage():
         checked_url(url)
         headers_of(key)
+    if key is None and asyncio.run(wants_key(url)):
+        raise WrongUsage(
+            f"{url} wants a key: set {KEY_VARIABLE} for this command, or give --key-file FILE. Where the "
+            "service runs, `undertow keys create` makes one."
+        )
     asyncio.run(serve_remote(url, key, tenant))
 
 

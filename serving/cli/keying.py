@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ import typer
 
 from undertow.engine.place import Place
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.opening import AsJson, place_of
+from undertow.serving.cli.opening import AsJson, place_of, settings_of
 from undertow.serving.cli.output import put_json, put_json_lines, put_table, put_text, say
 from undertow.serving.principal import Limits, Reach, Scope
 
@@ -83,6 +83,7 @@ def create(
         made = key_file.create(reach, scopes, label=label, limits=limits, expires_at=expires_at)
         entry.key_id = made.key.id
     put_secret(key_file, made, as_json=as_json)
+    _warn_of_budget(limits, scopes)
 
 
 @keys.command(name="list")
@@ -90,7 +91,7 @@ def list_(store: StoreOfKeys = None, file: Keys = None, as_json: AsJson = False)
     """List the keys, revoked and expired ones too, without their secrets."""
     from undertow.serving.key_file import describe, utc_now
 
-    found = list(key_file_of(store, file).read().values())
+    found = list(present_key_file(store, file).read().values())
     records = [describe(key, utc_now()) for key in found]
     if as_json:
         put_json_lines(records)
@@ -114,7 +115,7 @@ def rotate(
 
     With --grace-s 0 the earlier secrets end now, as after a leak.
     """
-    key_file = key_file_of(store, file)
+    key_file = present_key_file(store, file)
     key_file.require(key_id)
     with audited(key_file.path.parent, "keys.rotate", key_id=key_id):
         made = key_file.rotate(key_id, timedelta(seconds=grace_s))
@@ -128,7 +129,7 @@ def revoke(key_id: KeyId, store: StoreOfKeys = None, file: Keys = None, as_json:
     """End a key for good; a service that runs refuses it from its next request on."""
     from undertow.serving.key_file import describe, utc_now
 
-    key_file = key_file_of(store, file)
+    key_file = present_key_file(store, file)
     key_file.require(key_id)
     with audited(key_file.path.parent, "keys.revoke", key_id=key_id):
         key = key_file.revoke(key_id)
@@ -150,6 +151,34 @@ def key_file_of(store: Place | None, file: Path | None) -> KeyFile:
     if store.folder is None:
         raise WrongUsage(f"{store} is no folder, and keys lie in a file of this machine: give --keys FILE")
     return KeyFile(store.folder / FILE_NAME)
+
+
+def present_key_file(store: Place | None, file: Path | None) -> KeyFile:
+    """As `key_file_of`, of one that is there, or of a store that has no keys yet. KeyFileError."""
+    from undertow.engine.store import is_store
+    from undertow.serving.cli.shards import is_root
+    from undertow.serving.key_file import KeyFileError
+
+    key_file = key_file_of(store, file)
+    if key_file.path.exists() or (store is not None and (is_store(store) or is_root(store))):
+        return key_file
+    option = "--keys" if store is None else "--store"
+    raise KeyFileError(
+        f"there is no {key_file.path}. Check {option}; `undertow keys create` makes it, with its first key."
+    )
+
+
+def _warn_of_budget(limits: Limits, scopes: Iterable[Scope]) -> None:
+    """Say so where a key may ask for answers, and its budget has no room for a single one."""
+    from undertow.serving.limits import answer_tokens
+
+    if not limits.tokens_per_day or Scope.READ not in scopes:
+        return
+    if limits.tokens_per_day < (least := answer_tokens(settings_of())):
+        say(
+            f"warning: {limits.tokens_per_day:,} tokens a day are too few for any answer: each sets "
+            f"{least:,} aside first, by UNDERTOW_CONTEXT_TOKENS as it is here. Make another key with more."
+        )
 
 
 @contextmanager

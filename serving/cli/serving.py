@@ -19,7 +19,7 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", min=0, max=65_535, help="0: one that is free, which is told.")
-    ] = 8000,
+    ] = 8080,
     keys: Annotated[
         Path | None,
         typer.Option("--keys", metavar="FILE", help="The key file; left out: keys.json in the store."),
@@ -47,13 +47,7 @@ def serve(
     Without --ray the store is served by this process, which makes it if it is missing. With --ray a
     cluster's root is served by its shards.
     """
-    from undertow.engine.cluster.housing import Parts
-    from undertow.engine.process import settle_in
-    from undertow.serving.http.hosting import Files, run
     from undertow.serving.http.settings import ServiceSettings
-    from undertow.serving.logs import set_up
-    from undertow.serving.memories import open_memories
-    from undertow.serving.tracing import observers, tracing
 
     engine = settings_of(llm=llm, model=model, encoder=encoder)
     if ray is None and is_root(store):
@@ -64,16 +58,25 @@ def serve(
         raise WrongUsage("--keys and --insecure-no-auth exclude each other: leave one out")
     with wrong_usage("UNDERTOW_SERVICE_...:"):
         settings = ServiceSettings()
+    say(f"Starting: loading what serves {store}, then opening it. This takes a while.")
     check_settings(engine)
+
+    # not before the line above: torch alone takes seconds to load
+    from undertow.engine.cluster.housing import Parts
+    from undertow.engine.process import settle_in
+    from undertow.serving.http.hosting import Files, run
+    from undertow.serving.logs import set_up
+    from undertow.serving.memories import open_memories
+    from undertow.serving.tracing import observers, tracing
+
     set_up()
     # shards on other machines need OpenTelemetry only where something is traced
     parts = None if tracing() is None else Parts(observers=observers)
     settle_in()
-    say(f"Opening {store}; this takes a while.")
 
     def tell(at: int) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{at}"
-        say(f"Serving {store} at {url}. The API is described at {url}/docs and {url}/openapi.json.")
+        say(f"Ready on {url}, serving {store}. The API is described at {url}/docs and {url}/openapi.json.")
 
     run(
         lambda: open_memories(store, engine, ray=ray, shards=shards, parts=parts),

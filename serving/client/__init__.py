@@ -1,6 +1,6 @@
 """The Python client of the service: `Client`, `AsyncClient`, what they answer and what they raise.
 
-    with Client("http://localhost:8000", key) as client:
+    with Client("http://localhost:8080", key) as client:
         client.add("ann", "I signed up for the pottery course.")
         for hit in client.search("ann", "hobbies").results:
             print(hit.score, hit.memory)

@@ -12,9 +12,9 @@ def checked_url(url: str) -> str:
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL as error:
-        raise ValueError(f"{url!r} is no URL: {error}. Give one such as http://localhost:8000") from error
+        raise ValueError(f"{url!r} is no URL: {error}. Give one such as http://localhost:8080") from error
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-        raise ValueError(f"{url!r} is no service's URL; give one such as http://localhost:8000")
+        raise ValueError(f"{url!r} is no service's URL; give one such as http://localhost:8080")
     return url.rstrip("/")
 
 

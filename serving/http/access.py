@@ -24,7 +24,7 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
 from undertow.serving.http.bodies import bounded
-from undertow.serving.http.front import asked_of
+from undertow.serving.http.front import TENANT, asked_of
 from undertow.serving.http.load import Load
 from undertow.serving.http.once import KEY_HEADER, answer_once
 from undertow.serving.http.openapi import IDEMPOTENCY_KEY, documented, told
@@ -132,8 +132,7 @@ class GuardedRoute(APIRoute):
             await super().handle(scope, receive, send)
             return
         service: Service = scope["app"].state.service
-        scope["path_params"] = {name: decoded(name, text) for name, text in scope["path_params"].items()}
-        tenant: str | None = scope["path_params"].get("tenant")
+        tenant = decode_path(scope)
         principal = asked_of(scope).principal
         if principal is None or not self.access.allows(principal, tenant):
             await self._refuse(service, principal, tenant)
@@ -142,7 +141,8 @@ class GuardedRoute(APIRoute):
         with service.load.share(principal.key_id, tenant), self._room(service.load):
             within = bounded(receive, headers, *self._bounds(service.settings))
             if self.access.once and KEY_HEADER in headers:
-                await answer_once(service, principal, tenant, super().handle, scope, within, send)
+                erases = self.access.scope is Scope.ERASE
+                await answer_once(service, principal, tenant, erases, super().handle, scope, within, send)
             else:
                 await super().handle(scope, within, send)
 
@@ -165,6 +165,17 @@ class GuardedRoute(APIRoute):
             await asyncio.to_thread(service.audit.refused, self.access.act, principal.key_id, tenant_key=key)
         scope, reaches = self.access.scope, TOLD[self.access.reaches]
         raise Problem(403, "forbidden", FORBIDDEN.format(scope=scope and scope.value, reaches=reaches))
+
+
+def decode_path(scope: Connection) -> str | None:
+    """Put the parts of the path as they were meant in the place of those that were sent; the tenant's name.
+
+    From here on the access log knows the tenant too. Problem 422: a part cannot be meant for anything.
+    """
+    scope["path_params"] = {name: decoded(name, text) for name, text in scope["path_params"].items()}
+    tenant: str | None = scope["path_params"].get("tenant")
+    scope[TENANT] = tenant
+    return tenant
 
 
 def decoded(name: str, text: str) -> str:

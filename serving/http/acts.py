@@ -79,7 +79,7 @@ def parsed(body: bytes) -> list[dict[str, Any]]:
 
 def _bad_line(number: int, reason: str) -> InputError:
     cure = "Send what an export gave, one record a line. Nothing was stored."
-    return InputError(BadInput("import", number, f"line {number}", reason, cure))
+    return InputError(BadInput("import", number, None, reason, cure))
 
 
 async def erase(service: Service, tenant: str, by: str, *, job: Job | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.receipts import Parcel, Told
 from undertow.serving.http.service import Service
 from undertow.serving.http.turns import call_of, turns_of
-from undertow.serving.http.wire import AddedItem, AddRequest, AddResponse, Item, Lot
+from undertow.serving.http.wire.adding import AddedItem, AddRequest, AddResponse, Item, Lot
 from undertow.serving.principal import Scope
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])

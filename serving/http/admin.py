@@ -11,7 +11,7 @@ from undertow.serving.http.acts import certified
 from undertow.serving.http.audits import audited
 from undertow.serving.http.depends import Sender, Served
 from undertow.serving.http.service import Service
-from undertow.serving.http.wire import Purged, Replayed, TenantList
+from undertow.serving.http.wire.admin import Purged, Replayed, TenantList
 from undertow.serving.metrics import CONTENT_TYPE
 from undertow.serving.principal import Principal, Scope
 

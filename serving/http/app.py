@@ -31,7 +31,7 @@ from undertow.serving.http.service import Service
 from undertow.serving.http.settings import ServiceSettings
 from undertow.serving.http.state import State
 from undertow.serving.key_file import KeyFile
-from undertow.serving.limits import TokenBudgets
+from undertow.serving.limits import TokenBudgets, answer_tokens
 from undertow.serving.mcp.mounted import mcp_mounted
 from undertow.serving.metrics import HTTPMetrics
 from undertow.serving.tracing import Tracing
@@ -39,9 +39,6 @@ from undertow.serving.watching import Watch
 
 if TYPE_CHECKING:
     from undertow.serving.memories import Memories
-
-# an answer is one call of the LLM, repeated once where the reply was of no use
-CALLS_AN_ANSWER = 2
 
 
 def make_app(
@@ -76,7 +73,7 @@ def make_app(
         state=state,
         readiness=Readiness(memories, llm=engine.llm_url is not None),
         metrics=HTTPMetrics(),
-        answer_tokens=CALLS_AN_ANSWER * engine.context_tokens,
+        answer_tokens=answer_tokens(engine),
         max_message_bytes=engine.max_message_bytes,
     )
     app = FastAPI(

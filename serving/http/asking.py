@@ -15,7 +15,7 @@ from undertow.serving.http.access import GuardedRoute, needs
 from undertow.serving.http.budget import Spending
 from undertow.serving.http.depends import Sender, Served, Tenant
 from undertow.serving.http.problems import bad_field, problem_of
-from undertow.serving.http.wire import (
+from undertow.serving.http.wire.asking import (
     AnswerRequest,
     AnswerResponse,
     FoundMemory,

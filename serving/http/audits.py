@@ -14,13 +14,13 @@ from undertow.serving.principal import Principal
 async def audited(
     audit: AuditLog, act: str, sender: Principal | str, tenant_key: str | None = None
 ) -> AsyncIterator[Entry]:
-    """As AuditLog.act; `sender`: who has it done, or the id of the key. AuditError."""
+    """As AuditLog.act; `sender`: who has it done, or the id of the key. AuditError: it was not begun."""
     by = sender if isinstance(sender, str) else sender.key_id
     entry = Entry(act, by, tenant_key=tenant_key)
     await asyncio.to_thread(audit.write, entry, Outcome.BEGUN)
     try:
         yield entry
     except BaseException as error:
-        await asyncio.to_thread(audit.write, entry, Outcome.FAILED, error=type(error).__name__)
+        await asyncio.to_thread(audit.write_end, entry, Outcome.FAILED, error=type(error).__name__)
         raise
-    await asyncio.to_thread(audit.write, entry, Outcome.DONE)
+    await asyncio.to_thread(audit.write_end, entry, Outcome.DONE)

@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from undertow.engine.llm import BadReply
+from undertow.engine.llm import BadReply, BrokenOff
 from undertow.engine.model import Usage
 from undertow.serving.audit import WITHOUT_KEY
 from undertow.serving.http.problems import Problem
@@ -49,7 +49,7 @@ class Spending:
     ) -> None:
         if self._reservation is None:
             return
-        if isinstance(error, BadReply):
+        if isinstance(error, BadReply | BrokenOff):
             self.took(error.usage)
         failed = error is not None and isinstance(error, Exception)
         unknown = 0 if failed else self._tokens

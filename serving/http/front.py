@@ -6,6 +6,7 @@ becomes one problem. No key is needed for OPEN_PATHS alone.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from dataclasses import dataclass
@@ -15,15 +16,20 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from undertow.serving.http.problems import SLUG, problem_of, tell
+from undertow.serving.failures import tell
+from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.principal import Principal
 
 if TYPE_CHECKING:
     from undertow.serving.http.service import Service
 
+log = logging.getLogger(__name__)
+
 OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/openapi.json", "/docs"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 FRONT = "undertow.front"
+# in a request's scope: the tenant that it is about, once its name has been decoded
+TENANT = "undertow.tenant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class Front:
             await self._pass(scope, headers, request_id, receive, answer)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: its sender is told, others go on
             if answer.begun:  # all that can be done is to leave it cut off
-                tell(error)
+                tell(log, error)
             else:
                 problem = problem_of(error)
                 scope[SLUG] = problem.slug

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import Iterable
 from typing import Protocol
 
 from starlette.datastructures import Headers
@@ -19,7 +18,9 @@ log = logging.getLogger(__name__)
 
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 NO_KEY = "Send your key as Authorization: Bearer ut_... or as X-API-Key."
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+NOT_LOOPBACK = (
+    "Without keys, this service answers to localhost and the loopback addresses, 127.x.x.x and [::1]."
+)
 ANYONE = Principal(WITHOUT_KEY, "", Reach(all_tenants=True), frozenset(Scope), NO_LIMITS)
 
 
@@ -67,17 +68,12 @@ class OpenGuard:
     machine send it, by a name that leads here.
     """
 
-    def __init__(self, hosts: Iterable[str] = LOOPBACK_NAMES) -> None:
-        self._hosts = frozenset(hosts)
-
     def admit(self, headers: Headers) -> Principal:
         host = headers.get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         origin = headers.get("origin")
-        if name.lower() not in self._hosts or (origin is not None and origin.partition("//")[2] != host):
-            raise Problem(
-                403, "host", f"Without keys, this service answers to {', '.join(sorted(self._hosts))}."
-            )
+        if not is_loopback(name.lower()) or (origin is not None and origin.partition("//")[2] != host):
+            raise Problem(403, "host", NOT_LOOPBACK)
         return ANYONE
 
 
@@ -90,7 +86,7 @@ def key_text(headers: Headers) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen at reaches this machine alone."""
+    """Whether a host leads to this machine alone: by an address, not by a name that might lead elsewhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from undertow.serving.http.access import GuardedRoute, needs
 from undertow.serving.http.depends import Served
-from undertow.serving.http.wire import Health
+from undertow.serving.http.wire.service import Health
 
 router = APIRouter(route_class=GuardedRoute, tags=["health"])
 

@@ -78,6 +78,8 @@ class Jobs:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         # of each operation, so that flushes, which wait for the LLM, hold up no erasure
         self._places = {of: asyncio.Semaphore(settings.jobs_at_once) for of in get_args(Operation)}
+        # bytes of the bodies that lie in the state folder, by job
+        self._bodies: dict[str, int] = {}
         # whoever has one of a tenant's does so alone: its others of the operation take up no place meanwhile
         self._turns: WeakValueDictionary[tuple[Operation, str], asyncio.Lock] = WeakValueDictionary()
 
@@ -90,7 +92,9 @@ class Jobs:
         rows = await self._rows(f"{OPEN} order by created_at")
         known = {row[0] for row in rows}
         for left in (self._state.folder / "jobs").iterdir():
-            if left.stem not in known:
+            if left.stem in known:
+                self._bodies[left.stem] = left.stat().st_size
+            else:
                 left.unlink()
         for row in rows:
             self._launch(_job(row, again=row[5] == "running"))
@@ -105,23 +109,21 @@ class Jobs:
     async def accept(
         self, operation: Operation, tenant: str, tenant_key: str, key_id: str, body: bytes | None = None
     ) -> Job:
-        """A new job, which outlives this process from now on. Problem 429: the tenant has too many."""
+        """A new job, which outlives this process from now on. Problem 429: there is no room for it."""
         job = Job(secrets.token_hex(16), tenant_key, tenant, key_id, operation, "queued", _now())
-        if body is not None:
-            await asyncio.to_thread(self._write_body, job.id, body)
 
         def insert(db: sqlite3.Connection) -> None:
-            count = db.execute(f"select count(*) from jobs where tenant_key = ? and {OPEN}", (tenant_key,))
-            if count.fetchone()[0] >= self._settings.max_tenant_jobs:
-                detail = "Too many jobs of this tenant are open. Wait for some to end."
-                raise Problem(429, "too-many-jobs", detail, retry_after_s=5)
+            count = f"select count(*), count(*) filter (where tenant_key = ?) from jobs where {OPEN}"
+            self._check_room(*db.execute(count, (tenant_key,)).fetchone())
             row = (job.id, tenant_key, tenant, key_id, operation, job.status, job.created_at)
             db.execute(f"insert into jobs ({COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, null, null, null)", row)
 
         try:
+            if body is not None:
+                await self._take_body(job, body)
             await self._state.run(insert)
         except BaseException:
-            self.body_of(job).unlink(missing_ok=True)
+            self._drop_body(job)
             raise
         self._launch(job)
         return job
@@ -142,27 +144,47 @@ class Jobs:
 
     async def forget(self, tenant_key: str, *, but: str | None = None) -> int:
         """Stop and drop all jobs of a tenant, one excepted; how many."""
-        rows = await self._rows("tenant_key = ? and id is not ?", tenant_key, but)
-        jobs = [_job(row) for row in rows]
+
+        def delete(db: sqlite3.Connection) -> list[Any]:
+            where = "where tenant_key = ? and id is not ?"
+            return db.execute(f"delete from jobs {where} returning {COLUMNS}", (tenant_key, but)).fetchall()
+
+        # from here on none of them begins; one that is accepted later is another job
+        jobs = [_job(row) for row in await self._state.run(delete)]
         tasks = [self._tasks[job.id] for job in jobs if job.id in self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for job in jobs:
-            self.body_of(job).unlink(missing_ok=True)
-        await self._state.run(
-            lambda db: db.execute("delete from jobs where tenant_key = ? and id is not ?", (tenant_key, but))
-        )
+            self._drop_body(job)
         return len(jobs)
 
     def body_of(self, job: Job) -> Path:
         """Where the body of a job lies, if it has one."""
         return self._state.folder / "jobs" / f"{job.id}.ndjson"
 
-    def _write_body(self, job_id: str, body: bytes) -> None:
-        path = self._state.folder / "jobs" / f"{job_id}.ndjson"
+    def _check_room(self, count: int, of_tenant: int) -> None:
+        """Problem 429, where so many are open that no further one is taken."""
+        if of_tenant >= self._settings.max_tenant_jobs:
+            raise _too_many("Too many jobs of this tenant are open. Wait for some to end.")
+        if count >= self._settings.max_jobs:
+            raise _too_many("Too many jobs are open. Try again when some have ended.")
+
+    async def _take_body(self, job: Job, body: bytes) -> None:
+        """Put a body into the state folder. Problem 429: those that lie there leave no room for it."""
+        if sum(self._bodies.values()) + len(body) > self._settings.max_job_bytes:
+            raise _too_many("Too much waits to be imported. Try again when some of it is.")
+        self._bodies[job.id] = len(body)
+        await asyncio.to_thread(self._write_body, job, body)
+
+    def _write_body(self, job: Job, body: bytes) -> None:
+        path = self.body_of(job)
         replace_file(path, body, mode=MODE)
         fsync_path(path.parent)
+
+    def _drop_body(self, job: Job) -> None:
+        self.body_of(job).unlink(missing_ok=True)
+        self._bodies.pop(job.id, None)
 
     def _launch(self, job: Job) -> None:
         task = asyncio.create_task(self._do(job))
@@ -172,7 +194,8 @@ class Jobs:
     async def _do(self, job: Job) -> None:
         turn = self._turns.setdefault((job.operation, job.tenant_key), asyncio.Lock())
         async with turn, self._places[job.operation]:
-            await self._set(job.id, "running")
+            if not await self._begin(job):
+                return
             try:
                 result = await self._work[job.operation](job)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: it has failed, others go on
@@ -180,10 +203,10 @@ class Jobs:
             else:
                 await self._end(job, "done", result=result)
 
-    async def _set(self, job_id: str, status: Status) -> None:
-        await self._state.run(
-            lambda db: db.execute("update jobs set status = ? where id = ?", (status, job_id))
-        )
+    async def _begin(self, job: Job) -> bool:
+        """The job is running; False: it was forgotten before."""
+        begin = "update jobs set status = 'running' where id = ?"
+        return await self._state.run(lambda db: db.execute(begin, (job.id,)).rowcount) > 0
 
     async def _end(self, job: Job, status: Status, *, result: Any = None, error: Any = None) -> None:
         """The job has ended: its tenant's name goes, and what it brought."""
@@ -199,7 +222,7 @@ class Jobs:
             db.execute("delete from jobs where finished_at < ?", (old,))
 
         await self._state.run(end)
-        self.body_of(job).unlink(missing_ok=True)
+        self._drop_body(job)
         if job.operation == "erase":
             await self._state.scrub()  # of the tenant's name, which this row held
 
@@ -211,6 +234,10 @@ class Jobs:
     @property
     def _too_old(self) -> str:
         return _iso(datetime.now(UTC) - timedelta(seconds=self._settings.keep_s))
+
+
+def _too_many(detail: str) -> Problem:
+    return Problem(429, "too-many-jobs", detail, retry_after_s=5)
 
 
 def _job(row: Any, *, again: bool = False) -> Job:

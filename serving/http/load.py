@@ -38,7 +38,7 @@ class Load:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Around any request. Problem 503: there are too many, or the service is about to end."""
+        """Around any request. Problem 429: there are too many; 503: the service is about to end."""
         if self.draining:
             raise Problem(
                 503,
@@ -48,9 +48,7 @@ class Load:
                 retry_after_s=SOON_S,
             )
         if self._under_way >= self._settings.max_requests:
-            raise Problem(
-                503, "overload", "Too many requests are under way. Try again.", retry_after_s=SOON_S
-            )
+            raise _busy("overload", "Too many requests are under way. Try again.")
         self._under_way += 1
         self._idle.clear()
         try:
@@ -80,7 +78,7 @@ class Load:
 
     @contextmanager
     def long(self) -> Iterator[None]:
-        """Around a request that may take long: for an LLM, or for whoever reads. Problem 503: enough do.
+        """Around a request that may take long: for an LLM, or for whoever reads. Problem 429: enough do.
 
         So adding and searching go on where no LLM answers.
         """
@@ -94,7 +92,7 @@ class Load:
 
     @contextmanager
     def importing(self) -> Iterator[None]:
-        """Around a request whose body may be huge, and is held in memory. Problem 503."""
+        """Around a request whose body may be huge, and is held in memory. Problem 429."""
         if self._imports >= self._settings.max_imports:
             raise _too_much("imports", "Enough imports are under way. Try again when one has ended.")
         self._imports += 1
@@ -109,7 +107,7 @@ class Load:
 
 
 def _too_much(slug: str, detail: str) -> Problem:
-    return Problem(503, slug, detail, headers=CLOSE, retry_after_s=SOON_S)
+    return Problem(429, slug, detail, headers=CLOSE, retry_after_s=SOON_S)
 
 
 def _busy(slug: str, detail: str) -> Problem:

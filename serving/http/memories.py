@@ -12,14 +12,13 @@ from undertow.serving.http.access import GuardedRoute, needs
 from undertow.serving.http.audits import audited
 from undertow.serving.http.depends import Again, MemoryId, Sender, Served, Tenant
 from undertow.serving.http.problems import bad_field
-from undertow.serving.http.wire import (
+from undertow.serving.http.wire.base import Kind, MomentText
+from undertow.serving.http.wire.memories import (
     AllDeleted,
     Changed,
     History,
-    Kind,
     MemoryList,
     MemoryView,
-    MomentText,
     UpdateRequest,
 )
 from undertow.serving.principal import Scope
@@ -110,9 +109,10 @@ async def delete_all(tenant: Tenant, service: Served, sender: Sender, again: Aga
 
 
 def view(report: Mapping[str, Any]) -> MemoryView:
-    """A report of the engine as callers see it: its text is the `memory`, its tenant they know."""
-    shown = {name: value for name, value in report.items() if name not in ("tenant", "text")}
-    return MemoryView(**{**shown, "memory": report.get("text", "")})
+    """A report of the engine as callers see it, in the words of requests; its tenant they know."""
+    names = {"text": "memory", "session": "session_id"}
+    shown = {names.get(name, name): value for name, value in report.items() if name != "tenant"}
+    return MemoryView(**{"memory": "", **shown})
 
 
 def _where(request: Request) -> dict[str, list[Any]]:

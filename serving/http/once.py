@@ -56,9 +56,26 @@ class Response:
         else:
             self.body += message.get("body", b"")
 
+    def located(self, change: Callable[[str], str]) -> Response:
+        """The same with another Location, if it has one."""
+        headers = [
+            (name, change(value.decode("latin-1")).encode("latin-1") if name == b"location" else value)
+            for name, value in self.headers
+        ]
+        return Response(self.status, headers, self.body)
+
     async def give(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
         await send({"type": "http.response.body", "body": bytes(self.body)})
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that is to be done now, and its entry. `again`: it was begun before; see Once.begin."""
+
+    mark: bytes
+    at: float
+    again: bool
 
 
 class Once:
@@ -70,13 +87,14 @@ class Once:
         # what another process has begun and not ended was cut off: it is done again
         self._process = secrets.token_hex(8)
 
-    async def begin(self, mark: bytes, tenant_key: str | None, request: bytes) -> Response | bool:
-        """The answer that was given; else the request is to be done now, and whether again. Problem 409, 422.
+    async def begin(self, mark: bytes, tenant_key: str | None, request: bytes) -> Response | Begun:
+        """The answer that was given; else the request is to be done now. Problem 409, 422.
 
-        Again: a service that has ended since had begun it, and nobody knows how far it came.
+        Again: a service that has ended since had begun it, and nobody knows how far it came. `tenant_key`:
+        whose erasure is to forget it.
         """
 
-        def begin(db: sqlite3.Connection) -> Response | bool:
+        def begin(db: sqlite3.Connection) -> Response | Begun:
             now = time.time()
             db.execute("delete from kept where at < ?", (now - self._keep_s,))
             row = db.execute(
@@ -94,33 +112,32 @@ class Once:
                 "insert or replace into kept values (?, ?, ?, ?, ?, null, null, null)",
                 (mark, tenant_key, request, self._process, now),
             )
-            return row is not None
+            return Begun(mark, now, row is not None)
 
         return await self._state.run(begin)
 
-    async def keep(self, mark: bytes, tenant_key: str | None, request: bytes, response: Response) -> None:
-        """The answer to what was begun; whatever became of the entry meanwhile."""
+    async def keep(self, begun: Begun, response: Response) -> None:
+        """The answer to what was begun, unless that was forgotten meanwhile."""
         headers = {
             name.decode(): value.decode("latin-1")
             for name, value in response.headers
             if name.decode() in KEPT_HEADERS
         }
-        row = (mark, tenant_key, request, self._process, time.time(), response.status)
-        text = orjson.dumps(headers).decode()
-        await self._state.run(
-            lambda db: db.execute(
-                "insert or replace into kept values (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*row, text, bytes(response.body)),
-            )
-        )
+        row = (time.time(), response.status, orjson.dumps(headers).decode(), bytes(response.body))
+        await self._change("update kept set at = ?, status = ?, headers = ?, body = ?", begun, *row)
 
-    async def give_up(self, mark: bytes) -> None:
+    async def give_up(self, begun: Begun) -> None:
         """What was begun was refused."""
-        await self._state.run(lambda db: db.execute("delete from kept where mark = ?", (mark,)))
+        await self._change("delete from kept", begun)
 
-    async def leave(self, mark: bytes) -> None:
+    async def leave(self, begun: Begun) -> None:
         """Nobody knows how far what was begun came: as if its process had ended."""
-        await self._state.run(lambda db: db.execute("update kept set process = '' where mark = ?", (mark,)))
+        await self._change("update kept set process = ''", begun)
+
+    async def _change(self, change: str, begun: Begun, *values: object) -> None:
+        """Of the very entry that was begun: forgotten meanwhile, it may have a successor."""
+        where = f"{change} where mark = ? and at = ?"
+        await self._state.run(lambda db: db.execute(where, (*values, begun.mark, begun.at)))
 
     async def forget(self, tenant_key: str) -> None:
         """Drop all that is kept for a tenant."""
@@ -137,6 +154,7 @@ async def answer_once(
     service: Service,
     principal: Principal,
     tenant: str | None,
+    outlives_erasure: bool,
     handle: Callable[[Scope, Receive, Send], Awaitable[None]],
     scope: Scope,
     receive: Receive,
@@ -144,7 +162,10 @@ async def answer_once(
 ) -> None:
     """Have `handle` answer a request with an Idempotency-Key, or give the answer that it gave before.
 
-    The key is the sender's own: of this API key, this tenant and this route. Problem 409, 422.
+    The key is the sender's own: of this API key, this tenant and this route. `outlives_erasure`: so does the
+    answer to an erasure, a repeat of which is not to erase what came after it. Problem 409, 422.
+
+    What is kept has no tenant's name in it: a path stands there from the tenant's on, and so does a Location.
     """
     headers = Headers(scope=scope)
     key = idempotency_key(headers)
@@ -152,32 +173,40 @@ async def answer_once(
     body = await read_all(receive)
     mark = _digest(principal.key_id, scope["method"], scope["route"].path, tenant_key or "", key)
     asked = [headers.get(name, "") for name in ASKED_HEADERS]
-    request = _digest(scope["path"], scope["query_string"].decode("latin-1"), *asked, body)
-    begun = await service.once.begin(mark, tenant_key, request)
+    root, rest = _parted(scope["path"], tenant)
+    request = _digest(rest, scope["query_string"].decode("latin-1"), *asked, body)
+    begun = await service.once.begin(mark, None if outlives_erasure else tenant_key, request)
     if isinstance(begun, Response):
-        await begun.give(send)
+        await begun.located(lambda place: root + place).give(send)
         return
-    scope[AGAIN] = begun
+    scope[AGAIN] = begun.again
     response = Response()
     try:
         await handle(scope, replayed(body, receive), response.take)
     except Exception as error:
         problem = problem_of(error)
-        await _end_without(service.once, mark, problem.status_code)
+        await _end_without(service.once, begun, problem.status_code)
         raise problem from error
     except BaseException:
-        await service.once.leave(mark)
+        await service.once.leave(begun)
         raise
     if 200 <= response.status < 300:
-        await service.once.keep(mark, tenant_key, request, response)
+        await service.once.keep(begun, response.located(lambda place: place.removeprefix(root)))
     else:
-        await _end_without(service.once, mark, response.status)
+        await _end_without(service.once, begun, response.status)
     await response.give(send)
 
 
-async def _end_without(once: Once, mark: bytes, status: int) -> None:
+async def _end_without(once: Once, begun: Begun, status: int) -> None:
     """What was begun ends without success."""
-    await (once.leave(mark) if status >= 500 else once.give_up(mark))
+    await (once.leave(begun) if status >= 500 else once.give_up(begun))
+
+
+def _parted(path: str, tenant: str | None) -> tuple[str, str]:
+    """A path as it was sent: up to the tenant's part, and what follows."""
+    parts = path.split("/")
+    cut = 0 if tenant is None else parts.index("tenants") + 2
+    return "/".join(parts[:cut]), "/".join(["", *parts[cut:]] if cut else parts)
 
 
 def idempotency_key(headers: Headers) -> str:

@@ -41,7 +41,7 @@ and what was accepted is done even if the service is killed.
 **Limits.** Requests a second and tokens a day are those of the key. Tokens are those of its answers; what
 consolidating memories costs is the tenant's, as it comes later and from all who add: see `usage`. Beside
 them, bounds hold on requests under way for a tenant, with a key and in all: beyond them the service refuses
-at once, with 429 or 503.
+at once, with 429. 503 says that a part of the service is away, or that it is ending.
 """
 
 STATUSES = {
@@ -115,6 +115,6 @@ def describe(app: FastAPI) -> None:
 
 
 def _problem_schema() -> dict[str, Any]:
-    from undertow.serving.http.wire import ProblemView
+    from undertow.serving.http.wire.service import ProblemView
 
     return {"ProblemView": ProblemView.model_json_schema()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,16 +23,17 @@ from undertow.engine.departures import InTransit, Moved
 from undertow.engine.exporting import ExportBroken
 from undertow.engine.importing import CalledOff, TenantExists
 from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
-from undertow.engine.model import InputError, NoLLM, UndertowError, UnknownMemory
+from undertow.engine.model import BadInput, InputError, NoLLM, UndertowError, UnknownMemory
+from undertow.engine.readers.record import READ_ON
 from undertow.engine.store import StoreError
 from undertow.engine.tenants import ArenaFull, UnknownTenant
 from undertow.serving.audit import AuditError
+from undertow.serving.failures import tell
 
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:undertow:error:"
-PLACES = 8
 MOST_ERRORS = 32
 # what pydantic puts into a place for one of the forms that a value may have
 FORM = re.compile(r"str|int|float|list\[.*\]|function-.*|nullable\[.*\]|constrained-.*")
@@ -154,19 +154,17 @@ def problem_of(error: Exception) -> Problem:
         return _of_framework(error)
     kind = next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), INTERNAL)
     if kind.status >= 500:
-        tell(error)
+        tell(log, error)
     if isinstance(error, InputError):
-        bad = error.problem
-        return bad_field(bad.field or "body", f"{bad.reason}. {bad.cure}")
+        return _of_input(error.problem)
     return Problem(kind.status, kind.slug, kind.detail or str(error), retry_after_s=kind.retry_after_s)
 
 
-def tell(error: BaseException) -> None:
-    """Write an exception into the log by its type and the places that it passed, without its words."""
-    places = [
-        f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)
-    ]
-    log.error("%s at %s", type(error).__name__, " < ".join(reversed(places[-PLACES:])))
+def _of_input(bad: BadInput) -> Problem:
+    """Input that the engine cannot take came in a request: no file is spoken of."""
+    line = [] if bad.line is None else [f"line {bad.line}"]
+    place = ", ".join([*line, bad.field] if bad.field else line) or "body"
+    return bad_field(place, f"{bad.reason}. {'Correct it.' if bad.cure == READ_ON else bad.cure}")
 
 
 def _of_validation(error: RequestValidationError) -> Problem:

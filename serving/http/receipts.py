@@ -10,7 +10,7 @@ from undertow.engine.admission import Receipt
 from undertow.engine.model import Message, Turn
 from undertow.engine.reports import Report
 from undertow.serving.http.problems import Problem
-from undertow.serving.http.wire import Added
+from undertow.serving.http.wire.adding import Added
 
 if TYPE_CHECKING:
     from undertow.serving.memories import Memories

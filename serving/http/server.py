@@ -146,7 +146,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
-            self._say(Problem(503, "connections", TOO_MANY, retry_after_s=1))
+            self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
         else:
             self._wait_for_headers()
 

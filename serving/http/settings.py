@@ -6,18 +6,20 @@ engine.
 
 from __future__ import annotations
 
-from typing import Self
+import os
+from difflib import get_close_matches
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "UNDERTOW_SERVICE_"
 
 
 class ServiceSettings(BaseSettings):
     """What a request may bring and take, how many there may be at once, and how the service ends."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="UNDERTOW_SERVICE_", env_ignore_empty=True, frozen=True, extra="forbid"
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
     # what one request brings
     max_body_bytes: int = Field(default=4 << 20, ge=1 << 10)
@@ -45,6 +47,9 @@ class ServiceSettings(BaseSettings):
     # jobs of an operation that run at once, each of another tenant; and that may be open for one tenant
     jobs_at_once: int = Field(default=4, ge=1)
     max_tenant_jobs: int = Field(default=16, ge=1)
+    # that may be open in all, and the bytes of those that are imports, which lie in the state folder
+    max_jobs: int = Field(default=1_024, ge=1)
+    max_job_bytes: int = Field(default=4 << 30, ge=1 << 10)
     # how long jobs that ended, and answers to requests with an Idempotency-Key, are kept
     keep_s: float = Field(default=86_400.0, gt=0)
 
@@ -53,6 +58,17 @@ class ServiceSettings(BaseSettings):
     drain_notice_s: float = Field(default=1.0, ge=0)
     drain_s: float = Field(default=30.0, gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _every_variable_is_a_setting(cls, given: Any) -> Any:
+        """One that is misspelt would be a bound that nobody has."""
+        known = {f"{PREFIX}{name.upper()}" for name in cls.model_fields}
+        for name in sorted(os.environ):
+            if name.upper().startswith(PREFIX) and name.upper() not in known:
+                near = get_close_matches(name.upper(), known, n=3) or sorted(known)
+                raise ValueError(f"{name} is no setting of the service; there is {', '.join(near)}")
+        return given
+
     @model_validator(mode="after")
     def _one_tenant_leaves_room(self) -> Self:
         if max(self.max_tenant_requests, self.max_key_requests) >= self.max_requests:
@@ -60,5 +76,14 @@ class ServiceSettings(BaseSettings):
                 f"max_tenant_requests ({self.max_tenant_requests}) and max_key_requests "
                 f"({self.max_key_requests}) must be smaller than max_requests ({self.max_requests}): one "
                 "tenant or key must leave room for others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_import_can_be_a_job(self) -> Self:
+        if self.max_job_bytes < self.max_import_bytes:
+            raise ValueError(
+                f"max_job_bytes ({self.max_job_bytes}) must not be smaller than max_import_bytes "
+                f"({self.max_import_bytes}): the largest import could never be a job"
             )
         return self

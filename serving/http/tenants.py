@@ -14,7 +14,8 @@ from undertow.serving.http import acts
 from undertow.serving.http.access import GuardedRoute, needs
 from undertow.serving.http.depends import Again, Prefer, Sender, Served, Tenant, is_async
 from undertow.serving.http.jobs import Job
-from undertow.serving.http.wire import (
+from undertow.serving.http.problems import bad_field
+from undertow.serving.http.wire.tenants import (
     Accepted,
     CertificateView,
     Flushed,
@@ -30,6 +31,10 @@ router = APIRouter(route_class=GuardedRoute, tags=["tenants"])
 NDJSON = "application/x-ndjson"
 LINES = {NDJSON: {"schema": {"type": "string", "format": "binary"}}}
 CHUNK_BYTES = 64 << 10
+LOST_WITH_KEY = (
+    "this key names the tenant, which it will no more once that is erased, so it could not ask for the job. "
+    "Leave respond-async out and wait for the certificate."
+)
 ACCEPTED: dict[int | str, dict[str, Any]] = {
     202: {
         "model": Accepted,
@@ -122,8 +127,14 @@ async def erase(
 
     The certificate says what was removed and what is out of reach. Keys that named this tenant alone are
     gone too, those that named it among others name it no more.
+
+    As a job it is done when its turn comes: until it has ended, the tenant can be read, and what is added
+    goes too. A key that names the tenant could not ask for the certificate afterwards: with such a key it
+    must be waited for.
     """
     if is_async(prefer):
+        if sender.reach.tenants:
+            raise bad_field("Prefer", LOST_WITH_KEY)
         key = service.memories.tenant_key(tenant)
         return _accepted(request, await service.jobs.accept("erase", tenant, key, sender.key_id))
     return await acts.erase(service, tenant, sender.key_id)

@@ -7,7 +7,7 @@ import secrets
 from undertow.engine.admission import check_turn
 from undertow.engine.model import Turn, dedupe_key
 from undertow.engine.readers import pair_chat, parse_messages
-from undertow.serving.http.wire import Lot
+from undertow.serving.http.wire.adding import Lot
 
 
 def turns_of(tenant: str, lot: Lot, call: str, max_message_bytes: int) -> list[Turn]:

@@ -67,7 +67,7 @@ class Adding(Arguments):
 
 class Searching(Arguments):
     query: Query
-    limit: Annotated[int, Field(ge=1, le=100, description="How many memories at most.")] = 10
+    top_k: Annotated[int, Field(ge=1, le=100, description="How many memories at most.")] = 10
     kinds: Kinds | None = None
     filters: Filters | None = None
     since: Moment | None = None

@@ -15,12 +15,11 @@ from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from mcp.server.transport_security import TransportSecuritySettings
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from undertow.serving.client import AsyncClient, Retries
-from undertow.serving.http.access import decoded
+from undertow.serving.http.access import decode_path
 from undertow.serving.http.bodies import bounded
 from undertow.serving.http.front import asked_of
 from undertow.serving.http.guard import key_text
@@ -41,7 +40,8 @@ async def mcp_mounted(app: FastAPI, settings: ServiceSettings) -> AsyncIterator[
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport) as http:
         face = _McpFace(http, settings)
-        app.router.routes += [Route(PATH, face), Route(PATH + "/{tenant}", face)]
+        # other methods are for sessions
+        app.router.routes += [Route(path, face, methods=["POST"]) for path in (PATH, PATH + "/{tenant}")]
         async with face.manager.run():
             yield
 
@@ -65,12 +65,7 @@ class _McpFace:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST":  # the others are for sessions
-            answer: ASGIApp = Response(status_code=405, headers={"Allow": "POST"})
-            await answer(scope, receive, send)
-            return
-        params = scope["path_params"]
-        scope["path_params"] = {name: decoded(name, text) for name, text in params.items()}
+        decode_path(scope)
         s = self._settings
         service = scope["app"].state.service
         principal = asked_of(scope).principal

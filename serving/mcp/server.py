@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 import undertow
 from undertow.serving.client import AsyncClient, ServiceError
+from undertow.serving.failures import tell
 from undertow.serving.mcp.arguments import TENANT, Arguments, Tenant
 from undertow.serving.mcp.results import UNTRUSTED, Result
 from undertow.serving.mcp.tools import TOOLS, Tool
@@ -33,6 +33,7 @@ INSTRUCTIONS = (
     "Long-term memory. Search it before you answer what may depend on earlier conversations, and add what "
     f"should be known later. {UNTRUSTED}"
 )
+FAILED = "The memory service's MCP server failed at this call; its log says where."
 _TENANT_NAME: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
@@ -92,7 +93,8 @@ class _Face:
             except (ToolRefused, ServiceError) as error:
                 return _failure(str(error))
             except Exception as error:  # noqa: BLE001 - a call's boundary: the SDK would send its words out
-                return _failure(_tell(tool, error))
+                tell(log, error, f"the tool {tool.name}")
+                return _failure(FAILED)
 
 
 async def _run(tool: Tool, caller: Caller, arguments: Mapping[str, Any]) -> Result:
@@ -126,13 +128,6 @@ def _checked(takes: type[Arguments], given: Mapping[str, Any]) -> Arguments:
     except ValidationError as error:
         flaws = [f"{'.'.join(map(str, flaw['loc']))}: {flaw['msg']}" for flaw in error.errors()[:5]]
         raise ToolRefused(f"{'; '.join(flaws)}. The tool's schema says what it takes.") from error
-
-
-def _tell(tool: Tool, error: Exception) -> str:
-    """Put a flaw of ours into the log, without its words, which may quote a memory; what to say of it."""
-    places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-    log.error("%s in the tool %s at %s", type(error).__name__, tool.name, " < ".join(reversed(places[-8:])))
-    return "The memory service's MCP server failed at this call; its log says where."
 
 
 def _success(result: Result) -> CallToolResult:

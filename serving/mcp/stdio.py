@@ -6,11 +6,25 @@ from contextlib import nullcontext
 
 from mcp.server.stdio import stdio_server
 
-from undertow.serving.client import AsyncClient, Retries
+from undertow.serving.client import AsyncClient, AuthError, Retries, ServiceError
 from undertow.serving.mcp.server import Caller, make_server
 
 # an agent waits for each call, and may well try again itself
 _RETRIES = Retries(patience_s=10)
+_LOOK_S = 5.0
+
+
+async def wants_key(url: str) -> bool:
+    """Whether a service answers nobody without a key. False too where none answers: it may come later."""
+    async with AsyncClient(url, timeout_s=_LOOK_S, retries=Retries(patience_s=0)) as client:
+        try:
+            async for _ in client.tenants():
+                break
+        except AuthError as refused:
+            return refused.status == 401
+        except ServiceError:
+            return False
+    return False
 
 
 async def serve_stdio(caller: Caller) -> None:

@@ -79,7 +79,7 @@ async def _search(client: AsyncClient, tenant: str, given: Searching) -> results
     found = await client.search(
         tenant,
         given.query,
-        top_k=given.limit,
+        top_k=given.top_k,
         kinds=given.kinds,
         filters=given.filters,
         since=given.since,

@@ -266,7 +266,10 @@ class AsyncClient:
         return Certificate.read(await self._send(call))
 
     async def erase_job(self, tenant: str) -> Job:
-        """`erase` as a job of the service."""
+        """`erase` as a job of the service, for a key that reaches the tenant by a prefix or as all.
+
+        BadRequest for one that names it: it could not ask for the job afterwards.
+        """
         return await self._begin(changing("DELETE", of_tenant(tenant)))
 
     async def jobs(self, tenant: str) -> tuple[Job, ...]:

@@ -262,7 +262,10 @@ class Client:
         return Certificate.read(self._send(call))
 
     def erase_job(self, tenant: str) -> Job:
-        """`erase` as a job of the service."""
+        """`erase` as a job of the service, for a key that reaches the tenant by a prefix or as all.
+
+        BadRequest for one that names it: it could not ask for the job afterwards.
+        """
         return self._begin(changing("DELETE", of_tenant(tenant)))
 
     def jobs(self, tenant: str) -> tuple[Job, ...]:
