@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from urllib.parse import quote
 
 # a word that one tenant alone says, by the hexadecimal digits of its name
@@ -49,14 +50,14 @@ class Secrets:
         self.check(told, tenant, sent=sent)
         self.own(tenant, *(set(ID.findall(told)) - set(ID.findall(sent))))
 
-    def check(self, told: str, *tenants: str, sent: str = "") -> None:
-        """Nothing in this is of anybody but these tenants: no word, no id, no name."""
+    def check(self, told: str, *tenants: str, sent: str = "", ids_of: Collection[str] = ()) -> None:
+        """Nothing in this is of anybody but these tenants: no word, no id but those `ids_of`, no name."""
         may_say = {*MARK.findall(sent)}.union(*(self.words[name] for name in tenants))
         strange = {*MARK.findall(told)} - may_say
         assert not strange, f"{tenants} were told the words {sorted(strange)[:3]}: {told[:500]}"
         for one in {*ID.findall(told)} - {*ID.findall(sent)}:
             owner = self._owners.get(one)
-            assert owner is None or owner in tenants, f"{tenants} were told {owner!r}'s {one}: {told[:500]}"
+            assert owner in (None, *tenants, *ids_of), f"{tenants} were told {owner!r}'s {one}: {told[:500]}"
         named = self._named(told) - self._named(sent) - {*tenants}
         assert not named, f"{tenants} were told the names {named}: {told[:500]}"
         earlier = {*RUN.findall(told)} - {self._run}
