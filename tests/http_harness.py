@@ -92,6 +92,7 @@ def serving(
     *,
     parts: Parts = PARTS,
     open_to_all: bool = False,
+    open_with: Callable[..., Memories] = open_memories,
     wrap: Callable[[Memories], Memories] = lambda memories: memories,
     engine: dict[str, Any] | None = None,
     **bounds: Any,
@@ -104,7 +105,7 @@ def serving(
 
     async def serve() -> None:
         files = Files.beside(Place.of(folder), None, None, open_to_all=open_to_all)
-        async with await asyncio.to_thread(open_memories, folder, engines, parts=parts) as memories:
+        async with await asyncio.to_thread(open_with, folder, engines, parts=parts) as memories:
             with hosted(wrap(memories), files, settings, engines) as app:
 
                 def tell(port: int) -> None:

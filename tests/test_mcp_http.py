@@ -15,11 +15,16 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from mcp import Client, MCPError
 
+from undertow.engine.cluster import shard_map
+from undertow.engine.cluster.resources import ClusterSettings
+from undertow.engine.config import Settings
+from undertow.engine.place import Place
 from undertow.serving.key_file import KeyFile
 from undertow.serving.mcp.results import UNTRUSTED
+from undertow.serving.memories import Memories
 from undertow.serving.principal import Limits, Scope
 
-from .http_harness import Running, at, is_problem, said, serving
+from .http_harness import SOON_S, Running, at, is_problem, said, serving
 from .mcp_harness import EVERY_TOOL, MODES, TOOLS, connected, done, refused, talk, words
 
 CHANGING = {"add_memory", "update_memory", "delete_memory", "delete_all_memories"}
@@ -79,37 +84,63 @@ def unbounded(schema: Any, path: str = "") -> list[str]:
     return found
 
 
+async def live(client: Client, tenant: str) -> None:
+    """A tenant's first memory and its last."""
+    of = {"tenant": tenant}
+    added = await done(
+        client, "add_memory", **of, text=BOAT, timestamp="2026-05-08", metadata={"topic": "boat"}
+    )
+    (one,) = added["results"]
+    assert (one["event"], one["memory"]) == ("ADD", f"user: {BOAT}")
+    await done(client, "add_memory", **of, text="my knee hurts when I run")
+
+    found = await done(client, "search_memories", **of, query=BOAT, top_k=1)
+    assert [hit["id"] for hit in found["memories"]] == [one["id"]]
+    about = await done(client, "search_memories", **of, query="knee", filters={"topic": "boat"})
+    assert [hit["id"] for hit in about["memories"]] == [one["id"]]
+
+    shown = await done(client, "get_memory", **of, memory_id=one["id"])
+    assert shown["memory"]["memory"] == f"user: {BOAT}"
+    new = "the boat has its new planks"
+    changed = (await done(client, "update_memory", **of, memory_id=one["id"], text=new))["changed"]
+    assert changed["event"] == "UPDATE"
+    listed = (await done(client, "list_memories", **of, kinds=["turn"]))["memories"]
+    assert [memory["memory"] for memory in listed] == ["user: my knee hurts when I run", f"user: {new}"]
+    past = await done(client, "memory_history", **of, memory_id=changed["id"])
+    assert [version["memory"] for version in past["versions"]] == [f"user: {new}"]
+    gone = await done(client, "delete_memory", **of, memory_id=changed["id"])
+    assert gone["changed"] == {"id": changed["id"], "kind": "turn", "event": "DELETE"}
+    assert await done(client, "delete_all_memories", **of) == {"event": "DELETE_ALL"}
+    assert "Add some first" in await refused(client, "search_memories", **of, query="knee")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_memory_s_life(running: Running, url: str, mode: str) -> None:
-    tenant = f"life/{mode}"
+    talk(url, running.key(), lambda client: live(client, f"life/{mode}"), mode)
 
-    async def story(client: Client) -> None:
-        of = {"tenant": tenant}
-        added = await done(
-            client, "add_memory", **of, text=BOAT, timestamp="2026-05-08", metadata={"topic": "boat"}
-        )
-        (one,) = added["results"]
-        assert (one["event"], one["memory"]) == ("ADD", f"user: {BOAT}")
-        await done(client, "add_memory", **of, text="my knee hurts when I run")
 
-        found = await done(client, "search_memories", **of, query=BOAT, top_k=1)
-        assert [hit["id"] for hit in found["memories"]] == [one["id"]]
-        about = await done(client, "search_memories", **of, query="knee", filters={"topic": "boat"})
-        assert [hit["id"] for hit in about["memories"]] == [one["id"]]
+@pytest.mark.usefixtures("ray_address")
+def test_over_shards_on_ray_it_is_the_same(tmp_path: Path) -> None:
+    from undertow.engine.cluster.cluster import Cluster
 
-        shown = await done(client, "get_memory", **of, memory_id=one["id"])
-        assert shown["memory"]["memory"] == f"user: {BOAT}"
-        new = "the boat has its new planks"
-        changed = (await done(client, "update_memory", **of, memory_id=one["id"], text=new))["changed"]
-        assert changed["event"] == "UPDATE"
-        past = await done(client, "memory_history", **of, memory_id=changed["id"])
-        assert [version["memory"] for version in past["versions"]] == [f"user: {new}"]
-        gone = await done(client, "delete_memory", **of, memory_id=changed["id"])
-        assert gone["changed"] == {"id": changed["id"], "kind": "turn", "event": "DELETE"}
-        assert await done(client, "delete_all_memories", **of) == {"event": "DELETE_ALL"}
-        assert "Add some first" in await refused(client, "search_memories", **of, query="knee")
+    def on_ray(root: Path, settings: Settings, **_: Any) -> Memories:
+        small = ClusterSettings(num_cpus=0.5, threads=1, patience_s=SOON_S)
+        cluster = Cluster.open(Place.of(root), settings, shards=2, resources=small)
+        return Memories(cluster, cluster.stop)
 
-    talk(url, running.key(), story, mode)
+    with serving(tmp_path, open_with=on_ray) as service:
+        shards = shard_map.load(Place.of(tmp_path))
+        tenant_of = {shards.owner(name): name for name in (f"life/{n}" for n in range(64))}
+        assert len(tenant_of) == 2  # each has a tenant
+
+        async def story(client: Client) -> None:
+            await asyncio.gather(*(live(client, tenant) for tenant in tenant_of.values()))
+            assert (await done(client, "list_tenants"))["tenants"] == []
+
+        talk(f"{service.url}/mcp", service.key(), story)
+        states = service.client().get("/v1/status").json()
+        added = {shard: state["tally"]["turns"]["stored"] for shard, state in states.items()}
+        assert added == dict.fromkeys(tenant_of, 2)
 
 
 def test_memories_are_listed_page_by_page(running: Running, url: str) -> None:
