@@ -32,6 +32,9 @@ class Settings(BaseSettings):
     k_sub: int = Field(default=10, ge=0, le=1000)
     k_epi: int = Field(default=5, ge=0, le=1000)
 
+    # "dense": by the cosine alone, as in the paper; "hybrid": by the query's words too (engine/lexicon.py)
+    search: Literal["hybrid", "dense"] = "hybrid"
+
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
     # of encoder, arena and gate; "cuda" fails where there is no card, "auto" takes what is there
     device: Literal["auto", "cpu", "cuda"] = "auto"
