@@ -74,7 +74,8 @@ def load(path: Path, benchmark: Benchmark, max_message_bytes: int) -> Iterator[S
         try:
             yield _locomo(raw, record.turns) if benchmark == "locomo" else _longmemeval(raw, record.turns)
         except _Unfit as unfit:
-            raise InputError(BadInput(str(log), record.position, unfit.field, unfit.reason, _SCHEMA)) from None
+            problem = BadInput(str(log), record.position, unfit.field, unfit.reason, _SCHEMA)
+            raise InputError(problem) from None
 
 
 def _raw_samples(log: Log) -> Iterator[Mapping[str, Any]]:
@@ -109,7 +110,8 @@ def _locomo_question(raw: Any, number: int, tenant: str) -> Question:
     where = f"qa[{number}]"
     category = raw.get("category") if isinstance(raw, dict) else None
     if category not in CATEGORIES:
-        raise _Unfit(f"{where}.category", f"is {category!r:.40}, not one of {', '.join(map(str, CATEGORIES))}")
+        known = ", ".join(map(str, CATEGORIES))
+        raise _Unfit(f"{where}.category", f"is {category!r:.40}, not one of {known}")
     ids = (part.strip() for entry in _texts(raw, "evidence", where) for part in _SEPARATOR.split(entry))
     evidence = tuple(dict.fromkeys(part for part in ids if part))
     return Question(f"{tenant}:{number}", _text(raw, "question", where), CATEGORIES[category], evidence)

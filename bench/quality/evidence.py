@@ -8,8 +8,8 @@ from typing import Any
 
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.scoring import DEPTHS, Score, score
+from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.engine import Engine
-from undertow.engine.model import UndertowError
 from undertow.engine.retrieval import Hit
 
 
@@ -43,24 +43,21 @@ class Retrieved:
 
 
 def retrieve(
-    engine: Engine, samples: Iterable[Sample], on_question: Callable[[], None] = lambda: None
+    engine: Engine,
+    vectors: KeptVectors,
+    samples: Iterable[Sample],
+    on_question: Callable[[], None] = lambda: None,
 ) -> Iterator[Retrieved]:
-    """Each scored question of each sample. What the engine's store has of a sample is not stored again."""
+    """Each scored question of each sample. The engine has nothing of them yet, and encodes by `vectors`."""
     for sample in samples:
-        engine.add_batch(sample.turns)
-        place = _places(engine, sample)
+        # a question at a time would leave the encoder's batches nearly empty
+        vectors.encode([question.text for question in sample.questions if question.is_scored])
+        receipts = engine.add_batch(sample.turns)
+        place = {receipt.id: n for n, receipt in enumerate(receipts)}
         for question in sample.questions:
             if not question.is_scored:
                 continue
             found = engine.search(sample.tenant, question.text, k_sub=max(DEPTHS), k_epi=0, k_sem=0)
-            if any(hit.id not in place for hit in found.turns):
-                raise UndertowError(f"the store has other turns of {sample.tenant!r}. Give one of its own.")
             held = tuple(sample.holds[place[hit.id]] for hit in found.turns)
             yield Retrieved(question, found.turns, held)
             on_question()
-
-
-def _places(engine: Engine, sample: Sample) -> dict[str, int]:
-    """Which of the sample's turns each stored turn is, by its id."""
-    stored = engine.turns_by_key(sample.tenant, [turn.dedupe_key for turn in sample.turns])
-    return {stored[turn.dedupe_key]["id"]: n for n, turn in enumerate(sample.turns)}

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undertow.engine.place import Place
 from undertow.serving.cli.errors import WrongUsage
-from undertow.serving.cli.opening import AsJson, EncoderName, open_engine, place_of, settings_of
+from undertow.serving.cli.opening import AsJson, EncoderName, check_settings, settings_of
 from undertow.serving.cli.output import put_json, put_table, say
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 evaluation = typer.Typer(help="Measure quality on a benchmark.", no_args_is_help=True)
 
 Data = Annotated[
-    Path, typer.Option("--data", metavar="FILE", help="The benchmark's file, as published.", show_default=False)
+    Path, typer.Option("--data", metavar="FILE", help="The benchmark's published file.", show_default=False)
 ]
 EvidenceOnly = Annotated[
     bool, typer.Option("--evidence-only", help="Only how much of the evidence a search finds: no LLM.")
@@ -31,18 +30,13 @@ Only = Annotated[
     list[str] | None,
     typer.Option("--sample", metavar="ID", help="Only this conversation or question; may be given again."),
 ]
-KeptStore = Annotated[
-    Place | None,
-    typer.Option(
-        "--store",
-        parser=place_of,
-        metavar="PLACE",
-        help="Keep the turns and their vectors here for the next run; left out: a folder that goes.",
-    ),
+KeptIn = Annotated[
+    Path | None,
+    typer.Option("--vectors", metavar="FILE", help="Keep the vectors here: the next run takes seconds."),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FOLDER", help="What was found for each question; default: eval-BENCHMARK."),
+    typer.Option("--out", metavar="FOLDER", help="What each question found; default: eval-BENCHMARK."),
 ]
 
 
@@ -51,13 +45,13 @@ def locomo(
     data: Data,
     evidence_only: EvidenceOnly = False,
     sample: Only = None,
-    store: KeptStore = None,
+    vectors: KeptIn = None,
     out: Out = None,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
     """LoCoMo: the share of each question's evidence messages in the best 5, 10 and 20 turns."""
-    _evaluate("locomo", data, evidence_only, sample, store, out, encoder, as_json)
+    _evaluate("locomo", data, evidence_only, sample, vectors, out, encoder, as_json)
 
 
 @evaluation.command()
@@ -65,13 +59,13 @@ def longmemeval(
     data: Data,
     evidence_only: EvidenceOnly = False,
     sample: Only = None,
-    store: KeptStore = None,
+    vectors: KeptIn = None,
     out: Out = None,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
     """LongMemEval: the share of each question's answer sessions that the best 5, 10 and 20 turns are of."""
-    _evaluate("longmemeval", data, evidence_only, sample, store, out, encoder, as_json)
+    _evaluate("longmemeval", data, evidence_only, sample, vectors, out, encoder, as_json)
 
 
 def _evaluate(
@@ -79,7 +73,7 @@ def _evaluate(
     data: Path,
     evidence_only: bool,
     only: list[str] | None,
-    store: Place | None,
+    vectors: Path | None,
     out: Path | None,
     encoder: str | None,
     as_json: bool,
@@ -89,10 +83,14 @@ def _evaluate(
     from undertow.bench.quality.datasets import load
     from undertow.bench.quality.evidence import retrieve
     from undertow.bench.quality.report import write_evidence
+    from undertow.bench.quality.vectors import KeptVectors
+    from undertow.engine.encoder import make_encoder
+    from undertow.engine.engine import Engine
     from undertow.serving.cli.progress import Bar
 
     began_s = time.perf_counter()
     settings = settings_of(llm="off", encoder=encoder)
+    check_settings(settings)
     samples = _chosen(list(load(data, benchmark, settings.max_message_bytes)), only)
     questions = sum(len(s.questions) for s in samples)
     scored = sum(q.is_scored for s in samples for q in s.questions)
@@ -103,11 +101,13 @@ def _evaluate(
         "turns": sum(len(s.turns) for s in samples),
         "left_out": questions - scored,
         "encoder": settings.encoder,
+        "search": settings.search,
     }
     folder = out or Path(f"eval-{benchmark}")
+    kept = KeptVectors(make_encoder(settings), vectors)
     with ExitStack() as stack:
-        place = store or Place.of(stack.enter_context(TemporaryDirectory(prefix="undertow-eval-")))
-        engine = stack.enter_context(open_engine(place, settings, create=True))
+        store = Path(stack.enter_context(TemporaryDirectory(prefix="undertow-eval-")))
+        engine = stack.enter_context(Engine(store, settings, kept))
         bar = stack.enter_context(Bar())
         done = iter(range(1, scored + 1))
 
@@ -116,7 +116,8 @@ def _evaluate(
             if bar.is_due:
                 bar.show(f"{count:,} of {scored:,} questions", count, scored)
 
-        told = write_evidence(retrieve(engine, samples, show), folder, about)
+        told = write_evidence(retrieve(engine, kept, samples, show), folder, about)
+    kept.save()
     _put(told | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, folder, as_json=as_json)
 
 
