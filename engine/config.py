@@ -52,7 +52,7 @@ class Settings(BaseSettings):
     # of an export that is taken in: it is held in memory, and committed at once
     max_import_bytes: int = Field(default=256 << 20, ge=1)
     # of an arena on the CPU (on a card its share bounds it): half of the machine's memory;
-    # a loaded turn keeps its text too, about a third of its vector
+    # a loaded turn keeps its text too, about a third of its vector, and as much again once it was searched
     arena_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 2, ge=1 << 20)
 
     # a tenant with more turns is searched through an index of its own

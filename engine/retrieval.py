@@ -91,10 +91,6 @@ class Query:
     vector: NDArray[np.float16]
     terms: tuple[int, ...]
 
-    def depth(self, k: int) -> int:
-        """How many of the nearest rows must be known for the k best."""
-        return max(k, CANDIDATES) if self.terms else k
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -145,7 +141,8 @@ class Retrieval:
     ) -> Found:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
-        By cosine alone; with `words`, those of the query, by both (`raised`).
+        By cosine alone; with `words`, those of the query, by both (`raised`). The turns of a tenant with
+        more than `ivf_rows` go by cosine all the same: an index of words takes a second for 30,000 turns.
         The filters are applied before the ranking, so that each tier gives its k where it has them. An
         episode or fact passes `where` if one of the turns it rests on does; its time is its own.
         The first search of a tenant that needs an index, and the first by words, wait until it is made.
@@ -157,7 +154,7 @@ class Retrieval:
             tuple(self._memories(tenant, "episode", asked, k_epi, window, passing)),
             tuple(self._memories(tenant, "fact", asked, k_sem, window, passing)),
             tuple(self._turns(tenant, asked, k_sub, window, passing, index)),
-            1.0 if index is None else index.recall(asked.depth(k_sub)),
+            1.0 if index is None else index.recall(k_sub),
         )
 
     def passing(self, tenant: Tenant, where: Where) -> Rows | None:
@@ -174,7 +171,7 @@ class Retrieval:
 
     def _index_of(self, tenant: Tenant) -> IvfIndex | None:
         """The tenant's index, up to date; None where the tenant is small enough for exact search."""
-        if len(tenant.seq_by_row) - tenant.counts["deleted"] <= self._ivf_rows:
+        if not self._is_large(tenant):
             return None
         index = self._indexes.get(tenant)
         if index is None:
@@ -182,6 +179,9 @@ class Retrieval:
         else:
             index.refresh()
         return index
+
+    def _is_large(self, tenant: Tenant) -> bool:
+        return len(tenant.seq_by_row) - tenant.counts["deleted"] > self._ivf_rows
 
     def _turns(
         self,
@@ -202,7 +202,9 @@ class Retrieval:
                 ],
                 dtype=bool,
             )
-        shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms) if query.terms else None
+        shares = None
+        if query.terms and not self._is_large(tenant):
+            shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms)
         hits = []
         for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
             turn = tenant.turn(tenant.seq_by_row[row])
@@ -255,8 +257,8 @@ class Retrieval:
             return []
         if shares is None:
             return self._nearest(segment, query, k, allowed, index)
-        depth = query.depth(k)
-        near = self._nearest(segment, query, depth, allowed, index)
+        depth = max(k, CANDIDATES)
+        near = self._nearest(segment, query, depth, allowed)
         said = np.setdiff1d(most_said(shares, depth, allowed), [row for _, row in near])
         if len(said):
             asked = widened(query.vector, self._arena.dim)
