@@ -32,6 +32,9 @@ class Settings(BaseSettings):
     k_sub: int = Field(default=10, ge=0, le=1000)
     k_epi: int = Field(default=5, ge=0, le=1000)
 
+    # "dense": by the cosine alone, as in the paper; "hybrid": by the query's words too (engine/lexicon.py)
+    search: Literal["hybrid", "dense"] = "hybrid"
+
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
     # of encoder, arena and gate; "cuda" fails where there is no card, "auto" takes what is there
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -49,7 +52,7 @@ class Settings(BaseSettings):
     # of an export that is taken in: it is held in memory, and committed at once
     max_import_bytes: int = Field(default=256 << 20, ge=1)
     # of an arena on the CPU (on a card its share bounds it): half of the machine's memory;
-    # a loaded turn keeps its text too, about a third of its vector
+    # a loaded turn keeps its text too, about a third of its vector, and as much again once it was searched
     arena_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 2, ge=1 << 20)
 
     # a tenant with more turns is searched through an index of its own

@@ -401,6 +401,7 @@ class Engine(Tenancy):
             k_sem=s.k_sem if k_sem is None else k_sem,
             window=window,
             where=asked,
+            words=query if s.search == "hybrid" else "",
         )
 
     def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:

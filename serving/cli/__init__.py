@@ -15,6 +15,7 @@ from undertow.serving.cli import (
     changing,
     checking,
     clustering,
+    evaluating,
     importing,
     ingesting,
     keying,
@@ -66,6 +67,7 @@ app.command()(checking.demo)
 app.add_typer(clustering.cluster, name="cluster")
 app.add_typer(keying.keys, name="keys")
 app.add_typer(benching.bench, name="bench")
+app.add_typer(evaluating.evaluation, name="eval")
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ class AddedItems(Model):
 
 
 class Hit(Model):
-    """One memory found. `score` is its cosine to the query."""
+    """One memory found. `score` is its cosine to the query, raised towards 1 by the words they share."""
 
     id: str
     memory: str

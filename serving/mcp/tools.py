@@ -155,8 +155,8 @@ TOOLS: Mapping[str, Tool] = {
         Tool(
             "search_memories",
             "Search memories",
-            "Find the memories nearest in meaning to a query, best first, each with its score (the cosine, "
-            "1 at most). Use it before you answer what may depend on earlier conversations." + _DATA,
+            "Find the memories nearest to a query in meaning and words, best first, each with its score (at "
+            "most 1). Use it before you answer what may depend on earlier conversations." + _DATA,
             Searching,
             results.Found,
             READS,

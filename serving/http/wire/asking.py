@@ -18,7 +18,8 @@ class SearchRequest(Given):
 
 
 class FoundMemory(Answered):
-    """`score` is the cosine of query and memory; `source_seqs` the turns that it rests on."""
+    """`score` is the cosine of query and memory, raised towards 1 where it has the query's words;
+    `source_seqs` the turns that it rests on."""
 
     id: str
     memory: str

@@ -1,0 +1,1 @@
+"""How well memories are found (and, later, answered from): LoCoMo and LongMemEval."""

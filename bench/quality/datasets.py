@@ -1,0 +1,146 @@
+"""Benchmark files as samples: what is to be remembered, what is asked of it, and where the evidence stands.
+
+The turns are those of the engine's own readers. Here is added what only a benchmark has: its questions, and
+for each turn which pieces of evidence it holds, so that what a search finds can be scored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ijson
+
+from undertow.engine.model import BadInput, InputError, Turn
+from undertow.engine.readers import detect_format, read
+from undertow.engine.readers.source import Log
+
+Benchmark = Literal["locomo", "longmemeval"]
+
+# LoCoMo's categories by number, as the paper (Maharana et al., 2024) names them
+CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
+# what asks about things that were never said has no evidence to find: left out of every score
+ADVERSARIAL = "adversarial"
+# LongMemEval marks such questions in their ids
+ABSTENTION = "_abs"
+
+_SEPARATOR = re.compile(r"[;,]")
+_SCHEMA = "Compare with the published schema of the data set."
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`evidence`: ids of the messages (LoCoMo) or sessions (LongMemEval) that hold the answer, each once."""
+
+    id: str
+    text: str
+    category: str
+    evidence: tuple[str, ...]
+
+    @property
+    def is_scored(self) -> bool:
+        return bool(self.evidence) and self.category != ADVERSARIAL
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation or haystack. `holds[i]`: the ids of the evidence that turn i would be."""
+
+    tenant: str
+    turns: tuple[Turn, ...]
+    holds: tuple[tuple[str, ...], ...]
+    questions: tuple[Question, ...]
+
+
+def load(path: Path, benchmark: Benchmark, max_message_bytes: int) -> Iterator[Sample]:
+    """The samples of a file, one at a time. InputError names file, sample, field and cure.
+
+    A sample with any session that cannot be read is an error: a score over what is left would pass for one
+    of the benchmark.
+    """
+    log = Log.of(path)
+    found = detect_format(log)
+    if found != benchmark:
+        cure = f"Run `undertow eval {found}`." if found in ("locomo", "longmemeval") else _SCHEMA
+        raise InputError(BadInput(str(log), None, None, f"is of the format {found}, not {benchmark}", cure))
+    raw_samples = _raw_samples(log)
+    for record in read(log, benchmark, max_message_bytes=max_message_bytes):
+        if record.errors:
+            raise InputError(record.errors[0])
+        raw = next(raw_samples)
+        try:
+            yield _locomo(raw, record.turns) if benchmark == "locomo" else _longmemeval(raw, record.turns)
+        except _Unfit as unfit:
+            problem = BadInput(str(log), record.position, unfit.field, unfit.reason, _SCHEMA)
+            raise InputError(problem) from None
+
+
+def _raw_samples(log: Log) -> Iterator[Mapping[str, Any]]:
+    with log.unpacked() as file:
+        is_array = file.read(64).lstrip()[:1] == b"["
+        file.seek(0)
+        yield from ijson.items(file, "item" if is_array else "", use_float=True)
+
+
+class _Unfit(ValueError):
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(field, reason)
+        self.field, self.reason = field, reason
+
+
+def _locomo(raw: Mapping[str, Any], turns: tuple[Turn, ...]) -> Sample:
+    """A turn holds the messages of its session that follow those of the turn before it."""
+    conversation = raw["conversation"]
+    taken: dict[str, int] = {}
+    holds = []
+    for turn in turns:
+        start = taken.get(turn.session_id, 0)
+        taken[turn.session_id] = stop = start + len(turn.messages)
+        holds.append(tuple(str(m.get("dia_id")) for m in conversation[turn.session_id][start:stop]))
+    asked = _list(raw, "qa")
+    tenant = str(raw["sample_id"])
+    questions = tuple(_locomo_question(item, n, tenant) for n, item in enumerate(asked))
+    return Sample(tenant, turns, tuple(holds), questions)
+
+
+def _locomo_question(raw: Any, number: int, tenant: str) -> Question:
+    where = f"qa[{number}]"
+    category = raw.get("category") if isinstance(raw, dict) else None
+    if category not in CATEGORIES:
+        known = ", ".join(map(str, CATEGORIES))
+        raise _Unfit(f"{where}.category", f"is {category!r:.40}, not one of {known}")
+    ids = (part.strip() for entry in _texts(raw, "evidence", where) for part in _SEPARATOR.split(entry))
+    evidence = tuple(dict.fromkeys(part for part in ids if part))
+    return Question(f"{tenant}:{number}", _text(raw, "question", where), CATEGORIES[category], evidence)
+
+
+def _longmemeval(raw: Mapping[str, Any], turns: tuple[Turn, ...]) -> Sample:
+    tenant = str(raw["question_id"])
+    evidence = tuple(dict.fromkeys(_texts(raw, "answer_session_ids", "")))
+    category = ADVERSARIAL if tenant.endswith(ABSTENTION) else _text(raw, "question_type", "")
+    question = Question(tenant, _text(raw, "question", ""), category, evidence)
+    return Sample(tenant, turns, tuple((turn.session_id,) for turn in turns), (question,))
+
+
+def _list(raw: Mapping[str, Any], field: str, within: str = "") -> list[Any]:
+    found = raw.get(field, [] if within else None)
+    if not isinstance(found, list):
+        raise _Unfit(f"{within}.{field}".lstrip("."), "is missing or not a list")
+    return found
+
+
+def _texts(raw: Mapping[str, Any], field: str, within: str) -> list[str]:
+    found = _list(raw, field, within)
+    if not all(isinstance(item, str) for item in found):
+        raise _Unfit(f"{within}.{field}".lstrip("."), "must hold ids as text")
+    return found
+
+
+def _text(raw: Mapping[str, Any], field: str, within: str) -> str:
+    found = raw.get(field)
+    if not isinstance(found, str) or not found.strip():
+        raise _Unfit(f"{within}.{field}".lstrip("."), "is missing or not text")
+    return found
