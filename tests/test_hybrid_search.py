@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from undertow.engine.engine import Engine
-from undertow.engine.model import Turn
+from undertow.engine.lexicon import MemoryWords
+from undertow.engine.model import Memory, Turn
 from undertow.engine.retrieval import Hit, raised
+from undertow.engine.terms import Terms
 
 from .engine_harness import NEVER, open_engine, turn_of
 
@@ -129,6 +131,17 @@ def test_filters_come_before_the_ranking_by_words(tmp_path: Path) -> None:
         engine.add_batch(said)
         passing = engine.search("ann", "varnish", k_sub=5, since="2026-03-07", until="2026-03-07").turns
     assert [hit.timestamp for hit in passing] == ["2026-03-07"] * 5
+
+
+def test_a_memory_gains_nothing_by_repeating_itself() -> None:
+    once, thrice = (
+        Memory(text, "episode", "ann", text, 1, 0, 0, 0, (0,)) for text in ("boat", "boat boat boat")
+    )
+    other = Memory("m", "episode", "ann", "kiln", 1, 0, 0, 1, (0,))
+    query = Terms().of("the boat")
+    shares = [MemoryWords().shares([memory, None, other], query).tolist() for memory in (once, thrice)]
+    assert shares[0] == shares[1]
+    assert shares[0][0] > 0 == shares[0][1] == shares[0][2]
 
 
 @pytest.mark.parametrize("k", [1, 3, 10])
