@@ -47,11 +47,12 @@ def test_a_rare_word_finds_its_turn_and_dense_search_is_a_setting(tmp_path: Path
         engine.add_batch(turns("ann"))
         hybrid = hits(engine, "ann", "what about number 17 then")
     with open_engine(tmp_path / "store", search="dense", **NEVER) as engine:
-        dense = hits(engine, "ann", "what about number 17 then")
+        dense = hits(engine, "ann", "what about number 17 then", 40)
     assert hybrid[0].source_seqs == (17,)
     cosines = {hit.id: hit.score for hit in dense}
     assert dense == tuple(sorted(dense, key=lambda hit: (-hit.score, hit.source_seqs)))
-    assert all(hit.score >= cosines[hit.id] for hit in hybrid if hit.id in cosines)
+    assert all(hit.score >= cosines[hit.id] for hit in hybrid)
+    assert hybrid[0].score > cosines[hybrid[0].id]
 
 
 def test_batched_is_streamed_and_searches_between_change_nothing(tmp_path: Path) -> None:
