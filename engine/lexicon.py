@@ -89,7 +89,11 @@ def neighbours(session: NDArray[np.int32]) -> tuple[Int64s, Int64s]:
 
 
 class MemoryWords:
-    """The episodes or the facts."""
+    """The episodes or the facts.
+
+    Each word counts once: how often a memory repeats it says how many turns are retold there. Else an
+    episode of six turns would outdo the very turn that was asked for.
+    """
 
     def __init__(self) -> None:
         self._index = Bm25()
@@ -103,7 +107,7 @@ class MemoryWords:
                 if memory is None:
                     self._index.drop(row)
                 elif memory is not seen:
-                    self._index.put(row, terms.of(memory.text))
+                    self._index.put(row, set(terms.of(memory.text)))
             self._seen = list(rows)
         return self._index.scores(query, len(rows))
 

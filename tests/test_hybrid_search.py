@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from undertow.engine.engine import Engine
-from undertow.engine.model import Turn
+from undertow.engine.lexicon import MemoryWords
+from undertow.engine.model import Memory, Turn
 from undertow.engine.retrieval import Hit, raised
+from undertow.engine.terms import Terms
 
 from .engine_harness import NEVER, open_engine, turn_of
 
@@ -45,11 +47,12 @@ def test_a_rare_word_finds_its_turn_and_dense_search_is_a_setting(tmp_path: Path
         engine.add_batch(turns("ann"))
         hybrid = hits(engine, "ann", "what about number 17 then")
     with open_engine(tmp_path / "store", search="dense", **NEVER) as engine:
-        dense = hits(engine, "ann", "what about number 17 then")
+        dense = hits(engine, "ann", "what about number 17 then", 40)
     assert hybrid[0].source_seqs == (17,)
     cosines = {hit.id: hit.score for hit in dense}
     assert dense == tuple(sorted(dense, key=lambda hit: (-hit.score, hit.source_seqs)))
-    assert all(hit.score >= cosines[hit.id] for hit in hybrid if hit.id in cosines)
+    assert all(hit.score >= cosines[hit.id] for hit in hybrid)
+    assert hybrid[0].score > cosines[hybrid[0].id]
 
 
 def test_batched_is_streamed_and_searches_between_change_nothing(tmp_path: Path) -> None:
@@ -129,6 +132,17 @@ def test_filters_come_before_the_ranking_by_words(tmp_path: Path) -> None:
         engine.add_batch(said)
         passing = engine.search("ann", "varnish", k_sub=5, since="2026-03-07", until="2026-03-07").turns
     assert [hit.timestamp for hit in passing] == ["2026-03-07"] * 5
+
+
+def test_a_memory_gains_nothing_by_repeating_itself() -> None:
+    once, thrice = (
+        Memory(text, "episode", "ann", text, 1, 0, 0, 0, (0,)) for text in ("boat", "boat boat boat")
+    )
+    other = Memory("m", "episode", "ann", "kiln", 1, 0, 0, 1, (0,))
+    query = Terms().of("the boat")
+    shares = [MemoryWords().shares([memory, None, other], query).tolist() for memory in (once, thrice)]
+    assert shares[0] == shares[1]
+    assert shares[0][0] > 0 == shares[0][1] == shares[0][2]
 
 
 @pytest.mark.parametrize("k", [1, 3, 10])
