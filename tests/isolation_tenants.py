@@ -116,7 +116,7 @@ class Tenants:
             self.reader = self._service.key(Scope.READ, tenants=(name,))
 
     def drop_keys(self) -> None:
-        """All but those for several tenants, when nothing more is asked: each key makes every change slower."""
+        """Those for one tenant alone, as nothing more is asked: each key makes every change of one slower."""
         self.key_file.forget(lambda name: name.startswith(self.run))
 
     def some_key(self, name: str, rng: Random) -> str:
