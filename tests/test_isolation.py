@@ -196,6 +196,7 @@ class Isolation(RuleBasedStateMachine):
         """Logs and spans name who asked, and about whom, by ids alone; metrics name nobody."""
         if not hasattr(self, "tenants"):
             return
+        self.tenants.drop_keys()
         secrets, asked = self.tenants.secrets, self.tenants.asked
         secrets.check(self.watched.ask("/metrics").text)
         for line in self.watched.logged_lines():
