@@ -76,6 +76,11 @@ class Connection:
     async def to(cls, host: str, port: int) -> Connection:
         return cls(*await asyncio.open_connection(host, port))
 
+    @property
+    def ended(self) -> bool:
+        """The service has closed it: it was not used for as long as the service keeps one open."""
+        return self._reader.at_eof()
+
     async def send(self, request: bytes) -> tuple[int, bytes, bool]:
         """Status and body of the answer, and whether the connection goes on."""
         self._writer.write(request)
@@ -164,7 +169,13 @@ class Caller:
         return status, body
 
     async def _connection(self) -> Connection:
-        while not self._idle:
+        while True:
+            while self._idle:
+                connection = self._idle.pop()
+                if not connection.ended:
+                    return connection
+                connection.close()
+                self._open -= 1
             if self._open < MOST_CONNECTIONS:
                 self._open += 1
                 try:
@@ -173,7 +184,6 @@ class Caller:
                     self._open -= 1
                     raise
             await asyncio.sleep(0.001)
-        return self._idle.pop()
 
     def _add(self, tenant: str, turns: int) -> bytes:
         said = []
