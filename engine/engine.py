@@ -143,7 +143,7 @@ class Engine(Tenancy):
             self._texts = TenantTextCache(encoder, settings.encode_cache_texts)
             gate = make_gate(self.arena)
             self._readings = Readings(self.arena, gate, self._texts)
-            self.retrieval = Retrieval(self.arena, gate, settings.ivf_rows)
+            self.retrieval = Retrieval(self.arena, gate, settings.ivf_rows, settings.words_rows)
             self.scheduler = self._make_scheduler()
             self._residence = Residence(self.tenants, self.arena, self.scheduler, settings.arena_bytes)
         except BaseException:

@@ -118,10 +118,11 @@ class Retrieval:
     an index opens might hold none of those).
     """
 
-    def __init__(self, arena: Arena, gate: Gate, ivf_rows: int) -> None:
+    def __init__(self, arena: Arena, gate: Gate, ivf_rows: int, words_rows: int) -> None:
         self._arena = arena
         self._gate = gate
         self._ivf_rows = ivf_rows
+        self._words_rows = min(words_rows, ivf_rows)
         # an index goes with its tenant's live state, when that is evicted or erased
         self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
         self._metadata: WeakKeyDictionary[Tenant, MetadataIndex] = WeakKeyDictionary()
@@ -142,7 +143,7 @@ class Retrieval:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
         By cosine alone; with `words`, those of the query, by both (`raised`). The turns of a tenant with
-        more than `ivf_rows` go by cosine all the same: an index of words takes a second for 30,000 turns.
+        more than `words_rows` of them go by cosine all the same.
         The filters are applied before the ranking, so that each tier gives its k where it has them. An
         episode or fact passes `where` if one of the turns it rests on does; its time is its own.
         The first search of a tenant that needs an index, and the first by words, wait until it is made.
@@ -171,7 +172,7 @@ class Retrieval:
 
     def _index_of(self, tenant: Tenant) -> IvfIndex | None:
         """The tenant's index, up to date; None where the tenant is small enough for exact search."""
-        if not self._is_large(tenant):
+        if live_turns(tenant) <= self._ivf_rows:
             return None
         index = self._indexes.get(tenant)
         if index is None:
@@ -179,9 +180,6 @@ class Retrieval:
         else:
             index.refresh()
         return index
-
-    def _is_large(self, tenant: Tenant) -> bool:
-        return len(tenant.seq_by_row) - tenant.counts["deleted"] > self._ivf_rows
 
     def _turns(
         self,
@@ -203,7 +201,7 @@ class Retrieval:
                 dtype=bool,
             )
         shares = None
-        if query.terms and not self._is_large(tenant):
+        if query.terms and live_turns(tenant) <= self._words_rows:
             shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms)
         hits = []
         for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
@@ -276,6 +274,10 @@ class Retrieval:
         else:
             scores, rows = top_k(self._arena, segment, query.vector, k, allowed, self._gate)
         return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
+
+
+def live_turns(tenant: Tenant) -> int:
+    return len(tenant.seq_by_row) - tenant.counts["deleted"]
 
 
 def raised(cosine: float, share: float) -> float:

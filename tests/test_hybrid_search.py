@@ -55,6 +55,16 @@ def test_a_rare_word_finds_its_turn_and_dense_search_is_a_setting(tmp_path: Path
     assert hybrid[0].score > cosines[hybrid[0].id]
 
 
+def test_the_words_of_a_large_tenant_do_not_count(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "store", search="dense", **NEVER) as engine:
+        engine.add_batch(turns("ann"))
+        dense = found(engine, "ann")
+    with open_engine(tmp_path / "store", words_rows=40, **NEVER) as engine:
+        small = found(engine, "ann")
+    with open_engine(tmp_path / "store", words_rows=39, **NEVER) as engine:
+        assert found(engine, "ann") == dense != small
+
+
 def test_batched_is_streamed_and_searches_between_change_nothing(tmp_path: Path) -> None:
     with open_engine(tmp_path / "batched", **NEVER) as engine:
         engine.add_batch(turns("ann"))
