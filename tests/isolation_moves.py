@@ -9,7 +9,7 @@ from typing import Any
 
 from .http_harness import is_problem
 from .isolation_secrets import MARK
-from .isolation_tenants import ALL, Export, Lot, Tenants, key_id
+from .isolation_tenants import ALL, AS_JOB, Export, Lot, Tenants, key_id
 
 NEVER_MADE = f"ut_{'0' * 12}_{'A' * 43}"
 
@@ -109,7 +109,9 @@ def remove(tenants: Tenants, name: str, rng: Random) -> None:
 def _erase(tenants: Tenants, name: str, *, as_job: bool) -> None:
     lot, key = tenants.lots[name], tenants.keys[name]
     if as_job:
-        job = tenants.job(name, "DELETE", "")
+        # its own key goes with it, and could not ask for the certificate
+        is_problem(tenants.ask(name, "DELETE", headers=AS_JOB), 422)
+        job = tenants.job(name, "DELETE", "", by=tenants.shared_key(name))
         certificate, jobs = tenants.ended(name, job).get("result"), {job}
     else:
         erased = tenants.ask(name, "DELETE")
