@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from undertow.engine.journal import Journal, Row
-from undertow.engine.model import Memory
+from undertow.engine.model import Memory, UndertowError
 from undertow.engine.records import control_of, memory_of, outdated_updates
 from undertow.engine.tenants import Tenants
 
@@ -25,6 +25,16 @@ ALSO_OUT_OF_REACH = (
     "files of appends that were cut off in the ten minutes before the purge, until the next one",
     "versions and unfinished uploads that a bucket keeps of deleted objects",
 )
+
+
+class NotCertified(UndertowError):
+    """The tenant is erased, and its bytes are still at the shard that it has come from."""
+
+    def __str__(self) -> str:
+        return (
+            "The tenant is erased. Its last bytes go with the end of the resharding that moved it: "
+            "ask again then for the certificate."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +106,8 @@ def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
         journal.delete([key], before_lsn=stone["lsn"])
     journal.delete_rows(left_behind(journal))
     alone = journal.purge()
-    purged = {key: {**stone, "purged": True, "alone": alone} for key, stone in due.items()}
+    done = {"purged": True, "alone": alone, "purged_at": _now()}
+    purged = {key: {**stone, **done} for key, stone in due.items()}
     journal.append([Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()])
     tenants.erased.update(purged)
     return {key: certificate_of(key, stone) for key, stone in purged.items()}
@@ -105,7 +116,7 @@ def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
 def certificate_of(key: str, stone: Mapping[str, Any]) -> Certificate:
     counts = (stone["rows"], stone["turns"], stone["episodes"], stone["facts"])
     out_of_reach = OUT_OF_REACH if stone["alone"] else (*OUT_OF_REACH, *ALSO_OUT_OF_REACH)
-    return Certificate(key, stone["erased_at"], _now(), *counts, out_of_reach)
+    return Certificate(key, stone["erased_at"], stone["purged_at"], *counts, out_of_reach)
 
 
 def left_behind(journal: Journal) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import lance
 import pyarrow as pa
-from lance.optimize import Compaction, CompactionOptions
+from lance.optimize import Compaction, CompactionOptions, RewriteResult
 
 from undertow.engine.place import Place, fsync_path, make_folder
 
@@ -142,7 +142,8 @@ class LogTable:
         merged = self._merge_fragments({"excluded_fragment_ids": sorted(others)})
         if self._fsync:
             _sync_manifest(Path(self._place.uri), self._dataset)
-        return VERSIONS_PER_MERGE if merged else 0
+        # where no row is left there is no fragment to reserve an id for
+        return VERSIONS_PER_MERGE if [bool(m.new_fragments) for m in merged] == [True] else 0
 
     def compact(self) -> None:
         """Merge all small fragments and refresh the index."""
@@ -184,8 +185,8 @@ class LogTable:
             if name not in used:
                 self._place.remove(name)
 
-    def _merge_fragments(self, options: CompactionOptions | None = None) -> bool:
-        """Rewrite small fragments as large ones, in their order; whether there were any."""
+    def _merge_fragments(self, options: CompactionOptions | None = None) -> list[RewriteResult]:
+        """Rewrite small fragments as large ones, in their order."""
         chosen: CompactionOptions = {"target_rows_per_fragment": ROWS_PER_FRAGMENT, **(options or {})}
         plan = Compaction.plan(self._dataset, chosen)
         rewritten = [task.execute(self._dataset) for task in plan.tasks]
@@ -193,7 +194,7 @@ class LogTable:
             self._sync_files(fragment for result in rewritten for fragment in result.new_fragments)
         if rewritten:
             Compaction.commit(self._dataset, rewritten, chosen)
-        return bool(rewritten)
+        return rewritten
 
     def _sync_files(self, fragments: Iterable[lance.FragmentMetadata]) -> None:
         for fragment in fragments:

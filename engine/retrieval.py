@@ -142,15 +142,16 @@ class Retrieval:
     ) -> Found:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
-        By cosine alone; with `words`, those of the query, by both (`raised`). The turns of a tenant with
-        more than `words_rows` of them go by cosine all the same.
+        By cosine alone; with `words`, those of the query, by both (`raised`). All tiers of a tenant with more
+        than `words_rows` turns and memories are searched by cosine all the same.
         The filters are applied before the ranking, so that each tier gives its k where it has them. An
         episode or fact passes `where` if one of the turns it rests on does; its time is its own.
         The first search of a tenant that needs an index, and the first by words, wait until it is made.
         """
         index = self._index_of(tenant) if window.open and where.open else None
         passing = self.passing(tenant, where)
-        asked = Query(query.reshape(1, -1), tuple(Terms().of(words)))
+        terms = tuple(Terms().of(words)) if size_of(tenant) <= self._words_rows else ()
+        asked = Query(query.reshape(1, -1), terms)
         return Found(
             tuple(self._memories(tenant, "episode", asked, k_epi, window, passing)),
             tuple(self._memories(tenant, "fact", asked, k_sem, window, passing)),
@@ -201,7 +202,7 @@ class Retrieval:
                 dtype=bool,
             )
         shares = None
-        if query.terms and live_turns(tenant) <= self._words_rows:
+        if query.terms:
             shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms)
         hits = []
         for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
@@ -278,6 +279,11 @@ class Retrieval:
 
 def live_turns(tenant: Tenant) -> int:
     return len(tenant.seq_by_row) - tenant.counts["deleted"]
+
+
+def size_of(tenant: Tenant) -> int:
+    """Turns and memories."""
+    return live_turns(tenant) + sum(len(tier.rows) for tier in tenant.tiers.values())
 
 
 def raised(cosine: float, share: float) -> float:

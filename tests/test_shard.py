@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from undertow.engine import erasure
 from undertow.engine.admission import QueueFull
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.calls import StaleSession, Stamp
@@ -26,9 +27,9 @@ from undertow.engine.cluster.shard_map import STORES, Removed, ShardMap
 from undertow.engine.cluster.thresholds import agree, in_force
 from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
-from undertow.engine.departures import Moved
+from undertow.engine.departures import Move, Moved
 from undertow.engine.engine import Engine
-from undertow.engine.erasure import Certificate
+from undertow.engine.erasure import Certificate, NotCertified
 from undertow.engine.journal import Fenced, Journal, JournalError
 from undertow.engine.model import Turn, UndertowError
 from undertow.engine.place import Place, StoreError
@@ -215,8 +216,7 @@ def test_repeated_calls_change_nothing(shard: Shard) -> None:
     certificate = shard.erase("ann", now=True).result(SOON_S)
     repeated = shard.erase("ann", now=True, again=True).result(SOON_S)
     assert certificate is not None and repeated is not None
-    assert repeated.tenant_key == certificate.tenant_key
-    assert repeated.rows_removed == certificate.rows_removed
+    assert repeated == certificate
     with pytest.raises(UnknownTenant):
         shard.erase("ann").result(SOON_S)
 
@@ -248,6 +248,32 @@ def test_erasures_that_wait_share_a_purge(root: Place, shard: Shard, monkeypatch
     assert [c.turns_removed for c in certificates if c is not None] == [1, 2, 3]
     assert not bytes_hold(Path(str(root)), "words of")
     assert shard.erase("nobody", now=True, again=True).result(SOON_S) is None
+
+
+def test_a_certificate_says_when_the_bytes_went_not_when_it_was_asked_for(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Sender(shard).add([turn_of("ann", 0, "words of ann")])
+    monkeypatch.setattr(erasure, "_now", lambda: "2026-01-01T00:00:00+00:00")
+    certificate = shard.erase("ann", now=True).result(SOON_S)
+    monkeypatch.setattr(erasure, "_now", lambda: "2027-01-01T00:00:00+00:00")
+    assert shard.erase("ann", now=True, again=True).result(SOON_S) == certificate
+    assert certificate is not None and certificate.purged_at == "2026-01-01T00:00:00+00:00"
+
+
+def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shard: Shard) -> None:
+    Sender(shard).add([turn_of("ann", 0, "words of ann")])
+    assert shard._housing.engine is not None
+    tenants, key = shard._housing.engine.tenants, shard._housing.open().journal.info.tenant_key("ann")
+    tenants.arrived[key] = Move("arrived", "elsewhere", 1)
+    for again in (False, True):
+        with pytest.raises(NotCertified, match="ask again"):
+            shard.erase("ann", now=True, again=again).result(SOON_S)
+        with pytest.raises(UnknownTenant):
+            shard.get_all("ann").result(SOON_S)
+    tenants.arrived.clear()
+    certificate = shard.erase("ann", now=True, again=True).result(SOON_S)
+    assert certificate is not None and certificate.turns_removed == 1
 
 
 def test_repeated_updates_are_made_once(shard: Shard) -> None:

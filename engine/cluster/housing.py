@@ -19,7 +19,7 @@ from undertow.engine.cluster.wire import Status
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, make_encoder
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine, make_llm
-from undertow.engine.erasure import Certificate, certificate_of
+from undertow.engine.erasure import Certificate, NotCertified, certificate_of
 from undertow.engine.journal import Fenced
 from undertow.engine.llm import LLMClient
 from undertow.engine.model import PackedTurn, UndertowError
@@ -376,13 +376,17 @@ class Housing:
             yield control_of(row)
 
     def certificate(self, tenant: str) -> Certificate | None:
-        """The certificate of a tenant that is erased already; None where nothing is known of it."""
+        """The certificate of a tenant that is erased already; None: nothing is known of it. NotCertified."""
         engine = self.open()
         key = engine.journal.info.tenant_key(tenant)
         stone = engine.tenants.erased.get(key)
         if stone is None:
             return None
-        return certificate_of(key, stone) if stone["purged"] else engine.purge().get(key)
+        if stone["purged"]:
+            return certificate_of(key, stone)
+        if key in engine.tenants.arrived:
+            raise NotCertified
+        return engine.purge()[key]
 
     def report(self) -> dict[str, Any]:
         """The engine's state as plain data."""

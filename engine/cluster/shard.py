@@ -172,7 +172,7 @@ class Shard(ShardTenancy):
         return self._ask(flushed, wait=True)
 
     def erase(self, tenant: str, *, now: bool = False, again: bool = False) -> Future[Certificate | None]:
-        """As Engine.erase, its parked turns included. `again`: the call is a repeat.
+        """As Engine.erase, its parked turns included. `again`: the call is a repeat. NotCertified.
 
         A purge rewrites files of the whole store, so it is one for all erasures that wait for it.
         """

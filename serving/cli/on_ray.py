@@ -346,10 +346,15 @@ def erase_on_ray(
 ) -> Certificate | None:
     """`undertow erase --ray`. `ask` is called before anything is started."""
     from undertow.engine.cluster.shard_map import load
+    from undertow.engine.erasure import NotCertified
 
     ask()
     with (
         open_cluster(root, settings_of(), address) as opened,
         audited(root.folder, "erase", tenant_key=load(root).tenant_key(tenant)),
     ):
-        return opened.erase(tenant, now=now)
+        try:
+            return opened.erase(tenant, now=now)
+        except NotCertified as later:
+            say(str(later))
+            return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from undertow.engine.erasure import Certificate
+from undertow.engine.erasure import Certificate, NotCertified
 from undertow.engine.model import BadInput, InputError
 from undertow.engine.tenants import UnknownTenant
 from undertow.serving.http.audits import audited
@@ -86,6 +86,7 @@ async def erase(service: Service, tenant: str, by: str, *, job: Job | None = Non
     """Erase a tenant, its bytes too, from the store and from what the service keeps; the certificate.
 
     Of one that was erased or deleted before, the certificate of that. UnknownTenant: there never was any.
+    NotCertified: it was moved to another shard, and some of its bytes are still where it was.
     `by`: the id of the key; `job`: that this is done for, which stays.
     """
     memories = service.memories
@@ -93,12 +94,14 @@ async def erase(service: Service, tenant: str, by: str, *, job: Job | None = Non
     async with audited(service.audit, "erase", by, key) as entry:
         # before the memories, as an import among them would bring some back
         entry.counts["jobs_dropped"] = await service.jobs.forget(key, but=None if job is None else job.id)
-        certificate = await memories.erase(tenant, now=True, again=True)
+        try:
+            certificate = await memories.erase(tenant, now=True, again=True)
+        except NotCertified:  # it is erased all the same, and the caller asks again
+            await _forget(service, tenant, key)
+            raise
         if certificate is None:
             raise UnknownTenant(tenant)
-        await service.once.forget(key)
-        await service.state.scrub()
-        left = await _forget_name(service, tenant)
+        left = await _forget(service, tenant, key)
     return certified(certificate, left)
 
 
@@ -106,6 +109,13 @@ def certified(certificate: Certificate, more: tuple[str, ...] = OUT_OF_REACH) ->
     """A certificate as callers see it, with what the service knows that it cannot reach."""
     document = asdict(certificate)
     return {**document, "out_of_reach": [*certificate.out_of_reach, *more]}
+
+
+async def _forget(service: Service, tenant: str, key: str) -> tuple[str, ...]:
+    """Drop what the service itself keeps of an erased tenant; what is out of reach."""
+    await service.once.forget(key)
+    await service.state.scrub()
+    return await _forget_name(service, tenant)
 
 
 async def _forget_name(service: Service, tenant: str) -> tuple[str, ...]:

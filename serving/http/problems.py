@@ -20,6 +20,7 @@ from starlette.responses import Response
 from undertow.engine.admission import QueueFull
 from undertow.engine.cluster.reach import ShardDown, ShardGone
 from undertow.engine.departures import InTransit, Moved
+from undertow.engine.erasure import NotCertified
 from undertow.engine.exporting import ExportBroken
 from undertow.engine.importing import CalledOff, TenantExists
 from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
@@ -125,6 +126,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     TenantExists: _Kind(
         409, "tenant-exists", "This tenant has memories. Import under another name, or erase it first."
     ),
+    NotCertified: _Kind(503, "resharding", None, 30),
     CalledOff: _Kind(409, "called-off", "The tenant was erased meanwhile; nothing of this was stored."),
     ExportBroken: _Kind(503, "export-broken", "The tenant was erased or moved meanwhile. Export it anew.", 1),
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
