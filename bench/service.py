@@ -181,20 +181,28 @@ def _theil_sen(times: Any, values: Any) -> float:
 
 
 def kill_part(folder: Path, seconds: float, rate: float) -> dict[str, Any]:
-    """SIGKILL in the middle of a load: which acknowledged turns are there afterwards."""
+    """SIGKILL in the middle of a load: which acknowledged turns are there afterwards, and which twice."""
     with served(folder / "store") as service:
+        before = asyncio.run(_filled(service))
         outcome = asyncio.run(_killed(service, rate, seconds))
-    lost = 0
+    acknowledged = {
+        tenant: ids + outcome.acknowledged.get(tenant, []) for tenant, ids in before.acknowledged.items()
+    }
+    lost = doubled = 0
     journal = Journal.open(Place.of(folder / "store"), writable=False)
     try:
         reports = Reports(journal)
-        for tenant, ids in outcome.acknowledged.items():
-            lost += len(set(ids) - {turn["id"] for turn in reports.turns(tenant)})
+        for tenant, ids in acknowledged.items():
+            turns = reports.turns(tenant)
+            lost += len(set(ids) - {turn["id"] for turn in turns})
+            doubled += len(turns) - len({turn["text"] for turn in turns})  # no two are sent the same words
     finally:
         journal.close()
     return {
-        "acknowledged_turns": sum(map(len, outcome.acknowledged.values())),
+        "acknowledged_turns": sum(map(len, acknowledged.values())),
+        "of_them_under_load": sum(map(len, outcome.acknowledged.values())),
         "lost_turns": lost,
+        "doubled_turns": doubled,
         "statuses": {str(status): count for status, count in sorted(outcome.statuses.items())},
     }
 

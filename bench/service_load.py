@@ -101,6 +101,7 @@ class Caller:
         assert parts.hostname is not None and parts.port is not None, url
         self._host, self._port = parts.hostname, parts.port
         self._key = key
+        self._seed = seed
         self._random = random.Random(seed)
         self._idle: deque[Connection] = deque()
         self._open = 0
@@ -189,7 +190,7 @@ class Caller:
         said = []
         for _ in range(turns):
             self._numbers += 1
-            said.append({"role": "user", "content": f"{self._random.choice(WORDS)} n{self._numbers}"})
+            said.append({"role": "user", "content": f"{self._random.choice(WORDS)} n{self._seed}-{self._numbers}"})
         return self._request(f"/v1/tenants/{tenant}/memories", {"messages": said})
 
     def _search(self, tenant: str) -> bytes:
