@@ -190,7 +190,9 @@ class Caller:
         said = []
         for _ in range(turns):
             self._numbers += 1
-            said.append({"role": "user", "content": f"{self._random.choice(WORDS)} n{self._seed}-{self._numbers}"})
+            said.append(
+                {"role": "user", "content": f"{self._random.choice(WORDS)} n{self._seed}-{self._numbers}"}
+            )
         return self._request(f"/v1/tenants/{tenant}/memories", {"messages": said})
 
     def _search(self, tenant: str) -> bytes:
