@@ -32,7 +32,7 @@ import psutil
 import pyarrow as pa
 
 from undertow.bench.ingest import CachedVectors, copies, settings
-from undertow.bench.machine import LOCOMO, describe
+from undertow.bench.machine import LOCOMO, commit, describe
 from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_replies import MockReplies
 from undertow.engine.cluster.actors import connect
@@ -332,7 +332,7 @@ def main() -> None:
         "two": lambda: two(args.data, args.two_turns),
         "recovery": lambda: recovery(args.data, args.recovery_turns),
     }
-    figures: dict[str, Any] = {"bench": "cluster", "machine": describe()}
+    figures: dict[str, Any] = {"bench": "cluster", "commit": commit(), "machine": describe()}
     for name in args.parts:
         figures[name] = parts[name]()
         print(f"\n{name}")
