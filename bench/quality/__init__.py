@@ -1,1 +1,5 @@
 """How well memories are found (and, later, answered from): LoCoMo and LongMemEval."""
+
+from typing import Literal
+
+Benchmark = Literal["locomo", "longmemeval"]

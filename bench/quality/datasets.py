@@ -10,15 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ijson
 
+from undertow.bench.quality import Benchmark
 from undertow.engine.model import BadInput, InputError, Turn
 from undertow.engine.readers import detect_format, read
 from undertow.engine.readers.source import Log
-
-Benchmark = Literal["locomo", "longmemeval"]
 
 # LoCoMo's categories by number, as the paper (Maharana et al., 2024) names them
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}

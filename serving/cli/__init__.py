@@ -62,12 +62,12 @@ app.command()(changing.erase)
 app.command()(changing.jobs)
 app.command()(changing.reindex)
 app.command()(checking.calibrate)
+app.command(name="eval")(evaluating.evaluate)
 app.command()(checking.doctor)
 app.command()(checking.demo)
 app.add_typer(clustering.cluster, name="cluster")
 app.add_typer(keying.keys, name="keys")
 app.add_typer(benching.bench, name="bench")
-app.add_typer(evaluating.evaluation, name="eval")
 
 
 def main() -> None:

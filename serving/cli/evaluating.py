@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.bench.quality import Benchmark
 from undertow.serving.cli.errors import WrongUsage
 from undertow.serving.cli.opening import AsJson, EncoderName, check_settings, settings_of
 from undertow.serving.cli.output import put_json, put_table, say
 
 if TYPE_CHECKING:
-    from undertow.bench.quality.datasets import Benchmark, Sample
-
-evaluation = typer.Typer(help="Measure quality on a benchmark.", no_args_is_help=True)
+    from undertow.bench.quality.datasets import Sample
 
 Data = Annotated[
     Path, typer.Option("--data", metavar="FILE", help="The benchmark's published file.", show_default=False)
@@ -40,44 +39,20 @@ Out = Annotated[
 ]
 
 
-@evaluation.command()
-def locomo(
+def evaluate(
+    benchmark: Annotated[Benchmark, typer.Argument(help="Whose questions and evidence the file has.")],
     data: Data,
     evidence_only: EvidenceOnly = False,
-    sample: Only = None,
+    only: Only = None,
     vectors: KeptIn = None,
     out: Out = None,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
-    """LoCoMo: the share of each question's evidence messages in the best 5, 10 and 20 turns."""
-    _evaluate("locomo", data, evidence_only, sample, vectors, out, encoder, as_json)
+    """How well memories are found: the share of each question's evidence in the best 5, 10 and 20 turns.
 
-
-@evaluation.command()
-def longmemeval(
-    data: Data,
-    evidence_only: EvidenceOnly = False,
-    sample: Only = None,
-    vectors: KeptIn = None,
-    out: Out = None,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
-) -> None:
-    """LongMemEval: the share of each question's answer sessions that the best 5, 10 and 20 turns are of."""
-    _evaluate("longmemeval", data, evidence_only, sample, vectors, out, encoder, as_json)
-
-
-def _evaluate(
-    benchmark: Benchmark,
-    data: Path,
-    evidence_only: bool,
-    only: list[str] | None,
-    vectors: Path | None,
-    out: Path | None,
-    encoder: str | None,
-    as_json: bool,
-) -> None:
+    Evidence is a question's messages in LoCoMo, its answer sessions in LongMemEval.
+    """
     if not evidence_only:
         raise WrongUsage("answers are not judged yet. Give --evidence-only.")
     from undertow.bench.quality.datasets import load
