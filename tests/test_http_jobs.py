@@ -15,6 +15,7 @@ import orjson
 import pytest
 
 from undertow.engine.cluster.reach import ShardDown
+from undertow.engine.departures import Move
 from undertow.engine.updates import Updated
 from undertow.serving.http.jobs import Job, Jobs
 from undertow.serving.http.problems import Problem
@@ -329,3 +330,21 @@ def test_deleting_all_then_erasing(client: httpx2.Client) -> None:
     certificate = client.delete(at("fay")).json()
     assert certificate["turns_removed"] == 1
     is_problem(client.delete(at("neverhere")), 404, "unknown-tenant")
+
+
+def test_an_erasure_between_shards_forgets_at_once_and_is_certified_later(running: Running) -> None:
+    client, name = running.client(), "tenant-on-the-move"
+    alone = running.client(Scope.READ, tenants=(name,))
+    add(client, name, "the boat")
+    client.post(at(name, "/flush"), headers={"Idempotency-Key": "k"})
+    (shard,) = running.service.memories._router._shards._running.values()  # type: ignore[attr-defined]
+    arrived = shard._housing.open().tenants.arrived
+    arrived[running.service.memories.tenant_key(name)] = Move("arrived", "elsewhere", 1)
+    refused = client.delete(at(name))
+    is_problem(refused, 503, "resharding")
+    assert refused.headers["retry-after"]
+    is_problem(client.post(at(name, "/search"), json={"query": "boat"}), 404, "unknown-tenant")
+    is_problem(alone.get(at(name, "/jobs")), 401)
+    assert files_with(running.folder, name.encode()) == []
+    arrived.clear()
+    assert client.delete(at(name)).json()["turns_removed"] == 1
