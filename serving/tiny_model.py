@@ -1,6 +1,6 @@
 """Makes a random-weight two-layer Llama with a byte-level tokenizer, for tests of the serving protocol.
 
-    python serving/tiny_model.py --out DIR [--context 4096]
+    python -P serving/tiny_model.py --out DIR [--context 4096]
 
 Its words mean nothing, but everything around them is real: chat template, token counts, batching, prefix
 caching, and replies that a JSON schema forces into shape. Greedy replies are letters and spaces, differ from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -159,3 +160,11 @@ def test_the_server_does_not_outlive_its_parent(
             parent.kill()
     assert gone(server_pid)
     assert all(gone(child.pid) for child in children)
+
+
+def test_make_runs_no_script_where_our_http_hides_that_of_python() -> None:
+    """serving/ has an `http`: a script there that is run by its path needs -P, or torch finds the wrong one."""
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
+    scripts = [line.strip() for line in makefile.splitlines() if re.search(r"bin/python .*\.py\b", line)]
+    assert len(scripts) >= 2
+    assert [line for line in scripts if "bin/python -P " not in line] == []
