@@ -163,7 +163,7 @@ def test_the_server_does_not_outlive_its_parent(
 
 
 def test_make_runs_no_script_where_our_http_hides_that_of_python() -> None:
-    """serving/ has an `http`: a script there that is run by its path needs -P, or torch finds the wrong one."""
+    """serving/ has an `http`: a script run by its path there needs -P, or torch finds that one."""
     makefile = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
     scripts = [line.strip() for line in makefile.splitlines() if re.search(r"bin/python .*\.py\b", line)]
     assert len(scripts) >= 2
