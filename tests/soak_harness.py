@@ -28,14 +28,20 @@ def soak_s() -> float:
     return float(os.environ.get("SOAK_SECONDS", DEFAULT_S))
 
 
-def report(capsys: pytest.CaptureFixture[str], name: str, **figures: Any) -> None:
+def report_timed(capsys: pytest.CaptureFixture[str], name: str, **figures: Any) -> None:
+    """As `report`, of a run of test_cluster_soak.py that takes as long as it is told."""
+    command = (
+        f"SOAK_SECONDS={soak_s():g} SOAK_OUT=docs/results pytest -m soak "
+        f"tests/test_cluster_soak.py -k {name.replace('-', '_')}"
+    )
+    report(capsys, name, command, seconds=soak_s(), **figures)
+
+
+def report(capsys: pytest.CaptureFixture[str], name: str, command: str, **figures: Any) -> None:
     """Print the figures as one JSON line, and write them to SOAK_OUT."""
-    seconds = f"{soak_s():g}"
     line = {
         "soak": name,
-        "command": f"SOAK_SECONDS={seconds} SOAK_OUT=docs/results pytest -m soak "
-        f"tests/test_cluster_soak.py -k {name.replace('-', '_')}",
-        "seconds": float(seconds),
+        "command": command,
         "commit": commit(),
         "machine": describe(),
         "load": [round(load, 2) for load in os.getloadavg()],

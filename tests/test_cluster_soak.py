@@ -54,7 +54,7 @@ from .fault_harness import (  # noqa: E402
     stored_texts,
     write_log,
 )
-from .soak_harness import MIB, Memory, report, soak_s  # noqa: E402
+from .soak_harness import MIB, Memory, report_timed, soak_s  # noqa: E402
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 
@@ -255,7 +255,7 @@ def test_slow_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "running_jobs": max(Counter(shards).values()),
         "llm_in_flight": IN_FLIGHT,
     }
-    report(
+    report_timed(
         capsys,
         "slow-llm",
         acked_turns=press.acked.total(),
@@ -396,7 +396,7 @@ def test_bulk_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             expected = end_state(folder / "alone")
             assert_same_state(cluster_state(Place.of(folder / "root")), expected)
             rounds += 1
-    report(
+    report_timed(
         capsys,
         "bulk-kills",
         rounds=rounds,
@@ -486,7 +486,7 @@ def test_resharding_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for name in (root / STORES).children():
         if name not in load(root).shards:
             assert not end_state(root / STORES / name).exports, f"{name} has kept tenants"
-    report(
+    report_timed(
         capsys,
         "resharding-kills",
         reshardings=len(sizes),

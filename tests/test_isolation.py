@@ -6,7 +6,7 @@ tells whose it is, and what is told to one tenant is searched for words, ids and
 (isolation_secrets.py): bodies, errors, headers, and what the service tells its operator in logs, metrics and
 spans. In the soak, and with fewer steps:
 
-    ISOLATION_STEPS=100000 pytest -m soak tests/test_isolation.py --timeout 0
+    ISOLATION_STEPS=100000 SOAK_OUT=docs/results pytest -m soak tests/test_isolation.py --timeout 0
 
 Leaks that were put into the code by hand, one at a time, and each found within 2,000 steps: a search that
 looks at another tenant's turns at times; scores that depend on how many tenants have searched; a memory, or a
@@ -21,6 +21,7 @@ import itertools
 import json
 import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,7 @@ from random import Random
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
@@ -49,6 +51,7 @@ from . import isolation_moves as moves
 from .fault_harness import RATES
 from .http_harness import is_problem, serving
 from .isolation_tenants import ALL, NAMES, Act, Tenants
+from .soak_harness import private_bytes, report
 from .test_logs import logged
 
 STEPS = 2_000
@@ -240,5 +243,18 @@ def test_no_tenant_learns_of_another(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(14_400)
-def test_no_tenant_learns_of_another_in_a_long_run(tmp_path: Path) -> None:
-    drive(tmp_path, int(os.environ.get("ISOLATION_STEPS", SOAK_STEPS)), anew=True)
+def test_no_tenant_learns_of_another_in_a_long_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = int(os.environ.get("ISOLATION_STEPS", SOAK_STEPS))
+    began_s, process = time.monotonic(), psutil.Process()
+    began_bytes = private_bytes(process)
+    drive(tmp_path, steps, anew=True)
+    report(
+        capsys,
+        "isolation",
+        f"ISOLATION_STEPS={steps} SOAK_OUT=docs/results pytest -m soak tests/test_isolation.py --timeout 0",
+        steps=Isolation.steps,
+        elapsed_s=round(time.monotonic() - began_s, 1),
+        grown_bytes=private_bytes(process) - began_bytes,
+    )
