@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,13 @@ class Wire:
     def head(self, key: str, *headers: str, path: str = at("ann", "/memories"), method: str = "POST") -> None:
         lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {key}", *headers, "", ""]
         self.socket.sendall("\r\n".join(lines).encode())
+
+    def answer(self) -> HTTPResponse:
+        """The next one, read to its end."""
+        response = HTTPResponse(self.socket)
+        response.begin()
+        response.read()
+        return response
 
     def heard_end(self) -> None:
         """The service closes, whatever it says before."""
@@ -137,6 +146,29 @@ def test_a_connection_goes_on_after_a_body_that_came_too_late(running: Running) 
             piece = wire.socket.recv(65_536)
             assert piece, heard
             heard += piece
+
+
+def test_a_late_body_has_its_time_and_the_next_request_another(tmp_path: Path) -> None:
+    """A deadline that was left behind would end the connection under some later request."""
+    with serving(tmp_path, body_timeout_s=0.2, keep_alive_s=60) as service, Wire(service) as wire:
+        wire.head("none", "Content-Length: 3")
+        assert wire.answer().status == 401
+        head = f"POST {at('ann', '/memories')} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\n"
+        wire.socket.sendall(b"abc" + head.encode())
+        assert wire.answer().status == 401
+        wire.socket.sendall(b"abc")
+        time.sleep(1.0)
+        wire.socket.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert wire.answer().status == 200
+
+
+def test_a_connection_is_idle_after_a_late_body_as_after_an_answer(running: Running) -> None:
+    """It is closed without a word, as no request was begun; and it is closed."""
+    with Wire(running) as wire:
+        wire.head("none", "Content-Length: 3")
+        assert wire.answer().status == 401
+        wire.socket.sendall(b"abc")
+        assert wire.socket.recv(65_536) == b""
 
 
 def test_a_sender_that_leaves_within_its_body_leaves_nothing(running: Running, key: str) -> None:

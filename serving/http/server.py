@@ -14,7 +14,7 @@ import h11
 import orjson
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from undertow.engine.model import UndertowError
 from undertow.serving.http.problems import MEDIA_TYPE, Problem
@@ -140,7 +140,9 @@ class Protocol(H11Protocol):
     """
 
     _deadline: asyncio.TimerHandle | None = None
+    # of what is left of the body of `_answered`
     _overdue: asyncio.TimerHandle | None = None
+    _answered: RequestResponseCycle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -152,10 +154,13 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.SEND_BODY:
+        # one piece may hold the end of a late body and the beginning of the next request
+        if self.cycle is not self._answered or self.conn.their_state is not h11.SEND_BODY:
             self._stop_waiting_for_body()
         if self.conn.their_state is not h11.IDLE:  # the headers are there
             self._stop_waiting()
+        elif not self.conn.trailing_data[0]:  # it was the end of a body that nobody waited for
+            self._stay_alive()
         elif self._deadline is None:
             self._wait_for_headers()
 
@@ -175,7 +180,10 @@ class Protocol(H11Protocol):
         self._stop_waiting_for_reader()
 
     def on_response_complete(self) -> None:
+        self._answered = answered = self.cycle
         super().on_response_complete()
+        if self.cycle is not answered:  # another request was there already
+            return
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._overdue = self.loop.call_later(self._settings.body_timeout_s, self.transport.close)
 
@@ -183,6 +191,12 @@ class Protocol(H11Protocol):
     def _settings(self) -> ServiceSettings:
         settings: ServiceSettings = self.config.app.state.service.settings  # type: ignore[union-attr]
         return settings
+
+    def _stay_alive(self) -> None:
+        """As uvicorn does behind an answer; it stops at whatever comes next, be it the end of a body."""
+        self._unset_keepalive_if_required()
+        later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = later
 
     def _wait_for_headers(self) -> None:
         self._deadline = self.loop.call_later(self._settings.header_timeout_s, self._too_slow)
