@@ -19,6 +19,7 @@ from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.records import turn_id
 from undertow.engine.tenants import Tenant
 from undertow.engine.terms import Terms
+from undertow.engine.times import TimeIndex
 from undertow.kernels.arena import Arena
 from undertow.kernels.bm25 import Float64s
 from undertow.kernels.gate import Gate
@@ -67,10 +68,16 @@ class Window:
             return True
         if timestamp is None:
             return False
-        moment = time_key(timestamp)
-        start = time_key(self.since) if self.since else datetime.min
-        end = _end(self.until) if self.until else datetime.max
-        return start <= moment <= end
+        start, end = self.ends
+        return start <= time_key(timestamp) <= end
+
+    @property
+    def ends(self) -> tuple[datetime, datetime]:
+        """Both included."""
+        return (
+            time_key(self.since) if self.since else datetime.min,
+            _end(self.until) if self.until else datetime.max,
+        )
 
     @property
     def open(self) -> bool:
@@ -126,6 +133,7 @@ class Retrieval:
         # an index goes with its tenant's live state, when that is evicted or erased
         self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
         self._metadata: WeakKeyDictionary[Tenant, MetadataIndex] = WeakKeyDictionary()
+        self._times: WeakKeyDictionary[Tenant, TimeIndex] = WeakKeyDictionary()
         self._lexicons: WeakKeyDictionary[Tenant, Lexicon] = WeakKeyDictionary()
 
     def search(
@@ -167,6 +175,14 @@ class Retrieval:
             index = self._metadata[tenant] = MetadataIndex()
         return index.passing(tenant, where)
 
+    def within(self, tenant: Tenant, window: Window) -> Rows | None:
+        """Which of the tenant's turns are of this time, bool [turns], by arena row; None: all."""
+        if window.open:
+            return None
+        if (index := self._times.get(tenant)) is None:
+            index = self._times[tenant] = TimeIndex()
+        return index.within(tenant, *window.ends)
+
     def indexes(self) -> dict[str, IvfReport]:
         """Method, size and measured recall of each index in memory, by tenant."""
         return {tenant.name: index.report for tenant, index in self._indexes.items()}
@@ -192,15 +208,8 @@ class Retrieval:
         index: IvfIndex | None,
     ) -> list[Hit]:
         allowed = passing
-        if not window.open:
-            rows = enumerate(tenant.seq_by_row)
-            allowed = np.array(
-                [
-                    (passing is None or passing[row]) and window.allows(tenant.turn(seq).timestamp)
-                    for row, seq in rows
-                ],
-                dtype=bool,
-            )
+        if (within := self.within(tenant, window)) is not None:
+            allowed = within if passing is None else within & passing
         shares = None
         if query.terms:
             shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms)
