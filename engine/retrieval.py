@@ -154,18 +154,33 @@ class Retrieval:
         than `words_rows` turns and memories are searched by cosine all the same.
         The filters are applied before the ranking, so that each tier gives its k where it has them. An
         episode or fact passes `where` if one of the turns it rests on does; its time is its own.
-        The first search of a tenant that needs an index, and the first by words, wait until it is made.
+        The first search of a tenant that needs an index, and the first by words, wait until it is made; the
+        latter can be had made before, see `prepare`.
         """
         index = self._index_of(tenant) if window.open and where.open else None
         passing = self.passing(tenant, where)
-        terms = tuple(Terms().of(words)) if size_of(tenant) <= self._words_rows else ()
+        terms = tuple(Terms().of(words)) if self._by_words(tenant) else ()
         asked = Query(query.reshape(1, -1), terms)
+        self._lexicon_of(tenant).end_slices()
         return Found(
             tuple(self._memories(tenant, "episode", asked, k_epi, window, passing)),
             tuple(self._memories(tenant, "fact", asked, k_sem, window, passing)),
             tuple(self._turns(tenant, asked, k_sub, window, passing, index)),
             1.0 if index is None else index.recall(k_sub),
         )
+
+    def is_ready(self, tenant: Tenant) -> bool:
+        """Whether a search by words may be made at once: it has little to take in first, or nothing."""
+        return not self._by_words(tenant) or self._lexicon_of(tenant).is_close(tenant)
+
+    def prepare(self, tenant: Tenant) -> int:
+        """A slice of what a search by words has to take in first; how many rows are taken in by now."""
+        lexicon = self._lexicon_of(tenant)
+        lexicon.take_in_slice(tenant)
+        return len(lexicon)
+
+    def _by_words(self, tenant: Tenant) -> bool:
+        return size_of(tenant) <= self._words_rows
 
     def passing(self, tenant: Tenant, where: Where) -> Rows | None:
         """Which of the tenant's turns have what is asked for, bool [turns], by arena row; None: all."""
