@@ -6,6 +6,7 @@ import gc
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -23,7 +24,7 @@ from undertow.kernels.gate import make_gate
 
 from .engine_harness import ENCODER, NEVER, open_engine, turn_of
 
-ZONES = st.one_of(
+ZONES: Any = st.one_of(  # hypothesis' types know of no draw between some zone and none
     st.none(),
     st.integers(-14 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes))),
 )
@@ -74,7 +75,7 @@ def add(arena: Arena, tenant: Tenant, n: int, timestamp: str | None) -> None:
     tenant.add_turn(orjson.dumps({k: v for k, v in body.items() if v is not None}), n, "s", timestamp)
 
 
-def seqs(engine: Engine, **window: str) -> list[int]:
+def seqs(engine: Engine, **window: Any) -> list[int]:
     return [hit.source_seqs[0] for hit in engine.search("ann", "boat", k_sub=100, **window).turns]
 
 
@@ -88,7 +89,7 @@ def test_times_are_read_once_and_follow_the_log(tmp_path: Path, monkeypatch: pyt
         return read(record)
 
     monkeypatch.setattr(times_module, "_moment_of", counted)
-    march = {"since": "2026-03-01", "until": "2026-03-31"}
+    march: dict[str, Any] = {"since": "2026-03-01", "until": "2026-03-31"}
     days = [f"2026-0{2 + n % 3}-11" for n in range(48)]
     turns = [turn_of("ann", n, f"boat {n}", timestamp=day) for n, day in enumerate(days)]
     with open_engine(tmp_path, **NEVER) as engine:
