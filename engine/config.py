@@ -57,9 +57,9 @@ class Settings(BaseSettings):
 
     # a tenant with more turns is searched through an index of its own
     ivf_rows: int = Field(default=1_000_000, ge=1)
-    # a tenant with more turns and memories is searched by meaning alone: to make its index of words, at the
-    # first search after it was loaded, holds all others up, 0.4 s for 10,000 turns
-    words_rows: int = Field(default=10_000, ge=0)
+    # A tenant with more turns and memories is searched by meaning alone. Its index of words is made at the
+    # first search after it was loaded: some 35 us of it a turn, and 0.1 s at a time where others wait.
+    words_rows: int = Field(default=100_000, ge=0)
 
     # URLs with commas between them, or ray:NAME for a server that an actor keeps (engine/llm_address.py);
     # the limit in flight is that of each

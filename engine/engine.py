@@ -404,6 +404,17 @@ class Engine(Tenancy):
             words=query if s.search == "hybrid" else "",
         )
 
+    def is_ready(self, tenant: str) -> bool:
+        """Whether a search by words of this tenant has little to do first, as Retrieval.is_ready.
+
+        UnknownTenant.
+        """
+        return self.settings.search != "hybrid" or self.retrieval.is_ready(self._tenant(tenant))
+
+    def prepare(self, tenant: str) -> int:
+        """As Retrieval.prepare. UnknownTenant."""
+        return self.retrieval.prepare(self._tenant(tenant))
+
     def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
         """Answer from memory with one LLM call, metered as a query. BadReply, ServerRefused."""
         asked = self.ask(tenant, question, as_of=as_of)

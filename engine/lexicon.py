@@ -23,6 +23,9 @@ from undertow.kernels.bm25 import Bm25, Float64s
 # does not repeat the words of what it answers
 NEIGHBOUR_SHARE = 0.3
 
+# of turns and memories, how many are taken in at a time where others wait: some 40 ms
+SLICE_ROWS = 1_024
+
 _NONE = -1
 Int64s = NDArray[np.int64]
 
@@ -40,7 +43,7 @@ class TurnWords:
 
     def shares(self, tenant: Tenant, query: Sequence[int]) -> Float64s:
         """[rows]: Bm25.scores of each turn, and a part of its neighbours'."""
-        self._follow(tenant)
+        self.take_in(tenant)
         own = self._index.scores(query, len(self._session))
         if self._pairs is None:
             self._pairs = neighbours(np.frombuffer(self._session, np.int32))
@@ -50,7 +53,12 @@ class TurnWords:
         shares[before] += NEIGHBOUR_SHARE * own[after]
         return shares
 
-    def _follow(self, tenant: Tenant) -> None:
+    def __len__(self) -> int:
+        """Arena rows taken in so far."""
+        return len(self._session)
+
+    def take_in(self, tenant: Tenant, count: int | None = None) -> None:
+        """Follow the log: what was deleted goes, what has come is taken in, `count` turns of it at most."""
         known = len(self._session)
         if known < len(tenant.seq_by_row) or tenant.counts["deleted"] != self._deleted:
             self._pairs = None
@@ -61,10 +69,13 @@ class TurnWords:
                     self._session[row] = _NONE
             self._deleted = tenant.counts["deleted"]
         terms = Terms()
-        for row, seq in enumerate(tenant.seq_by_row[known:], known):
-            self._take_in(row, tenant.records[seq], terms)
+        stop = None if count is None else known + count
+        for row, seq in enumerate(tenant.seq_by_row[known:stop], known):
+            self._put(row, tenant.records[seq], terms)
+        if count is not None:
+            self._index.sort_in()
 
-    def _take_in(self, row: int, record: object, terms: Terms) -> None:
+    def _put(self, row: int, record: object, terms: Terms) -> None:
         if not isinstance(record, bytes):
             self._session.append(_NONE)
             return
@@ -99,6 +110,18 @@ class MemoryWords:
         self._index = Bm25()
         self._seen: list[Memory | None] = []
 
+    def __len__(self) -> int:
+        """Arena rows taken in so far."""
+        return len(self._seen)
+
+    def take_in(self, rows: Sequence[Memory | None], count: int) -> None:
+        """Take `count` at most of those in that have come since."""
+        terms = Terms()
+        for memory in rows[len(self._seen) : len(self._seen) + count]:
+            if memory is not None:
+                self._index.put(len(self._seen), set(terms.of(memory.text)))
+            self._seen.append(memory)
+
     def shares(self, rows: Sequence[Memory | None], query: Sequence[int]) -> Float64s:
         """[rows]: Bm25.scores of each memory. A new version counts in the place of the old one."""
         if rows != self._seen:
@@ -113,8 +136,43 @@ class MemoryWords:
 
 
 class Lexicon:
-    """All of a tenant's tiers."""
+    """All of a tenant's tiers.
+
+    A search takes in by itself what it lacks. Where others would wait for that, it is had done before, slice
+    by slice, while the tenant lives on: what is the same in the end is the same to the last bit.
+    """
 
     def __init__(self) -> None:
         self.turns = TurnWords()
         self.memories: dict[MemoryKind, MemoryWords] = {"episode": MemoryWords(), "fact": MemoryWords()}
+        # at the last slice of those that are being made
+        self._rows_before: int | None = None
+
+    def __len__(self) -> int:
+        """Arena rows taken in so far, of all tiers."""
+        return len(self.turns) + sum(len(words) for words in self.memories.values())
+
+    def is_close(self, tenant: Tenant) -> bool:
+        """Whether a search has no more than a slice to take in."""
+        return _rows_of(tenant) - len(self) <= self._slice_of(tenant)
+
+    def take_in_slice(self, tenant: Tenant) -> None:
+        """Some more of what a search lacks."""
+        goal = len(self) + self._slice_of(tenant)
+        self._rows_before = _rows_of(tenant)
+        self.turns.take_in(tenant, goal - len(self))
+        for kind, words in self.memories.items():
+            words.take_in(tenant.tiers[kind].rows, goal - len(self))
+
+    def end_slices(self) -> None:
+        """A search takes in the rest now."""
+        self._rows_before = None
+
+    def _slice_of(self, tenant: Tenant) -> int:
+        """With what has come since the last one, so that an end comes however much does."""
+        before = self._rows_before
+        return SLICE_ROWS + (0 if before is None else _rows_of(tenant) - before)
+
+
+def _rows_of(tenant: Tenant) -> int:
+    return len(tenant.seq_by_row) + sum(len(tier.rows) for tier in tenant.tiers.values())

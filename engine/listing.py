@@ -43,21 +43,22 @@ def list_page(
     kinds: frozenset[HitKind],
     window: Window,
     passing: Rows | None,
+    within: Rows | None,
     *,
     limit: int,
     after: str | None,
 ) -> Page:
     """The first `limit` of the tenant's turns and memories that pass the filters and stand behind `after`.
 
-    Those that a search may find, in the form of Reports.get. `passing` as of Retrieval.passing. Nothing
-    stands twice in the pages of one walk, and nothing that stays is left out, whatever is added meanwhile;
-    what is born meanwhile at a record that the walk has passed is not in it. InputError.
+    Those that a search may find, in the form of Reports.get. `passing`, and `within` of the window, as of
+    Retrieval. Nothing stands twice in the pages of one walk, and nothing that stays is left out, whatever is
+    added meanwhile; what is born meanwhile at a record that the walk has passed is not in it. InputError.
     """
     check_limit(limit)
     start = BEFORE_ALL if after is None else _place_of(after)
     lines: list[Iterator[Item]] = []
     if "turn" in kinds:
-        lines.append(_turns(tenant, start, window, passing))
+        lines.append(_turns(tenant, start, passing, within))
     lines += [
         _memories(tenant, kind, start, window, passing) for kind in ("episode", "fact") if kind in kinds
     ]
@@ -79,7 +80,7 @@ def check_limit(limit: int) -> None:
         _refuse("limit", f"is {limit}", f"Ask for 1 to {MAX_LISTED:,}; `after` gives the next page.")
 
 
-def _turns(tenant: Tenant, start: Place, window: Window, passing: Rows | None) -> Iterator[Item]:
+def _turns(tenant: Tenant, start: Place, passing: Rows | None, within: Rows | None) -> Iterator[Item]:
     rank = KINDS.index("turn")
     first = bisect_left(tenant.seq_by_row, start[0])
     for row in range(first, len(tenant.seq_by_row)):
@@ -87,9 +88,7 @@ def _turns(tenant: Tenant, start: Place, window: Window, passing: Rows | None) -
         payload = tenant.records[seq]
         if (seq, rank, 0) <= start or not isinstance(payload, bytes):  # deleted
             continue
-        if passing is not None and not passing[row]:
-            continue
-        if window.open or window.allows(tenant.turn(seq).timestamp):
+        if all(rows is None or rows[row] for rows in (passing, within)):
             yield (seq, rank, 0), partial(_turn, tenant, seq, payload)
 
 

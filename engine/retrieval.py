@@ -19,6 +19,7 @@ from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.records import turn_id
 from undertow.engine.tenants import Tenant
 from undertow.engine.terms import Terms
+from undertow.engine.times import TimeIndex
 from undertow.kernels.arena import Arena
 from undertow.kernels.bm25 import Float64s
 from undertow.kernels.gate import Gate
@@ -67,10 +68,16 @@ class Window:
             return True
         if timestamp is None:
             return False
-        moment = time_key(timestamp)
-        start = time_key(self.since) if self.since else datetime.min
-        end = _end(self.until) if self.until else datetime.max
-        return start <= moment <= end
+        start, end = self.ends
+        return start <= time_key(timestamp) <= end
+
+    @property
+    def ends(self) -> tuple[datetime, datetime]:
+        """Both included."""
+        return (
+            time_key(self.since) if self.since else datetime.min,
+            _end(self.until) if self.until else datetime.max,
+        )
 
     @property
     def open(self) -> bool:
@@ -126,6 +133,7 @@ class Retrieval:
         # an index goes with its tenant's live state, when that is evicted or erased
         self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
         self._metadata: WeakKeyDictionary[Tenant, MetadataIndex] = WeakKeyDictionary()
+        self._times: WeakKeyDictionary[Tenant, TimeIndex] = WeakKeyDictionary()
         self._lexicons: WeakKeyDictionary[Tenant, Lexicon] = WeakKeyDictionary()
 
     def search(
@@ -146,18 +154,33 @@ class Retrieval:
         than `words_rows` turns and memories are searched by cosine all the same.
         The filters are applied before the ranking, so that each tier gives its k where it has them. An
         episode or fact passes `where` if one of the turns it rests on does; its time is its own.
-        The first search of a tenant that needs an index, and the first by words, wait until it is made.
+        The first search of a tenant that needs an index, and the first by words, wait until it is made; the
+        latter can be had made before, see `prepare`.
         """
         index = self._index_of(tenant) if window.open and where.open else None
         passing = self.passing(tenant, where)
-        terms = tuple(Terms().of(words)) if size_of(tenant) <= self._words_rows else ()
+        terms = tuple(Terms().of(words)) if self._by_words(tenant) else ()
         asked = Query(query.reshape(1, -1), terms)
+        self._lexicon_of(tenant).end_slices()
         return Found(
             tuple(self._memories(tenant, "episode", asked, k_epi, window, passing)),
             tuple(self._memories(tenant, "fact", asked, k_sem, window, passing)),
             tuple(self._turns(tenant, asked, k_sub, window, passing, index)),
             1.0 if index is None else index.recall(k_sub),
         )
+
+    def is_ready(self, tenant: Tenant) -> bool:
+        """Whether a search by words may be made at once: it has little to take in first, or nothing."""
+        return not self._by_words(tenant) or self._lexicon_of(tenant).is_close(tenant)
+
+    def prepare(self, tenant: Tenant) -> int:
+        """A slice of what a search by words has to take in first; how many rows are taken in by now."""
+        lexicon = self._lexicon_of(tenant)
+        lexicon.take_in_slice(tenant)
+        return len(lexicon)
+
+    def _by_words(self, tenant: Tenant) -> bool:
+        return size_of(tenant) <= self._words_rows
 
     def passing(self, tenant: Tenant, where: Where) -> Rows | None:
         """Which of the tenant's turns have what is asked for, bool [turns], by arena row; None: all."""
@@ -166,6 +189,14 @@ class Retrieval:
         if (index := self._metadata.get(tenant)) is None:
             index = self._metadata[tenant] = MetadataIndex()
         return index.passing(tenant, where)
+
+    def within(self, tenant: Tenant, window: Window) -> Rows | None:
+        """Which of the tenant's turns are of this time, bool [turns], by arena row; None: all."""
+        if window.open:
+            return None
+        if (index := self._times.get(tenant)) is None:
+            index = self._times[tenant] = TimeIndex()
+        return index.within(tenant, *window.ends)
 
     def indexes(self) -> dict[str, IvfReport]:
         """Method, size and measured recall of each index in memory, by tenant."""
@@ -192,15 +223,8 @@ class Retrieval:
         index: IvfIndex | None,
     ) -> list[Hit]:
         allowed = passing
-        if not window.open:
-            rows = enumerate(tenant.seq_by_row)
-            allowed = np.array(
-                [
-                    (passing is None or passing[row]) and window.allows(tenant.turn(seq).timestamp)
-                    for row, seq in rows
-                ],
-                dtype=bool,
-            )
+        if (within := self.within(tenant, window)) is not None:
+            allowed = within if passing is None else within & passing
         shares = None
         if query.terms:
             shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms)

@@ -75,7 +75,8 @@ class Tenancy(ABC):
         asked, among = Where.of(where), kinds_of(kinds)
         window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
         of = self.tenants.existing(tenant)
-        return list_page(of, among, window, self.retrieval.passing(of, asked), limit=limit, after=after)
+        passing, within = self.retrieval.passing(of, asked), self.retrieval.within(of, window)
+        return list_page(of, among, window, passing, within, limit=limit, after=after)
 
     def export_page(
         self, tenant: str, *, after: str | None = None, limit: int = 1000, vectors: bool = False

@@ -79,7 +79,7 @@ class Bm25:
         segments of any size compare. Terms that no text has count there too: a query of such words is
         one that the segment cannot answer by words.
         """
-        self._sort_in()
+        self.sort_in()
         out, most = np.zeros(rows), 0.0
         row_of_doc = np.frombuffer(self._row_of_doc, np.int32)
         length_of_doc = np.frombuffer(self._length_of_doc, np.int32)
@@ -105,8 +105,11 @@ class Bm25:
         counts = np.concatenate((self._counts[start:stop], np.frombuffer(self._new_counts, np.int32)[new]))
         return docs, counts
 
-    def _sort_in(self) -> None:
-        """Once there are enough new postings: all sorted by term, without those of texts that have gone."""
+    def sort_in(self) -> None:
+        """Once there are enough new postings: all sorted by term, without those of texts that have gone.
+
+        `scores` does so first; a caller who puts many texts does better to spread it over them.
+        """
         if len(self._new_terms) <= max(_UNSORTED, _UNSORTED_SHARE * len(self._terms)):
             return
         terms = np.concatenate((self._terms, np.frombuffer(self._new_terms, np.uint32)))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -369,6 +370,77 @@ def test_a_claim_in_the_middle_of_a_merge_is_seen(store: Path, monkeypatch: pyte
         old.append([row("late")])
     new[0].append([row("r3")])
     assert stored(store) == texts(new[0]) == [f"r{n}" for n in range(4)]
+
+
+def purge_of_one(table: LogTable) -> None:
+    table.delete("lsn = 1")
+    table.rewrite_deleted()
+
+
+BETWEEN: dict[str, Callable[[LogTable], Any]] = {
+    "a deletion": lambda table: table.delete("lsn = 1"),
+    "a purge": lambda table: purge_of_one(table),
+    "a merge": lambda table: table.tidy(),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_merge_of_rows_that_have_changed_meanwhile_is_refused(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, between: str
+) -> None:
+    """Else it would bring a deleted row back, or a row twice. The append that it came with is stored."""
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 4)
+    commit = Compaction.commit
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(Compaction, "commit", commit)
+        BETWEEN[between](LogTable(Place.of(store) / "journal.lance"))
+        return commit(*arguments)
+
+    journal = Journal.open(store, writable=True)
+    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
+    for n in range(4):
+        journal.append([row(f"r{n}")])
+    assert "cannot compact" in caplog.text
+    there = [f"r{n}" for n in range(4) if n != 1 or between == "a merge"]
+    assert sorted(said_in(store)) == there == stored(store)
+    for n in range(4, 8):  # the next merge finds what is there
+        journal.append([row(f"r{n}")])
+    assert caplog.text.count("cannot compact") == 1
+    assert sorted(said_in(store)) == texts(journal) == [*there, *(f"r{n}" for n in range(4, 8))]
+
+
+def said_in(store: Path) -> list[str]:
+    return [text for text in raw_texts(store) if text.startswith("r")]  # no marks
+
+
+def test_a_merge_that_leaves_nothing_hides_no_claim(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no fragment to reserve an id for, it is one version: with a claim in the middle as many
+    as other merges make. Overlooked, what is appended after that would be acknowledged, and lost.
+
+    Lance itself drops a fragment with its last row; this is what it would do if it left that to the merge.
+    """
+    old = Journal.open(store, writable=True)
+    for n in range(3):
+        old.append([row(f"r{n}")])
+
+    def commit(dataset: Any, *_: Any) -> None:
+        LogTable(Place.of(store) / "journal.lance").append(_to_table([claim_of(2)]))
+        dataset.delete("lsn = 0")
+
+    with monkeypatch.context() as patched:
+        emptied = SimpleNamespace(execute=lambda _: SimpleNamespace(new_fragments=[]))
+        patched.setattr(Compaction, "plan", staticmethod(lambda *_: SimpleNamespace(tasks=[emptied])))
+        patched.setattr(Compaction, "commit", staticmethod(commit))
+        patched.setattr(journal_module, "COMMITS_PER_COMPACTION", 4)
+        old.append([row("r3")])  # committed before the claim
+    with pytest.raises(Fenced):
+        old.append([row("late")])
+    assert texts(taken_over(store)) == ["r1", "r2", "r3"]
+
+
+def claim_of(epoch: int) -> Row:
+    return Row("epoch", "", "", -1, Mark(epoch, "next").payload, lsn=MARK_LSN, epoch=epoch)
 
 
 HOLDER = """

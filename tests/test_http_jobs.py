@@ -16,6 +16,7 @@ import pytest
 
 from undertow.engine.cluster.reach import ShardDown
 from undertow.engine.departures import Move
+from undertow.engine.erasure import Certificate
 from undertow.engine.updates import Updated
 from undertow.serving.http.jobs import Job, Jobs
 from undertow.serving.http.problems import Problem
@@ -224,6 +225,47 @@ def test_a_key_that_goes_with_its_tenant_waits_for_the_certificate(
     refused = is_problem(own.delete(at("ida"), headers=ASYNC), 422, "input")
     assert refused["errors"][0]["field"] == "Prefer"
     assert own.delete(at("ida")).json()["turns_removed"] == 1
+
+
+def test_an_erasure_that_was_accepted_tells_its_end_whichever_erasure_came_first(tmp_path: Path) -> None:
+    """The first one waits in the store until all are there; what it drops is the tenant's other jobs."""
+    go, waiting = threading.Event(), threading.Event()
+
+    def slow(memories: Memories) -> Memories:
+        erase = memories.erase
+
+        async def erased(*args: Any, **kwargs: Any) -> Certificate | None:
+            waiting.set()
+            await asyncio.to_thread(go.wait, SOON_S)
+            return await erase(*args, **kwargs)
+
+        memories.erase = erased  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=slow, max_tenant_jobs=4) as running:
+        client, other = running.client(), running.client()
+        add(client, "ann", "the boat", "the knee")
+        flushed = client.post(at("ann", "/flush"), headers=ASYNC).headers["location"]
+        ended(client, flushed)
+        accepted = [client.delete(at("ann"), headers=ASYNC).headers["location"] for _ in range(2)]
+        assert waiting.wait(SOON_S)
+        answers: list[httpx2.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(other.delete(at("ann"))))
+        asking.start()
+        wait_until(lambda: client.get(flushed).status_code == 404)
+        go.set()
+        asking.join(SOON_S)
+        jobs = [ended(client, location) for location in accepted]
+        certificates = [answers[0].json(), *(job["result"] for job in jobs)]
+        assert [job["status"] for job in jobs] == ["done", "done"]
+        assert {c["tenant_key"] for c in certificates} == {running.service.memories.tenant_key("ann")}
+        assert [c["turns_removed"] for c in certificates] == [2, 2, 2]
+        # a later life's erasure is another one: the certificates of this one stay as they are
+        add(client, "ann", "the shed")
+        assert client.delete(at("ann")).json()["turns_removed"] == 1
+        assert [client.get(location).json() for location in accepted] == jobs
+        with closing(sqlite3.connect(tmp_path / "service" / "service.sqlite3")) as db:
+            assert db.execute("select count(*), count(tenant) from jobs").fetchone() == (2, 0)
 
 
 class Late(Jobs):

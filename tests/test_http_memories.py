@@ -202,9 +202,34 @@ def test_repeating_an_add_gives_its_first_answer(running: Running, client: httpx
     assert client.get(at("hal", "/stats")).json()["turns"] == 2
     elsewhere = add(running.client(Scope.WRITE), other).json()["results"]
     assert [result["event"] for result in elsewhere] == ["ADD"] * 3
-    client.delete(at("hal", f"/memories/{first[0]['id']}"))
-    late = add(client, body).json()["results"]
-    assert [(r["id"], r["event"]) for r in late] == [(r["id"], "DUPLICATE") for r in first]
+
+
+def test_repeating_an_add_does_not_bring_a_deleted_turn_back(client: httpx2.Client) -> None:
+    """The answer is the first one, word for word, of the turn that is gone too."""
+    body = {"messages": [*said("the code is 4711"), *said("and the shed")]}
+
+    def add(body: object, key: str) -> list[dict[str, Any]]:
+        response = client.post(at("hugo", "/memories"), json=body, headers={"Idempotency-Key": key})
+        assert response.status_code == 200, response.text
+        results: list[dict[str, Any]] = response.json()["results"]
+        return results
+
+    first = add(body, "k")
+    deleted = at("hugo", f"/memories/{first[0]['id']}")
+    client.delete(deleted)
+    assert [r | {"event": "ADD"} for r in add(body, "k")] == first
+    is_problem(client.get(deleted), 404, "unknown-memory")
+    found = client.post(at("hugo", "/search"), json={"query": "the code is 4711", "kinds": ["turn"]}).json()
+    assert [r["id"] for r in found["results"]] == [first[1]["id"]]
+    # nothing is left of the words to compare with: the key alone answers; only a new key adds them anew
+    reworded = {"messages": [*said("the code is 1234"), *said("and the shed")]}
+    assert [(r["id"], r["event"]) for r in add(reworded, "k")] == [(r["id"], "DUPLICATE") for r in first]
+    assert client.get(at("hugo", "/stats")).json()["turns"] == 1
+    anew = add(body, "k-2")
+    assert [r["event"] for r in anew] == ["ADD", "ADD"] and anew[0]["id"] != first[0]["id"]
+    # erased with its tenant, a key begins anew: it is nobody's any more
+    client.delete(at("hugo"))
+    assert [r["event"] for r in add(body, "k")] == ["ADD", "ADD"]
 
 
 def test_what_is_asked_of_nobody(client: httpx2.Client) -> None:

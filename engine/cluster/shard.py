@@ -19,6 +19,7 @@ from undertow.engine.cluster.answering import Answers, AnswerTicket, Said, Telli
 from undertow.engine.cluster.calls import Call, Hello, Stamp
 from undertow.engine.cluster.housing import Housing, Parts
 from undertow.engine.cluster.keeper import Keeper, refused
+from undertow.engine.cluster.preparing import Prepared, Preparing
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.site import Site
 from undertow.engine.cluster.tenancy import ShardTenancy
@@ -62,6 +63,7 @@ class Shard(ShardTenancy):
         self._keeper = Keeper(shard, self._housing, settings.queue_turns)
         self._ask = self._keeper.ask
         self._answers = Answers(shard)
+        self._preparing = Preparing()
         self._imports = set()
 
     # ---- calls, from any thread
@@ -98,23 +100,30 @@ class Shard(ShardTenancy):
         return call.future
 
     def search(self, tenant: str, query: str, **how: Any) -> Future[Found]:
-        """As Engine.search. Moved, InTransit."""
-        return self._ask(lambda engine: engine.search(self._checked(tenant), query, **how))
+        """As Engine.search; while its index of words is made, other calls go on. Moved, InTransit."""
+        return self._searching(tenant, lambda engine: engine.search(self._checked(tenant), query, **how))
 
     def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[Answer]:
         """As Engine.answer, while other calls go on. Moved, InTransit."""
         asked: list[tuple[Engine, Asked]] = []
 
+        def ask(engine: Engine) -> tuple[Engine, Asked]:
+            return engine, engine.ask(self._checked(tenant), question, as_of=as_of)
+
+        ready = self._prepared(tenant, ask)
+
         def answer(engine: Engine) -> Answer | None:
             if not asked or asked[0][0] is not engine:  # one that was opened anew has not asked yet
-                asked[:] = [(engine, engine.ask(self._checked(tenant), question, as_of=as_of))]
+                if (anew := ready(engine)) is None:
+                    return None
+                asked[:] = [anew]
             return engine.heard(asked[0][1])
 
         return self._ask(answer, wait=True)
 
     def answer_begin(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[AnswerTicket]:
         """Begin an answer that is told in pieces. As `answer`; the LLM's errors come with `answer_more`."""
-        return self._ask(lambda engine: self._begin_answer(engine, tenant, question, as_of))
+        return self._searching(tenant, lambda engine: self._begin_answer(engine, tenant, question, as_of))
 
     def answer_more(self, ticket_id: str, at: int) -> Future[Said]:
         """The text of a begun answer from the character `at` on, and the answer once that is all.
@@ -305,6 +314,12 @@ class Shard(ShardTenancy):
 
         self._ask(hear, wait=True).add_done_callback(telling.end)
         return self._answers.add(telling)
+
+    def _searching(self, tenant: str, act: Callable[[Engine], T]) -> Future[T]:
+        return self._ask(self._prepared(tenant, act), wait=True)
+
+    def _prepared(self, tenant: str, act: Callable[[Engine], T]) -> Prepared[T]:
+        return Prepared(self._preparing, lambda: self._checked(tenant), act)
 
     def _adopt(self, moving: Moving, shard_map: ShardMap) -> None:
         self._keeper.forget_owners()

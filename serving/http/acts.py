@@ -40,7 +40,7 @@ def works(service: Service) -> Mapping[Operation, Work]:
         return await import_(service, _tenant(job), body, again=job.again)
 
     async def erase_job(job: Job) -> Mapping[str, Any]:
-        return await erase(service, _tenant(job), job.key_id, job=job)
+        return await erase(service, _tenant(job), job.key_id)
 
     return {"flush": flush_job, "import": import_job, "erase": erase_job}
 
@@ -82,18 +82,18 @@ def _bad_line(number: int, reason: str) -> InputError:
     return InputError(BadInput("import", number, None, reason, cure))
 
 
-async def erase(service: Service, tenant: str, by: str, *, job: Job | None = None) -> dict[str, Any]:
+async def erase(service: Service, tenant: str, by: str) -> dict[str, Any]:
     """Erase a tenant, its bytes too, from the store and from what the service keeps; the certificate.
 
     Of one that was erased or deleted before, the certificate of that. UnknownTenant: there never was any.
     NotCertified: it was moved to another shard, and some of its bytes are still where it was.
-    `by`: the id of the key; `job`: that this is done for, which stays.
+    `by`: the id of the key.
     """
     memories = service.memories
     key = memories.tenant_key(tenant)
     async with audited(service.audit, "erase", by, key) as entry:
         # before the memories, as an import among them would bring some back
-        entry.counts["jobs_dropped"] = await service.jobs.forget(key, but=None if job is None else job.id)
+        entry.counts["jobs_dropped"] = await service.jobs.forget(key)
         try:
             certificate = await memories.erase(tenant, now=True, again=True)
         except NotCertified:  # it is erased all the same, and the caller asks again

@@ -142,12 +142,16 @@ class Jobs:
         rows = await self._rows("tenant_key = ? order by created_at desc limit 1000", tenant_key)
         return [_job(row) for row in rows]
 
-    async def forget(self, tenant_key: str, *, but: str | None = None) -> int:
-        """Stop and drop all jobs of a tenant, one excepted; how many."""
+    async def forget(self, tenant_key: str) -> int:
+        """Stop and drop what an erased tenant has of jobs; how many.
+
+        Its erasures stay: each was promised a certificate, and holds no word of the tenant but its name,
+        until it has ended.
+        """
 
         def delete(db: sqlite3.Connection) -> list[Any]:
-            where = "where tenant_key = ? and id is not ?"
-            return db.execute(f"delete from jobs {where} returning {COLUMNS}", (tenant_key, but)).fetchall()
+            where = "where tenant_key = ? and operation <> 'erase'"
+            return db.execute(f"delete from jobs {where} returning {COLUMNS}", (tenant_key,)).fetchall()
 
         # from here on none of them begins; one that is accepted later is another job
         jobs = [_job(row) for row in await self._state.run(delete)]

@@ -1,0 +1,67 @@
+"""Searches of large tenants by words, without holding up the others of their shard.
+
+A tenant's index of words is made at its first search (engine/lexicon.py). That is done in slices, one in
+each round of the shard's thread, which answers calls and steps its engine between them: who asks waits,
+nobody else does for longer than a slice. No snapshot is needed, as the index follows the live state from
+slice to slice, and begins anew where that was evicted, or opened again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from undertow.engine.engine import Engine
+
+T = TypeVar("T")
+
+
+class Preparing:
+    """Whose slices are made: one search's at a time, however many wait. On the keeper's thread alone."""
+
+    def __init__(self) -> None:
+        self.holder: object | None = None
+
+
+class Prepared(Generic[T]):
+    """Something to be asked until it gives other than None: `act`, once its tenant's words are there.
+
+    `tenant`: checks that the tenant is served here, each time; what it and `act` raise is raised.
+    """
+
+    def __init__(self, preparing: Preparing, tenant: Callable[[], str], act: Callable[[Engine], T]) -> None:
+        self._preparing = preparing
+        self._tenant = tenant
+        self._act = act
+        self._waits = False
+        self._rows = 0
+
+    def __call__(self, engine: Engine) -> T | None:
+        try:
+            if not self._is_ready(engine):
+                return None
+        except BaseException:
+            self._leave()
+            raise
+        self._leave()
+        return self._act(engine)
+
+    def _is_ready(self, engine: Engine) -> bool:
+        """Whether the words are there, after one more slice where it is this one's turn."""
+        if self._waits and self._preparing.holder not in (None, self):
+            return False  # without touching the tenant: it might be put out for the one that is being made
+        tenant = self._tenant()
+        if engine.is_ready(tenant):
+            return True
+        self._waits = True
+        if self._preparing.holder is None:
+            self._preparing.holder = self
+        if self._preparing.holder is not self:
+            return False
+        rows, self._rows = self._rows, engine.prepare(tenant)
+        # evicted between slices: a tenant that is put out again and again is to be searched all the same
+        return self._rows <= rows
+
+    def _leave(self) -> None:
+        if self._preparing.holder is self:
+            self._preparing.holder = None

@@ -1,0 +1,154 @@
+"""A large tenant's words are taken in slice by slice: the same index in the end, and nobody else waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock_llm import MockLLM, MockReplies
+from undertow.engine import lexicon
+from undertow.engine.cluster.calls import Stamp
+from undertow.engine.cluster.housing import Parts
+from undertow.engine.cluster.preparing import Prepared, Preparing
+from undertow.engine.cluster.shard import Shard
+from undertow.engine.cluster.wire import pack
+from undertow.engine.config import Settings
+from undertow.engine.engine import Engine
+from undertow.engine.retrieval import Found
+from undertow.engine.tenants import UnknownTenant
+
+from .cluster_harness import begin, settings
+from .engine_harness import NEVER, open_engine
+from .test_hybrid_search import QUERIES, turns
+
+SOON_S = 30.0
+SLICE = 8
+LARGE = 25 * SLICE
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lexicon, "SLICE_ROWS", SLICE)
+
+
+def asked(preparing: Preparing, tenant: str, query: str = QUERIES[0]) -> Prepared[Found]:
+    return Prepared(preparing, lambda: tenant, lambda engine: engine.search(tenant, query))
+
+
+def rounds(engine: Engine, *searches: Prepared[Found]) -> list[int]:
+    """Each is asked once in a round, until it has found something: how many rounds that took."""
+    took = [0] * len(searches)
+    waiting = list(enumerate(searches))
+    while waiting:
+        for n, _ in waiting:
+            took[n] += 1
+        waiting = [(n, search) for n, search in waiting if search(engine) is None]
+        assert max(took) <= LARGE
+    return took
+
+
+def everything(engine: Engine, tenant: str) -> list[Found]:
+    return [engine.search(tenant, query, k_sub=50) for query in QUERIES]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_index_made_in_slices_is_the_index_made_at_once(tmp_path: Path, seed: int) -> None:
+    """To the last bit, while turns come and go between the slices, with episodes and facts."""
+    llm = MockLLM(MockReplies(seed))
+    with open_engine(tmp_path, llm, theta_sim=0.5, theta_merge=0.9, theta_count=3) as engine:
+        said = turns("ann", LARGE)
+        receipts = engine.add_batch(said[: LARGE // 2])
+        assert engine.drain()
+        assert {memory.kind for memory in engine.get_all("ann")} == {"episode", "fact"}
+        search, slices = asked(Preparing(), "ann"), 0
+        while (found := search(engine)) is None:
+            slices += 1
+            if slices % 3 == 0:
+                engine.add_batch(said[LARGE // 2 + slices : LARGE // 2 + slices + 3])
+                engine.delete(receipts[slices * (1 + seed)].id or "")
+        assert slices >= LARGE // 2 // SLICE - 2
+        assert found == engine.search("ann", QUERIES[0])
+        engine.add_batch(said)
+        engine.drain()
+        sliced = everything(engine, "ann")
+        engine.retrieval._lexicons.clear()
+        assert everything(engine, "ann") == sliced
+
+
+def test_one_slice_is_made_in_a_round_whoever_waits(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER) as engine:
+        for tenant in ("ann", "bob"):
+            engine.add_batch(turns(tenant, LARGE))
+        engine.add_batch(turns("cyd", SLICE))
+        preparing = Preparing()
+        searches = [asked(preparing, tenant) for tenant in ("ann", "ann", "bob", "cyd")]
+        first, second, other, small = rounds(engine, *searches)
+        assert small == 1
+        assert first == second == LARGE // SLICE
+        assert other >= 2 * LARGE // SLICE - 1
+        assert preparing.holder is None
+        assert asked(preparing, "ann", QUERIES[1])(engine) is not None, "from now on it is there at once"
+
+
+def test_turns_that_keep_coming_do_not_put_the_end_off(tmp_path: Path) -> None:
+    said = turns("ann", 3 * LARGE)
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(said[:LARGE])
+        search, come = asked(Preparing(), "ann"), LARGE
+        while search(engine) is None:
+            engine.add_batch(said[come : come + 2 * SLICE])
+            come += 2 * SLICE
+            assert come < len(said)
+        engine.add_batch(said[come:])
+        assert asked(Preparing(), "ann")(engine) is None, "what has come since a search is sliced too"
+
+
+def test_an_eviction_or_an_erasure_between_slices(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(turns("ann", LARGE))
+        engine.add_batch(turns("bob", LARGE))
+        assert engine.drain()
+        expected, preparing = engine.search("ann", QUERIES[0]), Preparing()
+        engine.tenants.evict("ann")
+        search = asked(preparing, "ann")
+        assert search(engine) is None and search(engine) is None
+        engine.tenants.evict("ann")
+        assert search(engine) == expected, "it is not begun again and again"
+        waiting, next_one = asked(preparing, "bob"), asked(preparing, "bob")
+        assert waiting(engine) is None and next_one(engine) is None
+        engine.erase("bob")
+        for search in (waiting, next_one):
+            with pytest.raises(UnknownTenant):
+                search(engine)
+        assert preparing.holder is None, "nobody waits for a search that has failed"
+
+
+def without_llm(_: Settings) -> None: ...
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[Shard]:
+    made = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), Parts(llm=without_llm))
+    yield made
+    made.close()
+
+
+def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Shard) -> None:
+    token = shard.hello("client", 1).result(SOON_S).token
+    for n, (tenant, count) in enumerate((("large", LARGE), ("small", SLICE))):
+        shard.add(pack(turns(tenant, count)), Stamp("client", token, n, 1)).result(SOON_S)
+    order: list[str] = []
+    futures: dict[str, Any] = {"large": shard.search("large", QUERIES[0])}
+    futures["answer"] = shard.answer("large", QUERIES[0])
+    for n in range(3):
+        futures[f"small {n}"] = shard.search("small", QUERIES[0])
+    for name, future in futures.items():
+        future.add_done_callback(lambda _, name=name: order.append(name))
+    assert futures["large"].result(SOON_S).turns
+    with pytest.raises(Exception, match="needs an LLM server"):
+        futures["answer"].result(SOON_S)
+    assert order[:3] == ["small 0", "small 1", "small 2"]
+    assert shard.search("large", QUERIES[0]).result(SOON_S) == futures["large"].result()
