@@ -1,4 +1,4 @@
-"""Systems that construct nothing: the whole history in the prompt, and plain chunks found by their vectors."""
+"""Systems that construct nothing: the whole history in the prompt, and chunks found by their vectors."""
 
 from __future__ import annotations
 

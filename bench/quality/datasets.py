@@ -134,8 +134,9 @@ def _locomo_question(raw: Any, number: int, tenant: str) -> Question:
     ids = (part.strip() for entry in _texts(raw, "evidence", where) for part in _SEPARATOR.split(entry))
     evidence = tuple(dict.fromkeys(part for part in ids if part))
     name = CATEGORIES[category]
+    text = _text(raw, "question", where)
     answer = "" if name == ADVERSARIAL else _answer(raw, where)
-    return Question(f"{tenant}:{number}", _text(raw, "question", where), name, evidence, answer, None)
+    return Question(f"{tenant}:{number}", text, name, evidence, answer, None)
 
 
 def _longmemeval(raw: Mapping[str, Any], turns: tuple[Turn, ...]) -> Sample:

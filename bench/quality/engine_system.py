@@ -24,8 +24,8 @@ class EngineSystem:
     def __init__(self, name: str, means: Means) -> None:
         self.name = name
         self._encoder = means.encoder()
-        store = means.folder / "store"
-        self._engine = Engine(store, means.settings, self._encoder, llm=make_llm(means.settings))
+        llm = make_llm(means.settings)
+        self._engine = Engine(means.folder, means.settings, self._encoder, llm=llm)
         self._holds: dict[str, dict[int, tuple[str, ...]]] = {}
 
     def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:

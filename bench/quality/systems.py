@@ -22,7 +22,7 @@ OnProgress = Callable[[str, int, int], None]
 class Material:
     """What a system gives the answering prompt; each tuple with the most relevant first.
 
-    `sources`: ids of the evidence that lies in what was retrieved, each once; () where the system cannot tell.
+    `sources`: ids of the evidence that lies in what was retrieved, each once; () where it cannot be told.
     """
 
     episodes: tuple[ShownMemory, ...] = ()

@@ -1,0 +1,64 @@
+"""`undertow eval` with an LLM: memories built, questions answered, answers judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from undertow.serving.cli.output import put_json, put_pairs, put_table, say
+
+if TYPE_CHECKING:
+    from undertow.bench.quality.plan import Plan
+
+_COLUMNS = ("category", "judge", "spread", "F1", "F1 spread", "BLEU-1", "questions", "errors", "unjudged")
+
+
+def measure_answers(plan: Plan, *, as_json: bool) -> None:
+    """Do what is left of the plan, and tell its summary."""
+    from undertow.bench.quality.running import evaluate
+    from undertow.serving.cli.progress import Bar
+
+    with Bar() as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            if bar.is_due:
+                bar.show(f"{what}: {done:,} of {total:,}", done, total)
+
+        told = evaluate(plan, show)
+    if as_json:
+        put_json(told)
+    else:
+        _put(told, plan.folder)
+
+
+def _put(told: dict[str, Any], folder: Path) -> None:
+    title = f"{told['policy']} on {told['benchmark']}, {told['repeats']} run{'s' * (told['repeats'] > 1)}"
+    put_table(list(_rows(told)), _COLUMNS, title=title)
+    construction = told["construction"]["per_conversation"]
+    put_pairs(
+        {
+            **{f"construction {name} a conversation": value for name, value in construction.items()},
+            **{name.replace("_per_", " a "): value for name, value in told["query"].items()},
+            **{f"{name}, this machine": value for name, value in told["latency_on_this_machine"].items()},
+            "evidence shown": told["evidence_shown"],
+        }
+    )
+    left_out = {"questions got no answer": told["errors"], "answers got no verdict": told["unjudged"]}
+    for what, count in left_out.items():
+        if count:
+            say(f"{count:,} {what}: they are in no score. See the lines in {folder}.")
+    say(f"Every answer and verdict: {folder}")
+
+
+def _rows(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, of in [*told["by_category"].items(), ("all", told)]:
+        yield {
+            "category": name,
+            "judge": of["judge"]["mean"],
+            "spread": of["judge"]["spread"],
+            "F1": of["f1"]["mean"],
+            "F1 spread": of["f1"]["spread"],
+            "BLEU-1": of["bleu_1"]["mean"],
+            **{count: of[count] for count in ("questions", "errors", "unjudged")},
+        }
