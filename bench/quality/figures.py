@@ -112,7 +112,7 @@ def _shared(usage: Usage, conversations: int) -> dict[str, float]:
 
 
 def latency(answers: Sequence[Line]) -> dict[str, float | None]:
-    """Seconds, of this machine: `retrieval_s` with the question's vector at hand, `llm_s` of the call."""
+    """Seconds: `retrieval_s` with the question's vector at hand, `llm_s` of the call, among others."""
     told: dict[str, float | None] = {}
     for name in ("retrieval_s", "llm_s"):
         taken = [line[name] for line in answers if name in line]

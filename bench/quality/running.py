@@ -48,7 +48,11 @@ def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
             verdicts: list[Line] = []
         else:
             verdicts = _judged(plan, judge_prompts, answers, on_progress)
-            told["judge_prompt_version"] = judge_prompts.version
+            own = plan.own_prompt
+            told["judge_prompt"] = {
+                "version": judge_prompts.version,
+                "file": None if own is None else own.name,
+            }
         told |= _models(answers, verdicts) | scores(answers, verdicts, plan.repeats)
         write_summary(plan.folder, told)
     return told
@@ -76,8 +80,9 @@ def _answered(plan: Plan, on_progress: OnProgress) -> tuple[dict[str, Any], list
             "left_out": sum(not q.is_answered for sample in plan.samples for q in sample.questions),
             "construction": construction_cost(spent),
             "query": query_cost(answers),
-            "latency_on_this_machine": latency(answers),
+            "latency_on_this_machine": latency(answers) | {"most_in_flight": plan.settings.llm_requests},
             "evidence_shown": evidence_shown(answers),
+            "first_error": next((line["error"] for line in answers if "error" in line), None),
         }
         if isinstance(system, Counting):
             told["built"] = system.counts()

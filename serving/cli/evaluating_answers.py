@@ -44,11 +44,18 @@ def _put(told: dict[str, Any], folder: Path) -> None:
             "evidence shown": told["evidence_shown"],
         }
     )
-    left_out = {"questions got no answer": told["errors"], "answers got no verdict": told["unjudged"]}
-    for what, count in left_out.items():
-        if count:
-            say(f"{count:,} {what}: they are in no score. See the lines in {folder}.")
+    for line in _left_out(told):
+        say(line)
     say(f"Every answer and verdict: {folder}")
+
+
+def _left_out(told: dict[str, Any]) -> Iterator[str]:
+    if count := told["errors"]:
+        yield f"{count:,} questions got no answer and are in no score; the first: {told['first_error']}"
+    if count := told["unjudged"]:
+        yield f"{count:,} answers got no verdict of the judge's and are in no share."
+    if count := told.get("built", {}).get("dead_letters"):
+        yield f"{count:,} jobs of the construction got no usable reply: their memories are missing."
 
 
 def _rows(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
