@@ -32,9 +32,11 @@ class EngineSystem:
         """ServerRefused: the LLM server cannot be used; what was built by then is stored."""
         self._engine.resume()
         for sample in samples:
-            receipts = self._engine.add_batch(sample.turns)  # those stored already change nothing
-            held = zip(receipts, sample.holds, strict=True)
-            self._holds[sample.tenant] = {r.seq: pieces for r, pieces in held if r.seq is not None}
+            self._engine.add_batch(sample.turns)  # those stored already change nothing
+            keys = [turn.dedupe_key for turn in sample.turns]
+            stored = self._engine.turns_by_key(sample.tenant, keys)
+            held = zip(keys, sample.holds, strict=True)
+            self._holds[sample.tenant] = {stored[key]["seq"]: pieces for key, pieces in held}
             # a question at a time would leave the encoder's batches nearly empty
             self._encoder.encode([question.text for question in sample.questions])
         self._settle(sum(len(sample.turns) for sample in samples), on_progress)
