@@ -41,11 +41,12 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
         return
     try:
         begun = orjson.loads(file.read_bytes())
-        names = sorted({*begun, *about})
-    except (orjson.JSONDecodeError, TypeError) as error:
-        raise UndertowError(f"{file} is not this command's ({error}). Name another --out.") from None
+    except orjson.JSONDecodeError:
+        begun = None
+    if not isinstance(begun, dict):
+        raise UndertowError(f"{file} is not this command's. Name another --out.")
     now = orjson.loads(orjson.dumps(about))
-    if differing := [name for name in names if begun.get(name) != now.get(name)]:
+    if differing := [name for name in sorted({*begun, *now}) if begun.get(name) != now.get(name)]:
         told = "; ".join(f"{name} {begun.get(name)!r:.80}, now {now.get(name)!r:.80}" for name in differing)
         raise UndertowError(
             f"{folder} was begun with other settings: {told}. Give the same again, or name another --out."

@@ -57,7 +57,8 @@ class JudgePrompts:
         try:
             text = file.read_text()
             used = meta.find_undeclared_variables(self._env.parse(text))
-        except (OSError, UnicodeDecodeError, TemplateError) as error:
+            self._env.from_string(text).render(dict.fromkeys(used, '"x"'))
+        except (OSError, TypeError, ValueError, TemplateError) as error:
             raise UndertowError(
                 f"--judge-prompt {file} is no Jinja2 template that can be read: {error}."
             ) from None

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from undertow.serving.cli.errors import Exit
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 
 if TYPE_CHECKING:
@@ -30,6 +33,9 @@ def measure_answers(plan: Plan, *, as_json: bool) -> None:
         put_json(told)
     else:
         _put(told, plan.folder)
+    if told["f1"]["mean"] is None:
+        say(f"undertow: not one question was answered: {told['first_error']}")
+        raise typer.Exit(Exit.FAILED)
 
 
 def _put(told: dict[str, Any], folder: Path) -> None:
