@@ -28,8 +28,8 @@ def url() -> Iterator[str]:
 
 
 def evaluated(path: Path, out: Path, url: str, *options: str, benchmark: str = "locomo", **env: str) -> Ran:
-    words = ("eval", benchmark, "--data", path, "--llm", url, "--out", out, "--json", *options)
-    return run(*words, env=env)
+    fixed = ("eval", benchmark, "--data", path, "--llm", url, "--out", out, "--json")
+    return run(*fixed, *options, env=env)
 
 
 def lines_of(out: Path, name: str) -> list[dict[str, Any]]:
