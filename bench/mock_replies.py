@@ -25,6 +25,7 @@ _EPISODE_WORDS = 80
 _MERGED_OLD_WORDS = 60  # the episode's words first, so that many merges do not wash them out
 _FACT_WORDS = 14
 _CACHE_BLOCK_TOKENS = 16
+_JUDGING = "yes or no"
 _MALFORMED = ('{"episodes": [{"te', "I am sorry, I cannot do that.", '{"unexpected": true}', "", "[1, 2, 3]")
 
 
@@ -34,7 +35,8 @@ class MockReplies:
 
     `refusal_rate`: booleans come out false (a merge is refused). `empty_rate`: arrays that may be
     empty are. `malformed_rate`: the reply breaks its schema; its repair does not, unless
-    `malformed_sticky`.
+    `malformed_sticky`. A judge (it is told to reply yes or no) says no where a boolean comes out false;
+    `undecided_rate`: neither.
     """
 
     seed: int = 0
@@ -42,6 +44,7 @@ class MockReplies:
     empty_rate: float = 0.0
     malformed_rate: float = 0.0
     malformed_sticky: bool = False
+    undecided_rate: float = 0.0
 
     def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
         """The content of the assistant's message."""
@@ -51,6 +54,8 @@ class MockReplies:
         if share(key, "malformed") < self.malformed_rate and (self.malformed_sticky or not repairing):
             return _MALFORMED[_number(key, "how malformed", len(_MALFORMED))] if schema is not None else ""
         echo = _Echo(key, first[-1]["content"])
+        if schema is None and _JUDGING in first[0]["content"]:
+            return self._verdict(key)
         if schema is None:
             return "From memory: " + (echo.words(_EPISODE_WORDS) or "nothing.")
         writer = _Writer(
@@ -60,6 +65,11 @@ class MockReplies:
             empties=share(key, "empty") < self.empty_rate,
         )
         return json.dumps(writer.write(schema, ""), ensure_ascii=False)
+
+    def _verdict(self, key: bytes) -> str:
+        if share(key, "undecided") < self.undecided_rate:
+            return "That is hard to say."
+        return "No." if share(key, "refusal") < self.refusal_rate else "Yes."
 
 
 def usage_of(messages: Messages, content: str) -> Usage:

@@ -255,6 +255,7 @@ def main(
     malformed_sticky: Annotated[
         bool, typer.Option("--malformed-sticky", help="The repairs break it too.")
     ] = False,
+    undecided_rate: Annotated[float, _share("Share of a judge's replies that are neither yes nor no.")] = 0.0,
     context_tokens: Annotated[
         int, typer.Option(min=0, help="Longer prompts, with the reply's room, get 400. 0: no limit.")
     ] = 0,
@@ -265,7 +266,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Decides which replies and requests are struck.")] = 0,
 ) -> None:
     """Serve the mock LLM on 127.0.0.1 until terminated; port 0 takes a free one."""
-    replies = MockReplies(seed, refusal_rate, empty_rate, malformed_rate, malformed_sticky)
+    replies = MockReplies(seed, refusal_rate, empty_rate, malformed_rate, malformed_sticky, undecided_rate)
     server = MockServer(
         replies, latency_ms / 1e3, jitter_ms / 1e3, error_rate, context_tokens, api_key, piece_ms / 1e3
     )

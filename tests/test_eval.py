@@ -10,64 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from undertow.bench.quality.datasets import Sample, load
+from undertow.bench.quality.datasets import load
 from undertow.bench.quality.scoring import Score, score, summary
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.encoder import Float16, HashingEncoder
 from undertow.engine.model import InputError, UndertowError
 
 from .cli_harness import Ran, run
-
-BY = "Ben"
-
-
-def said(n: int, speaker: str, text: str, **more: Any) -> dict[str, Any]:
-    return {"dia_id": f"D1:{n}", "speaker": speaker, "text": text, **more}
-
-
-def question(text: str, category: int, *evidence: str) -> dict[str, Any]:
-    return {"question": text, "category": category, "evidence": list(evidence), "answer": "made up"}
-
-
-def conversation(**changes: Any) -> dict[str, Any]:
-    """A made-up sample in LoCoMo's form: five messages, so three turns, and a second session of one."""
-    talk = {
-        "speaker_a": "Ann",
-        "speaker_b": BY,
-        "session_1_date_time": "1:56 pm on 8 May, 2023",
-        "session_1": [
-            said(1, "Ann", "I signed up for the pottery course."),
-            said(2, BY, "My brother sells canoes."),
-            said(3, "Ann", "The kiln broke yesterday."),
-            said(4, BY, "Saturdays are for chess."),
-            said(5, "Ann", "Bye."),
-        ],
-        "session_2_date_time": "9:00 am on 12 May, 2023",
-        "session_2": [{**said(1, BY, "Look at this."), "dia_id": "D2:1", "blip_caption": "a red lighthouse"}],
-    }
-    asked = [
-        question("Which course did Ann sign up for, the pottery course?", 4, "D1:1"),
-        question("What do canoes, chess and the lighthouse have in common?", 1, "D1:2; D1:4", "D2:1,D1:2"),
-        question("Who sells kilns?", 5, "D1:3"),
-        question("Nothing was noted for this one?", 2),
-        question("Where is the zeppelin?", 3, "D9:9"),
-    ]
-    return {"sample_id": "made-up", "conversation": talk, "qa": asked, **changes}
-
-
-def written(folder: Path, *samples: Any, name: str = "locomo.json") -> Path:
-    path = folder / name
-    path.write_text(json.dumps(samples))
-    return path
+from .eval_harness import conversation, haystack, only, question, said, written
 
 
 def evaluated(path: Path, out: Path, *options: str, benchmark: str = "locomo") -> Ran:
     return run("eval", benchmark, "--data", path, "--evidence-only", "--out", out, "--json", *options)
-
-
-def only(path: Path, benchmark: Any = "locomo") -> Sample:
-    (sample,) = load(path, benchmark, 1000)
-    return sample
 
 
 class Counting(HashingEncoder):
@@ -111,6 +65,28 @@ def test_locomo_questions_and_what_each_turn_holds(tmp_path: Path) -> None:
     assert [q.is_scored for q in asked] == [True, True, False, False, True]
     categories = ["single-hop", "multi-hop", "adversarial", "temporal", "open-domain"]
     assert [q.category for q in asked] == categories
+
+
+def test_gold_answers_and_dates(tmp_path: Path) -> None:
+    asked = [{**question("When?", 2), "answer": 2022}, {**question("Who?", 5), "answer": None}]
+    locomo = only(written(tmp_path, conversation(qa=asked)))
+    assert [(q.answer, q.asked_on, q.is_answered) for q in locomo.questions] == [
+        ("2022", None, True),
+        ("", None, False),
+    ]
+    path = written(tmp_path, haystack(answer=3), haystack("q2_abs"), haystack("q3", question_date=None))
+    asked_of = [sample.questions[0] for sample in load(path, "longmemeval", 1000)]
+    assert [(q.answer, q.asked_on) for q in asked_of] == [
+        ("3", "2023-05-30T23:40:00"),
+        ("In the estuary", "2023-05-30T23:40:00"),
+        ("In the estuary", None),
+    ]
+    assert [(q.category, q.is_answered, q.is_scored) for q in asked_of[:2]] == [
+        ("single-session-user", True, True),
+        ("abstention", True, False),
+    ]
+    with pytest.raises(InputError, match="question_date"):
+        list(load(written(tmp_path, haystack(question_date="some day")), "longmemeval", 1000))
 
 
 def test_a_run_on_a_made_up_conversation(tmp_path: Path) -> None:
@@ -177,28 +153,6 @@ def test_some_samples_alone(tmp_path: Path) -> None:
     assert refused.code == 2 and "made-up, other" in refused.err
 
 
-def haystack(question_id: str = "q1", **changes: Any) -> dict[str, Any]:
-    return {
-        "question_id": question_id,
-        "question_type": "single-session-user",
-        "question": "Where did I moor the dinghy?",
-        "question_date": "2023/05/30 (Tue) 23:40",
-        "answer": "In the estuary",
-        "answer_session_ids": ["s2"],
-        "haystack_dates": ["2023/05/20 (Sat) 02:21", "2023/05/21 (Sun) 10:00"],
-        "haystack_session_ids": ["s1", "s2"],
-        "haystack_sessions": [
-            [{"role": "user", "content": "I like tea."}, {"role": "assistant", "content": "Noted."}],
-            [
-                {"role": "user", "content": "I moored the dinghy in the estuary."},
-                {"role": "assistant", "content": "Safe there."},
-                {"role": "user", "content": "I hope so."},
-            ],
-        ],
-        **changes,
-    }
-
-
 def test_longmemeval_counts_answer_sessions_and_leaves_abstention_out(tmp_path: Path) -> None:
     path = written(tmp_path, haystack(), haystack("q2_abs"))
     told = evaluated(path, tmp_path / "out", benchmark="longmemeval").doc
@@ -224,6 +178,8 @@ def test_the_other_benchmarks_file_is_refused_by_name(tmp_path: Path) -> None:
         ({"qa": [{"category": 4, "evidence": []}]}, "qa[0].question"),
         ({"qa": [{**question("?", 4), "evidence": "D1:1"}]}, "qa[0].evidence"),
         ({"qa": ["?"]}, "qa[0].category"),
+        ({"qa": [{**question("?", 4), "answer": None}]}, "qa[0].answer"),
+        ({"qa": [{**question("?", 4), "answer": True}]}, "qa[0].answer"),
         ({"conversation": {"session_1": [{"text": "no speaker"}]}}, "speaker"),
     ],
 )
@@ -244,8 +200,3 @@ def test_no_file_and_a_cut_off_file(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     cut = evaluated(path, tmp_path / "out")
     assert cut.code == 3 and "cannot be read" in cut.err
-
-
-def test_answers_are_not_there_yet(tmp_path: Path) -> None:
-    refused = run("eval", "locomo", "--data", written(tmp_path, conversation()))
-    assert refused.code == 2 and "--evidence-only" in refused.err

@@ -15,16 +15,18 @@ from typing import Any
 import ijson
 
 from undertow.bench.quality import Benchmark
-from undertow.engine.model import BadInput, InputError, Turn
+from undertow.engine.model import BadInput, InputError, Message, Turn
 from undertow.engine.readers import detect_format, read
 from undertow.engine.readers.source import Log
+from undertow.engine.timestamps import parse_timestamp
 
 # LoCoMo's categories by number, as the paper (Maharana et al., 2024) names them
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
-# what asks about things that were never said has no evidence to find: left out of every score
+# what asks about things that were never said has no evidence to find. LoCoMo's such questions are left out
+# of every score; to LongMemEval's, which it marks in their ids, the right answer is that one cannot know.
 ADVERSARIAL = "adversarial"
-# LongMemEval marks such questions in their ids
-ABSTENTION = "_abs"
+ABSTENTION = "abstention"
+_ABSTENTION_MARK = "_abs"
 
 _SEPARATOR = re.compile(r"[;,]")
 _SCHEMA = "Compare with the published schema of the data set."
@@ -32,16 +34,27 @@ _SCHEMA = "Compare with the published schema of the data set."
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`evidence`: ids of the messages (LoCoMo) or sessions (LongMemEval) that hold the answer, each once."""
+    """`evidence`: ids of the messages (LoCoMo) or sessions (LongMemEval) that hold the answer, each once.
+
+    `answer`: the gold one, "" only where the category has none. `asked_on`: ISO 8601, where the file says.
+    """
 
     id: str
     text: str
     category: str
     evidence: tuple[str, ...]
+    answer: str
+    asked_on: str | None
 
     @property
     def is_scored(self) -> bool:
-        return bool(self.evidence) and self.category != ADVERSARIAL
+        """Whether its evidence is looked for."""
+        return bool(self.evidence) and self.category not in (ADVERSARIAL, ABSTENTION)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it is asked, and its answer judged."""
+        return self.category != ADVERSARIAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,13 @@ class Sample:
     turns: tuple[Turn, ...]
     holds: tuple[tuple[str, ...], ...]
     questions: tuple[Question, ...]
+
+    def messages(self) -> Iterator[tuple[Turn, Message, tuple[str, ...]]]:
+        """Every message in order, with its turn and the evidence that it would be."""
+        for turn, held in zip(self.turns, self.holds, strict=True):
+            by_message = len(held) == len(turn.messages)  # else the evidence is the whole session
+            for n, message in enumerate(turn.messages):
+                yield turn, message, held[n : n + 1] if by_message else held
 
 
 def load(path: Path, benchmark: Benchmark, max_message_bytes: int) -> Iterator[Sample]:
@@ -113,14 +133,18 @@ def _locomo_question(raw: Any, number: int, tenant: str) -> Question:
         raise _Unfit(f"{where}.category", f"is {category!r:.40}, not one of {known}")
     ids = (part.strip() for entry in _texts(raw, "evidence", where) for part in _SEPARATOR.split(entry))
     evidence = tuple(dict.fromkeys(part for part in ids if part))
-    return Question(f"{tenant}:{number}", _text(raw, "question", where), CATEGORIES[category], evidence)
+    name = CATEGORIES[category]
+    text = _text(raw, "question", where)
+    answer = "" if name == ADVERSARIAL else _answer(raw, where)
+    return Question(f"{tenant}:{number}", text, name, evidence, answer, None)
 
 
 def _longmemeval(raw: Mapping[str, Any], turns: tuple[Turn, ...]) -> Sample:
     tenant = str(raw["question_id"])
     evidence = tuple(dict.fromkeys(_texts(raw, "answer_session_ids", "")))
-    category = ADVERSARIAL if tenant.endswith(ABSTENTION) else _text(raw, "question_type", "")
-    question = Question(tenant, _text(raw, "question", ""), category, evidence)
+    category = ABSTENTION if tenant.endswith(_ABSTENTION_MARK) else _text(raw, "question_type", "")
+    text, asked_on = _text(raw, "question", ""), _date(raw, "question_date")
+    question = Question(tenant, text, category, evidence, _answer(raw, ""), asked_on)
     return Sample(tenant, turns, tuple((turn.session_id,) for turn in turns), (question,))
 
 
@@ -143,3 +167,20 @@ def _text(raw: Mapping[str, Any], field: str, within: str) -> str:
     if not isinstance(found, str) or not found.strip():
         raise _Unfit(f"{within}.{field}".lstrip("."), "is missing or not text")
     return found
+
+
+def _answer(raw: Mapping[str, Any], within: str) -> str:
+    found = raw.get("answer")
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        return str(found)
+    return _text(raw, "answer", within)
+
+
+def _date(raw: Mapping[str, Any], field: str) -> str | None:
+    """A date that is there must be one: what "last week" means hangs on it."""
+    if raw.get(field) is None:
+        return None
+    try:
+        return parse_timestamp(raw[field])
+    except ValueError as error:
+        raise _Unfit(field, str(error)) from None

@@ -24,5 +24,9 @@ def write_evidence(retrieved: Iterable[Retrieved], folder: Path, about: dict[str
             lines.write(orjson.dumps(one.line(), option=orjson.OPT_APPEND_NEWLINE))
             scores.append(one.score)
     told = {**about, **summary(scores)}
-    (folder / SUMMARY).write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    write_summary(folder, told)
     return told
+
+
+def write_summary(folder: Path, told: dict[str, Any]) -> None:
+    (folder / SUMMARY).write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))

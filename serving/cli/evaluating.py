@@ -1,33 +1,59 @@
-"""`undertow eval`: how well memories are found, on the benchmarks of the field."""
+"""`undertow eval`: how well memories are found, and answered from, on the benchmarks of the field."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from undertow.bench.quality import Benchmark
 from undertow.serving.cli.errors import WrongUsage
-from undertow.serving.cli.opening import AsJson, EncoderName, check_settings, settings_of
-from undertow.serving.cli.output import put_json, put_table, say
+from undertow.serving.cli.evaluating_answers import measure_answers
+from undertow.serving.cli.evaluating_evidence import measure_evidence
+from undertow.serving.cli.ingesting import Profile, ThetaCount, ThetaMerge, ThetaSim
+from undertow.serving.cli.opening import AsJson, EncoderName, Llm, check_settings, settings_of
 
 if TYPE_CHECKING:
     from undertow.bench.quality.datasets import Sample
+    from undertow.engine.config import Settings
 
 Data = Annotated[
     Path, typer.Option("--data", metavar="FILE", help="The benchmark's published file.", show_default=False)
 ]
+Policy = Annotated[
+    str | None, typer.Option("--policy", metavar="NAME", help="Which system; default: recmem.")
+]
+LlmModel = Annotated[
+    str | None, typer.Option("--llm-model", metavar="NAME", help="Model at --llm; left out: its first.")
+]
+JudgeLlm = Annotated[
+    str | None,
+    typer.Option("--judge-llm", metavar="URL|off", help="The judge's server; left out: the same."),
+]
+JudgeModel = Annotated[
+    str | None, typer.Option("--judge-model", metavar="NAME", help="Model of the judge; left out: its first.")
+]
+JudgePrompt = Annotated[
+    Path | None,
+    typer.Option(
+        "--judge-prompt",
+        metavar="FILE",
+        help="A Jinja2 template of your own, with question, gold, answer and, if it likes, category.",
+    ),
+]
 EvidenceOnly = Annotated[
     bool, typer.Option("--evidence-only", help="Only how much of the evidence a search finds: no LLM.")
+]
+Repeats = Annotated[
+    int, typer.Option("--repeats", min=1, help="How often to answer and judge; the spread is told.")
 ]
 Only = Annotated[
     list[str] | None,
     typer.Option("--sample", metavar="ID", help="Only this conversation or question; may be given again."),
+]
+Questions = Annotated[
+    int | None, typer.Option("--questions", min=1, help="Only so many of a sample's, evenly spread.")
 ]
 KeptIn = Annotated[
     Path | None,
@@ -35,65 +61,109 @@ KeptIn = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FOLDER", help="What each question found; default: eval-BENCHMARK."),
+    typer.Option(
+        "--out",
+        metavar="FOLDER",
+        help="What each question brought; default: eval-BENCHMARK, with the policy's name unless "
+        "--evidence-only.",
+    ),
 ]
 
 
 def evaluate(
     benchmark: Annotated[Benchmark, typer.Argument(help="Whose questions and evidence the file has.")],
     data: Data,
+    policy: Policy = None,
+    llm: Llm = None,
+    llm_model: LlmModel = None,
+    judge_llm: JudgeLlm = None,
+    judge_model: JudgeModel = None,
+    judge_prompt: JudgePrompt = None,
     evidence_only: EvidenceOnly = False,
+    repeats: Repeats = 1,
     only: Only = None,
+    questions: Questions = None,
+    profile: Profile = None,
+    theta_sim: ThetaSim = None,
+    theta_merge: ThetaMerge = None,
+    theta_count: ThetaCount = None,
     vectors: KeptIn = None,
     out: Out = None,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
-    """How well memories are found: the share of each question's evidence in the best 5, 10 and 20 turns.
+    """How well a system remembers: its memories built, every question answered and judged.
 
-    Evidence is a question's messages in LoCoMo, its answer sessions in LongMemEval.
+    All systems are answered from by one prompt and one model at temperature 0. Stopped, the same command
+    goes on. With --evidence-only no LLM is asked: the share of each question's evidence (messages in LoCoMo,
+    answer sessions in LongMemEval) in the best 5, 10 and 20 turns.
     """
-    if not evidence_only:
-        raise WrongUsage("answers are not judged yet. Give --evidence-only.")
     from undertow.bench.quality.datasets import load
-    from undertow.bench.quality.evidence import retrieve
-    from undertow.bench.quality.report import write_evidence
-    from undertow.bench.quality.vectors import KeptVectors
-    from undertow.engine.encoder import make_encoder
-    from undertow.engine.engine import Engine
-    from undertow.serving.cli.progress import Bar
 
-    began_s = time.perf_counter()
-    settings = settings_of(llm="off", encoder=encoder)
+    settings = settings_of(
+        llm="off" if evidence_only else llm,
+        model=llm_model,
+        encoder=encoder,
+        profile=profile and profile.value,
+        theta_sim=theta_sim,
+        theta_merge=theta_merge,
+        theta_count=theta_count,
+    )
     check_settings(settings)
+    if evidence_only:
+        _refuse_with_evidence({"--policy": policy, "--judge-llm": judge_llm, "--judge-prompt": judge_prompt})
+    name = _known(policy)
+    if not evidence_only and settings.llm_url is None:
+        raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
+    judge = _judge_settings(settings, judge_llm, judge_model)
     samples = _chosen(list(load(data, benchmark, settings.max_message_bytes)), only)
-    questions = sum(len(s.questions) for s in samples)
-    scored = sum(q.is_scored for s in samples for q in s.questions)
-    about: dict[str, Any] = {
-        "benchmark": benchmark,
-        "data": data.name,
-        "samples": len(samples),
-        "turns": sum(len(s.turns) for s in samples),
-        "left_out": questions - scored,
-        "encoder": settings.encoder,
-        "search": settings.search,
-    }
-    folder = out or Path(f"eval-{benchmark}")
-    kept = KeptVectors(make_encoder(settings), vectors)
-    with ExitStack() as stack:
-        store = Path(stack.enter_context(TemporaryDirectory(prefix="undertow-eval-")))
-        engine = stack.enter_context(Engine(store, settings, kept))
-        bar = stack.enter_context(Bar())
-        done = iter(range(1, scored + 1))
+    if evidence_only:
+        folder = out or Path(f"eval-{benchmark}")
+        measure_evidence(benchmark, data, samples, settings, folder, vectors, as_json=as_json)
+        return
+    from undertow.bench.quality.plan import Plan
 
-        def show() -> None:
-            count = next(done)
-            if bar.is_due:
-                bar.show(f"{count:,} of {scored:,} questions", count, scored)
+    plan = Plan(
+        benchmark,
+        data,
+        tuple(samples),
+        name,
+        settings,
+        judge,
+        out or Path(f"eval-{benchmark}-{name}"),
+        own_prompt=judge_prompt,
+        only=None if only is None else tuple(sample.tenant for sample in samples),
+        questions=questions,
+        repeats=repeats,
+        vectors=vectors,
+    )
+    measure_answers(plan, as_json=as_json)
 
-        told = write_evidence(retrieve(engine, kept, samples, show), folder, about)
-    kept.save()
-    _put(told | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, folder, as_json=as_json)
+
+def _refuse_with_evidence(given: dict[str, object]) -> None:
+    if named := [option for option, value in given.items() if value is not None]:
+        raise WrongUsage(f"{named[0]} has no meaning with --evidence-only. Leave one of them out.")
+
+
+def _known(policy: str | None) -> str:
+    from undertow.bench.quality.choice import DEFAULT, SYSTEMS
+
+    if policy is not None and policy not in SYSTEMS:
+        raise WrongUsage(f"--policy {policy!r:.80}: there are {', '.join(SYSTEMS)}.")
+    return policy or DEFAULT
+
+
+def _judge_settings(settings: Settings, url: str | None, model: str | None) -> Settings | None:
+    """Those of the run with the judge's server and model in their place; None: no judge."""
+    if url is not None and url.lower() == "off":
+        if model is not None:
+            raise WrongUsage("--judge-model names a model for a judge, and --judge-llm is off.")
+        return None
+    # another server's models are others
+    named = model or (settings.llm_model if url is None else None)
+    judge = settings.model_copy(update={"llm_url": url or settings.llm_url, "llm_model": named})
+    check_settings(judge)
+    return judge
 
 
 def _chosen(samples: list[Sample], only: list[str] | None) -> list[Sample]:
@@ -101,18 +171,3 @@ def _chosen(samples: list[Sample], only: list[str] | None) -> list[Sample]:
         names = ", ".join(s.tenant for s in samples[:20])
         raise WrongUsage(f"--sample {sorted(unknown)[0]!r:.80}: the file has {names}.")
     return [s for s in samples if only is None or s.tenant in only]
-
-
-def _put(told: dict[str, Any], folder: Path, *, as_json: bool) -> None:
-    if as_json:
-        put_json(told)
-        return
-    rows = list(_rows(told))
-    put_table(rows, [name for name in rows[0] if name != "questions"] + ["questions"])
-    say(f"What was found for each question: {folder}")
-
-
-def _rows(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    figures = ("questions", *(name for name in told if name.startswith("evidence_recall_")), "mrr")
-    for name, means in [*told["by_category"].items(), ("all", told)]:
-        yield {"category": name, **{figure: means[figure] for figure in figures}}

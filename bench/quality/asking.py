@@ -1,0 +1,65 @@
+"""Many prompts to an LLM server, so many at a time, each reply handed on as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import islice
+from typing import TypeVar
+
+from undertow.engine.config import Settings
+from undertow.engine.llm import BadReply, Completion, LLMClient, OpenAILLM, ServerRefused
+from undertow.prompts import Prompt
+
+Item = TypeVar("Item")
+
+_LOOK_S = 0.25
+
+
+class Asker:
+    """An LLM client that asks whole lists. Nothing is in flight once a list has ended, however it ended."""
+
+    def __init__(self, settings: Settings, client: LLMClient | None = None) -> None:
+        """`settings.llm_url` names the server."""
+        self._client = client or OpenAILLM(settings)
+        self._in_flight = settings.llm_requests
+        self._patience_s = settings.llm_patience_s
+
+    def ask(self, prompts: Iterable[tuple[Item, Prompt]]) -> Iterator[tuple[Item, Completion | BadReply]]:
+        """Every item with its reply, in the order of the replies. Prompts are taken as there is room.
+
+        ServerRefused: the server turns us away, or has been silent for `llm_patience_s`.
+        """
+        waiting = iter(prompts)
+        asked: dict[Future[Completion], Item] = {}
+        try:
+            while True:
+                for item, prompt in islice(waiting, self._in_flight - len(asked)):
+                    asked[self._client.submit(prompt, tenant="eval")] = item
+                if not asked:
+                    return
+                done, _ = wait(asked, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield asked.pop(future), _reply(future)
+                self._check_server()
+        finally:
+            for future in asked:
+                self._client.cancel(future)
+
+    def _check_server(self) -> None:
+        silent_s = self._client.unreachable_s
+        if silent_s is not None and silent_s > self._patience_s:
+            raise ServerRefused(
+                f"the LLM server does not answer: {self._client.last_error}. "
+                "What was answered is kept: run the same command again once it works."
+            )
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _reply(future: Future[Completion]) -> Completion | BadReply:
+    try:
+        return future.result()
+    except BadReply as bad:
+        return bad

@@ -1,0 +1,78 @@
+"""Undertow's own engine as one of the systems that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.systems import Material, Means, OnProgress, each_once, shown
+from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine, make_llm
+from undertow.engine.figures import store_usage
+from undertow.engine.ingest import obstacles
+from undertow.engine.llm import ServerRefused
+from undertow.engine.model import Usage
+from undertow.engine.retrieval import Hit
+from undertow.prompts import ShownMemory
+
+
+class EngineSystem:
+    """An engine with a store in the run's folder, so that a run that was stopped goes on where it was.
+
+    Turns are taken in as `undertow ingest` does; batched decisions are those of streamed ones.
+    """
+
+    def __init__(self, name: str, means: Means) -> None:
+        self.name = name
+        self._encoder = means.encoder()
+        llm = make_llm(means.settings)
+        self._engine = Engine(means.folder, means.settings, self._encoder, llm=llm)
+        self._holds: dict[str, dict[int, tuple[str, ...]]] = {}
+
+    def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
+        """ServerRefused: the LLM server cannot be used; what was built by then is stored."""
+        self._engine.resume()
+        for sample in samples:
+            self._engine.add_batch(sample.turns)  # those stored already change nothing
+            keys = [turn.dedupe_key for turn in sample.turns]
+            stored = self._engine.turns_by_key(sample.tenant, keys)
+            held = zip(keys, sample.holds, strict=True)
+            self._holds[sample.tenant] = {stored[key]["seq"]: pieces for key, pieces in held}
+            # a question at a time would leave the encoder's batches nearly empty
+            self._encoder.encode([question.text for question in sample.questions])
+        self._settle(sum(len(sample.turns) for sample in samples), on_progress)
+
+    def _settle(self, turns: int, on_progress: OnProgress) -> None:
+        engine = self._engine
+        while not engine.idle:
+            engine.step(WAIT_FOR_REPLY_S)
+            on_progress("turns decided", turns - engine.lag.undecided_turns, turns)
+            if engine.server_lost:
+                break
+        if reasons := obstacles(engine):
+            raise ServerRefused(
+                f"not all turns are consolidated: {'; '.join(reasons)}. "
+                "What is there is kept: run the same command again once the server works."
+            )
+
+    def material(self, sample: Sample, question: Question) -> Material:
+        found = self._engine.search(sample.tenant, question.text)
+        holds = self._holds[sample.tenant]
+        held = [holds.get(seq, ()) for hit in found.ranked() for seq in hit.source_seqs]
+        return Material(
+            _shown(found.episodes), _shown(found.facts), _shown(found.turns), sources=each_once(held)
+        )
+
+    def construction(self, tenant: str) -> dict[str, Usage]:
+        by_operation = store_usage(self._engine.tenants, tenant)
+        return {op: Usage(**used) for op, used in by_operation.items() if op != "answer"}
+
+    def counts(self) -> dict[str, int]:
+        """Of all tenants together; `dead_letters` are jobs that no usable reply was given to."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _shown(hits: Sequence[Hit]) -> tuple[ShownMemory, ...]:
+    return shown([(hit.timestamp, hit.memory) for hit in hits])

@@ -1,0 +1,281 @@
+"""`undertow eval` with an LLM: what is kept of a run, what is told of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock_server import spawn_server
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.folder import run_folder
+from undertow.bench.quality.lines import KeptLines
+from undertow.bench.quality.plan import chosen
+from undertow.engine.model import UndertowError
+
+from .cli_harness import Ran, run
+from .eval_harness import conversation, haystack, question, written
+from .llm_harness import completion, odd_server, server_stats
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with spawn_server(refusal_rate=0.4) as url:
+        yield url
+
+
+def evaluated(path: Path, out: Path, url: str, *options: str, benchmark: str = "locomo", **env: str) -> Ran:
+    fixed = ("eval", benchmark, "--data", path, "--llm", url, "--out", out, "--json")
+    return run(*fixed, *options, env=env)
+
+
+def lines_of(out: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_keeps_every_answer_and_verdict(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    told = evaluated(path, out, url, "--policy", "full-context").doc
+    answers, verdicts = lines_of(out, "answers"), lines_of(out, "verdicts")
+    asked = ["made-up:0", "made-up:1", "made-up:3", "made-up:4"]
+    assert [line["question_id"] for line in answers] == [line["question_id"] for line in verdicts] == asked
+    first = answers[0]
+    assert first["gold"] == "made up" and first["answer"].startswith("From memory: ")
+    assert first["material"]["turns"][0] == {
+        "number": 1,
+        "date": "2023-05-08T13:56:00",
+        "text": "Ann: I signed up for the pottery course.\nBen: My brother sells canoes.",
+    }
+    assert first["evidence"] == ["D1:1"] and "D1:1" in first["sources"]
+    assert first["tokens"]["calls"] == 1 and first["model"] == "mock-llm"
+    assert (told["questions"], told["left_out"], told["errors"], told["unjudged"]) == (4, 1, 0, 0)
+    assert told["by_category"].keys() == {"single-hop", "multi-hop", "temporal", "open-domain"}
+    assert told["judge"]["mean"] == sum(v["verdict"] == "right" for v in verdicts) / 4
+    assert told["f1"]["mean"] == pytest.approx(sum(a["f1"] for a in answers) / 4, abs=1e-4)
+    assert told["evidence_shown"] == pytest.approx(2 / 3, abs=1e-4), "D9:9 is nowhere"
+    assert told["query"]["prompt_tokens_per_question"] > 0
+    assert told["construction"]["per_conversation"]["calls"] == 0
+    assert told["latency_on_this_machine"]["llm_s_p95"] > 0
+    assert told["prompt_versions"]["answer"] == first["prompt_version"]
+    assert json.loads((out / "summary.json").read_text()) == told
+
+
+def test_the_engine_is_the_default_and_its_construction_is_told(tmp_path: Path, url: str) -> None:
+    talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
+    talk["session_1"] = [
+        {"dia_id": f"D1:{n}", "speaker": "Ann", "text": f"the wooden boat and its varnish, day {n}"}
+        for n in range(1, 15)
+    ]
+    path = written(tmp_path, conversation(conversation=talk))
+    thetas = ("--theta-sim", "0.4", "--theta-count", "3")
+    told = evaluated(path, tmp_path / "out", url, *thetas).doc
+    assert (told["policy"], told["theta_sim"], told["theta_merge"]) == ("recmem", 0.4, 0.4)
+    assert told["built"]["turns"] == 7 and told["built"]["episodes"] > 0
+    spent = told["construction"]["per_conversation"]
+    assert spent["calls"] == told["built"]["llm_calls"] > 0
+    by_operation = told["construction"]["by_operation"]
+    assert sum(one["tokens"] for one in by_operation.values()) == spent["tokens"]
+    assert "answer" not in by_operation
+    shown = lines_of(tmp_path / "out", "answers")[0]["material"]
+    assert shown["episodes"] and shown["facts"]
+
+
+def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def reply(body: Any, number: int) -> tuple[int, Any]:
+        seen.append(body["messages"][1]["content"])
+        return 200, completion("yes")
+
+    path = written(tmp_path, haystack(), haystack("q2_abs"))
+    with odd_server(reply) as url:
+        told = evaluated(path, tmp_path / "out", url, "--policy", "full-context", benchmark="longmemeval").doc
+    assert told["judge"]["mean"] == 1.0 and told["left_out"] == 0
+    assert told["by_category"]["abstention"]["questions"] == 1
+    asked = [prompt for prompt in seen if "Question:" in prompt and "Turns:" in prompt]
+    assert len(asked) == 2 and all('Asked on: "2023-05-30T23:40:00"' in prompt for prompt in asked)
+
+
+def test_a_finished_run_asks_nothing_again_and_more_runs_are_added(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "naive-rag-2048")
+    first = evaluated(path, out, url, *options).doc
+    kept, calls = (out / "answers.jsonl").read_bytes(), server_stats(url)["calls"]["answer"]
+    assert evaluated(path, out, url, *options).doc == first
+    assert server_stats(url)["calls"]["answer"] == calls
+    both = evaluated(path, out, url, *options, "--repeats", "2").doc
+    assert server_stats(url)["calls"]["answer"] == calls + 8, "four answers and four verdicts"
+    assert (out / "answers.jsonl").read_bytes().startswith(kept)
+    assert [line["run"] for line in lines_of(out, "answers")] == [1] * 4 + [2] * 4
+    assert both["judge"] == {"mean": first["judge"]["mean"], "spread": 0.0}
+    assert both["questions"] == 4
+
+
+def test_a_bad_reply_is_an_error_and_no_answer(tmp_path: Path) -> None:
+    def reply(body: Any, number: int) -> tuple[int, Any]:
+        question = body["messages"][1]["content"]
+        return 200, completion("" if "zeppelin" in question else "yes")
+
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    with odd_server(reply) as url:
+        told = evaluated(path, out, url, "--policy", "full-context").doc
+        again = evaluated(path, out, url, "--policy", "full-context").doc
+    assert (told["questions"], told["errors"], told["first_error"]) == (4, 1, "it was empty")
+    failed = lines_of(out, "answers")[3]
+    assert failed["error"] == "it was empty" and not {"answer", "f1", "model"} & failed.keys()
+    assert failed["tokens"]["calls"] == 2, "asked, and once more to repair"
+    assert len(lines_of(out, "verdicts")) == 3, "there is nothing to judge"
+    assert told["by_category"]["open-domain"]["judge"]["mean"] is None
+    assert again == told
+
+
+def test_not_one_answer_is_a_failure(tmp_path: Path) -> None:
+    path = written(tmp_path, conversation())
+    with odd_server(lambda body, number: (200, completion(""))) as url:
+        failed = evaluated(path, tmp_path / "out", url, "--policy", "full-context")
+    assert failed.code == 1 and "not one question was answered: it was empty" in failed.err
+    assert failed.doc["f1"]["mean"] is None
+
+
+def test_a_prompt_that_does_not_fit_names_the_setting_before_any_call(tmp_path: Path, url: str) -> None:
+    talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
+    talk["session_1"] = [{"dia_id": "D1:1", "speaker": "Ann", "text": "sails and ropes " * 300}]
+    path, before = written(tmp_path, conversation(conversation=talk)), server_stats(url)["calls"]
+    options = ("--policy", "full-context")
+    refused = evaluated(path, tmp_path / "out", url, *options, UNDERTOW_CONTEXT_TOKENS="2048")
+    assert refused.code == 1
+    assert "UNDERTOW_CONTEXT_TOKENS is 2048" in refused.err and "made-up:0" in refused.err
+    assert server_stats(url)["calls"] == before
+    assert evaluated(path, tmp_path / "other", url, *options, UNDERTOW_CONTEXT_TOKENS="4096").code == 0
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "naive-rag-2048")
+    assert evaluated(path, out, url, *options).code == 0
+    for other, named in (
+        (("--policy", "naive-rag-4096"), "policy 'naive-rag-2048', now 'naive-rag-4096'"),
+        ((*options, "--encoder", "hash:64"), "encoder 'hash:384', now 'hash:64'"),
+        ((*options, "--questions", "2"), "questions_per_sample None, now 2"),
+    ):
+        refused = evaluated(path, out, url, *other)
+        assert refused.code == 1 and named in refused.err and "--out" in refused.err
+    written(tmp_path, conversation(sample_id="changed"))
+    assert "data_digest" in evaluated(path, out, url, *options).err
+    (out / "run.json").write_text("[]")
+    assert "Name another --out" in evaluated(path, out, url, *options).err
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        run_folder(tmp_path / "out", {}),
+        pytest.raises(UndertowError, match="another process"),
+        run_folder(tmp_path / "out", {}),
+    ):
+        pass
+
+
+def test_answers_of_two_models_are_not_mixed(tmp_path: Path) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "full-context", "--judge-llm", "off")
+    with odd_server(lambda body, number: (200, completion("yes") | {"model": "one"})) as url:
+        assert evaluated(path, out, url, *options).doc["answering_model"] == "one"
+    with odd_server(lambda body, number: (200, completion("yes") | {"model": "two"})) as url:
+        refused = evaluated(path, out, url, *options, "--repeats", "2")
+    assert refused.code == 1 and "model 'one', and now it is 'two'" in refused.err
+    assert {line["model"] for line in lines_of(out, "answers")} == {"one"}
+
+
+def test_another_judge(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    with odd_server(lambda body, number: (200, completion("no") | {"model": body["model"]})) as other:
+        options = ("--policy", "full-context", "--judge-llm", other, "--judge-model", "b")
+        told = evaluated(path, out, url, *options).doc
+    assert (told["answering_model"], told["judge_model"]) == ("mock-llm", "b")
+    assert told["judge"]["mean"] == 0.0
+
+
+def test_without_a_judge_there_are_only_overlaps(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    told = evaluated(path, out, url, "--policy", "full-context", "--judge-llm", "off").doc
+    assert told["judge"]["mean"] is None and told["f1"]["mean"] is not None
+    assert not (out / "verdicts.jsonl").exists()
+
+
+def test_an_unreachable_server_leaves_what_was_answered(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "full-context")
+    refused = evaluated(path, out, "http://127.0.0.1:9/v1", *options, UNDERTOW_LLM_PATIENCE_S="0.1")
+    assert refused.code == 4 and "run the same command again" in refused.err
+    assert evaluated(path, out, url, *options).doc["questions"] == 4
+
+
+def test_the_table_says_what_is_in_no_score(tmp_path: Path) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    with spawn_server(undecided_rate=1.0) as url:
+        words = ("eval", "locomo", "--data", path, "--llm", url, "--out", out, "--policy", "full-context")
+        told = run(*words)
+    assert "full-context on locomo, 1 run" in told.out and "open-domain" in told.out
+    assert "4 answers got no verdict" in told.err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--llm", "off"), "--evidence-only"),
+        (("--policy", "memgpt"), "there are recmem, "),
+        (("--evidence-only", "--policy", "recmem"), "--policy has no meaning"),
+        (("--llm", "http://127.0.0.1:9", "--judge-llm", "nowhere"), "nowhere"),
+        (("--llm", "http://127.0.0.1:9", "--judge-llm", "off", "--judge-model", "a"), "--judge-model"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, options: tuple[str, ...], why: str) -> None:
+    refused = run("eval", "locomo", "--data", written(tmp_path, conversation()), *options)
+    assert refused.code == 2 and why in refused.err
+
+
+def test_an_unusable_judge_prompt_is_refused_first(tmp_path: Path) -> None:
+    own = tmp_path / "own.j2"
+    own.write_text("{{ question }} {{ answer }}")
+    path = written(tmp_path, conversation())
+    refused = evaluated(path, tmp_path / "out", "http://127.0.0.1:9/v1", "--judge-prompt", str(own))
+    assert refused.code == 1 and "does not use gold" in refused.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_chosen_questions_are_evenly_spread() -> None:
+    of = [question(str(n), 5 if n % 3 == 2 else 4) for n in range(30)]
+    names = {4: "single-hop", 5: "adversarial"}
+    asked = tuple(Question(str(n), "?", names[q["category"]], (), "", None) for n, q in enumerate(of))
+    sample = Sample("t", (), (), asked)
+    assert len(chosen(sample, None)) == len(chosen(sample, 20)) == len(chosen(sample, 99)) == 20
+    # of the 20 that are answered, numbers 2, 7, 12 and 17
+    assert [q.id for q in chosen(sample, 4)] == ["3", "10", "18", "25"]
+
+
+def test_lines_that_are_no_lines_are_refused_and_a_torn_end_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    good = '{"question_id": "a", "run": 1}\n'
+    file.write_text(good + good.replace("a", "b", 1).replace('"b"', '"a"') + '{"question_id": "b", "ru')
+    lines = KeptLines(file)
+    assert len(lines) == 1 and file.read_text().count("\n") == 2
+    lines.close()
+    file.write_text(good + "not one\n" + good)
+    with pytest.raises(UndertowError, match=r"answers.jsonl:2 .* --out"):
+        KeptLines(file)
+
+
+def test_settled_lines_stand_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    lines = KeptLines(file, heavy=("big",))
+    for name in ("c", "a", "b"):
+        lines.add({"question_id": name, "run": 1, "big": "x" * 10})
+    lines.settle([(1, "a"), (1, "b"), (1, "c")])
+    lines.add({"question_id": "d", "run": 1, "big": "y"})
+    lines.close()
+    assert [json.loads(line)["question_id"] for line in file.read_text().splitlines()] == list("abcd")
+    assert all("big" in json.loads(line) for line in file.read_text().splitlines())
+    assert lines.get((1, "a")) == {"question_id": "a", "run": 1}
