@@ -290,7 +290,7 @@ def live_turns(tenant: Tenant) -> int:
 
 def unconsolidated(tenant: Tenant, arena: Arena) -> Rows:
     """The turns that no memory was made of yet, bool [turns]: live, or of a job that is parked."""
-    kept = (arena.flags(tenant.turns_segment) & Arena.LIVE) != 0
+    kept: Rows = (arena.flags(tenant.turns_segment) & Arena.LIVE) != 0
     for job in tenant.jobs.values():
         if job.state == "parked":
             kept[[tenant.row_by_seq[seq] for seq in job.cluster]] = True
