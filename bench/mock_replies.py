@@ -26,6 +26,8 @@ _MERGED_OLD_WORDS = 60  # the episode's words first, so that many merges do not 
 _FACT_WORDS = 14
 _CACHE_BLOCK_TOKENS = 16
 _JUDGING = "yes or no"
+# fields with the number of a stored fact
+_FACT_NUMBERS = (".replaces", ".fact")
 _MALFORMED = ('{"episodes": [{"te', "I am sorry, I cannot do that.", '{"unexpected": true}', "", "[1, 2, 3]")
 
 
@@ -122,7 +124,9 @@ class _Echo:
 
     @property
     def turns(self) -> list[tuple[int, str]]:
-        return self.sections.get("turns") or next(iter(self.sections.values()))
+        return (
+            self.sections.get("turns") or self.sections.get("new turn") or next(iter(self.sections.values()))
+        )
 
     @property
     def facts(self) -> list[tuple[int, str]]:
@@ -130,7 +134,7 @@ class _Echo:
 
     def words(self, limit: int) -> str:
         """Words of all material; of an episode under a new turn `_MERGED_OLD_WORDS` at most."""
-        if "new turn" in self.sections:
+        if "stored episode" in self.sections:
             old = self.sections["stored episode"][0][1].split()[:_MERGED_OLD_WORDS]
             return " ".join(old + self.sections["new turn"][0][1].split()[: limit - len(old)])
         return " ".join(_even(self.turns, limit))
@@ -174,7 +178,7 @@ class _Writer:
         for union in ("anyOf", "oneOf"):
             if union in schema:
                 choices = schema[union]
-                if path.endswith(".replaces") and not self.echo.facts:  # nothing there to replace
+                if path.endswith(_FACT_NUMBERS) and not self.echo.facts:  # nothing there to replace
                     choices = [c for c in choices if c.get("type") == "null"] or choices
                 return self.write(choices[self.echo.pick(path, len(choices))], path)
         kind = schema.get("type", "object")
@@ -223,7 +227,7 @@ class _Writer:
         return words[: schema.get("maxLength")].rstrip().ljust(least, "x")
 
     def _integer(self, schema: Mapping[str, Any], path: str) -> int:
-        shown = self.echo.facts if path.endswith(".replaces") else self.echo.turns
+        shown = self.echo.facts if path.endswith(_FACT_NUMBERS) else self.echo.turns
         number = shown[self.echo.pick(path, len(shown))][0] if shown else 1
         return int(min(max(number, schema.get("minimum", number)), schema.get("maximum", number)))
 

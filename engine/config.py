@@ -11,6 +11,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from undertow.engine.card import CardShares
 
 Profile = Literal["companion", "assistant"]
+PolicyName = Literal["recmem", "eager"]
+# paper, section 4.3: no episodes, facts of the raw turns; or episodes alone
+Ablation = Literal["direct-extraction", "without-facts"]
 
 # theta (sim and merge), theta_count: paper, sections 3.6 and 4.1
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4)}
@@ -23,14 +26,22 @@ class Settings(BaseSettings):
         env_prefix="UNDERTOW_", env_ignore_empty=True, frozen=True, extra="forbid"
     )
 
+    # what makes memories of turns (engine/policies); a store keeps to the one it was made with
+    policy: PolicyName = "recmem"
+    ablation: Ablation | None = None
+
     profile: Profile = "companion"
     theta_sim: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_count: int | None = Field(default=None, ge=1, le=1000)
 
-    # answer time, section 3.5; k_sem = 2 k_epi
+    # answer time, section 3.5; k_sem = 2 k_epi where it is not set. 0 leaves a tier out: without
+    # subconscious memory is k_sub = 0, without episodic memory k_epi = 0 with k_sem = 10 (section 4.3)
     k_sub: int = Field(default=10, ge=0, le=1000)
     k_epi: int = Field(default=5, ge=0, le=1000)
+    k_sem: int = Field(default_factory=lambda before: 2 * int(before["k_epi"]), ge=0, le=2000)
+    # False: a turn that was consolidated leaves search, as in the paper's released code (an ablation)
+    retain_consolidated: bool = True
 
     # "dense": by the cosine alone, as in the paper; "hybrid": by the query's words too (engine/lexicon.py)
     search: Literal["hybrid", "dense"] = "hybrid"
@@ -88,6 +99,15 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _ablation_is_of_recmem(self) -> Self:
+        if self.ablation is not None and self.policy != "recmem":
+            raise ValueError(
+                f"ablation {self.ablation!r} leaves out a part of the policy 'recmem', and the policy is "
+                f"{self.policy!r}. Set one of the two"
+            )
+        return self
+
     @property
     def shares(self) -> CardShares:
         return CardShares.parse(self.card_shares)
@@ -108,7 +128,3 @@ class Settings(BaseSettings):
     def llm_requests(self) -> int:
         """How many requests may be under way at all the servers that `llm_url` names."""
         return self.llm_in_flight * max(1, sum(bool(url.strip()) for url in (self.llm_url or "").split(",")))
-
-    @property
-    def k_sem(self) -> int:
-        return 2 * self.k_epi

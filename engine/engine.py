@@ -36,8 +36,8 @@ from undertow.engine.model import (
 )
 from undertow.engine.pacing import Pace
 from undertow.engine.place import Place
+from undertow.engine.policies import policy_of
 from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds
-from undertow.engine.policies.recmem import RecMem
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
 from undertow.engine.records import Control, ControlKind, control_row, usage_to_json
@@ -121,7 +121,13 @@ class Engine(Tenancy):
         self.arena = arena_of(settings, encoder.dim)
         try:
             if writable:
-                Journal.create(store, encoder.dim, asdict(self._fingerprint), hash_key=hash_key)
+                Journal.create(
+                    store,
+                    encoder.dim,
+                    asdict(self._fingerprint),
+                    hash_key=hash_key,
+                    policy=settings.policy,
+                )
             self.journal = Journal.open(
                 store, writable=writable, takeover=takeover, life=life, durability=settings.durability
             )
@@ -135,6 +141,7 @@ class Engine(Tenancy):
         settings = self.settings
         try:
             self._check_encoder()
+            self._check_policy()
             self.tenants = Tenants(self.journal, self.arena)
             self._reports = Reports(self.journal, self.tenants)
             self._llm = llm
@@ -143,7 +150,13 @@ class Engine(Tenancy):
             self._texts = TenantTextCache(encoder, settings.encode_cache_texts)
             gate = make_gate(self.arena)
             self._readings = Readings(self.arena, gate, self._texts)
-            self.retrieval = Retrieval(self.arena, gate, settings.ivf_rows, settings.words_rows)
+            self.retrieval = Retrieval(
+                self.arena,
+                gate,
+                settings.ivf_rows,
+                settings.words_rows,
+                retain_consolidated=settings.retain_consolidated,
+            )
             self.scheduler = self._make_scheduler()
             self._residence = Residence(self.tenants, self.arena, self.scheduler, settings.arena_bytes)
         except BaseException:
@@ -164,7 +177,7 @@ class Engine(Tenancy):
                 trace=self.trace,
             ),
             self._readings,
-            RecMem(self._budget),
+            policy_of(s),
             self._llm,
             queue_turns=s.queue_turns,
             pace=Pace(s.batch_turns),
@@ -180,6 +193,15 @@ class Engine(Tenancy):
             raise StoreError(refusal)
         if drift := stored.drift(self._fingerprint):
             self.warnings.append(drift)
+
+    def _check_policy(self) -> None:
+        """Who only reads may have any settings: a search is the same whatever has made the memories."""
+        stored, named = self.journal.info.policy, self.settings.policy
+        if self.journal.writable and stored != named:
+            raise StoreError(
+                f"the memories in {self.journal.place} are made by the policy {stored!r}, and the settings "
+                f"name {named!r}. Set UNDERTOW_POLICY={stored}, or read the turns into a new store."
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -141,14 +141,21 @@ class Journal:
 
     @classmethod
     def create(
-        cls, where: Place | Path | str, dim: int, encoder: dict[str, Any], *, hash_key: str | None = None
+        cls,
+        where: Place | Path | str,
+        dim: int,
+        encoder: dict[str, Any],
+        *,
+        hash_key: str | None = None,
+        policy: str = "recmem",
     ) -> None:
         """Make an empty store, if there is none. Safe to repeat after a kill, or from many processes.
 
         `hash_key`: 64 hexadecimal digits, for stores between which rows are to move; else a new one.
+        `policy`: the name of the one that is to make its memories.
         """
         place = Place.of(where)
-        info = StoreInfo.new(dim, encoder, hash_key)
+        info = StoreInfo.new(dim, encoder, hash_key, policy)
         try:
             if not place.exists(DESCRIPTION):
                 LogTable.make(place / info.journal, SCHEMA)

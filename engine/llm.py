@@ -54,7 +54,15 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-PRIORITY: dict[Operation, int] = {"answer": 0, "merge": 1, "episode": 2, "refine": 3}
+PRIORITY: dict[Operation, int] = {
+    "answer": 0,
+    "merge": 1,
+    "episode": 2,
+    "extract": 2,
+    "refine": 3,
+    "direct": 3,
+    "reconcile": 3,
+}
 
 _SHOWN_REPLY_CHARS = 2_000
 _OUTCOMES: dict[type[Exception], str] = {Trouble: "retry", Rejected: "rejected", ServerRefused: "refused"}

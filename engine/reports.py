@@ -123,7 +123,7 @@ class Reports:
         consolidated = {
             seq: at
             for at, body in sorted(decisions.items())
-            if body["decision"] in CONSOLIDATING and at not in other and body.get("episode_ids")
+            if body["decision"] in CONSOLIDATING and at not in other and any(map(body.get, MADE_IDS))
             for seq in body.get("cluster_seqs", ())
         }
         deleted = deleted_turns(rows)

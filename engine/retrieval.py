@@ -122,14 +122,17 @@ class Retrieval:
 
     Searches are exact, but for one: the turns of a tenant with more than `ivf_rows` of them are found
     through an index of its own, where no filter asks for turns of some time or metadata (the lists that
-    an index opens might hold none of those).
+    an index opens might hold none of those), and where consolidated turns are left out.
     """
 
-    def __init__(self, arena: Arena, gate: Gate, ivf_rows: int, words_rows: int) -> None:
+    def __init__(
+        self, arena: Arena, gate: Gate, ivf_rows: int, words_rows: int, *, retain_consolidated: bool = True
+    ) -> None:
         self._arena = arena
         self._gate = gate
         self._ivf_rows = ivf_rows
         self._words_rows = min(words_rows, ivf_rows)
+        self._retain_consolidated = retain_consolidated
         # an index goes with its tenant's live state, when that is evicted or erased
         self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
         self._metadata: WeakKeyDictionary[Tenant, MetadataIndex] = WeakKeyDictionary()
@@ -157,7 +160,8 @@ class Retrieval:
         The first search of a tenant that needs an index, and the first by words, wait until it is made; the
         latter can be had made before, see `prepare`.
         """
-        index = self._index_of(tenant) if window.open and where.open else None
+        anywhere = window.open and where.open and self._retain_consolidated
+        index = self._index_of(tenant) if anywhere else None
         passing = self.passing(tenant, where)
         terms = tuple(Terms().of(words)) if self._by_words(tenant) else ()
         asked = Query(query.reshape(1, -1), terms)
@@ -225,6 +229,9 @@ class Retrieval:
         allowed = passing
         if (within := self.within(tenant, window)) is not None:
             allowed = within if passing is None else within & passing
+        if not self._retain_consolidated:
+            kept = unconsolidated(tenant, self._arena)
+            allowed = kept if allowed is None else allowed & kept
         shares = None
         if query.terms:
             shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms)
@@ -303,6 +310,15 @@ class Retrieval:
 
 def live_turns(tenant: Tenant) -> int:
     return len(tenant.seq_by_row) - tenant.counts["deleted"]
+
+
+def unconsolidated(tenant: Tenant, arena: Arena) -> Rows:
+    """The turns that no memory was made of yet, bool [turns]: live, or of a job that is parked."""
+    kept: Rows = (arena.flags(tenant.turns_segment) & Arena.LIVE) != 0
+    for job in tenant.jobs.values():
+        if job.state == "parked":
+            kept[[tenant.row_by_seq[seq] for seq in job.cluster]] = True
+    return kept
 
 
 def size_of(tenant: Tenant) -> int:

@@ -38,6 +38,7 @@ class StoreInfo:
     """What `store.json` holds.
 
     `journal` names the dataset in force, so that replacing this one file puts another in its place.
+    `policy` has made the memories; stores from before there was a second one do not name it.
     """
 
     format_version: int
@@ -45,13 +46,16 @@ class StoreInfo:
     encoder: dict[str, Any]
     hash_key: str
     journal: str = "journal.lance"
+    policy: str = "recmem"
 
     @classmethod
-    def new(cls, dim: int, encoder: dict[str, Any], hash_key: str | None = None) -> Self:
+    def new(
+        cls, dim: int, encoder: dict[str, Any], hash_key: str | None = None, policy: str = "recmem"
+    ) -> Self:
         """A description with this key, or a new one. ValueError: the key is not 64 hexadecimal digits."""
         if hash_key is not None and not HASH_KEY.fullmatch(hash_key):
             raise ValueError(f"hash_key is {hash_key!r:.80}; it must be 64 hexadecimal digits in lower case")
-        return cls(FORMAT_VERSION, dim, encoder, hash_key or secrets.token_hex(32))
+        return cls(FORMAT_VERSION, dim, encoder, hash_key or secrets.token_hex(32), policy=policy)
 
     @property
     def as_json(self) -> bytes:

@@ -58,11 +58,15 @@ class ArenaFull(UndertowError):
 
 @dataclass(slots=True)
 class Tier:
-    """The episodes or the facts of a tenant: one arena row each, in order of birth."""
+    """The episodes or the facts of a tenant: one arena row each, in order of birth.
+
+    `ended`: the last versions of those that were deleted, by id; what they said before is in the journal.
+    """
 
     segment: int
     rows: list[Memory | None] = field(default_factory=list)
     row_of: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, Memory] = field(default_factory=dict)
 
     def current(self) -> list[Memory]:
         return [m for m in self.rows if m is not None]
@@ -115,6 +119,9 @@ class Tenant:
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.tiers[kind].current()
+
+    def ended(self, kind: MemoryKind) -> list[Memory]:
+        return list(self.tiers[kind].ended.values())
 
     def is_changing(self, memory: Memory) -> bool:
         """Whether a user has deleted or updated the memory, and the cursor has yet to come to it."""
@@ -196,6 +203,8 @@ class Tenant:
         """A new version takes its memory's row; a first version gets a row of its own."""
         tier = self.tiers[memory.kind]
         row = tier.row_of.get(memory.id)
+        if memory.deleted:
+            tier.ended[memory.id] = memory
         if row is None and vector is not None:
             tier.row_of[memory.id] = len(tier.rows)
             tier.rows.append(memory)
@@ -293,6 +302,9 @@ class View:
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.of.current(kind)
+
+    def ended(self, kind: MemoryKind) -> list[Memory]:
+        return self.of.ended(kind)
 
 
 def fold(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:

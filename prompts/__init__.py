@@ -1,8 +1,8 @@
 """The prompts: Jinja2 templates beside this file, and what each may be answered with (`replies`).
 
-Roles and rules follow RecMem, appendix F; the wording is our own. A system message is fixed text,
-opened alike by all operations, and everything variable stands in the user message, so that the
-server's prefix cache serves the fixed part.
+Roles and rules follow RecMem, appendix F, and for the eager policy Mem0; the wording is our own. A
+system message is fixed text, opened alike by all operations, and everything variable stands in the
+user message, so that the server's prefix cache serves the fixed part.
 """
 
 from __future__ import annotations
@@ -20,16 +20,29 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from undertow.engine.model import UNDATED
-from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply, Reply
+from undertow.prompts.replies import (
+    EpisodesReply,
+    ExtractReply,
+    FactsReply,
+    MergeReply,
+    ReconcileReply,
+    Reply,
+)
 
-Operation = Literal["episode", "merge", "refine", "answer"]
+Operation = Literal["episode", "merge", "refine", "direct", "extract", "reconcile", "answer"]
 
 REPLIES: dict[Operation, type[Reply] | None] = {
     "episode": EpisodesReply,
     "merge": MergeReply,
     "refine": FactsReply,
+    "direct": FactsReply,
+    "extract": ExtractReply,
+    "reconcile": ReconcileReply,
     "answer": None,
 }
+
+# the templates that an operation's own one includes, beside the opening
+_INCLUDED: dict[Operation, tuple[str, ...]] = {"refine": ("facts",), "direct": ("facts",)}
 
 # Chat templates wrap messages in control tokens, which servers recognise inside content too:
 # <|im_end|>, </s>, <start_of_turn>, [INST]. Also escaped: characters that some readers take for a
@@ -95,6 +108,21 @@ def refine_prompt(episode: ShownMemory, turns: Sequence[ShownTurn], facts: Seque
     return _prompt("refine", episode=episode, turns=turns, facts=facts)
 
 
+def direct_prompt(turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask for facts of `turns` without an episode as reference (RecMem, section 4.3: an ablation)."""
+    return _prompt("direct", turns=turns, facts=facts)
+
+
+def extract_prompt(recent: Sequence[ShownTurn], turn: ShownTurn) -> Prompt:
+    """Ask for the facts of the newest `turn`, which `recent` ones help to understand (eager policy)."""
+    return _prompt("extract", recent=recent, turn=turn)
+
+
+def reconcile_prompt(candidates: Sequence[ShownMemory], facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask what each of the `candidates` is to do to the stored `facts` (eager policy)."""
+    return _prompt("reconcile", candidates=candidates, facts=facts)
+
+
 def answer_prompt(
     question: str,
     episodes: Sequence[ShownMemory],
@@ -137,7 +165,7 @@ def prompt_version(operation: Operation) -> str:
     """12 hex digits that change with any fixed text or the reply schema of `operation`."""
     digest = hashlib.blake2b(digest_size=6)
     folder = Path(__file__).parent
-    for name in ("opening", operation, "repair"):
+    for name in ("opening", *_INCLUDED.get(operation, ()), operation, "repair"):
         digest.update((folder / f"{name}.j2").read_bytes() + b"\x1f")
     reply = REPLIES[operation]
     if reply is not None:

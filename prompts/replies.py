@@ -17,6 +17,8 @@ FactKind = Literal["user_event", "preference_or_constraint", "dated_update", "en
 # the longest texts that are stored of an episode, merged ones included, and of a fact
 EPISODE_CHARS = 4000
 FACT_CHARS = 600
+# how many facts are extracted of one turn
+CANDIDATES = 10
 
 _LINE_NUMBER = {"type": "integer", "minimum": 1, "maximum": 9999}
 LineNumber = Annotated[int, WithJsonSchema(_LINE_NUMBER)]
@@ -88,3 +90,28 @@ class FactsReply(Reply):
     """Reply to `refine`: equations 8 and 9 of RecMem, at most nine new facts."""
 
     facts: list[FactDraft] = Field(max_length=9)
+
+
+class ExtractDraft(Reply):
+    text: str = Field(min_length=1, max_length=FACT_CHARS)
+
+
+class ExtractReply(Reply):
+    """Reply to `extract`: what Mem0 calls candidate memories."""
+
+    facts: list[ExtractDraft] = Field(max_length=CANDIDATES)
+
+
+class FactDecision(Reply):
+    """What one candidate does to the stored facts; `text` counts only for an update."""
+
+    candidate: LineNumber
+    action: Literal["add", "update", "delete", "none"]
+    fact: LineNumberOrNull
+    text: str = Field(max_length=FACT_CHARS)
+
+
+class ReconcileReply(Reply):
+    """Reply to `reconcile`: Mem0's ADD, UPDATE, DELETE or NOOP, one a candidate."""
+
+    decisions: list[FactDecision] = Field(max_length=CANDIDATES)

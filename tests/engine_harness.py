@@ -27,6 +27,7 @@ from undertow.engine.pacing import MOST_TURNS
 from undertow.engine.records import memory_of
 from undertow.prompts import Prompt
 
+from .oracle_eager import OracleEager
 from .oracle_recmem import OracleDecision, OracleMemory, OracleRecMem
 
 
@@ -157,7 +158,8 @@ def oracle_run(
 ) -> Run:
     run = Run()
     for tenant, of_tenant in turns.items():
-        oracle = OracleRecMem(tenant, encoder, MockLLM(replies), settings)
+        oracle_of = {"recmem": OracleRecMem, "eager": OracleEager}[settings.policy]
+        oracle = oracle_of(tenant, encoder, MockLLM(replies), settings)
         for seq, turn in enumerate(of_tenant):
             oracle.take(seq, turn)
         run.decisions[tenant] = oracle.decisions

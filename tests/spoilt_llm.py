@@ -50,7 +50,7 @@ def _one_item_broken(reply: dict[str, Any]) -> dict[str, Any]:
 def _too_much(reply: dict[str, Any]) -> dict[str, Any]:
     name = next(iter(reply))
     if isinstance(reply[name], list):
-        return {name: (reply[name] or [{"text": POISON}]) * 10}
+        return {name: (reply[name] or [{"text": POISON}]) * 11}
     return {"same_story": True, "narrative": f"{POISON} " * 1000}
 
 
@@ -92,7 +92,7 @@ class SpoiltReplies(MockReplies):
 def _texts_in(reply: dict[str, Any]) -> Iterator[str]:
     if reply.get("same_story"):
         yield reply["narrative"].strip()
-    for item in [*reply.get("episodes", []), *reply.get("facts", [])]:
+    for item in [item for kind in ("episodes", "facts", "decisions") for item in reply.get(kind, [])]:
         yield item["text"].strip()
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from undertow.bench.mock_llm import MockReplies
 from undertow.bench.mock_server import MockServer, spawn_server
-from undertow.engine.config import Settings
+from undertow.engine.config import PolicyName, Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine, make_llm
 from undertow.engine.llm import ServerRefused
@@ -84,10 +84,13 @@ def settled_seqs(store: Path) -> dict[str, list[int]]:
         }
 
 
-def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(log: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "parts"), [("recmem", {"merge", "episode"}), ("eager", {"extract"})])
+def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(
+    policy: PolicyName, parts: set[str], log: Path, tmp_path: Path
+) -> None:
     bad = SpoiltReplies(3, 0.3, 0.15, poison_rate=0.3)
     server = SpoiltServer(bad, error_rate=0.3)
-    with served(server) as url, opened(tmp_path, url) as engine:
+    with served(server) as url, opened(tmp_path, url, policy=policy) as engine:
         add_all(engine, log)
         assert engine.drain()
         figures = engine.stats()
@@ -109,15 +112,15 @@ def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(log: Path, t
     assert len(parked) == figures["dead_letters"] > 0
     assert {job["state"] for job in parked} == {"parked"}
     assert all(job["reason"] and job["cluster_seqs"] for job in parked)
-    assert {"merge", "episode"} <= {job["operation"] for job in parked}
+    assert parts <= {job["operation"] for job in parked}
 
-    replay_healthily(tmp_path, bad.given, len(parked))
+    replay_healthily(tmp_path, bad.given, len(parked), policy)
 
 
-def replay_healthily(store: Path, given_before: set[str], parked: int) -> None:
+def replay_healthily(store: Path, given_before: set[str], parked: int, policy: PolicyName) -> None:
     """With a server that works the parked jobs run, at the log's tail, and lose their parked state."""
     good = SpoiltReplies(3)
-    with served(SpoiltServer(good)) as url, opened(store, url) as engine:
+    with served(SpoiltServer(good)) as url, opened(store, url, policy=policy) as engine:
         first_new = {name: engine.tenants.existing(name).next_seq for name in TENANTS}
         known = {m.id for name in TENANTS for m in engine.get_all(name)}
         assert engine.replay_jobs() == parked

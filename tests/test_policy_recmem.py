@@ -2,117 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from undertow.engine.encoder import HashingEncoder
+from undertow.engine.config import Ablation
 from undertow.engine.llm import BadReply
-from undertow.engine.model import Decision, Memory, MemoryKind, Usage, memory_id
-from undertow.engine.policies.base import (
-    Complete,
-    Decide,
-    Embed,
-    Gate,
-    GateReading,
-    Nearest,
-    Outcome,
-    PromptBudget,
-    Scored,
-    Thresholds,
-    TurnView,
-    cosine,
-)
+from undertow.engine.model import Decision, memory_id
+from undertow.engine.policies.base import Complete, GateReading, PromptBudget, TurnView, deletion
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.records import Job
-from undertow.prompts import Prompt
 from undertow.prompts.replies import EpisodeDraft, EpisodesReply, FactDraft, FactsReply, MergeReply, Reply
 
-THETA = Thresholds(theta_sim=0.5, theta_merge=0.6, theta_count=3)
-ROOMY = PromptBudget(context_tokens=8_192, reply_tokens=1_024)
-ENCODER = HashingEncoder(64)
-BAD = BadReply("no JSON", Usage(2, 10, 0, 4))
+from .policy_harness import BAD, ROOMY, Driven, View, drive, lines_under, stored, view_of
+
 NO_FACTS = FactsReply(facts=[])
-
-
-@dataclass
-class View:
-    """A tenant's memories as plain dicts: a `MemoryView`."""
-
-    turns: dict[int, TurnView]
-    memories: list[Memory] = field(default_factory=list)
-    tenant: str = "ann"
-    generation: int = 1
-    thresholds: Thresholds = THETA
-
-    def turn(self, seq: int) -> TurnView:
-        return self.turns[seq]
-
-    def exists(self, seq: int) -> bool:
-        return seq in self.turns
-
-    def current(self, kind: MemoryKind) -> list[Memory]:
-        return [m for m in self.memories if m.kind == kind]
-
-
-@dataclass
-class Driven:
-    outcome: Outcome
-    prompts: list[Prompt]
-
-    def made(self, kind: MemoryKind) -> list[Memory]:
-        return [d.memory for d in self.outcome.drafts if d.memory.kind == kind and not d.memory.deleted]
-
-    def deleted(self) -> list[str]:
-        return [d.memory.id for d in self.outcome.drafts if d.memory.deleted]
-
-
-def drive(
-    steps: Decide, view: View, *, reading: GateReading | None = None, replies: Sequence[Reply | BadReply] = ()
-) -> Driven:
-    """Answer each effect as the scheduler would; all replies must be asked for."""
-    waiting, prompts = list(replies), []
-    value: Any = None
-    try:
-        while True:
-            effect = steps.throw(value) if isinstance(value, BadReply) else steps.send(value)
-            match effect:
-                case Gate():
-                    value = reading
-                case Embed():
-                    value = ENCODER.encode(effect.texts)
-                case Nearest():
-                    value = nearest(view, effect)
-                case Complete():
-                    prompts.append(effect.prompt)
-                    value = waiting.pop(0)
-    except StopIteration as end:
-        assert not waiting, "replies that nobody asked for"
-        return Driven(end.value, prompts)
-
-
-def nearest(view: View, ask: Nearest) -> list[Scored]:
-    found = [Scored(m, cosine(ask.vector, vector_of(m.text))) for m in view.current(ask.kind)]
-    return sorted(found, key=lambda s: (-s.score, s.memory.born_at_seq, s.memory.ordinal))[: ask.k]
-
-
-def vector_of(text: str) -> NDArray[np.float16]:
-    vector: NDArray[np.float16] = ENCODER.encode([text])[0]
-    return vector
-
-
-def view_of(count: int, *, memories: Sequence[Memory] = (), words: int = 3) -> View:
-    turns = {n: TurnView(n, f"Ann: turn{n} " + "word " * words, f"2026-03-{n + 1:02d}") for n in range(count)}
-    return View(turns, list(memories))
-
-
-def stored(kind: MemoryKind, text: str, born: int, sources: tuple[int, ...], **more: Any) -> Memory:
-    identity = memory_id("ann", 1, born, kind, 0)
-    return Memory(identity, kind, "ann", text, 1, born, born, 0, sources, "2026-03-01", **more)
 
 
 def episodes(*drafts: tuple[str, list[int]]) -> EpisodesReply:
@@ -121,13 +27,6 @@ def episodes(*drafts: tuple[str, list[int]]) -> EpisodesReply:
 
 def facts(*drafts: tuple[str, int | None]) -> FactsReply:
     return FactsReply(facts=[FactDraft(text=text, kind="user_event", replaces=n) for text, n in drafts])
-
-
-def lines_under(prompt: Prompt, heading: str) -> list[str]:
-    """The lines of material in one section of a prompt."""
-    _, _, rest = prompt.user.partition(f"{heading}:\n")
-    lines = rest.split("\n")
-    return lines[: next((i for i, line in enumerate(lines) if not line.startswith("[")), len(lines))]
 
 
 def decide(
@@ -428,3 +327,67 @@ def test_an_episode_of_a_forgotten_turn_alone_is_removed_without_asking() -> Non
     done = forget(view_of(8, memories=[told]), 2)
     assert done.deleted() == [told.id]
     assert done.prompts == []
+
+
+def test_what_a_user_deleted_gives_up_its_history_with_a_turn_that_it_rested_on() -> None:
+    told = stored("episode", "Told.", 5, (1, 2))
+    fact = stored("fact", "Fact.", 5, (1, 2), episode_id=told.id)
+    apart = stored("fact", "Apart.", 6, (3,))
+    done = forget(view_of(8, memories=[deletion(m, 7) for m in (told, fact, apart)]), 2)
+    assert sorted(done.deleted()) == sorted([told.id, fact.id])
+    assert {(d.memory.version, d.memory.made_at_seq) for d in done.outcome.drafts} == {(3, 9)}
+    assert done.prompts == []
+
+
+# ---- ablations (section 4.3)
+
+FIRES = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
+
+
+def ablated(ablation: Ablation, view: View, reading: GateReading, *replies: Reply | BadReply) -> Driven:
+    return drive(RecMem(ROOMY, ablation).decide(5, view), view, reading=reading, replies=replies)
+
+
+def test_direct_extraction_asks_for_facts_of_the_raw_turns_and_stores_no_episode() -> None:
+    older = stored("fact", "Ann bakes bread.", 0, (0,))
+    view = view_of(6, memories=[older])
+    done = ablated("direct-extraction", view, FIRES, facts(("Ann eats.", None), ("Ann rests.", 1)))
+    (prompt,) = done.prompts
+    assert prompt.operation == "direct"
+    assert len(lines_under(prompt, "Turns")) == 3
+    assert "Ann bakes bread." in lines_under(prompt, "Stored facts")[0]
+    assert "pisode:" not in prompt.user and "episode" not in prompt.system
+    assert done.made("episode") == []
+    assert [(m.source_seqs, m.episode_id) for m in done.made("fact")] == [((3, 4, 5), None)] * 2
+    assert done.made("fact")[1].supersedes == (older.id,)
+    assert (done.outcome.decision, done.outcome.settled) == (Decision.FIRED, (3, 4, 5))
+
+
+def test_direct_extraction_without_a_fact_leaves_the_turns_live_and_a_bad_reply_parks_them() -> None:
+    empty = ablated("direct-extraction", view_of(6), FIRES, NO_FACTS)
+    assert (empty.outcome.decision, empty.outcome.settled) == (Decision.FIRED, ())
+    bad = ablated("direct-extraction", view_of(6), FIRES, BAD)
+    assert (bad.outcome.decision, bad.outcome.settled) == (Decision.PARKED, (3, 4, 5))
+
+
+def test_forgetting_a_turn_extracts_directly_anew_what_was_extracted_directly() -> None:
+    first = stored("fact", "One.", 5, (1, 2, 3))
+    second = replace(first, id=memory_id("ann", 1, 5, "fact", 1), ordinal=1, text="Two.")
+    alone = stored("fact", "Alone.", 6, (2,))
+    view = view_of(8, memories=[first, second, alone])
+    del view.turns[2]
+    done = forget(view, 2, facts(("New.", None)))
+    assert done.deleted() == [first.id, second.id, alone.id]
+    assert [p.operation for p in done.prompts] == ["direct"]
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("New.", (1, 3))]
+
+
+def test_without_facts_there_are_episodes_and_merges_and_no_refinement() -> None:
+    told = ablated("without-facts", view_of(6), FIRES, episodes(("One.", [1]), ("Two.", [2])))
+    assert [p.operation for p in told.prompts] == ["episode"]
+    assert (len(told.made("episode")), told.made("fact")) == (2, [])
+    assert told.outcome.settled == (3, 4, 5)
+    merge = MergeReply(same_story=True, narrative="More.")
+    merged = ablated("without-facts", view_of(6, memories=[STORY]), GateReading(STORY, 0.9), merge)
+    assert [p.operation for p in merged.prompts] == ["merge"]
+    assert merged.outcome.decision is Decision.MERGED

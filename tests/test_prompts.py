@@ -15,13 +15,23 @@ from undertow.prompts import (
     ShownMemory,
     ShownTurn,
     answer_prompt,
+    direct_prompt,
     episode_prompt,
+    extract_prompt,
     merge_prompt,
     prompt_version,
+    reconcile_prompt,
     refine_prompt,
     repair_messages,
 )
-from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply, Reply
+from undertow.prompts.replies import (
+    EpisodesReply,
+    ExtractReply,
+    FactsReply,
+    MergeReply,
+    ReconcileReply,
+    Reply,
+)
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 any_text = st.text(st.characters())  # lone surrogates and controls too
@@ -38,6 +48,9 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         episode_prompt(turns),
         merge_prompt(memory, turns[0]),
         refine_prompt(memory, turns, [memory]),
+        direct_prompt(turns, [memory]),
+        extract_prompt(turns, turns[0]),
+        reconcile_prompt([memory], [memory]),
         answer_prompt(text, [memory], [memory], [memory], date),
     ]
 
@@ -135,6 +148,7 @@ def test_a_repair_keeps_the_prompt_and_says_what_was_wrong() -> None:
 
 
 EPISODE = {"text": "Ann hiked.", "turns": [1]}
+DECISION = {"candidate": 1, "action": "update", "fact": 2, "text": "Ann hikes."}
 FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
 
 
@@ -149,6 +163,9 @@ FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
         (MergeReply, {"same_story": False, "narrative": ""}),
         (FactsReply, {"facts": [FACT] * 9}),
         (FactsReply, {"facts": [FACT | {"replaces": 4}]}),
+        (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 10}),
+        (ReconcileReply, {"decisions": [DECISION] * 10}),
+        (ReconcileReply, {"decisions": [DECISION | {"candidate": -1, "fact": 10**6}]}),
     ],
 )
 def test_valid_replies(reply: type[Reply], value: Any) -> None:
@@ -173,6 +190,11 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
         (FactsReply, {"facts": [FACT] * 10}),
         (FactsReply, {"facts": [FACT | {"kind": "gossip"}]}),
         (FactsReply, {"facts": [{"text": "x", "kind": "user_event"}]}),
+        (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 11}),
+        (ExtractReply, {"facts": [{"text": " "}]}),
+        (ReconcileReply, {"decisions": [DECISION] * 11}),
+        (ReconcileReply, {"decisions": [DECISION | {"action": "ADD"}]}),
+        (ReconcileReply, {"decisions": [DECISION | {"text": "x" * 601}]}),
     ],
 )
 def test_invalid_replies(reply: type[Reply], value: Any) -> None:

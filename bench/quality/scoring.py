@@ -21,9 +21,14 @@ class Score:
 def score(category: str, evidence: Sequence[str], found: Sequence[Collection[str]]) -> Score:
     """`found`: what the turns hold, best first. Evidence that no turn holds counts as missed."""
     ranks = [_rank(piece, found) for piece in evidence]
-    recall = tuple(sum(r is not None and r <= k for r in ranks) / len(ranks) for k in DEPTHS)
+    recall = tuple(recall_at(k, evidence, found) for k in DEPTHS)
     first = min((r for r in ranks if r is not None), default=None)
     return Score(category, recall, 0.0 if first is None else 1 / first)
+
+
+def recall_at(k: int, evidence: Sequence[str], found: Sequence[Collection[str]]) -> float:
+    """The share of the evidence, of which there is some, among the first k found."""
+    return sum(_rank(piece, found[:k]) is not None for piece in evidence) / len(evidence)
 
 
 def _rank(piece: str, found: Sequence[Collection[str]]) -> int | None:

@@ -151,6 +151,10 @@ class MemoryView(Protocol):
         """All current memories of a kind, in order of birth."""
         ...
 
+    def ended(self, kind: MemoryKind) -> Sequence[Memory]:
+        """The last, empty versions of the deleted memories of a kind."""
+        ...
+
 
 Decide = Generator[Effect, Any, Outcome]
 

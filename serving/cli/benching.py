@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.opening import AsJson
+from undertow.serving.cli.opening import AsJson, EncoderName, check_settings, settings_of
+from undertow.serving.cli.output import put_json, put_table, say
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -51,3 +52,76 @@ def gpu(
     except NotMeasured as error:
         raise WrongUsage(str(error)) from error
     raise typer.Exit(report(options, as_json=as_json))
+
+
+@bench.command()
+def sweep(
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FILE", help="LoCoMo's published file.", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="For sweeps.json and sweeps.png.")
+    ] = Path("sweeps"),
+    vectors: Annotated[
+        Path | None,
+        typer.Option("--vectors", metavar="FILE", help="Keep the vectors here: the next run is quicker."),
+    ] = None,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """What RecMem's thresholds cost and k_sub finds on LoCoMo, one setting at a time, with a mock LLM.
+
+    Deterministic: the same file, encoder and settings give the same figures.
+    """
+    from dataclasses import asdict
+
+    import orjson
+
+    from undertow.bench.quality.datasets import load
+    from undertow.bench.quality.sweep_picture import draw
+    from undertow.bench.quality.sweeps import RUNS
+    from undertow.bench.quality.sweeps import sweep as run
+    from undertow.bench.quality.vectors import KeptVectors
+    from undertow.engine.encoder import make_encoder
+    from undertow.serving.cli.progress import Bar
+
+    settings = settings_of(llm="off", encoder=encoder)
+    check_settings(settings)
+    samples = list(load(data, "locomo", settings.max_message_bytes))
+    kept = KeptVectors(make_encoder(settings), vectors)
+    with Bar() as bar:
+        done = iter(range(1, RUNS + 1))
+
+        def show() -> None:
+            count = next(done)
+            bar.show(f"{count} of {RUNS} runs", count, RUNS)
+
+        sweeps = run(samples, settings, kept, show)
+    kept.save()
+    told: dict[str, Any] = {
+        "data": data.name,
+        "samples": [sample.tenant for sample in samples],
+        "encoder": settings.encoder,
+        "llm": "mock, which agrees to every merge",
+        **asdict(sweeps),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    (out / "sweeps.json").write_bytes(orjson.dumps(told, option=options))
+    title = f"{data.name}, {len(samples)} conversations, {settings.encoder.rpartition('/')[2]}, mock LLM"
+    draw(sweeps, out / "sweeps.png", title)
+    if as_json:
+        put_json(told)
+        return
+    figures = ("consolidated_share", "consolidations", "merges")
+    for name, points in (("theta_sim", sweeps.theta_sim), ("theta_count", sweeps.theta_count)):
+        put_table(
+            [_row(point, name, figures) for point in points], [name, *figures, "calls", "prompt_tokens"]
+        )
+    put_table(sweeps.k_sub, ["k_sub", "evidence_recall", "questions"])
+    say(f"All figures and the picture: {out}")
+
+
+def _row(point: dict[str, Any], name: str, figures: tuple[str, ...]) -> dict[str, Any]:
+    totals = {total: sum(point[total].values()) for total in ("calls", "prompt_tokens")}
+    return {key: point[key] for key in (name, *figures)} | totals

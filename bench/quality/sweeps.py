@@ -1,0 +1,113 @@
+"""Sweeps of RecMem's settings over LoCoMo without an LLM: what each value would cost, and what search finds.
+
+One setting at a time, the others at their defaults, as in the paper's appendix C. The mock LLM answers at
+once and agrees to every merge, in episodes of words that it was shown: how much is merged, and so what is
+called for, is no model's; its tokens are its own count of words. Evidence recall depends on no LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from undertow.bench.mock_llm import MockLLM
+from undertow.bench.quality.datasets import Sample
+from undertow.bench.quality.scoring import recall_at
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.config import Settings
+from undertow.engine.engine import Engine
+from undertow.engine.figures import store_usage
+
+THETA_SIM = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+THETA_COUNT = (2, 3, 4, 5, 6, 7, 8)
+K_SUB = (1, 2, 3, 5, 7, 10, 15, 20, 30)
+
+RUNS = len(THETA_SIM) + len(THETA_COUNT) + 1
+
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweeps:
+    """One point a value of each setting, in order."""
+
+    theta_sim: list[Point]
+    theta_count: list[Point]
+    k_sub: list[Point]
+
+
+def sweep(
+    samples: Sequence[Sample],
+    settings: Settings,
+    vectors: KeptVectors,
+    on_run: Callable[[], None] = lambda: None,
+) -> Sweeps:
+    """All three sweeps; `on_run` is told of each of `RUNS` runs. Thresholds left out come as usual."""
+
+    def constructed(**changed: float) -> Point:
+        point = {**changed, **construction(samples, varied(settings, **changed), vectors)}
+        on_run()
+        return point
+
+    sims = [constructed(theta_sim=value) for value in THETA_SIM]
+    counts = [constructed(theta_count=value) for value in THETA_COUNT]
+    found = evidence(samples, settings, vectors)
+    on_run()
+    return Sweeps(sims, counts, found)
+
+
+def varied(settings: Settings, **changed: float) -> Settings:
+    """The settings with others in their place, checked again; theta_merge follows theta_sim if not set."""
+    return Settings(**{**settings.model_dump(exclude_unset=True), **changed})
+
+
+def construction(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors) -> Point:
+    """What making the memories of all samples takes, and how many turns they are made of."""
+    with (
+        TemporaryDirectory(prefix="undertow-sweep-") as store,
+        Engine(Path(store), settings, vectors, llm=MockLLM()) as engine,
+    ):
+        for sample in samples:
+            engine.add_batch(sample.turns)
+        engine.drain()
+        told = engine.stats()
+        usage = store_usage(engine.tenants)
+    return {
+        "turns": told["turns"],
+        "consolidated_share": round(1 - told["waiting_turns"] / told["turns"], 4),
+        "consolidations": told["consolidations"],
+        "merges": told["merges"],
+        "episodes": told["episodes"],
+        "facts": told["facts"],
+        "calls": {operation: used["calls"] for operation, used in usage.items()},
+        "prompt_tokens": {operation: used["prompt_tokens"] for operation, used in usage.items()},
+    }
+
+
+def evidence(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors) -> list[Point]:
+    """The mean share of a question's evidence among the k_sub best turns, by k_sub."""
+    shares: dict[int, list[float]] = {k: [] for k in K_SUB}
+    with (
+        TemporaryDirectory(prefix="undertow-sweep-") as store,
+        Engine(Path(store), settings, vectors) as engine,
+    ):
+        for sample in samples:
+            scored = [question for question in sample.questions if question.is_scored]
+            vectors.encode([question.text for question in scored])
+            place = {receipt.id: n for n, receipt in enumerate(engine.add_batch(sample.turns))}
+            for question in scored:
+                hits = engine.search(sample.tenant, question.text, k_sub=max(K_SUB), k_epi=0, k_sem=0).turns
+                held = [sample.holds[place[hit.id]] for hit in hits]
+                for k in K_SUB:
+                    shares[k].append(recall_at(k, question.evidence, held))
+    return [
+        {
+            "k_sub": k,
+            "questions": len(of_k),
+            "evidence_recall": round(sum(of_k) / len(of_k), 4) if of_k else None,
+        }
+        for k, of_k in shares.items()
+    ]

@@ -1,0 +1,217 @@
+"""Eager extraction: every turn is read by the LLM when it arrives. The baseline that RecMem is measured by.
+
+After Mem0 (Chhikara et al. 2025, section 2.1): facts are extracted from the newest exchange with the recent
+messages as context; each candidate is then compared with the stored facts most similar to it, and one of
+ADD, UPDATE, DELETE and NOOP is decided. Two calls a turn, one where nothing was found. What differs, and
+why, is in docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from undertow.engine.model import Decision, Memory
+from undertow.engine.policies.base import (
+    Complete,
+    Decide,
+    Draft,
+    Effect,
+    Embed,
+    MemoryView,
+    Outcome,
+    PromptBudget,
+    Vector,
+    deletion,
+)
+from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
+from undertow.engine.records import Job
+from undertow.prompts import Prompt, ShownMemory, extract_prompt, prompt_version, reconcile_prompt
+from undertow.prompts.replies import ExtractReply, FactDecision, ReconcileReply
+
+# The paper's m = 10 recent messages, as exchanges of two.
+RECENT_TURNS = 5
+# The paper's s = 10 most similar memories, of each candidate.
+SIMILAR_FACTS = 10
+
+
+class Eager:
+    """Stateless, as all policies: what it knows comes through the MemoryView and the effects."""
+
+    name = "eager"
+
+    def __init__(self, budget: PromptBudget) -> None:
+        self._budget = budget
+
+    def decide(self, seq: int, memory: MemoryView) -> Decide:
+        work = _Work(seq, memory, self._budget)
+        try:
+            yield from work.read(seq)
+        except Failed as error:
+            return parked(error, "extract", (seq,), Outcome(Decision.PARKED))
+        settled = (seq,) if work.drafts else ()
+        return Outcome(Decision.FIRED, cluster=(seq,), settled=settled, drafts=tuple(work.drafts))
+
+    def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
+        turns = tuple(s for s in job.cluster if memory.exists(s))
+        if not turns:
+            return Outcome(Decision.WAITS, reason="all its turns were deleted")
+        work = _Work(seq, memory, self._budget)
+        try:
+            for turn_seq in turns:
+                yield from work.read(turn_seq)
+        except Failed as error:
+            return parked(error, "extract", turns, Outcome(Decision.PARKED))
+        revived = () if work.drafts else turns
+        return Outcome(Decision.FIRED, cluster=turns, revived=revived, drafts=tuple(work.drafts))
+
+    def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
+        """Remove every fact that may hold the deleted turn's words; read the other turns of those anew.
+
+        Those of the turns that were read with it as context, too. What an UPDATE or a DELETE on its account
+        has taken away does not come back: the history of those facts tells of it.
+        """
+        work = _Work(seq, memory, self._budget)
+        reach = {turn_seq, *_read_after(turn_seq, seq, memory)}
+        shaken = [f for f in memory.current("fact") if reach.intersection(f.source_seqs)]
+        # of those deleted before, the history still has the words: a version of this record ends it
+        ended = [f for f in memory.ended("fact") if reach.intersection(f.source_seqs)]
+        gone = [Draft(deletion(f, seq), None) for f in (*shaken, *ended)]
+        others = {s for f in shaken for s in f.source_seqs if s != turn_seq and memory.exists(s)}
+        rest = tuple(sorted(others))
+        work.drafts += gone
+        try:
+            for other in rest:
+                yield from work.read(other)
+        except Failed as error:
+            # They must go even where nothing takes their place yet.
+            outcome = Outcome(Decision.PARKED, drafts=tuple(gone))
+            return parked(error, "extract", rest, outcome)
+        return Outcome(Decision.FIRED, drafts=tuple(work.drafts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A fact that was extracted, and has yet to be compared with what is stored."""
+
+    text: str
+    vector: Vector
+
+
+_ADD = FactDecision(candidate=1, action="add", fact=None, text="")
+
+
+class _Work(Work):
+    """One job's steps."""
+
+    def read(self, turn_seq: int) -> Steps:
+        """Extract the facts of one turn, and reconcile them with those that are stored."""
+        reply: ExtractReply = yield Complete(self._extract_prompt(turn_seq))
+        texts = tuple(dict.fromkeys(fact.text for fact in reply.facts))
+        if not texts:
+            return
+        vectors = yield Embed(texts)
+        candidates = [_Candidate(text, vector) for text, vector in zip(texts, vectors, strict=True)]
+        yield from self._reconcile(turn_seq, candidates)
+
+    def _extract_prompt(self, turn_seq: int) -> Prompt:
+        """With as many of the recent turns as the model's context has room for. PromptTooLong."""
+        seqs = [*_read_before(turn_seq, self.view), turn_seq]
+        while True:
+            *recent, newest = self.turns(seqs)
+            prompt = extract_prompt(recent, newest)
+            if not recent or self.fits(prompt):
+                return self.checked(prompt)
+            seqs = seqs[1:]
+
+    def _reconcile(self, turn_seq: int, candidates: Sequence[_Candidate]) -> Steps:
+        """One decision for each candidate; by halves where the prompt is too long for all of them."""
+        known = yield from self._similar(candidates)
+        said = {fact.text for fact in known}
+        fresh = [c for c in candidates if c.text not in said]
+        if not (fresh and known):
+            yield from self._apply(turn_seq, fresh, known, {})
+            return
+        date = self.view.turn(turn_seq).timestamp
+        prompt = reconcile_prompt(
+            [ShownMemory(n, date, c.text) for n, c in enumerate(fresh, 1)],
+            [as_shown(n, fact) for n, fact in enumerate(known, 1)],
+        )
+        if len(fresh) > 1 and not self.fits(prompt):
+            half = len(fresh) // 2
+            yield from self._reconcile(turn_seq, fresh[:half])
+            yield from self._reconcile(turn_seq, fresh[half:])
+            return
+        reply: ReconcileReply = yield Complete(self.checked(prompt))
+        first = {d.candidate: d for d in reversed(reply.decisions)}
+        yield from self._apply(turn_seq, fresh, known, first)
+
+    def _similar(self, candidates: Sequence[_Candidate]) -> Generator[Effect, Any, list[Memory]]:
+        """The stored facts nearest to each of the candidates, each once, in order of birth."""
+        near: dict[str, Memory] = {}
+        for candidate in candidates:
+            found = yield from self.known_facts(candidate.vector, SIMILAR_FACTS)
+            near |= {fact.id: fact for fact in found}
+        return sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
+
+    def _apply(
+        self,
+        turn_seq: int,
+        candidates: Sequence[_Candidate],
+        known: Sequence[Memory],
+        decisions: dict[int, FactDecision],
+    ) -> Steps:
+        """Carry out ADD, UPDATE, DELETE and NOOP, in the candidates' order.
+
+        A candidate without a decision is added, and so is one whose decision names no shown fact, or one
+        that an earlier decision has changed already: nothing that was said is lost by a wrong number.
+        """
+        open_facts = dict(enumerate(known, 1))
+        writes: list[tuple[Memory | None, str]] = []
+        for number, candidate in enumerate(candidates, 1):
+            decision = decisions.get(number, _ADD)
+            if decision.action == "none":
+                continue
+            fact = None if decision.action == "add" else open_facts.pop(decision.fact or 0, None)
+            if fact is None:
+                writes.append((None, candidate.text))
+            elif decision.action == "delete":
+                self.drafts.append(Draft(deletion(fact, self.seq), None))
+            else:
+                writes.append((fact, decision.text or candidate.text))
+        if not writes:
+            return
+        vectors = yield Embed(tuple(text for _, text in writes))
+        for (fact, text), vector in zip(writes, vectors, strict=True):
+            if fact is None:
+                self.new("fact", text, vector, (turn_seq,), prompt_version("extract"))
+            else:
+                sources = tuple(sorted({*fact.source_seqs, turn_seq}))
+                self.revise(fact, text, vector, sources, prompt_version("reconcile"))
+
+
+def _read_before(turn_seq: int, view: MemoryView) -> list[int]:
+    """The turns that a turn is read with as context, oldest first."""
+    found: list[int] = []
+    for seq in range(turn_seq - 1, -1, -1):
+        if len(found) == RECENT_TURNS:
+            break
+        if view.exists(seq):
+            found.append(seq)
+    return found[::-1]
+
+
+def _read_after(turn_seq: int, end: int, view: MemoryView) -> list[int]:
+    """All turns before record `end` that may have been read with this one as context.
+
+    Turns deleted since may have stood between: so some of these may never have seen it, but none that has
+    is missing.
+    """
+    found: list[int] = []
+    for seq in range(turn_seq + 1, end):
+        if len(found) == RECENT_TURNS:
+            break
+        if view.exists(seq):
+            found.append(seq)
+    return found

@@ -1,0 +1,131 @@
+"""What the jobs of all policies share: memories made so far, facts near a vector, prompts that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from undertow.engine.llm import BadReply
+from undertow.engine.model import Memory, MemoryKind, memory_id, time_key
+from undertow.engine.policies.base import (
+    Draft,
+    Effect,
+    MemoryView,
+    Nearest,
+    Outcome,
+    PromptBudget,
+    PromptTooLong,
+    Scored,
+    Vector,
+    cosine,
+)
+from undertow.prompts import Prompt, ShownMemory, ShownTurn
+
+Steps = Generator[Effect, Any, None]
+
+# what parks a job: a reply or a prompt that cannot be helped
+Failed = (BadReply, PromptTooLong)
+
+
+class Work:
+    """One job: the record it decides, and what it has made so far, in order."""
+
+    def __init__(self, seq: int, view: MemoryView, budget: PromptBudget) -> None:
+        self.seq = seq
+        self.view = view
+        self.drafts: list[Draft] = []
+        self._budget = budget
+
+    def known_facts(self, vector: Vector, k: int) -> Generator[Effect, Any, list[Memory]]:
+        """The k nearest facts, those that this job has made included and those it deleted left out."""
+        mine = {d.memory.id: d for d in self.drafts if d.memory.kind == "fact"}
+        stored: list[Scored] = yield Nearest("fact", vector, k + len(mine))
+        found = [s for s in stored if s.memory.id not in mine]
+        found += [Scored(d.memory, cosine(vector, d.vector)) for d in mine.values() if d.vector is not None]
+        found.sort(key=lambda s: (-s.score, s.memory.born_at_seq, s.memory.ordinal))
+        return [s.memory for s in found[:k]]
+
+    def revise(
+        self, memory: Memory, text: str, vector: Vector, sources: tuple[int, ...], version: str
+    ) -> Draft:
+        """A new version of a memory."""
+        revised = replace(
+            memory,
+            text=text,
+            version=memory.version + 1,
+            made_at_seq=self.seq,
+            source_seqs=sources,
+            timestamp=self.latest(sources),
+            prompt_version=version,
+            model=None,
+        )
+        self.drafts.append(Draft(revised, vector))
+        return self.drafts[-1]
+
+    def new(
+        self, kind: MemoryKind, text: str, vector: Vector, sources: tuple[int, ...], version: str, **more: Any
+    ) -> Draft:
+        """A memory that was not there before."""
+        born_here = {d.memory.id for d in self.drafts if d.memory.born_at_seq == self.seq}
+        kin = {d.memory.id for d in self.drafts if d.memory.kind == kind}
+        ordinal = len(born_here & kin)
+        memory = Memory(
+            id=memory_id(self.view.tenant, self.view.generation, self.seq, kind, ordinal),
+            kind=kind,
+            tenant=self.view.tenant,
+            text=text,
+            version=1,
+            born_at_seq=self.seq,
+            made_at_seq=self.seq,
+            ordinal=ordinal,
+            source_seqs=sources,
+            timestamp=self.latest(sources),
+            prompt_version=version,
+            **more,
+        )
+        self.drafts.append(Draft(memory, vector))
+        return self.drafts[-1]
+
+    def parts(self, seqs: Sequence[int], prompt_of: Callable[[Sequence[int]], Prompt]) -> list[Sequence[int]]:
+        """The turns in as few prompts as hold them, oldest first. PromptTooLong if one turn is too long."""
+        if not seqs or self.fits(prompt_of(seqs)):
+            return [seqs] if seqs else []
+        parts: list[Sequence[int]] = []
+        part: list[int] = []
+        for seq in seqs:
+            if part and not self.fits(prompt_of([*part, seq])):
+                parts.append(part)
+                part = []
+            part.append(seq)
+            if len(part) == 1:
+                self.checked(prompt_of(part))
+        return [*parts, part]
+
+    def fits(self, prompt: Prompt) -> bool:
+        return self._budget.fits(prompt)
+
+    def checked(self, prompt: Prompt) -> Prompt:
+        """The prompt itself. PromptTooLong."""
+        if not self.fits(prompt):
+            raise PromptTooLong(f"the {prompt.operation} prompt needs about {prompt.size_tokens} tokens")
+        return prompt
+
+    def by_time(self, seqs: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(seqs, key=lambda s: (time_key(self.view.turn(s).timestamp), s)))
+
+    def latest(self, seqs: Sequence[int]) -> str | None:
+        return self.view.turn(self.by_time(seqs)[-1]).timestamp
+
+    def turns(self, seqs: Sequence[int]) -> list[ShownTurn]:
+        views = [self.view.turn(s) for s in seqs]
+        return [ShownTurn(n, v.timestamp, v.text) for n, v in enumerate(views, 1)]
+
+
+def as_shown(number: int, memory: Memory) -> ShownMemory:
+    return ShownMemory(number, memory.timestamp, memory.text)
+
+
+def parked(error: Exception, operation: str, cluster: tuple[int, ...], outcome: Outcome) -> Outcome:
+    """The outcome of a job that failed: its turns leave the gates until it is replayed."""
+    return replace(outcome, operation=operation, cluster=cluster, settled=cluster, reason=str(error))

@@ -1,0 +1,140 @@
+"""The eager policy for one tenant as a plain program: one turn after the other, lists and exact integers.
+
+As oracle_recmem: nothing of how the engine works, only its prompts' wording, encoder, ids and LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from undertow.engine.encoder import Encoder
+from undertow.engine.llm import BadReply, LLMClient
+from undertow.engine.model import Turn, memory_id, time_key
+from undertow.prompts import Prompt, ShownMemory, ShownTurn, extract_prompt, reconcile_prompt
+from undertow.prompts.replies import ExtractReply, ReconcileReply, Reply
+
+from .oracle_recmem import OracleDecision, OracleMemory, Thresholds, Whole, exact_dot
+
+RECENT, SIMILAR = 5, 10
+
+
+class OracleEager:
+    """Takes the turns of one tenant in order of seq; `decisions`, `versions`, `prompts` tell what came."""
+
+    def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Thresholds) -> None:
+        self.tenant = tenant
+        self.decisions: list[OracleDecision] = []
+        self.versions: list[OracleMemory] = []
+        self.prompts: list[Prompt] = []
+        self._encoder = encoder
+        self._llm = llm
+        self._turns: list[Turn] = []
+        self._last_time: dict[str, str | None] = {}
+        self._embedded: dict[str, Whole] = {}
+
+    def take(self, seq: int, turn: Turn) -> None:
+        """Decide one turn."""
+        time = turn.timestamp or self._last_time.get(turn.session_id)
+        self._last_time[turn.session_id] = time
+        self._turns.append(replace(turn, timestamp=time))
+        try:
+            made = self._made_of(seq)
+        except BadReply:
+            self.decisions.append(OracleDecision(seq, "parked", False, None, None, (seq,), (seq,)))
+            return
+        self.versions += made
+        settled = (seq,) if made else ()
+        self.decisions.append(OracleDecision(seq, "fired", False, None, None, (seq,), settled))
+
+    def current(self) -> list[OracleMemory]:
+        """The newest version of each fact that was not deleted, in order of birth."""
+        newest = {m.id: m for m in self.versions}
+        return sorted((m for m in newest.values() if m.text), key=lambda m: (m.born_at_seq, m.ordinal))
+
+    def _made_of(self, seq: int) -> list[OracleMemory]:
+        candidates = self._extracted(seq)
+        stored = self.current()
+        shown: list[OracleMemory] = []
+        for text in candidates:
+            vector = self._embed(text)
+            nearest = sorted(stored, key=lambda f: -exact_dot(vector, self._embed(f.text)))[:SIMILAR]
+            shown += [f for f in nearest if f not in shown]
+        shown.sort(key=lambda m: (m.born_at_seq, m.ordinal))
+        candidates = [text for text in candidates if text not in [f.text for f in shown]]
+        if not candidates:
+            return []
+        decided: dict[int, tuple[str, int | None, str]] = {}
+        if shown:
+            date = self._turns[seq].timestamp
+            prompt = reconcile_prompt(
+                [ShownMemory(i, date, text) for i, text in enumerate(candidates, 1)],
+                [ShownMemory(i, f.timestamp, f.text) for i, f in enumerate(shown, 1)],
+            )
+            reply = self._ask(prompt)
+            assert isinstance(reply, ReconcileReply)
+            for d in reply.decisions:
+                decided.setdefault(d.candidate, (d.action, d.fact, d.text))
+        return self._carried_out(seq, candidates, shown, decided)
+
+    def _carried_out(
+        self,
+        seq: int,
+        candidates: Sequence[str],
+        shown: Sequence[OracleMemory],
+        decided: dict[int, tuple[str, int | None, str]],
+    ) -> list[OracleMemory]:
+        made: list[OracleMemory] = []
+        changed: set[int] = set()
+        births = 0
+        for number, text in enumerate(candidates, 1):
+            action, fact, words = decided.get(number, ("add", None, ""))
+            if action == "none":
+                continue
+            names_one = fact is not None and 1 <= fact <= len(shown) and fact not in changed
+            if action == "add" or fact is None or not names_one:
+                made.append(self._born(seq, births, text))
+                births += 1
+                continue
+            changed.add(fact)
+            old = shown[fact - 1]
+            newer = replace(old, version=old.version + 1, made_at_seq=seq)
+            if action == "delete":
+                made.append(replace(newer, text=""))
+                continue
+            sources = tuple(sorted({*old.sources, seq}))
+            last = max(sources, key=lambda s: (time_key(self._turns[s].timestamp), s))
+            time = self._turns[last].timestamp
+            made.append(replace(newer, text=words or text, sources=sources, timestamp=time))
+        return made
+
+    def _born(self, seq: int, ordinal: int, text: str) -> OracleMemory:
+        identity = memory_id(self.tenant, 1, seq, "fact", ordinal)
+        time = self._turns[seq].timestamp
+        return OracleMemory(identity, "fact", 1, text, (seq,), seq, seq, ordinal, time)
+
+    def _extracted(self, seq: int) -> list[str]:
+        first = max(0, seq - RECENT)
+        shown = [
+            ShownTurn(i, self._turns[s].timestamp, self._turns[s].text)
+            for i, s in enumerate(range(first, seq + 1), 1)
+        ]
+        reply = self._ask(extract_prompt(shown[:-1], shown[-1]))
+        assert isinstance(reply, ExtractReply)
+        texts: list[str] = []
+        for fact in reply.facts:
+            if fact.text not in texts:
+                texts.append(fact.text)
+        return texts
+
+    def _ask(self, prompt: Prompt) -> Reply | str:
+        self.prompts.append(prompt)
+        return self._llm.submit(prompt, tenant=self.tenant).result().reply
+
+    def _embed(self, text: str) -> Whole:
+        if text not in self._embedded:
+            vector = self._encoder.encode([text])[0].astype(np.float64)
+            self._embedded[text] = (vector * 2**24).astype(np.int64)
+        return self._embedded[text]
