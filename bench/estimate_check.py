@@ -80,7 +80,7 @@ def metered(
 
 
 def compare(estimated: Ranges, spent: Mapping[str, Usage]) -> dict[str, dict[str, Any]]:
-    """By operation and for the total: each figure estimated (low, expected, high), metered, and off by so much.
+    """By operation and for the total: each figure estimated (low, expected, high), metered, and `off`.
 
     `off` is the expected one's distance as a share of the metered one; None where nothing was metered.
     """
@@ -105,16 +105,15 @@ def usage_in(file: Path) -> dict[str, Usage]:
     usage = found.get("usage", found) if isinstance(found, dict) else None
     if not isinstance(usage, dict) or not all(isinstance(u, dict) and "calls" in u for u in usage.values()):
         raise ValueError(
-            f"{file} has no usage by operation, as `undertow stats --json` writes it under 'usage'."
+            f"{file} has no usage by operation. Give what `undertow stats --json` writes, with its 'usage'."
         )
     return {op: Usage(u["calls"], u["prompt_tokens"], 0, u["completion_tokens"]) for op, u in usage.items()}
 
 
 def logs_of(samples: Sequence[Sample], encoder: Encoder) -> list[TenantLog]:
-    return [
-        TenantLog(s.turns, encoder.encode([turn.text for turn in s.turns]).astype(np.float32))
-        for s in samples
-    ]
+    texts = [[turn.text for turn in sample.turns] for sample in samples]
+    vectors = [encoder.encode(some).astype(np.float32) for some in texts]
+    return [TenantLog(sample.turns, some) for sample, some in zip(samples, vectors, strict=True)]
 
 
 def thresholds_of(settings: Settings) -> Thresholds:

@@ -62,7 +62,7 @@ def estimate(
 
 
 def expected_usage(logs: Sequence[TenantLog], thresholds: Thresholds, tokens: TokenCount) -> UsageByOperation:
-    """What RecMem would spend with the expected replies, and its `total`; a fifth of the work of `estimate`."""
+    """What RecMem would spend with the expected replies, and its `total`: the middle of `estimate`."""
     return _recmem(logs, _decided(logs, thresholds, EXPECTED.merge_share), tokens, EXPECTED)
 
 
