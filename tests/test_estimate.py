@@ -85,24 +85,26 @@ def test_ranges_enclose_what_is_expected_and_totals_add_up() -> None:
             assert ranges[TOTAL][figure]["expected"] == sum(parts) > 0
 
 
-def test_an_eager_policy_reads_every_turn_with_the_recent_messages_before_it() -> None:
+def test_an_eager_policy_reads_every_turn_with_the_recent_ones_before_it() -> None:
     one_each = TokenCount("lines", lambda text: 1, template_tokens=0)
     shape = EagerShape(
         extract_fixed_tokens=100,
-        recent_messages=3,
+        recent_turns=2,
         reconcile_fixed_tokens=50,
         similar_facts=2,
         added_share=1.0,
-        line_tokens=6,
+        shown_tokens=6,
+        extracted_tokens=1,
+        decision_tokens=3,
     )
-    guess = replace(EXPECTED, facts=1, fact_chars=16)  # 4 tokens and the line's 6
+    guess = replace(EXPECTED, facts=1, fact_chars=16)  # 4 tokens
     spent = eager_usage([turn(n, "hello") for n in range(4)], one_each, Guesser(guess), shape)
     extract, reconcile = spent["extract"], spent["reconcile"]
-    # a message is one line and its end: 2 tokens; recent 0, 2, 3, 3 messages, and 2 of the turn
-    assert (extract.calls, extract.prompt_tokens) == (4, 4 * 100 + 2 * (0 + 2 + 3 + 3) + 4 * 4)
-    # one candidate each, beside 0, 1, 2, 2 stored facts
+    # the turn is a line, after 0, 1, 2, 2 others
+    assert (extract.calls, extract.prompt_tokens) == (4, 4 * 100 + 4 + (0 + 1 + 2 + 2))
+    # one candidate each, beside 0, 1, 2, 2 stored facts, each of 4 + 6 tokens
     assert (reconcile.calls, reconcile.prompt_tokens) == (4, 4 * 50 + 10 * (4 + 0 + 1 + 2 + 2))
-    assert extract.completion_tokens == reconcile.completion_tokens == 40
+    assert (extract.completion_tokens, reconcile.completion_tokens) == (4 * 5, 4 * 3)
 
 
 def test_an_eager_policy_that_finds_nothing_reconciles_nothing() -> None:
@@ -113,7 +115,8 @@ def test_an_eager_policy_that_finds_nothing_reconciles_nothing() -> None:
 def test_whole_numbers_keep_their_mean_over_many_tenants() -> None:
     evenly = Evenly(1.5)
     assert [evenly.take() for _ in range(6)] == [1, 2, 1, 2, 1, 2]
-    assert sum(map(lambda e: e.take(), [Evenly(0.5)] * 10)) == 5
+    rarely = Evenly(0.1)
+    assert sum(rarely.take() for _ in range(1000)) == 100
 
 
 def test_a_stand_in_has_its_length_whatever_it_is_made_of() -> None:
@@ -124,7 +127,7 @@ def test_a_stand_in_has_its_length_whatever_it_is_made_of() -> None:
 
 def test_a_price_is_that_of_prompts_and_completions() -> None:
     row = {"low": 1_000_000, "expected": 2_000_000, "high": 4_000_000}
-    ranges = {TOTAL: {figure: row for figure in FIGURES}}
+    ranges = {TOTAL: dict.fromkeys(FIGURES, row)}
     assert price(ranges, 0.5, 2.0) == {"low": 2.5, "expected": 5.0, "high": 10.0}
 
 
