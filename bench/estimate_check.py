@@ -27,7 +27,7 @@ from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, make_encoder
 from undertow.engine.engine import Engine
-from undertow.engine.estimate import FIGURES, TOTAL, Ranges, TenantLog, estimate
+from undertow.engine.estimate import FIGURES, POLICIES, TOTAL, Ranges, TenantLog, estimate
 from undertow.engine.model import Usage
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.reply_guess import EXPECTED
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples = [sample for sample in every if sample.tenant in args.sample]
     theta = thresholds_of(settings)
     if args.usage is not None:
-        estimated = estimate(logs_of(samples, encoder), "recmem", theta, tokens)
+        estimated = estimate(logs_of(samples, encoder), args.policy, theta, tokens)
         document: dict[str, Any] = {"compared": compare(estimated, usage_in(args.usage))}
     else:
         document = {s.tenant: check([s], settings, encoder, tokens) for s in samples}
@@ -165,6 +165,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vectors", type=Path, help="keep the vectors here")
     parser.add_argument("--tokenizer", type=Path, help="folder of the model whose tokens are counted")
     parser.add_argument("--usage", type=Path, help="a real run's usage by operation, instead of mock runs")
+    parser.add_argument("--policy", choices=POLICIES, default="recmem", help="whose run --usage is of")
     parser.add_argument("--out", type=Path, help="folder for estimate.json")
     args = parser.parse_args(argv)
     args.sample = args.sample or list(SAMPLES)
