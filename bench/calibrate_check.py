@@ -37,13 +37,18 @@ PAPER_THETA = 0.7
 
 
 def check(
-    samples: Sequence[Sample], settings: Settings, encoder: Encoder, tokens: TokenCount
+    samples: Sequence[Sample],
+    settings: Settings,
+    encoder: Encoder,
+    tokens: TokenCount,
+    shares: Sequence[float] = SHARES,
 ) -> dict[str, Any]:
+    """By share of linked pairs, the paper's theta among them: what fires, merges and is spent."""
     logs = logs_of(samples, encoder)
     pairs = PairCosines()
     for log in logs:
         pairs.add(log.vectors)
-    thetas = [(share, pairs.quantile(1 - share)) for share in SHARES]
+    thetas = [(share, pairs.quantile(1 - share)) for share in shares]
     thetas.append((round(pairs.share_above(PAPER_THETA), 4), PAPER_THETA))
     messages = sum(len(turn.messages) for sample in samples for turn in sample.turns)
     rows = []

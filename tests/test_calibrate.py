@@ -7,22 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from undertow.bench.calibrate_check import PAPER_MESSAGES, PAPER_THETA, check
 from undertow.bench.mock_llm import MockLLM, MockReplies
-from undertow.bench.quality.datasets import load
-from undertow.engine.calibrate import PairCosines, Step, walk
+from undertow.bench.quality.datasets import Sample, load
+from undertow.engine.calibrate import PairCosines, Step, Vectors, walk
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.reports import Reports
+from undertow.engine.token_count import TokenCount
 
 LOCOMO = Path(__file__).resolve().parents[2] / "shared" / "data" / "locomo_dev.json"
 
-# x and y are two topics; z is near x, and nearer to the middle of x and z
 X, Y = (1.0, 0.0), (0.0, 1.0)
 Z = (0.8, 0.6)
 
 
-def vectors(*rows: tuple[float, float]) -> np.ndarray:
+def vectors(*rows: tuple[float, float]) -> Vectors:
     return np.array(rows, np.float32)
 
 
@@ -59,13 +60,15 @@ def test_without_merges_no_cluster_is_asked() -> None:
 
 
 @pytest.fixture(scope="module")
-def sample():  # type: ignore[no-untyped-def]
+def sample() -> Sample:
     if not LOCOMO.exists():
         pytest.skip(f"no LoCoMo data at {LOCOMO}")
     return next(iter(load(LOCOMO, "locomo", 1_000_000)))
 
 
-def test_on_real_turns_the_simulated_gate_fires_the_clusters_of_the_engine(sample, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_on_real_turns_the_simulated_gate_fires_the_clusters_of_the_engine(
+    sample: Sample, tmp_path: Path
+) -> None:
     encoder = HashingEncoder(384)
     rows = encoder.encode([turn.text for turn in sample.turns]).astype(np.float32)
     pairs = PairCosines()
@@ -84,7 +87,7 @@ def test_on_real_turns_the_simulated_gate_fires_the_clusters_of_the_engine(sampl
     assert [step.cluster for step in walk(rows, theta, 4) if step.cluster] == fired
 
 
-def test_on_real_turns_a_share_is_the_share_that_its_theta_links(sample) -> None:  # type: ignore[no-untyped-def]
+def test_on_real_turns_a_share_is_the_share_that_its_theta_links(sample: Sample) -> None:
     rows = HashingEncoder(384).encode([turn.text for turn in sample.turns]).astype(np.float32)
     pairs = PairCosines()
     pairs.add(rows)
@@ -93,3 +96,22 @@ def test_on_real_turns_a_share_is_the_share_that_its_theta_links(sample) -> None
         theta = pairs.quantile(1 - share)
         assert np.mean(cosines >= theta) == pytest.approx(share, abs=0.001)
         assert pairs.share_above(theta) == pytest.approx(share, abs=0.001)
+
+
+def test_the_check_runs_each_share_and_the_papers_threshold_and_scales_by_messages(sample: Sample) -> None:
+    some = Sample(sample.tenant, sample.turns[:80], sample.holds[:80], ())
+    settings = Settings(encoder="hash:384", device="cpu", llm_url=None, theta_count=3)
+    words = TokenCount("words", lambda text: len(text.split()))
+    found = check([some], settings, HashingEncoder(384), words, shares=(0.02, 0.1))
+    messages = sum(len(turn.messages) for turn in some.turns)
+    assert (found["turns"], found["messages"]) == (80, messages)
+    rows = found["shares"]
+    assert len(rows) == 3 and PAPER_THETA in {row["theta_sim"] for row in rows}
+    assert [row["share"] for row in rows] == sorted(row["share"] for row in rows)
+    thetas = [row["theta_sim"] for row in rows]
+    assert thetas == sorted(thetas, reverse=True)
+    assert rows[-1]["triggers_without_merges"] > rows[0]["triggers_without_merges"]
+    assert rows[-1]["calls"] > rows[0]["calls"]
+    # a call has the fixed text of its operation at least, some 250 words
+    least = rows[-1]["calls"] * 250 * PAPER_MESSAGES / messages
+    assert rows[-1]["tokens_per_588_messages"]["mock"] > least
