@@ -8,7 +8,7 @@ no LLM is asked, the centroid of a cluster stands for its episode.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -41,6 +41,19 @@ class Triggers:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the gate does with one turn; turns by their place in the log, clusters by that of their fire.
+
+    `asked`: the cluster that a merge was asked of. `cluster`: the turns that fire together, this one last.
+    """
+
+    turn: int
+    asked: int | None = None
+    merged: bool = False
+    cluster: tuple[int, ...] = ()
+
+
 class PairCosines:
     """A histogram of the cosines of all pairs of turns within each tenant."""
 
@@ -64,6 +77,11 @@ class PairCosines:
         """The cosine that a share `q` of the pairs stays below, to four digits; total must not be 0."""
         place = int(np.searchsorted(np.cumsum(self._counts), q * self.total, side="left"))
         return round(min(place + 1, BINS) * 2 / BINS - 1.0, 4)
+
+    def share_above(self, theta: float) -> float:
+        """The share of pairs that theta links, to the width of a bin; total must not be 0."""
+        first = round((theta + 1.0) * BINS / 2)
+        return float(self._counts[first:].sum() / self.total)
 
 
 def calibrate(
@@ -136,29 +154,74 @@ def _proposal(
 
 
 def simulate(vectors: Vectors, theta: float, theta_count: int, *, merge: bool = False) -> Triggers:
-    """Run the gate over one tenant's turns in order: float32 [n, dim], normalised.
+    """What the gate would do with one tenant's turns: float32 [n, dim], normalised.
 
-    Each fire consolidates its cluster. `merge`: a turn within theta of the centroid of an earlier
-    cluster joins it and leaves the gates, as if the LLM had granted every merge.
+    `merge`: with the merges of `walk`, each of them granted.
+    """
+    steps = list(walk(vectors, theta, theta_count, theta_merge=theta if merge else None))
+    fired = [len(step.cluster) for step in steps if step.cluster]
+    return Triggers(len(fired), sum(fired), sum(step.merged for step in steps))
+
+
+def walk(
+    vectors: Vectors,
+    theta_sim: float,
+    theta_count: int,
+    *,
+    theta_merge: float | None = None,
+    grants: Callable[[], bool] = lambda: True,
+) -> Iterator[Step]:
+    """Decide one tenant's turns in order: float32 [n, dim], normalised. One step a turn.
+
+    Each fire consolidates its cluster. With `theta_merge`, a turn that comes so near to the centroid of an
+    earlier cluster asks to join it; `grants` answers for the LLM. One that joins leaves the gates and
+    moves the centroid, as a merged narrative takes up its turn; one that is refused goes on to the gate.
     """
     live = np.zeros(len(vectors), bool)
-    centroids: list[NDArray[np.float32]] = []
-    fires = consolidated = merges = 0
+    clusters = _Centroids(len(vectors) // theta_count, vectors.shape[1])
     for i, vector in enumerate(vectors):
-        if merge and centroids and float(np.max(np.stack(centroids) @ vector)) >= theta:
-            merges += 1
+        asked = None if theta_merge is None else clusters.nearest(vector, theta_merge)
+        if asked is not None and grants():
+            clusters.join(asked, vector)
+            yield Step(i, asked, merged=True)
             continue
         before = np.flatnonzero(live[:i])
         cosines = vectors[before] @ vector
         nearest = np.argsort(-cosines, kind="stable")[: 2 * theta_count]  # k_gate
-        relevant = before[nearest[cosines[nearest] >= theta]]
+        relevant = before[nearest[cosines[nearest] >= theta_sim]]
         if len(relevant) + 1 < theta_count:
             live[i] = True
+            yield Step(i, asked)
             continue
         live[relevant] = False
-        fires += 1
-        consolidated += len(relevant) + 1
-        if merge:
-            centre = vectors[[*relevant, i]].mean(axis=0)
-            centroids.append(centre / max(float(np.linalg.norm(centre)), 1e-12))
-    return Triggers(fires, consolidated, merges)
+        cluster = (*sorted(relevant.tolist()), i)
+        clusters.add(vectors[list(cluster)].sum(axis=0))
+        yield Step(i, asked, cluster=cluster)
+
+
+class _Centroids:
+    """The clusters that have fired, each as the sum of its turns and the direction of that."""
+
+    def __init__(self, most: int, dim: int) -> None:
+        self._sums = np.zeros((most, dim), np.float32)
+        self._directions = np.zeros((most, dim), np.float32)
+        self._count = 0
+
+    def add(self, total: NDArray[np.float32]) -> None:
+        self._count += 1
+        self._set(self._count - 1, total)
+
+    def join(self, cluster: int, vector: NDArray[np.float32]) -> None:
+        self._set(cluster, self._sums[cluster] + vector)
+
+    def nearest(self, vector: NDArray[np.float32], theta: float) -> int | None:
+        """The cluster whose direction is nearest, if its cosine reaches theta."""
+        if self._count == 0:
+            return None
+        cosines = self._directions[: self._count] @ vector
+        best = int(np.argmax(cosines))
+        return best if cosines[best] >= theta else None
+
+    def _set(self, cluster: int, total: NDArray[np.float32]) -> None:
+        self._sums[cluster] = total
+        self._directions[cluster] = total / max(float(np.linalg.norm(total)), 1e-12)

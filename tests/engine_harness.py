@@ -158,7 +158,8 @@ def oracle_run(
 ) -> Run:
     run = Run()
     for tenant, of_tenant in turns.items():
-        oracle_of = {"recmem": OracleRecMem, "eager": OracleEager}[settings.policy]
+        oracle_of: type[OracleRecMem | OracleEager]
+        oracle_of = OracleRecMem if settings.policy == "recmem" else OracleEager
         oracle = oracle_of(tenant, encoder, MockLLM(replies), settings)
         for seq, turn in enumerate(of_tenant):
             oracle.take(seq, turn)

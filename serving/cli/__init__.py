@@ -15,6 +15,7 @@ from undertow.serving.cli import (
     changing,
     checking,
     clustering,
+    estimating,
     evaluating,
     importing,
     ingesting,
@@ -62,6 +63,7 @@ app.command()(changing.erase)
 app.command()(changing.jobs)
 app.command()(changing.reindex)
 app.command()(checking.calibrate)
+app.command()(estimating.estimate)
 app.command(name="eval")(evaluating.evaluate)
 app.command()(checking.doctor)
 app.command()(checking.demo)

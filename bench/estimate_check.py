@@ -1,0 +1,176 @@
+"""How far `undertow estimate` is off: estimated against metered, by operation.
+
+    python -m undertow.bench.estimate_check --data locomo_dev.json --tokenizer FOLDER --out docs/results
+
+runs the engine over some conversations with a mock LLM that refuses various shares of merges, counts what
+it is asked and replies by the same tokenizer, and compares. With `--usage FILE` nothing is run: FILE is the
+`usage` of a real run, as `undertow stats --json` or a result of `undertow eval` has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import orjson
+
+from undertow.bench.mock_llm import MockLLM
+from undertow.bench.mock_replies import Messages, MockReplies
+from undertow.bench.quality.datasets import Sample, load
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.config import Settings
+from undertow.engine.encoder import Encoder, make_encoder
+from undertow.engine.engine import Engine
+from undertow.engine.estimate import FIGURES, POLICIES, TOTAL, Ranges, TenantLog, estimate
+from undertow.engine.model import Usage
+from undertow.engine.policies.base import Thresholds
+from undertow.engine.reply_guess import EXPECTED
+from undertow.engine.token_count import TokenCount, token_count
+from undertow.prompts import REPLIES
+
+RATES = (0.0, 0.25, 0.5, 0.75, 1.0)
+SAMPLES = ("conv-30", "conv-26")
+
+
+@dataclass(frozen=True, slots=True)
+class Counted(MockReplies):
+    """The mock's replies, with what is asked and replied counted by a tokenizer and by operation."""
+
+    tokens: TokenCount | None = None
+    spent: dict[str, Usage] = field(default_factory=dict)
+
+    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
+        content = MockReplies.reply(self, messages, schema)
+        assert self.tokens is not None, "made by `metered`"
+        asked = self.tokens.template_tokens + sum(self.tokens.of_text(m["content"]) for m in messages)
+        operation = next(op for op, r in REPLIES.items() if r is not None and r.wire_schema() == schema)
+        used = Usage(1, asked, 0, self.tokens.of_text(content))
+        self.spent[operation] = self.spent.get(operation, Usage()) + used
+        return content
+
+
+@dataclass(frozen=True)
+class Run:
+    """A real run of the engine with a mock LLM: what it spent, and what became of the turns."""
+
+    spent: Mapping[str, Usage]
+    stats: Mapping[str, int]
+
+
+def metered(
+    samples: Sequence[Sample], settings: Settings, encoder: Encoder, tokens: TokenCount, refusal_rate: float
+) -> Run:
+    """Consolidate the samples in a store that is thrown away."""
+    replies = Counted(refusal_rate=refusal_rate, tokens=tokens)
+    with (
+        TemporaryDirectory(prefix="undertow-metered-") as folder,
+        MockLLM(replies) as llm,
+        Engine(Path(folder), settings, encoder, llm=llm) as engine,
+    ):
+        for sample in samples:
+            engine.add_batch(sample.turns)
+        engine.drain()
+        return Run(replies.spent, engine.stats())
+
+
+def compare(estimated: Ranges, spent: Mapping[str, Usage]) -> dict[str, dict[str, Any]]:
+    """By operation and for the total: each figure estimated (low, expected, high), metered, and `off`.
+
+    `off` is the expected one's distance as a share of the metered one; None where nothing was metered.
+    """
+    every = {op: used for op, used in spent.items() if op != "answer"}
+    every[TOTAL] = sum(every.values(), Usage())
+    return {
+        op: {figure: _row(estimated[op][figure], getattr(every[op], figure)) for figure in FIGURES}
+        for op in every
+        if op in estimated
+    }
+
+
+def _row(estimated: Mapping[str, int], measured: int) -> dict[str, Any]:
+    off = round(estimated["expected"] / measured - 1, 3) if measured else None
+    within = estimated["low"] <= measured <= estimated["high"]
+    return {**estimated, "metered": measured, "off": off, "within": within}
+
+
+def usage_in(file: Path) -> dict[str, Usage]:
+    """The usage by operation that a result file holds. ValueError: it holds none."""
+    found = orjson.loads(file.read_bytes())
+    usage = found.get("usage", found) if isinstance(found, dict) else None
+    if not isinstance(usage, dict) or not all(isinstance(u, dict) and "calls" in u for u in usage.values()):
+        raise ValueError(
+            f"{file} has no usage by operation. Give what `undertow stats --json` writes, with its 'usage'."
+        )
+    return {op: Usage(u["calls"], u["prompt_tokens"], 0, u["completion_tokens"]) for op, u in usage.items()}
+
+
+def logs_of(samples: Sequence[Sample], encoder: Encoder) -> list[TenantLog]:
+    texts = [[turn.text for turn in sample.turns] for sample in samples]
+    vectors = [encoder.encode(some).astype(np.float32) for some in texts]
+    return [TenantLog(sample.turns, some) for sample, some in zip(samples, vectors, strict=True)]
+
+
+def thresholds_of(settings: Settings) -> Thresholds:
+    return Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
+
+
+def check(
+    samples: Sequence[Sample], settings: Settings, encoder: Encoder, tokens: TokenCount
+) -> list[dict[str, Any]]:
+    """Each refusal rate of the mock against the estimate as it is, and against one that is told the rate."""
+    logs, theta = logs_of(samples, encoder), thresholds_of(settings)
+    blind = estimate(logs, "recmem", theta, tokens)
+    results = []
+    for rate in RATES:
+        run = metered(samples, settings, encoder, tokens, rate)
+        told = estimate(logs, "recmem", theta, tokens, replace(EXPECTED, merge_share=1 - rate))
+        counts = {name: run.stats[name] for name in ("consolidations", "merges", "merge_refusals")}
+        as_it_is, knowing = compare(blind, run.spent), compare(told, run.spent)
+        results.append({"refusal_rate": rate, **counts, "as_it_is": as_it_is, "told_the_rate": knowing})
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _options(argv)
+    settings = Settings(device="cpu", llm_url=None)
+    encoder = KeptVectors(make_encoder(settings), args.vectors)
+    tokens = token_count(settings, args.tokenizer)
+    every = list(load(args.data, "locomo", settings.max_message_bytes))
+    samples = [sample for sample in every if sample.tenant in args.sample]
+    theta = thresholds_of(settings)
+    if args.usage is not None:
+        estimated = estimate(logs_of(samples, encoder), args.policy, theta, tokens)
+        document: dict[str, Any] = {"compared": compare(estimated, usage_in(args.usage))}
+    else:
+        document = {s.tenant: check([s], settings, encoder, tokens) for s in samples}
+    encoder.save()
+    about = {"encoder": settings.encoder, "theta_sim": theta.theta_sim, "theta_count": theta.theta_count}
+    line = orjson.dumps({**about, "tokens": tokens.name, **document}, option=orjson.OPT_APPEND_NEWLINE)
+    sys.stdout.buffer.write(line)
+    if args.out is not None:
+        (args.out / "estimate.json").write_bytes(line)
+    return 0
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m undertow.bench.estimate_check")
+    parser.add_argument("--data", type=Path, required=True, help="LoCoMo's file")
+    parser.add_argument("--sample", action="append", help="only this conversation; may be given again")
+    parser.add_argument("--vectors", type=Path, help="keep the vectors here")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the model whose tokens are counted")
+    parser.add_argument("--usage", type=Path, help="a real run's usage by operation, instead of mock runs")
+    parser.add_argument("--policy", choices=POLICIES, default="recmem", help="whose run --usage is of")
+    parser.add_argument("--out", type=Path, help="folder for estimate.json")
+    args = parser.parse_args(argv)
+    args.sample = args.sample or list(SAMPLES)
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,133 @@
+"""What consolidation will cost, before any LLM call: calls and tokens by policy and operation.
+
+The gate is run over the real vectors as `calibrate` runs it, and the real prompts are built around stand-in
+memories, so what is left to assume is what an LLM would reply. That is in `LOW`, `EXPECTED` and `HIGH`, and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+from undertow.engine.calibrate import Step, Vectors, walk
+from undertow.engine.config import PolicyName
+from undertow.engine.estimate_eager import eager_usage
+from undertow.engine.estimate_recmem import recmem_usage
+from undertow.engine.model import Turn, Usage
+from undertow.engine.policies.base import Thresholds
+from undertow.engine.reply_guess import EXPECTED, HIGH, LOW, Evenly, Guesser, ReplyGuess
+from undertow.engine.token_count import TokenCount
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+TOTAL = "total"
+FIGURES = ("calls", "prompt_tokens", "completion_tokens")
+
+UsageByOperation = Mapping[str, Usage]
+# of each operation, each figure as {"low", "expected", "high"}
+Ranges = dict[str, dict[str, dict[str, int]]]
+
+
+@dataclass(frozen=True)
+class TenantLog:
+    """One tenant's turns in order, and their vectors: float32 [n, dim], normalised."""
+
+    turns: Sequence[Turn]
+    vectors: Vectors
+
+
+def estimate(
+    logs: Sequence[TenantLog],
+    policy: PolicyName,
+    thresholds: Thresholds,
+    tokens: TokenCount,
+    expected: ReplyGuess = EXPECTED,
+) -> Ranges:
+    """Calls and tokens by operation, and their `total`.
+
+    `expected` is the middle one of the guesses. A range runs over short and over long replies, each with few
+    and with many merges granted: more of them mean fewer calls of one operation and more of another.
+    """
+    if policy == "eager":
+        outcomes = {guess: _eager(logs, tokens, guess) for guess in (LOW, expected, HIGH)}
+    else:
+        corners = [
+            replace(size, merge_share=other.merge_share) for size in (LOW, HIGH) for other in (LOW, HIGH)
+        ]
+        guesses = (expected, *corners)
+        decided = {share: _decided(logs, thresholds, share) for share in {g.merge_share for g in guesses}}
+        outcomes = {g: _recmem(logs, decided[g.merge_share], tokens, g) for g in guesses}
+    return _ranges(outcomes[expected], list(outcomes.values()))
+
+
+def expected_usage(logs: Sequence[TenantLog], thresholds: Thresholds, tokens: TokenCount) -> UsageByOperation:
+    """What RecMem would spend with the expected replies, and its `total`: the middle of `estimate`."""
+    return _recmem(logs, _decided(logs, thresholds, EXPECTED.merge_share), tokens, EXPECTED)
+
+
+def _eager(logs: Sequence[TenantLog], tokens: TokenCount, guess: ReplyGuess) -> UsageByOperation:
+    guesser = Guesser(guess)
+    return _sum(eager_usage(log.turns, tokens, guesser) for log in logs)
+
+
+def _decided(logs: Sequence[TenantLog], theta: Thresholds, merge_share: float) -> list[list[Step]]:
+    granted = Evenly(merge_share)
+    return [
+        list(
+            walk(
+                log.vectors,
+                theta.theta_sim,
+                theta.theta_count,
+                theta_merge=theta.theta_merge,
+                grants=lambda: granted.take() > 0,
+            )
+        )
+        for log in logs
+    ]
+
+
+def _recmem(
+    logs: Sequence[TenantLog], decided: Sequence[Sequence[Step]], tokens: TokenCount, guess: ReplyGuess
+) -> UsageByOperation:
+    guesser = Guesser(guess)
+    pairs = zip(logs, decided, strict=True)
+    return _sum(recmem_usage(log.turns, steps, tokens, guesser) for log, steps in pairs)
+
+
+def _sum(usages: Iterable[UsageByOperation]) -> UsageByOperation:
+    total: dict[str, Usage] = {}
+    for usage in usages:
+        for operation, used in usage.items():
+            total[operation] = total.get(operation, Usage()) + used
+    total[TOTAL] = sum(total.values(), Usage())
+    return total
+
+
+def _ranges(expected: UsageByOperation, outcomes: Sequence[UsageByOperation]) -> Ranges:
+    operations = dict.fromkeys(op for usage in (expected, *outcomes) for op in usage)
+    ordered = [*(op for op in operations if op != TOTAL), TOTAL]
+    return {op: {figure: _range(op, figure, expected, outcomes) for figure in FIGURES} for op in ordered}
+
+
+def _range(
+    operation: str, figure: str, expected: UsageByOperation, outcomes: Sequence[UsageByOperation]
+) -> dict[str, int]:
+    every = [getattr(usage.get(operation, Usage()), figure) for usage in outcomes]
+    middle = getattr(expected.get(operation, Usage()), figure)
+    return {"low": min(every), "expected": middle, "high": max(every)}
+
+
+def price(ranges: Ranges, in_per_million: float, out_per_million: float) -> dict[str, float]:
+    """What the total would cost at these prices a million tokens, without a discount for cached ones."""
+    total = ranges[TOTAL]
+    prompt, completion = total["prompt_tokens"], total["completion_tokens"]
+    return {
+        end: round((prompt[end] * in_per_million + completion[end] * out_per_million) / 1e6, 4)
+        for end in ("low", "expected", "high")
+    }
+
+
+def assumptions() -> dict[str, dict[str, Any]]:
+    """The three guesses as plain data."""
+    return {"low": asdict(LOW), "expected": asdict(EXPECTED), "high": asdict(HIGH)}

@@ -1,0 +1,213 @@
+"""`undertow estimate`: what consolidation would cost, before any LLM call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from undertow.engine.model import InputError
+from undertow.serving.cli.errors import Exit, WrongUsage
+from undertow.serving.cli.ingesting import (
+    LogFormat,
+    LogFormatName,
+    Paths,
+    Problems,
+    Profile,
+    ThetaCount,
+    ThetaMerge,
+    ThetaSim,
+)
+from undertow.serving.cli.opening import AsJson, EncoderName, check_settings, settings_of
+from undertow.serving.cli.output import put_json, put_table, put_text
+from undertow.serving.cli.progress import Bar
+
+if TYPE_CHECKING:
+    from undertow.engine.config import PolicyName, Settings
+    from undertow.engine.encoder import Encoder
+    from undertow.engine.estimate import Ranges, TenantLog
+    from undertow.engine.ingest import IngestReport
+    from undertow.engine.model import Turn
+
+EMBEDDED_AT_A_TIME = 256
+FIGURES = ("calls", "prompt_tokens", "completion_tokens")
+
+
+class PolicyChoice(StrEnum):
+    RECMEM = "recmem"
+    EAGER = "eager"
+    ALL = "all"
+
+
+PolicyOption = Annotated[
+    PolicyChoice, typer.Option("--policy", help="Whose calls are counted; all: side by side.")
+]
+TokenizerFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="Of the LLM that is to be asked: counts its tokens. Left out: the encoder's tokenizer, which is "
+        "near for English only.",
+    ),
+]
+Vectors = Annotated[
+    Path | None,
+    typer.Option(
+        "--vectors", metavar="FILE", help="Keep the vectors here: other thresholds then take seconds."
+    ),
+]
+PriceIn = Annotated[float | None, typer.Option("--price-in", min=0, help="Price of a million prompt tokens.")]
+PriceOut = Annotated[
+    float | None, typer.Option("--price-out", min=0, help="Price of a million completion tokens.")
+]
+
+
+def estimate(
+    paths: Paths,
+    policy: PolicyOption = PolicyChoice.ALL,
+    format: LogFormat = LogFormatName.AUTO,
+    profile: Profile = None,
+    theta_sim: ThetaSim = None,
+    theta_merge: ThetaMerge = None,
+    theta_count: ThetaCount = None,
+    encoder: EncoderName = None,
+    tokenizer: TokenizerFolder = None,
+    vectors: Vectors = None,
+    price_in: PriceIn = None,
+    price_out: PriceOut = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many LLM calls and tokens these logs would need, before any is made. Stores nothing.
+
+    The gate is run over the logs' own vectors and the real prompts are built around stand-in memories. What
+    an LLM would reply is assumed: each figure is low, expected and high. Answers to questions cost extra.
+    """
+    if (price_in is None) != (price_out is None):
+        raise WrongUsage("a price needs both: give --price-in and --price-out.")
+    from undertow.bench.quality.vectors import KeptVectors
+    from undertow.engine.encoder import make_encoder
+    from undertow.engine.estimate import POLICIES, assumptions, price
+    from undertow.engine.estimate import estimate as measure
+    from undertow.engine.policies.base import Thresholds
+    from undertow.engine.token_count import token_count
+
+    settings = settings_of(
+        llm="off",
+        encoder=encoder,
+        profile=profile and profile.value,
+        theta_sim=theta_sim,
+        theta_merge=theta_merge,
+        theta_count=theta_count,
+    )
+    check_settings(settings)
+    tokens = token_count(settings, tokenizer)
+    turns, report = _turns(paths, format, settings)
+    kept = KeptVectors(make_encoder(settings), vectors)
+    logs = _logs(turns, kept, settings)
+    kept.save()
+    theta = Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
+    wanted: Sequence[PolicyName] = POLICIES
+    if policy is not PolicyChoice.ALL:
+        wanted = [policy.value]
+    found = {name: measure(logs, name, theta, tokens) for name in wanted}
+    about = {
+        "tenants": len(logs),
+        "turns": sum(len(log.turns) for log in logs),
+        "encoder": settings.encoder,
+        "theta_sim": theta.theta_sim,
+        "theta_merge": theta.theta_merge,
+        "theta_count": theta.theta_count,
+        "tokens": tokens.name,
+        "errors": report.errors,
+        "warnings": report.warnings,
+    }
+    prices = {}
+    if price_in is not None and price_out is not None:
+        prices = {"price": {name: price(ranges, price_in, price_out) for name, ranges in found.items()}}
+    document = {**about, "policies": found, **prices, "assumptions": assumptions()}
+    if as_json:
+        put_json(document)
+    else:
+        _put(document)
+    raise typer.Exit(Exit.INPUT if report.errors else Exit.DONE)
+
+
+def _turns(
+    paths: list[str], format: LogFormatName, settings: Settings
+) -> tuple[dict[str, list[Turn]], IngestReport]:
+    """Each tenant's turns in the order of arrival, each once, as ingestion would take them."""
+    from undertow.engine.ingest import IngestReport
+    from undertow.engine.readers import find_logs, read
+
+    try:
+        logs = list(find_logs(paths))
+    except InputError as error:
+        raise WrongUsage(str(error)) from None
+    problems, report = Problems(), IngestReport()
+    turns: dict[str, dict[str, Turn]] = {}
+    for log in logs:
+        for record in read(log, format.value, max_message_bytes=settings.max_message_bytes):
+            report.errors += len(record.errors)
+            report.warnings += len(record.warnings)
+            for refused in record.errors:
+                problems.error(refused)
+            for warning in record.warnings:
+                problems.warning(warning)
+            for turn in record.turns:
+                turns.setdefault(turn.tenant, {}).setdefault(turn.dedupe_key, turn)
+    problems.tell_rest(report)
+    return {tenant: list(own.values()) for tenant, own in turns.items()}, report
+
+
+def _logs(turns: dict[str, list[Turn]], encoder: Encoder, settings: Settings) -> list[TenantLog]:
+    """The turns with their vectors; to embed them is what takes the time."""
+    import numpy as np
+
+    from undertow.engine.estimate import TenantLog
+
+    total = sum(map(len, turns.values()))
+    done = 0
+    logs = []
+    with ExitStack() as stack:
+        bar = stack.enter_context(Bar())
+        for own in turns.values():
+            parts = []
+            for start in range(0, len(own), EMBEDDED_AT_A_TIME):
+                some = own[start : start + EMBEDDED_AT_A_TIME]
+                parts.append(encoder.encode([_embedded(turn, settings) for turn in some]))
+                done += len(some)
+                if bar.is_due:
+                    bar.show(f"{done:,} of {total:,} turns embedded", done, total)
+            logs.append(TenantLog(own, np.concatenate(parts).astype(np.float32)))
+    return logs
+
+
+def _embedded(turn: Turn, settings: Settings) -> str:
+    """The text as ingestion embeds it."""
+    dated = settings.embed_timestamp and turn.timestamp is not None
+    return f"{turn.timestamp}\n{turn.text}" if dated else turn.text
+
+
+def _put(document: dict[str, Any]) -> None:
+    title = (
+        f"{document['turns']:,} turns of {document['tenants']:,} tenants, theta_sim {document['theta_sim']}, "
+        f"theta_count {document['theta_count']}; expected (low to high)"
+    )
+    put_table(list(_rows(document["policies"])), ("policy", "operation", *FIGURES), title=title)
+    put_text(f"Tokens counted by: {document['tokens']}. What replies were assumed: --json, and docs/cost.md.")
+    for policy, cost in document.get("price", {}).items():
+        put_text(f"Price, {policy}: {cost['expected']} ({cost['low']} to {cost['high']})")
+
+
+def _rows(policies: dict[str, Ranges]) -> Iterator[dict[str, str]]:
+    for policy, ranges in policies.items():
+        for operation, figures in ranges.items():
+            shown = {
+                name: f"{r['expected']:,} ({r['low']:,} to {r['high']:,})" for name, r in figures.items()
+            }
+            yield {"policy": policy, "operation": operation, **shown}

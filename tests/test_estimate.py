@@ -1,0 +1,232 @@
+"""`undertow estimate`: calls and tokens before any call, held against what a real engine is asked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from undertow.bench.estimate_check import compare, metered, usage_in
+from undertow.bench.quality.datasets import Sample
+from undertow.engine.config import Settings
+from undertow.engine.encoder import HashingEncoder
+from undertow.engine.estimate import FIGURES, TOTAL, TenantLog, estimate, price
+from undertow.engine.estimate_eager import EagerShape, eager_usage
+from undertow.engine.model import Message, Turn, UndertowError
+from undertow.engine.policies.base import Thresholds
+from undertow.engine.reply_guess import EXPECTED, Evenly, Guesser, stand_in
+from undertow.engine.token_count import TokenCount, token_count
+from undertow.prompts import ShownTurn, episode_prompt
+
+from .cli_harness import THETAS, conversation, run, write_log
+
+SETTINGS = Settings(
+    encoder="hash:384", device="cpu", llm_url=None, theta_sim=0.5, theta_merge=0.55, theta_count=3
+)
+THETA = Thresholds(0.5, 0.55, 3)
+BYTES = TokenCount("bytes", lambda text: len(text.encode()), template_tokens=7)
+TURNS = 60
+
+
+def turn(n: int, text: str, tenant: str = "ada") -> Turn:
+    messages = (Message("user", text), Message("assistant", f"noted {n}"))
+    return Turn(tenant, messages, f"k{n}", "s", "2026-05-08T10:00:00")
+
+
+def talk() -> tuple[Turn, ...]:
+    lines = conversation("ada", TURNS)
+    return tuple(turn(n, line["messages"][0]["content"]) for n, line in enumerate(lines))
+
+
+def log_of(turns: tuple[Turn, ...]) -> TenantLog:
+    return TenantLog(turns, HashingEncoder(384).encode([t.text for t in turns]).astype(np.float32))
+
+
+# ---- against a real engine
+
+
+def test_without_merges_the_episode_prompts_are_those_that_an_engine_asks() -> None:
+    turns = talk()
+    sample = Sample("ada", turns, ((),) * len(turns), ())
+    real = metered([sample], SETTINGS, HashingEncoder(384), BYTES, refusal_rate=1.0)
+    assert real.stats["consolidations"] >= 10 and real.stats["merges"] == 0
+    refusing = replace(EXPECTED, merge_share=0.0)
+    found = estimate([log_of(turns)], "recmem", THETA, BYTES, refusing)["episode"]
+    assert found["calls"]["expected"] == real.spent["episode"].calls
+    # to the byte: the same clusters in the same words
+    assert found["prompt_tokens"]["expected"] == real.spent["episode"].prompt_tokens
+
+
+def test_the_total_of_a_run_that_grants_half_the_merges_is_near() -> None:
+    turns = talk()
+    sample = Sample("ada", turns, ((),) * len(turns), ())
+    real = metered([sample], SETTINGS, HashingEncoder(384), BYTES, refusal_rate=0.5)
+    rows = compare(estimate([log_of(turns)], "recmem", THETA, BYTES), real.spent)
+    assert set(rows) == {"episode", "merge", "refine", TOTAL}
+    assert rows[TOTAL]["prompt_tokens"]["metered"] == sum(u.prompt_tokens for u in real.spent.values())
+    assert abs(rows[TOTAL]["prompt_tokens"]["off"]) < 0.6
+
+
+# ---- the figures
+
+
+def test_ranges_enclose_what_is_expected_and_totals_add_up() -> None:
+    log = log_of(talk())
+    for policy in ("recmem", "eager"):
+        ranges = estimate([log, log], policy, THETA, BYTES)
+        for figure in FIGURES:
+            for row in ranges.values():
+                assert row[figure]["low"] <= row[figure]["expected"] <= row[figure]["high"]
+            parts = [row[figure]["expected"] for op, row in ranges.items() if op != TOTAL]
+            assert ranges[TOTAL][figure]["expected"] == sum(parts) > 0
+
+
+def test_an_eager_policy_reads_every_turn_with_the_recent_ones_before_it() -> None:
+    one_each = TokenCount("lines", lambda text: 1, template_tokens=0)
+    shape = EagerShape(
+        extract_fixed_tokens=100,
+        recent_turns=2,
+        reconcile_fixed_tokens=50,
+        similar_facts=2,
+        added_share=1.0,
+        shown_tokens=6,
+        extracted_tokens=1,
+        decision_tokens=3,
+    )
+    guess = replace(EXPECTED, facts=1, fact_chars=16)  # 4 tokens
+    spent = eager_usage([turn(n, "hello") for n in range(4)], one_each, Guesser(guess), shape)
+    extract, reconcile = spent["extract"], spent["reconcile"]
+    # the turn is a line, after 0, 1, 2, 2 others
+    assert (extract.calls, extract.prompt_tokens) == (4, 4 * 100 + 4 + (0 + 1 + 2 + 2))
+    # one candidate each, beside 0, 1, 2, 2 stored facts, each of 4 + 6 tokens
+    assert (reconcile.calls, reconcile.prompt_tokens) == (4, 4 * 50 + 10 * (4 + 0 + 1 + 2 + 2))
+    assert (extract.completion_tokens, reconcile.completion_tokens) == (4 * 5, 4 * 3)
+
+
+def test_an_eager_policy_that_finds_nothing_reconciles_nothing() -> None:
+    spent = eager_usage(talk(), BYTES, Guesser(replace(EXPECTED, facts=0)))
+    assert (spent["extract"].calls, spent["reconcile"].calls) == (TURNS, 0)
+
+
+def test_whole_numbers_keep_their_mean_over_many_tenants() -> None:
+    evenly = Evenly(1.5)
+    assert [evenly.take() for _ in range(6)] == [1, 2, 1, 2, 1, 2]
+    rarely = Evenly(0.1)
+    assert sum(rarely.take() for _ in range(1000)) == 100
+
+
+def test_a_stand_in_has_its_length_whatever_it_is_made_of() -> None:
+    assert len(stand_in(["a b"], 300)) == 300
+    assert stand_in(["one two three"], 7) == "one two"
+    assert stand_in([" "], 10) == ""
+
+
+def test_a_price_is_that_of_prompts_and_completions() -> None:
+    row = {"low": 1_000_000, "expected": 2_000_000, "high": 4_000_000}
+    ranges = {TOTAL: dict.fromkeys(FIGURES, row)}
+    assert price(ranges, 0.5, 2.0) == {"low": 2.5, "expected": 5.0, "high": 10.0}
+
+
+# ---- tokens
+
+
+def words_tokenizer(folder: Path) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(5)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_tokenizer_counts_whole_texts_without_its_window(tmp_path: Path) -> None:
+    tokens = token_count(SETTINGS, words_tokenizer(tmp_path))
+    prompt = episode_prompt([ShownTurn(1, None, "Ana: hi\nBo: yes")] * 3)
+    plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    plain.no_truncation()
+    whole = sum(len(plain.encode(text).ids) for text in (prompt.system, prompt.user))
+    assert tokens.of_prompt(prompt) == whole + tokens.template_tokens
+    assert str(tmp_path) in tokens.name
+
+
+def test_without_a_tokenizer_bytes_are_counted_and_it_is_said() -> None:
+    tokens = token_count(SETTINGS)
+    assert (tokens.of_text("12345678"), tokens.of_text("123456789")) == (2, 3)
+    assert "bytes / 4" in tokens.name
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(UndertowError, match=r"tokenizer\.json"):
+        token_count(SETTINGS, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UndertowError, match=r"cannot be used as a tokenizer"):
+        token_count(SETTINGS, tmp_path)
+
+
+# ---- a real run's usage
+
+
+def test_usage_is_read_from_stats_and_answers_are_no_construction(tmp_path: Path) -> None:
+    file = tmp_path / "stats.json"
+    used = {"calls": 4, "prompt_tokens": 100, "cached_prompt_tokens": 50, "completion_tokens": 10}
+    file.write_text(json.dumps({"turns": 3, "usage": {"episode": used, "answer": used}}))
+    row = {"low": 1, "expected": 5, "high": 9}
+    rows = compare(dict.fromkeys(("episode", TOTAL), dict.fromkeys(FIGURES, row)), usage_in(file))
+    assert set(rows) == {"episode", TOTAL}
+    assert rows[TOTAL]["calls"] == {**row, "metered": 4, "off": 0.25, "within": True}
+    assert (rows[TOTAL]["prompt_tokens"]["off"], rows[TOTAL]["prompt_tokens"]["within"]) == (-0.95, False)
+    file.write_text('{"turns": 3}')
+    with pytest.raises(ValueError, match="no usage by operation"):
+        usage_in(file)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return write_log(tmp_path / "log.jsonl", conversation("ada", TURNS) + conversation("bo", TURNS))
+
+
+def test_the_command_reads_logs_and_stores_nothing(log: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    document = run("estimate", log, *THETAS, "--json").doc
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (document["tenants"], document["turns"], document["theta_count"]) == (2, 2 * TURNS, 3)
+    assert set(document["policies"]) == {"recmem", "eager"}
+    assert document["policies"]["eager"]["extract"]["calls"]["expected"] == 2 * TURNS
+    recmem = document["policies"]["recmem"]
+    assert recmem["episode"]["calls"]["expected"] > 0
+    assert document["assumptions"]["expected"]["merge_share"] == EXPECTED.merge_share
+    assert "bytes / 4" in document["tokens"]
+    none = run("estimate", log, "--theta-sim", "0.99", "--policy", "recmem", "--json").doc["policies"]
+    assert (set(none), none["recmem"][TOTAL]["calls"]["high"]) == ({"recmem"}, 0)
+
+
+def test_the_same_log_twice_costs_once_and_vectors_are_kept(log: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.npz"
+    once = run("estimate", log, *THETAS, "--vectors", kept, "--json").doc
+    assert kept.exists()
+    assert run("estimate", log, log, *THETAS, "--vectors", kept, "--json").doc == once
+
+
+def test_a_bad_line_is_told_and_the_rest_estimated(log: Path) -> None:
+    with log.open("a") as file:
+        file.write('{"tenant": "ada", "messages": 5}\n')
+    done = run("estimate", log, *THETAS, "--json")
+    assert (done.code, done.doc["errors"], done.doc["turns"]) == (3, 1, 2 * TURNS)
+    assert "messages" in done.err
+
+
+def test_prices_come_in_pairs(log: Path) -> None:
+    alone = run("estimate", log, "--price-in", "1")
+    assert (alone.code, "--price-out" in alone.err) == (2, True)
+    shown = run("estimate", log, *THETAS, "--price-in", "1", "--price-out", "2")
+    assert (shown.code, "Price, recmem: " in shown.out, "\x1b" in shown.out) == (0, True, False)
+    document = run("estimate", log, *THETAS, "--price-in", "1", "--price-out", "2", "--json").doc
+    total = document["policies"]["eager"][TOTAL]
+    expected = (total["prompt_tokens"]["expected"] + 2 * total["completion_tokens"]["expected"]) / 1e6
+    assert document["price"]["eager"]["expected"] == pytest.approx(expected, abs=1e-4)
