@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -27,7 +27,7 @@ from undertow.serving.cli.output import put_json, put_table, put_text
 from undertow.serving.cli.progress import Bar
 
 if TYPE_CHECKING:
-    from undertow.engine.config import PolicyName, Settings
+    from undertow.engine.config import Settings
     from undertow.engine.encoder import Encoder
     from undertow.engine.estimate import Ranges, TenantLog
     from undertow.engine.ingest import IngestReport
@@ -111,9 +111,7 @@ def estimate(
     logs = _logs(turns, kept, settings)
     kept.save()
     theta = Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
-    wanted: Sequence[PolicyName] = POLICIES
-    if policy is not PolicyChoice.ALL:
-        wanted = [policy.value]
+    wanted = [name for name in POLICIES if policy in (PolicyChoice.ALL, name)]
     found = {name: measure(logs, name, theta, tokens) for name in wanted}
     about = {
         "tenants": len(logs),
