@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +29,7 @@ from undertow.serving.cli.progress import Bar
 if TYPE_CHECKING:
     from undertow.engine.config import Settings
     from undertow.engine.encoder import Encoder
-    from undertow.engine.estimate import PolicyName, Ranges, TenantLog
+    from undertow.engine.estimate import Ranges, TenantLog
     from undertow.engine.ingest import IngestReport
     from undertow.engine.model import Turn
 
@@ -111,7 +111,7 @@ def estimate(
     logs = _logs(turns, kept, settings)
     kept.save()
     theta = Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
-    wanted: Sequence[PolicyName] = POLICIES if policy is PolicyChoice.ALL else (policy.value,)
+    wanted = [name for name in POLICIES if policy.value in (name, PolicyChoice.ALL)]
     found = {name: measure(logs, name, theta, tokens) for name in wanted}
     about = {
         "tenants": len(logs),
@@ -152,8 +152,8 @@ def _turns(
         for record in read(log, format.value, max_message_bytes=settings.max_message_bytes):
             report.errors += len(record.errors)
             report.warnings += len(record.warnings)
-            for error in record.errors:
-                problems.error(error)
+            for problem in record.errors:
+                problems.error(problem)
             for warning in record.warnings:
                 problems.warning(warning)
             for turn in record.turns:
