@@ -111,7 +111,7 @@ def estimate(
     logs = _logs(turns, kept, settings)
     kept.save()
     theta = Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
-    wanted = [name for name in POLICIES if policy in (PolicyChoice.ALL, name)]
+    wanted = [name for name in POLICIES if policy.value in (name, PolicyChoice.ALL)]
     found = {name: measure(logs, name, theta, tokens) for name in wanted}
     about = {
         "tenants": len(logs),
@@ -152,8 +152,8 @@ def _turns(
         for record in read(log, format.value, max_message_bytes=settings.max_message_bytes):
             report.errors += len(record.errors)
             report.warnings += len(record.warnings)
-            for refused in record.errors:
-                problems.error(refused)
+            for problem in record.errors:
+                problems.error(problem)
             for warning in record.warnings:
                 problems.warning(warning)
             for turn in record.turns:
