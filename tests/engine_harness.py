@@ -158,8 +158,8 @@ def oracle_run(
 ) -> Run:
     run = Run()
     for tenant, of_tenant in turns.items():
-        oracle_of = {"recmem": OracleRecMem, "eager": OracleEager}[settings.policy]
-        oracle = oracle_of(tenant, encoder, MockLLM(replies), settings)
+        oracle_of = OracleEager if settings.policy == "eager" else OracleRecMem
+        oracle: OracleEager | OracleRecMem = oracle_of(tenant, encoder, MockLLM(replies), settings)
         for seq, turn in enumerate(of_tenant):
             oracle.take(seq, turn)
         run.decisions[tenant] = oracle.decisions
