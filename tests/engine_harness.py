@@ -158,9 +158,8 @@ def oracle_run(
 ) -> Run:
     run = Run()
     for tenant, of_tenant in turns.items():
-        oracle_of: type[OracleRecMem | OracleEager]
-        oracle_of = OracleRecMem if settings.policy == "recmem" else OracleEager
-        oracle = oracle_of(tenant, encoder, MockLLM(replies), settings)
+        oracle_of = OracleEager if settings.policy == "eager" else OracleRecMem
+        oracle: OracleEager | OracleRecMem = oracle_of(tenant, encoder, MockLLM(replies), settings)
         for seq, turn in enumerate(of_tenant):
             oracle.take(seq, turn)
         run.decisions[tenant] = oracle.decisions
