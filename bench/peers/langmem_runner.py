@@ -21,7 +21,7 @@ from langmem import create_memory_store_manager
 from undertow.bench.peers.runner import Meter, Options, Spent, embeddings, said, serve
 
 
-class Counted(BaseCallbackHandler):
+class Counted(BaseCallbackHandler):  # type: ignore[misc]  # not installed where mypy runs
     """LangGraph calls the LLM on threads of its own, so that the meter cannot tell whose call it is."""
 
     def __init__(self, spent: Spent | None) -> None:
@@ -32,7 +32,7 @@ class Counted(BaseCallbackHandler):
             self._spent.count((response.llm_output or {}).get("token_usage") or {})
 
 
-class Store(InMemoryStore):
+class Store(InMemoryStore):  # type: ignore[misc]
     """It looks through a dictionary that other threads would change meanwhile: batches take turns."""
 
     def __init__(self, *, index: Any) -> None:
@@ -41,7 +41,8 @@ class Store(InMemoryStore):
 
     def batch(self, ops: Any) -> list[Any]:
         with self._turn:
-            return super().batch(ops)
+            done: list[Any] = super().batch(ops)
+            return done
 
 
 class LangMem:

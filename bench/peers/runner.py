@@ -115,7 +115,7 @@ class OneAtATime:
         return call
 
 
-class Hashed(Embeddings):
+class Hashed(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
     """Undertow's hashing encoder as a LangChain embedding, which both peers take."""
 
     def __init__(self, dim: int) -> None:
@@ -131,7 +131,7 @@ class Hashed(Embeddings):
         return self.embed_documents([text])[0]
 
 
-class Sentences(Embeddings):
+class Sentences(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
     """A sentence-transformers model, called as LangChain's own wrapper calls it."""
 
     def __init__(self, folder: str) -> None:

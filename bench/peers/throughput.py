@@ -1,10 +1,12 @@
 """Turns/s of Undertow beside a peer's: the same turns, encoder and mock LLM, on the same machine.
 
-    python -m undertow.bench.peers.throughput --tenants 200 --turns 20 [--encoder NAME] [--peer langmem]
+    python -m undertow.bench.peers.throughput [--encoder hash:384] [--peer mem0|langmem] [--out FILE]
 
 A peer has no turn that is searchable before its LLM call, so both of Undertow's rates stand beside the one
-of the peer's `add` returning. Its thread counts are tried on the first turns, the best one runs all of them.
-Undertow's turns are put through its queue by one thread. Ends in one JSON line.
+of the peer's `add` returning. Its thread counts are tried on the first turns, and the best one runs the first
+`--peer-turns`; as its store grows it gets slower, so that a part of the turns flatters it. Undertow gets all
+of them, put through its queue by one thread: short conversations would hardly ever need its LLM. Ends in one
+JSON line.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import argparse
 import json
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +69,23 @@ def through_peer(name: str, log: Sequence[Turn], settings: Settings, threads: in
 
 def drive(peer: PeerProcess, log: Sequence[Turn], at_once: int) -> tuple[list[float], list[Reply]]:
     """Seconds that each add took, and its reply. PeerError as soon as one fails."""
-    lines: dict[str, list[Turn]] = {}
+    lines: dict[str, deque[Turn]] = {}
     for turn in log:
-        lines.setdefault(turn.tenant, []).append(turn)
-    idle = [iter(line) for line in lines.values()]
-    numbers = count()
-    asked: dict[Future[Reply], tuple[int, float]] = {}
-    working: dict[int, Any] = {}
+        lines.setdefault(turn.tenant, deque()).append(turn)
+    idle = deque(lines.values())
+    asked: dict[Future[Reply], tuple[deque[Turn], float]] = {}
     waits_s, replies = [], []
     while idle or asked:
         while idle and len(asked) < at_once:
-            line = idle.pop(0)
-            if (turn := next(line, None)) is None:
-                continue
-            number = next(numbers)
-            asked[peer.ask(OPERATION, **added(turn))] = number, time.perf_counter()
-            working[number] = line
+            line = idle.popleft()
+            asked[peer.ask(OPERATION, **added(line.popleft()))] = line, time.perf_counter()
         done, _ = wait(asked, return_when=FIRST_COMPLETED)
         for future in done:
-            number, began_s = asked.pop(future)
+            line, began_s = asked.pop(future)
             replies.append(future.result())
             waits_s.append(time.perf_counter() - began_s)
-            idle.append(working.pop(number))
+            if line:
+                idle.append(line)
     return waits_s, replies
 
 
@@ -103,11 +100,13 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         settings = settings.model_copy(update={"llm_url": url, "llm_model": None})
         trials = [through_peer(args.peer, log[: args.trial_turns], settings, n) for n in args.threads]
         best = max(trials, key=lambda trial: trial["turns_per_s"])
-        theirs = through_peer(args.peer, log, settings, best["threads"])
+        theirs = through_peer(args.peer, log[: args.peer_turns], settings, best["threads"])
         ours = ingest(log, settings, make_encoder(settings))
+    # without a call nothing was consolidated, and a rate of it would mean nothing
+    compared = ("searchable", "consolidated") if ours["llm_calls"] else ("searchable",)
     ratios = {
         f"times_{args.peer}_{of}": round(ours[f"{of}_turns_per_s"] / theirs["turns_per_s"], 1)
-        for of in ("searchable", "consolidated")
+        for of in compared
     }
     return {**figures, "trials": trials, args.peer: theirs, "undertow": ours, **ratios}
 
@@ -117,11 +116,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=LOCOMO, help="a log that `undertow ingest` takes")
     parser.add_argument("--peer", choices=sorted(RUNNERS), default="mem0")
     parser.add_argument("--encoder", help="of both; left out: UNDERTOW_ENCODER, or MiniLM")
-    parser.add_argument("--tenants", type=int, default=200)
-    parser.add_argument("--turns", type=int, default=20, help="of each tenant")
-    parser.add_argument("--trial-turns", type=int, default=160, help="of all, for each number of threads")
+    parser.add_argument("--tenants", type=int, default=50)
+    parser.add_argument("--turns", type=int, help="of each tenant; left out: the whole conversation")
+    parser.add_argument("--peer-turns", type=int, default=2_000, help="the first so many, through the peer")
+    parser.add_argument("--trial-turns", type=int, default=160, help="of those, for each number of threads")
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--llm-latency", type=float, default=0.2, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, help="write the figures here too")
     args = parser.parse_args()
     figures = compare(args)
     for trial in figures["trials"]:
@@ -129,6 +130,8 @@ def main() -> None:
     print(f"  {args.peer}, all turns  {figures[args.peer]['turns_per_s']:>10,.1f} turns/s")
     for name in _TOLD:
         print(f"  undertow, {name:26} {figures['undertow'][name]:>12,.1f}")
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(figures))
 
 
