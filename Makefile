@@ -1,7 +1,9 @@
-# `make` alone lists the targets. Two environments: .venv for the engine, .venv-vllm for the local LLM server.
+# `make` alone lists the targets. Environments: .venv for the engine, .venv-vllm for the local LLM server, and,
+# to measure beside other memory systems, .venv-peers.
 PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
+PEERS_VENV := .venv-peers
 MODEL := .models/qwen2.5-coder-1.5b-instruct-int8
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -17,6 +19,7 @@ NO_VENV := The venv module is missing: on Debian, apt-get install python3-venv
 SETUP := $(VENV)/.stamp
 SETUP_VLLM := $(VLLM_VENV)/.stamp
 SETUP_GPU := $(VENV)/.stamp-gpu
+SETUP_PEERS := $(PEERS_VENV)/.stamp
 # another Python that has everything: then nothing is installed
 GPU_PYTHON ?=
 GPU_RUN := $(or $(GPU_PYTHON),$(VENV)/bin/python) -m
@@ -49,7 +52,7 @@ hint = { echo "==> FAILED. $(1)" >&2; exit 1; }
 .DELETE_ON_ERROR:
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
-.PHONY: help setup setup-vllm setup-gpu model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
+.PHONY: help setup setup-vllm setup-gpu setup-peers model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +62,8 @@ setup: $(SETUP) ## make .venv, the engine's environment
 setup-vllm: $(SETUP_VLLM) ## make .venv-vllm, the local LLM server's environment
 
 setup-gpu: $(SETUP_GPU) ## add the packages for a GPU to .venv; faiss-gpu takes the place of faiss-cpu
+
+setup-peers: $(SETUP_PEERS) ## make .venv-peers, the environment of mem0ai and langmem (docs/peers.md)
 
 model: $(MODEL)/config.json ## make the small instruct model (1.1 GB to download, 2.3 GB on disk)
 
@@ -124,7 +129,7 @@ soak: $(SETUP) ## run the long loads
 	@$(VENV)/bin/pytest -m soak --timeout 0
 
 clean: ## remove environments, caches and the model
-	rm -rf $(VENV) $(VLLM_VENV) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) .models .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(SETUP): pyproject.toml constraints.txt
 	$(call say,engine environment in $(VENV))
@@ -157,6 +162,14 @@ $(SETUP_VLLM): serving/requirements-vllm.txt
 		|| $(call hint,$(NO_INSTALL))
 	@$(VLLM_VENV)/bin/python -P -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
 		|| $(call hint,The server needs a CPU build of torch; the README says how to choose one. Then: make clean setup-vllm)
+	@touch $@
+
+$(SETUP_PEERS): bench/peers/requirements.txt bench/peers/constraints.txt
+	$(call say,other memory systems' environment in $(PEERS_VENV))
+	@$(PYTHON) -m venv $(PEERS_VENV) || $(call hint,$(NO_VENV))
+	$(call say,installing torch, mem0ai and langmem: 1.4 GB on disk)
+	@$(PEERS_VENV)/bin/pip install $(PIP_FLAGS) --constraint bench/peers/constraints.txt \
+		--requirement bench/peers/requirements.txt | $(PROGRESS) || $(call hint,$(NO_INSTALL))
 	@touch $@
 
 $(MODEL)/config.json: | $(SETUP_VLLM)

@@ -28,8 +28,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from undertow.bench.ingest import copies
 from undertow.bench.machine import LOCOMO, commit, describe
+from undertow.bench.throughput_load import copies
 from undertow.engine.model import Turn
 
 TENANTS = 2_000

@@ -25,10 +25,11 @@ from undertow.bench.capacity_profile import (
     Sample,
     fitted,
 )
-from undertow.bench.ingest import CachedVectors, copies, settings
+from undertow.bench.ingest import CachedVectors, settings
 from undertow.bench.machine import describe
 from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_replies import MockReplies
+from undertow.bench.throughput_load import copies
 from undertow.engine.admission import Inbox
 from undertow.engine.engine import Engine
 from undertow.engine.journal import COMMITS_PER_COMPACTION

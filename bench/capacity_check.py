@@ -17,10 +17,11 @@ from undertow.bench.capacity_calibrate import Calibration, warmed
 from undertow.bench.capacity_plan import Assumptions
 from undertow.bench.capacity_profile import LLMServer, Profile
 from undertow.bench.capacity_shard import Arrival, Memoir, SimulatedShard
-from undertow.bench.ingest import copies, settings
+from undertow.bench.ingest import settings
 from undertow.bench.machine import describe
 from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_replies import MockReplies
+from undertow.bench.throughput_load import copies
 from undertow.engine.config import Settings
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine
 from undertow.engine.llm import LLMClient

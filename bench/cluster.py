@@ -31,10 +31,11 @@ from typing import Any
 import psutil
 import pyarrow as pa
 
-from undertow.bench.ingest import CachedVectors, copies, settings
+from undertow.bench.ingest import CachedVectors, settings
 from undertow.bench.machine import LOCOMO, commit, describe
 from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_replies import MockReplies
+from undertow.bench.throughput_load import copies
 from undertow.engine.cluster.actors import connect
 from undertow.engine.cluster.cluster import Cluster
 from undertow.engine.cluster.housing import Parts

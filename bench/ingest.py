@@ -14,9 +14,8 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import cycle, islice
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from numpy.typing import NDArray
 from undertow.bench.machine import LOCOMO, describe, peak_rss_bytes
 from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_replies import MockReplies
+from undertow.bench.throughput_load import copies
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Fingerprint, HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.model import Turn
-from undertow.engine.readers import read
 
 Vectors = NDArray[np.float16]
 
@@ -52,20 +51,6 @@ class CachedVectors:
     def encode(self, texts: Sequence[str]) -> Vectors:
         self.warm([t for t in texts if t not in self._table])
         return np.stack([self._table[t] for t in texts]) if texts else np.empty((0, 384), np.float16)
-
-
-def copies(data: Path, tenants: int, turns_per_tenant: int | None = None) -> Iterator[Turn]:
-    """Plain copies of the log's conversations under `tenants` names, interleaved as traffic is."""
-    records = list(read(data, max_message_bytes=1_000_000))
-    logs = [list(r.turns) for r in records if r.turns]
-    lines = [
-        list(islice(cycle(log), turns_per_tenant or len(log)))
-        for log, _ in zip(cycle(logs), range(tenants), strict=False)
-    ]
-    for i in range(max(map(len, lines))):
-        for n, line in enumerate(lines):
-            if i < len(line):
-                yield replace(line[i], tenant=f"tenant-{n}", dedupe_key=f"{n}-{i}")
 
 
 def settings(**changes: Any) -> Settings:

@@ -23,7 +23,7 @@ Messages = Sequence[Mapping[str, str]]
 
 _EPISODE_WORDS = 80
 _MERGED_OLD_WORDS = 60  # the episode's words first, so that many merges do not wash them out
-_FACT_WORDS = 14
+FACT_WORDS = 14
 _CACHE_BLOCK_TOKENS = 16
 _JUDGING = "yes or no"
 # fields with the number of a stored fact
@@ -218,7 +218,7 @@ class _Writer:
         if path.startswith(".facts"):
             i, _ = _ordinal(path)
             _, text = self.echo.turns[(self.echo.pick("fact", 97) + i) % len(self.echo.turns)]
-            words = " ".join(text.split()[:_FACT_WORDS])
+            words = " ".join(text.split()[:FACT_WORDS])
         elif path.startswith(".episodes"):
             words = " ".join(_even(self._part(path), _EPISODE_WORDS))
         else:

@@ -31,7 +31,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from undertow.bench.mock_llm import MODEL
-from undertow.bench.mock_replies import MockReplies, share, usage_of, words_of
+from undertow.bench.mock_peers import json_reply, tool_calls
+from undertow.bench.mock_replies import Messages, MockReplies, share, usage_of, words_of
 from undertow.engine.model import Usage
 
 __all__ = ["MockServer", "spawn_server"]
@@ -141,12 +142,13 @@ class MockServer:
         try:
             asked = orjson.loads(body)
             model, messages = asked["model"], asked["messages"]
-            form = (asked.get("response_format") or {}).get("json_schema")
+            operation, message = self._reply(asked, messages)
         except (ValueError, KeyError, TypeError, AttributeError) as invalid:
             return _error(400, f"not a chat completion request: {invalid!r}")
         if model != MODEL:
             return _error(404, f"The model `{model}` does not exist.")
-        content = self.replies.reply(messages, form and form["schema"])
+        calls = message.get("tool_calls")
+        content = orjson.dumps(calls).decode() if calls else message["content"]
         used = usage_of(messages, content)
         if self.context_tokens and used.prompt_tokens + (asked.get("max_tokens") or 0) > self.context_tokens:
             return _error(
@@ -154,15 +156,31 @@ class MockServer:
             )
         if self.latency_s or self.jitter_s:
             await asyncio.sleep(self.latency_s + self.jitter_s * share(body, "jitter"))
-        self.calls[form["name"] if form else "answer"] += 1
+        self.calls[operation] += 1
         self.usage += used
         if asked.get("stream"):
             told = self._pieces(
                 content, used if (asked.get("stream_options") or {}).get("include_usage") else None
             )
             return StreamingResponse(told, media_type="text/event-stream")
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
+        choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "message": message}
         return JSONResponse({**_HEAD, "choices": [choice], "usage": _wire_usage(used)})
+
+    def _reply(self, asked: Mapping[str, Any], messages: Messages) -> tuple[str, dict[str, Any]]:
+        """What it is counted as, and the assistant's message."""
+        wanted, seed = asked.get("response_format") or {}, self.replies.seed
+        message: dict[str, Any] = {"role": "assistant"}
+        # our own prompts have neither tools nor a JSON object without a schema; other systems' do
+        if asked.get("tools"):
+            return "tools", message | {
+                "content": None,
+                "tool_calls": tool_calls(seed, messages, asked["tools"]),
+            }
+        if wanted.get("type") == "json_object":
+            return "json_object", message | {"content": json_reply(seed, messages)}
+        form = wanted.get("json_schema")
+        content = self.replies.reply(messages, form and form["schema"])
+        return form["name"] if form else "answer", message | {"content": content}
 
     async def _pieces(self, content: str, used: Usage | None) -> AsyncIterator[bytes]:
         """The events of a streamed reply, as OpenAI and vLLM send them."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.opening import AsJson, EncoderName, check_settings, settings_of
-from undertow.serving.cli.output import put_json, put_table, say
+from undertow.serving.cli.opening import AsJson, EncoderName, Model, check_settings, settings_of
+from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -125,3 +126,58 @@ def sweep(
 def _row(point: dict[str, Any], name: str, figures: tuple[str, ...]) -> dict[str, Any]:
     totals = {total: sum(point[total].values()) for total in ("calls", "prompt_tokens")}
     return {key: point[key] for key in (name, *figures)} | totals
+
+
+@bench.command()
+def ingest(
+    data: Annotated[
+        Path,
+        typer.Option("--data", metavar="LOG", help="In any format of `undertow ingest`.", show_default=False),
+    ],
+    tenants: Annotated[int, typer.Option("--tenants", min=1, help="So many, each with one conversation.")],
+    turns: Annotated[
+        int | None,
+        typer.Option("--turns", min=1, metavar="N", help="Of each tenant; left out: the whole conversation."),
+    ] = None,
+    salted: Annotated[
+        bool,
+        typer.Option(
+            "--salted/--copies", help="No text repeats across tenants, or all have plain copies of the log."
+        ),
+    ] = True,
+    latency_s: Annotated[
+        float, typer.Option("--llm-latency", min=0.0, metavar="SECONDS", help="Of the mock LLM.")
+    ] = 0.2,
+    llm: Annotated[
+        str | None, typer.Option("--llm", metavar="URL", help="A real server in place of the mock.")
+    ] = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="The figures, a picture and a Chrome trace."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turns/s until searchable and until consolidated, what a turn waits, and where the time goes.
+
+    A new store in a temporary folder. Nothing else should run. docs/performance.md says how to read it.
+    """
+    from undertow.bench.throughput_report import Load, run
+
+    load = Load(data, tenants, turns, salted=salted)
+    settings = settings_of(llm=llm or "off", model=model, encoder=encoder)
+    check_settings(settings)
+    result = run(load, settings, latency_s, out)
+    if as_json:
+        put_json(result)
+        return
+    put_pairs({name: value for name, value in result.items() if not isinstance(value, dict)})
+    for name in ("wait_s", "time_s"):
+        put_pairs(_flat(result[name]), title=f"\n{name}")
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """One level of names: {"a": {"b": 1}} as {"a b": 1}."""
+    inner = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
+    return {f"{name} {of}".strip(): value for name, values in inner.items() for of, value in values.items()}

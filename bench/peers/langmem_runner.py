@@ -1,0 +1,113 @@
+"""langmem in its own environment: its store manager, which LangMem runs in the background, over LangGraph's
+in-memory store; what the store holds is written to the run's folder after each exchange.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.outputs import LLMResult
+from langchain_openai import ChatOpenAI
+from langgraph.store.memory import InMemoryStore
+from langmem import create_memory_store_manager
+
+from undertow.bench.peers.runner import Meter, Options, Spent, embeddings, said, serve
+
+
+class Counted(BaseCallbackHandler):  # type: ignore[misc]  # not installed where mypy runs
+    """LangGraph calls the LLM on threads of its own, so that the meter cannot tell whose call it is."""
+
+    def __init__(self, spent: Spent | None) -> None:
+        self._spent = spent
+
+    def on_llm_end(self, response: LLMResult, **_: Any) -> None:
+        if self._spent is not None:
+            self._spent.count((response.llm_output or {}).get("token_usage") or {})
+
+
+class Store(InMemoryStore):  # type: ignore[misc]
+    """It looks through a dictionary that other threads would change meanwhile: batches take turns."""
+
+    def __init__(self, *, index: Any) -> None:
+        super().__init__(index=index)
+        self._turn = threading.Lock()
+
+    def batch(self, ops: Any) -> list[Any]:
+        with self._turn:
+            done: list[Any] = super().batch(ops)
+            return done
+
+
+class LangMem:
+    """One namespace a tenant, one run of the manager an exchange."""
+
+    def __init__(self, options: Options, meter: Meter) -> None:
+        self._meter = meter
+        self._folder = options.folder / "memories"
+        self._folder.mkdir(exist_ok=True)
+        encoder = embeddings(options.encoder)
+        dims = len(encoder.embed_query("dimensions"))
+        self._store = Store(index={"dims": dims, "embed": encoder})
+        llm = ChatOpenAI(model=options.model, base_url=options.url, api_key="none", temperature=0)
+        self._manager = create_memory_store_manager(
+            llm, store=self._store, namespace=("memories", "{langgraph_user_id}")
+        )
+        # by tenant and key: the memory as the store has it, and the date of the exchange that changed it last
+        self._kept: dict[str, dict[str, dict[str, Any]]] = {}
+        for file in sorted(self._folder.glob("*.json")):
+            self._restore(file)
+
+    def _restore(self, file: Path) -> None:
+        user = file.stem
+        self._kept[user] = json.loads(file.read_text(encoding="utf-8"))
+        for key, memory in self._kept[user].items():
+            self._store.put(("memories", user), key, memory["value"])
+
+    def add(self, tenant: str, messages: Sequence[Mapping[str, str]], date: str | None) -> None:
+        user = _label(tenant)
+        speaking = {"user": HumanMessage, "assistant": AIMessage}
+        chat = [speaking.get(m["role"], HumanMessage)(m["content"]) for m in said(messages, date)]
+        config: Any = {
+            "configurable": {"langgraph_user_id": user},
+            "callbacks": [Counted(self._meter.spent)],
+        }
+        kept = self._kept.setdefault(user, {})
+        for put in self._manager.invoke({"messages": chat}, config=config):
+            # the manager does not look at what became of its writes
+            stored = self._store.get(put["namespace"], put["key"])
+            if stored is None or stored.value != put["value"]:
+                raise RuntimeError(f"langmem made a memory and did not store it: {put['value']}")
+            kept[put["key"]] = {"value": put["value"], "date": date}
+        draft = self._folder / f"{user}.draft"
+        draft.write_text(json.dumps(kept), encoding="utf-8")
+        draft.replace(self._folder / f"{user}.json")
+
+    def search(self, tenant: str, query: str, count: int) -> list[dict[str, Any]]:
+        user = _label(tenant)
+        found = self._store.search(("memories", user), query=query, limit=count)
+        kept = self._kept.get(user, {})
+        return [{"date": kept[hit.key]["date"], "text": _words(hit.value)} for hit in found]
+
+    def close(self) -> None:
+        pass
+
+
+def _label(tenant: str) -> str:
+    """A namespace's part: LangGraph allows no dots in it."""
+    return hashlib.blake2b(tenant.encode(), digest_size=12).hexdigest()
+
+
+def _words(value: Mapping[str, Any]) -> str:
+    content = value["content"]
+    return str(content["content"] if isinstance(content, dict) and "content" in content else content)
+
+
+if __name__ == "__main__":
+    serve("langmem", LangMem)

@@ -1,0 +1,90 @@
+"""mem0ai in its own environment: the package's `Memory`, with Qdrant's local store in the run's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# read when mem0 is imported
+os.environ["MEM0_TELEMETRY"] = "False"
+
+from undertow.bench.peers.runner import Hashed, Meter, OneAtATime, Options, said, serve
+
+REPLY_TOKENS = 2_000  # the package's default
+
+
+class Mem0:
+    """One user a tenant, one `add` an exchange."""
+
+    def __init__(self, options: Options, meter: Meter) -> None:
+        self._meter = meter
+        os.environ["MEM0_DIR"] = str(options.folder / "mem0")
+        from mem0 import Memory
+
+        self._memory = Memory.from_config(self._config(options))
+        store = self._memory.vector_store  # that of entities shares its client
+        store.client = OneAtATime(store.client)
+
+    def _config(self, options: Options) -> dict[str, Any]:
+        store = options.folder / "qdrant"
+        return {
+            "llm": {
+                "provider": "openai",
+                "config": {
+                    "model": options.model,
+                    "openai_base_url": options.url,
+                    "api_key": "none",
+                    "temperature": 0.0,
+                    "max_tokens": REPLY_TOKENS,
+                    "response_callback": self._count,
+                },
+            },
+            "embedder": _embedder(options.encoder),
+            "vector_store": {
+                "provider": "qdrant",
+                "config": {
+                    "path": str(store),
+                    "on_disk": True,
+                    "collection_name": "memories",
+                    "embedding_model_dims": _dim(options.encoder),
+                },
+            },
+            "history_db_path": str(options.folder / "history.db"),
+        }
+
+    def _count(self, llm: Any, response: Any, asked: Mapping[str, Any]) -> None:
+        """On the thread that asked: mem0 calls the LLM where `add` was called."""
+        if self._meter.spent is not None:
+            self._meter.spent.count(response.usage.model_dump())
+
+    def add(self, tenant: str, messages: Sequence[Mapping[str, str]], date: str | None) -> None:
+        self._memory.add(said(messages, date), user_id=tenant, metadata={"date": date} if date else None)
+
+    def search(self, tenant: str, query: str, count: int) -> list[dict[str, Any]]:
+        found = self._memory.search(query, top_k=count, filters={"user_id": tenant})["results"]
+        return [{"date": (hit.get("metadata") or {}).get("date"), "text": hit["memory"]} for hit in found]
+
+    def close(self) -> None:
+        self._memory.close()
+        self._memory.vector_store.client.close()
+
+
+def _embedder(encoder: str) -> dict[str, Any]:
+    if encoder.startswith("hash:"):
+        return {"provider": "langchain", "config": {"model": Hashed(_dim(encoder))}}
+    return {"provider": "huggingface", "config": {"model": encoder, "model_kwargs": {"device": "cpu"}}}
+
+
+def _dim(encoder: str) -> int:
+    if encoder.startswith("hash:"):
+        return int(encoder.partition(":")[2])
+    from sentence_transformers import SentenceTransformer
+
+    dim = SentenceTransformer(encoder, device="cpu").get_sentence_embedding_dimension()
+    assert dim is not None
+    return int(dim)
+
+
+if __name__ == "__main__":
+    serve("mem0ai", Mem0)

@@ -1,0 +1,159 @@
+"""A peer as one of the systems that are measured: mem0ai or langmem over their runners."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from undertow.bench.peers.process import PeerError, PeerProcess, Reply, Spent, command_of
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.systems import Material, Means, OnProgress, shown
+from undertow.engine.model import Turn, Usage
+
+MEMORIES = 60
+"""How many memories answer a question, as in the papers: 30 a speaker on LoCoMo, 45 + 15 on LongMemEval-S."""
+
+OPERATION = "add"
+_ADDED = "added.jsonl"
+
+
+class PeerSystem:
+    """What was added is recorded turn by turn, so that a run that was stopped goes on where it was.
+
+    Turns are added one by one: a peer's local store is not made for more. A turn whose add was cut off, or
+    failed, is added again.
+    """
+
+    def __init__(self, name: str, means: Means, *, command: Sequence[str] | None = None) -> None:
+        """`command`: another runner's. PeerError: the peer is not there or does not start."""
+        self.name = name
+        self._record = Record(means.folder / _ADDED)
+        self._process = PeerProcess(
+            name, command or command_of(name, means.settings, means.folder), means.folder
+        )
+        try:
+            made_by = {
+                "peer": self._process.version,
+                "encoder": means.settings.encoder,
+                "model": means.settings.llm_model,
+            }
+            self._record.open(made_by)
+        except BaseException:
+            self._process.close()
+            raise
+
+    def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
+        """PeerError: the peer failed at a turn. What was added by then is kept."""
+        total = sum(len(sample.turns) for sample in samples)
+        for done, turn in enumerate((turn for sample in samples for turn in sample.turns), 1):
+            if not self._record.has(turn):
+                self._add(turn)
+            on_progress("turns added", done, total)
+
+    def _add(self, turn: Turn) -> None:
+        try:
+            reply = self._process.ask(OPERATION, **added(turn)).result()
+        except PeerError as error:
+            if error.spent is not None:
+                self._record.failed(turn, error.spent)
+            raise PeerError(
+                f"{error} This was turn {turn.dedupe_key} of {turn.tenant}. What was added before it is "
+                "kept: run the same command again once the cause is gone."
+            ) from error
+        self._record.added(turn, reply.spent)
+
+    def material(self, sample: Sample, question: Question) -> Material:
+        asked = self._process.ask("search", tenant=sample.tenant, query=question.text, count=MEMORIES)
+        found: Reply = asked.result()
+        return Material(facts=shown([(hit["date"], hit["text"]) for hit in found.result]))
+
+    def construction(self, tenant: str) -> dict[str, Usage]:
+        return {OPERATION: self._record.usage[tenant]}
+
+    def counts(self) -> dict[str, int]:
+        """`complaints`: errors that the peer logged and did not raise, such as a reply it could not read."""
+        return {"turns": len(self._record), "complaints": self._record.complaints}
+
+    def close(self) -> None:
+        self._process.close()
+        self._record.close()
+
+
+def added(turn: Turn) -> dict[str, Any]:
+    """A turn as a runner's `add` takes it."""
+    messages = [{"role": m.role, "speaker": m.speaker, "content": m.content} for m in turn.messages]
+    return {"tenant": turn.tenant, "messages": messages, "date": turn.timestamp}
+
+
+class Record:
+    """One line a turn that was added, with its cost; the first line says what made it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._keys: set[tuple[str, str]] = set()
+        self.usage: defaultdict[str, Usage] = defaultdict(Usage)
+        self.complaints = 0
+
+    def open(self, made_by: Mapping[str, Any]) -> None:
+        """Read what there is, and go on behind it. PeerError: it was made with something else."""
+        lines = list(self._lines())
+        if lines and lines[0] != made_by:
+            raise PeerError(
+                f"{self._path} was made with {lines[0]}, not with {dict(made_by)}. Name another folder."
+            )
+        for line in lines[1:]:
+            self._book(line)
+        # without the half of a line that a killed run may have left
+        kept = [made_by, *lines[1:]]
+        draft = self._path.with_suffix(".draft")
+        draft.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in kept))
+        draft.replace(self._path)
+        self._file = self._path.open("ab", buffering=0)
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        *whole, _ = self._path.read_bytes().split(b"\n")
+        for n, line in enumerate(whole, 1):
+            try:
+                yield orjson.loads(line)
+            except ValueError:
+                raise PeerError(f"{self._path}, line {n} is no JSON. Name another folder.") from None
+
+    def _book(self, line: Mapping[str, Any]) -> None:
+        if line["added"]:
+            self._keys.add((line["tenant"], line["turn"]))
+        self.usage[line["tenant"]] += Usage(**line["usage"])
+        self.complaints += len(line["complaints"])
+
+    def has(self, turn: Turn) -> bool:
+        return (turn.tenant, turn.dedupe_key) in self._keys
+
+    def added(self, turn: Turn, spent: Spent) -> None:
+        self._write(turn, spent, added=True)
+
+    def failed(self, turn: Turn, spent: Spent) -> None:
+        """What a turn that was not added has cost."""
+        self._write(turn, spent, added=False)
+
+    def _write(self, turn: Turn, spent: Spent, *, added: bool) -> None:
+        line = {
+            "tenant": turn.tenant,
+            "turn": turn.dedupe_key,
+            "added": added,
+            "usage": asdict(spent.usage),
+            "complaints": spent.complaints,
+        }
+        self._file.write(orjson.dumps(line) + b"\n")
+        self._book(line)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,210 @@
+"""The peers' side: answers requests of JSON lines in the environment that has the peer.
+
+    python -m undertow.bench.peers.mem0_runner --url URL --encoder hash:384 --folder FOLDER
+
+A request is {"id", "op", ...} on standard input, a reply {"id", "result"} or {"id", "error"} on standard
+output; the first line, {"ready": ...}, says what runs. Of Undertow, which is not installed there, only the
+hashing encoder is imported, so that both sides embed by the same function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from langchain_core.embeddings import Embeddings
+
+# a peer that asks another server than the one it was given would cost money and leak conversations
+UNWANTED = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENROUTER_API_KEY", "LANGSMITH_API_KEY")
+
+
+@dataclass(slots=True)
+class Spent:
+    """What the calls of one request have cost, and which errors the peer logged rather than raised."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+    complaints: list[str] = field(default_factory=list)
+
+    def count(self, usage: Mapping[str, Any]) -> None:
+        """`usage` as a chat completion has it."""
+        self.calls += 1
+        self.prompt_tokens += usage.get("prompt_tokens") or 0
+        self.completion_tokens += usage.get("completion_tokens") or 0
+        self.cached_prompt_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`encoder`: hash:DIM, or the folder of a sentence-transformers model. `folder` is kept between runs."""
+
+    url: str
+    model: str
+    encoder: str
+    folder: Path
+    threads: int
+
+
+class Peer(Protocol):
+    """Called from several threads, but never twice at once for one tenant."""
+
+    def add(self, tenant: str, messages: Sequence[Mapping[str, str]], date: str | None) -> None:
+        """Take in one exchange: messages of {"role", "speaker", "content"}, said at `date` (ISO 8601)."""
+        ...
+
+    def search(self, tenant: str, query: str, count: int) -> list[dict[str, Any]]:
+        """{"date", "text"} of the `count` best memories, best first."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Meter(logging.Handler):
+    """Books what happens on a thread to the request that the thread is working on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._now = threading.local()
+
+    @contextmanager
+    def request(self) -> Iterator[Spent]:
+        self._now.spent = spent = Spent()
+        try:
+            yield spent
+        finally:
+            del self._now.spent
+
+    @property
+    def spent(self) -> Spent | None:
+        return getattr(self._now, "spent", None)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.spent is not None:
+            self.spent.complaints.append(record.getMessage()[:300])
+
+
+class OneAtATime:
+    """Stands for a local store's client, which is not made for several threads: its calls take turns."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            with self._lock:
+                return found(*args, **options)
+
+        return call
+
+
+class Hashed(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
+    """Undertow's hashing encoder as a LangChain embedding, which both peers take."""
+
+    def __init__(self, dim: int) -> None:
+        from undertow.engine.encoder import HashingEncoder
+
+        self._encoder = HashingEncoder(dim)
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        vectors: list[list[float]] = self._encoder.encode(texts).astype("float32").tolist()
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0]
+
+
+class Sentences(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
+    """A sentence-transformers model, called as LangChain's own wrapper calls it."""
+
+    def __init__(self, folder: str) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        self._model = SentenceTransformer(folder, device="cpu")
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        vectors: list[list[float]] = self._model.encode(texts, show_progress_bar=False).tolist()
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0]
+
+
+def embeddings(encoder: str) -> Embeddings:
+    kind, _, size = encoder.partition(":")
+    return Hashed(int(size)) if kind == "hash" else Sentences(encoder)
+
+
+def said(messages: Sequence[Mapping[str, str]], date: str | None) -> list[dict[str, str]]:
+    """Chat messages whose text names its speaker and date: neither peer takes them in another way."""
+    when = f"[{date}] " if date else ""
+    return [{"role": m["role"], "content": f"{when}{m['speaker']}: {m['content']}"} for m in messages]
+
+
+def serve(package: str, make: Callable[[Options, Meter], Peer]) -> None:
+    """Answer requests until standard input ends or "close" is asked."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the peer prints is no reply
+    options, meter = _options(), Meter()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger().addHandler(meter)
+    peer, lock = make(options, meter), threading.Lock()
+
+    def reply(line: Mapping[str, Any]) -> None:
+        with lock:
+            channel.write(json.dumps(line) + "\n")
+            channel.flush()
+
+    def answer(request: dict[str, Any]) -> None:
+        number = request.pop("id")
+        with meter.request() as spent:
+            try:
+                result = getattr(peer, request.pop("op"))(**request)
+            except Exception as error:  # noqa: BLE001 - the process boundary: it is told on the other side
+                reply({"id": number, "error": f"{type(error).__name__}: {error}", "spent": asdict(spent)})
+            else:
+                reply({"id": number, "result": result, "spent": asdict(spent)})
+
+    reply({"ready": f"{package} {version(package)}"})
+    with ThreadPoolExecutor(options.threads) as pool:
+        for line in sys.stdin:
+            pool.submit(answer, json.loads(line))
+    peer.close()
+
+
+def _options() -> Options:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--model", default="", help="left out: the server's first")
+    parser.add_argument("--encoder", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    for name in UNWANTED:
+        os.environ.pop(name, None)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    model = given.model or _first_model(given.url)
+    return Options(given.url, model, given.encoder, given.folder, given.threads)
+
+
+def _first_model(url: str) -> str:
+    from openai import OpenAI
+
+    return OpenAI(base_url=url, api_key="none").models.list().data[0].id

@@ -1,0 +1,114 @@
+"""The real mem0ai and langmem in .venv-peers, against the mock LLM server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from undertow.bench.mock_server import spawn_server
+from undertow.bench.peers.peer import PeerSystem, added
+from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, command_of
+from undertow.bench.peers.throughput import drive
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.systems import Means
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.config import Settings
+from undertow.engine.encoder import HashingEncoder
+from undertow.engine.model import Message, Turn
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-peers: make setup-peers")
+
+PEERS = ("mem0", "langmem")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with spawn_server() as url:
+        yield url
+
+
+def turns_of(tenant: str, *topics: str) -> tuple[Turn, ...]:
+    return tuple(
+        Turn(
+            tenant,
+            (Message("user", f"{topic} is what I dream of", "Ann"), Message("assistant", "Tell me.", "Bob")),
+            f"{tenant}-{n}",
+            "s1",
+            f"2023-05-0{n + 1}T10:00:00",
+        )
+        for n, topic in enumerate(topics)
+    )
+
+
+def settings_at(url: str) -> Settings:
+    return Settings(encoder="hash:384", llm_url=url)
+
+
+def means(folder: Path, url: str) -> Means:
+    return Means("locomo", settings_at(url), folder, lambda: KeptVectors(HashingEncoder(384)))
+
+
+def stats(url: str) -> dict[str, int]:
+    with urlopen(f"{url.removesuffix('/v1')}/stats") as told:
+        found: dict[str, int] = json.load(told)
+    return found
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_remembers_over_restarts_and_its_tokens_are_counted(
+    name: str, url: str, tmp_path: Path
+) -> None:
+    """Built in two runs, of which the second finds what the first has made. Tenants do not mix."""
+    question = Question("q", "Who dreams of sailing or of a bicycle?", "single-hop", (), "Ann", None)
+    turns = turns_of("ann.b", "sailing to Norway", "a red bicycle")
+    ann = Sample("ann.b", turns, ((), ()), (question,))
+    bea = Sample("bea", turns_of("bea", "pottery"), ((),), (question,))
+    before = stats(url)
+    first = PeerSystem(name, means(tmp_path, url))
+    try:
+        first.build([Sample("ann.b", turns[:1], ((),), (question,))], lambda *_: None)
+    finally:
+        first.close()
+    second = PeerSystem(name, means(tmp_path, url))
+    try:
+        second.build([ann, bea], lambda *_: None)
+        facts = second.material(ann, question).facts
+        assert any("sailing" in fact.text and fact.date == "2023-05-01T10:00:00" for fact in facts)
+        assert any("bicycle" in fact.text and fact.date == "2023-05-02T10:00:00" for fact in facts)
+        assert not any("pottery" in fact.text for fact in facts)
+        spent = second.construction("ann.b")["add"] + second.construction("bea")["add"]
+        assert second.counts() == {"turns": 3, "complaints": 0}
+    finally:
+        second.close()
+    after = stats(url)
+    assert spent.calls == 3
+    assert spent.prompt_tokens == after["prompt_tokens"] - before["prompt_tokens"]
+    assert spent.completion_tokens == after["completion_tokens"] - before["completion_tokens"]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_server_that_fails_is_an_error_and_no_empty_memory(name: str, tmp_path: Path) -> None:
+    with (
+        spawn_server(context_tokens=10) as url,
+        PeerProcess(name, command_of(name, settings_at(url), tmp_path), tmp_path) as peer,
+    ):
+        [turn] = turns_of("ann", "sailing")
+        with pytest.raises(PeerError, match="400"):
+            peer.ask("add", **added(turn)).result()
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_tenants_on_several_threads_lose_nothing(name: str, url: str, tmp_path: Path) -> None:
+    log = [turn for n in range(12) for turn in turns_of(f"t{n}", "sailing", "pottery", "chess")]
+    with PeerProcess(name, command_of(name, settings_at(url), tmp_path, threads=8), tmp_path) as peer:
+        waits_s, replies = drive(peer, log, 8)
+        assert len(waits_s) == len(log)
+        assert [complaint for reply in replies for complaint in reply.spent.complaints] == []
+        for n in range(12):
+            found = peer.ask("search", tenant=f"t{n}", query="dream", count=60).result().result
+            texts = " ".join(memory["text"] for memory in found)
+            assert all(topic in texts for topic in ("sailing", "pottery", "chess"))
