@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from undertow.bench.mock_server import spawn_server
 
 from .cli_harness import ENV, PROGRAM, run
@@ -65,6 +67,7 @@ def count(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
+@pytest.mark.timeout(1200)  # starting processes took 5 minutes on two cores under a load of 9
 def test_kills_change_nothing(tmp_path: Path) -> None:
     asked = [question(f"What of {TOPICS[n % 3]} on day {n}?", 4, f"D1:{n}") for n in range(QUESTIONS)]
     path = written(tmp_path, conversation(conversation=talk(), qa=asked))
