@@ -63,13 +63,18 @@ def test_a_run_keeps_every_answer_and_verdict(tmp_path: Path, url: str) -> None:
     assert json.loads((out / "summary.json").read_text()) == told
 
 
-def test_the_engine_is_the_default_and_its_construction_is_told(tmp_path: Path, url: str) -> None:
+def talk_of_a_boat(tmp_path: Path) -> Path:
+    """Seven turns about one thing."""
     talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
     talk["session_1"] = [
         {"dia_id": f"D1:{n}", "speaker": "Ann", "text": f"the wooden boat and its varnish, day {n}"}
         for n in range(1, 15)
     ]
-    path = written(tmp_path, conversation(conversation=talk))
+    return written(tmp_path, conversation(conversation=talk))
+
+
+def test_the_engine_is_the_default_and_its_construction_is_told(tmp_path: Path, url: str) -> None:
+    path = talk_of_a_boat(tmp_path)
     thetas = ("--theta-sim", "0.4", "--theta-count", "3")
     told = evaluated(path, tmp_path / "out", url, *thetas).doc
     assert (told["policy"], told["theta_sim"], told["theta_merge"]) == ("recmem", 0.4, 0.4)
@@ -81,6 +86,15 @@ def test_the_engine_is_the_default_and_its_construction_is_told(tmp_path: Path, 
     assert "answer" not in by_operation
     shown = lines_of(tmp_path / "out", "answers")[0]["material"]
     assert shown["episodes"] and shown["facts"]
+
+
+def test_the_eager_policy_reads_every_turn(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERTOW_POLICY", "recmem")  # what the option says counts
+    told = evaluated(talk_of_a_boat(tmp_path), tmp_path / "out", url, "--policy", "eager").doc
+    assert told["policy"] == "eager"
+    assert told["construction"]["by_operation"]["extract"]["calls"] == told["built"]["turns"] == 7
+    shown = lines_of(tmp_path / "out", "answers")[0]["material"]
+    assert shown["facts"] and not shown["episodes"]
 
 
 def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(tmp_path: Path) -> None:

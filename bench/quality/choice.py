@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
+from undertow.bench.peers.peer import PeerSystem
+from undertow.bench.peers.process import RUNNERS
 from undertow.bench.quality.baselines import FullContext, NaiveRAG
 from undertow.bench.quality.engine_system import EngineSystem
 from undertow.bench.quality.systems import Means, System
+from undertow.engine.config import PolicyName
 
 DEFAULT = "recmem"
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 SYSTEMS: dict[str, Callable[[Means], System]] = {
-    DEFAULT: partial(EngineSystem, DEFAULT),
+    **{name: partial(EngineSystem, name) for name in POLICIES},
     "full-context": FullContext,
     "naive-rag-2048": partial(NaiveRAG, 2048),
     "naive-rag-4096": partial(NaiveRAG, 4096),
+    **{name: partial(PeerSystem, name) for name in RUNNERS},
 }

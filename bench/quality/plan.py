@@ -15,6 +15,8 @@ from undertow.prompts import REPLIES, prompt_version
 
 # what the memories and the prompts of a run hang on, of all settings
 _SETTINGS = (
+    "ablation",
+    "retain_consolidated",
     "profile",
     "encoder",
     "embed_timestamp",

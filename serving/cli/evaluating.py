@@ -98,9 +98,12 @@ def evaluate(
     goes on. With --evidence-only no LLM is asked: the share of each question's evidence (messages in LoCoMo,
     answer sessions in LongMemEval) in the best 5, 10 and 20 turns.
     """
+    from undertow.bench.quality.choice import POLICIES
     from undertow.bench.quality.datasets import load
 
+    name = _known(policy)
     settings = settings_of(
+        policy=name if name in POLICIES else None,
         llm="off" if evidence_only else llm,
         model=llm_model,
         encoder=encoder,
@@ -112,7 +115,6 @@ def evaluate(
     check_settings(settings)
     if evidence_only:
         _refuse_with_evidence({"--policy": policy, "--judge-llm": judge_llm, "--judge-prompt": judge_prompt})
-    name = _known(policy)
     if not evidence_only and settings.llm_url is None:
         raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
     judge = _judge_settings(settings, judge_llm, judge_model)
