@@ -112,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     line = orjson.dumps({**about, **found}, option=orjson.OPT_APPEND_NEWLINE)
     sys.stdout.buffer.write(line)
     if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "calibrate.json").write_bytes(line)
     return 0
 
