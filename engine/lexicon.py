@@ -121,6 +121,7 @@ class MemoryWords:
             if memory is not None:
                 self._index.put(len(self._seen), set(terms.of(memory.text)))
             self._seen.append(memory)
+        self._index.sort_in()
 
     def shares(self, rows: Sequence[Memory | None], query: Sequence[int]) -> Float64s:
         """[rows]: Bm25.scores of each memory. A new version counts in the place of the old one."""

@@ -122,7 +122,7 @@ class Retrieval:
 
     Searches are exact, but for one: the turns of a tenant with more than `ivf_rows` of them are found
     through an index of its own, where no filter asks for turns of some time or metadata (the lists that
-    an index opens might hold none of those), and where consolidated turns are left out.
+    an index opens might hold none of those), nor are consolidated turns left out.
     """
 
     def __init__(

@@ -184,6 +184,31 @@ def test_a_sender_that_leaves_within_its_body_leaves_nothing(running: Running, k
     wait_until(lambda: not server.server_state.connections)
 
 
+@pytest.mark.parametrize("sent", ("POST /v1/tenants/ann/memories HTTP/1.1\r\nHost: lo", None))
+def test_a_request_that_is_cut_off_is_told_so(running: Running, key: str, sent: str | None) -> None:
+    """In its headers, or in its body: who sends no more may still listen."""
+    with Wire(running) as wire:
+        if sent is None:
+            wire.head(key, "Content-Length: 100", "Content-Type: application/json")
+            wire.socket.sendall(b'{"mess')
+        else:
+            wire.socket.sendall(sent.encode())
+        wire.socket.shutdown(socket.SHUT_WR)
+        status, problem = wire.heard()
+    assert (status, problem["type"]) == (400, "urn:undertow:error:cut-off")
+
+
+def test_what_is_no_http_behind_an_answer_only_ends_the_connection(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Wire(running) as wire:
+        wire.head("none", "Transfer-Encoding: chunked")
+        assert wire.answer().status == 401
+        wire.socket.sendall(b"no chunk\r\n")
+        wire.heard_end()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 def test_connections_above_the_bound_are_told_so(tmp_path: Path) -> None:
     with serving(tmp_path, max_connections=2) as running, Wire(running) as one, Wire(running):
         one.socket.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -11,14 +11,14 @@ import pytest
 from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine import lexicon
 from undertow.engine.cluster.calls import Stamp
-from undertow.engine.cluster.housing import Parts
+from undertow.engine.cluster.housing import Housing, Parts
 from undertow.engine.cluster.preparing import Prepared, Preparing
 from undertow.engine.cluster.shard import Shard
 from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
-from undertow.engine.retrieval import Found
-from undertow.engine.tenants import UnknownTenant
+from undertow.engine.retrieval import Found, Retrieval
+from undertow.engine.tenants import Tenant, UnknownTenant
 
 from .cluster_harness import begin, settings
 from .engine_harness import NEVER, open_engine
@@ -126,6 +126,17 @@ def test_an_eviction_or_an_erasure_between_slices(tmp_path: Path) -> None:
         assert preparing.holder is None, "nobody waits for a search that has failed"
 
 
+def test_an_engine_that_was_opened_again_is_prepared_slice_by_slice_too(tmp_path: Path) -> None:
+    said = turns("ann", LARGE)
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(said)
+        search = asked(Preparing(), "ann")
+        for _ in range(LARGE // SLICE // 2):
+            assert search(engine) is None
+    with open_engine(tmp_path, **NEVER) as engine:
+        assert rounds(engine, search) == [LARGE // SLICE]
+
+
 def without_llm(_: Settings) -> None: ...
 
 
@@ -152,3 +163,31 @@ def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Sha
         futures["answer"].result(SOON_S)
     assert order[:3] == ["small 0", "small 1", "small 2"]
     assert shard.search("large", QUERIES[0]).result(SOON_S) == futures["large"].result()
+
+
+def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended in the midst of its slices, without being asked again."""
+    token = shard.hello("client", 1).result(SOON_S).token
+    for n, tenant in enumerate(("ann", "bob")):
+        shard.add(pack(turns(tenant, LARGE)), Stamp("client", token, n, 1)).result(SOON_S)
+    opens = iter(range(10 * LARGE))
+    opened, take_in = Housing.open, Retrieval.prepare
+
+    def fail_once(housing: Housing) -> Engine:
+        if next(opens) == 3:
+            raise OSError("the disk is away")
+        return opened(housing)
+
+    def prepare(retrieval: Retrieval, tenant: Tenant) -> int:
+        monkeypatch.setattr(Housing, "open", fail_once)  # from the first slice on
+        return take_in(retrieval, tenant)
+
+    monkeypatch.setattr(Retrieval, "prepare", prepare)
+    with pytest.raises(OSError, match="the disk is away"):
+        shard.search("ann", QUERIES[0]).result(SOON_S)
+    monkeypatch.setattr(Housing, "open", opened)
+    monkeypatch.setattr(Retrieval, "prepare", take_in)
+    assert shard.search("bob", QUERIES[0]).result(SOON_S).turns
+    assert shard.search("ann", QUERIES[0]).result(SOON_S).turns

@@ -3,24 +3,38 @@
 A tenant's index of words is made at its first search (engine/lexicon.py). That is done in slices, one in
 each round of the shard's thread, which answers calls and steps its engine between them: who asks waits,
 nobody else does for longer than a slice. No snapshot is needed, as the index follows the live state from
-slice to slice, and begins anew where that was evicted, or opened again.
+slice to slice. It begins anew where the engine was opened again; where the tenant was put out of the arena
+between two slices, the search makes the rest at once, so as to end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 from undertow.engine.engine import Engine
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 
 class Preparing:
     """Whose slices are made: one search's at a time, however many wait. On the keeper's thread alone."""
 
     def __init__(self) -> None:
-        self.holder: object | None = None
+        self._holder: Prepared[Any] | None = None
+
+    @property
+    def holder(self) -> Prepared[Any] | None:
+        """None too where that search ended without being asked again, as no engine could be opened."""
+        if self._holder is not None and self._holder.is_over:
+            self._holder = None
+        return self._holder
+
+    @holder.setter
+    def holder(self, holder: Prepared[Any] | None) -> None:
+        self._holder = holder
 
 
 class Prepared(Generic[T]):
@@ -35,6 +49,18 @@ class Prepared(Generic[T]):
         self._act = act
         self._waits = False
         self._rows = 0
+        # the one that these rows were taken in by
+        self._engine: Engine | None = None
+        self._future: Future[Any] | None = None
+
+    def promised(self, future: Future[F]) -> Future[F]:
+        """Tell what its result comes by."""
+        self._future = future
+        return future
+
+    @property
+    def is_over(self) -> bool:
+        return self._future is not None and self._future.done()
 
     def __call__(self, engine: Engine) -> T | None:
         try:
@@ -58,6 +84,8 @@ class Prepared(Generic[T]):
             self._preparing.holder = self
         if self._preparing.holder is not self:
             return False
+        if self._engine is not engine:
+            self._engine, self._rows = engine, 0
         rows, self._rows = self._rows, engine.prepare(tenant)
         # evicted between slices: a tenant that is put out again and again is to be searched all the same
         return self._rows <= rows

@@ -119,7 +119,7 @@ class Shard(ShardTenancy):
                 asked[:] = [anew]
             return engine.heard(asked[0][1])
 
-        return self._ask(answer, wait=True)
+        return ready.promised(self._ask(answer, wait=True))
 
     def answer_begin(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[AnswerTicket]:
         """Begin an answer that is told in pieces. As `answer`; the LLM's errors come with `answer_more`."""
@@ -316,7 +316,8 @@ class Shard(ShardTenancy):
         return self._answers.add(telling)
 
     def _searching(self, tenant: str, act: Callable[[Engine], T]) -> Future[T]:
-        return self._ask(self._prepared(tenant, act), wait=True)
+        prepared = self._prepared(tenant, act)
+        return prepared.promised(self._ask(prepared, wait=True))
 
     def _prepared(self, tenant: str, act: Callable[[Engine], T]) -> Prepared[T]:
         return Prepared(self._preparing, lambda: self._checked(tenant), act)

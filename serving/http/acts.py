@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 OUT_OF_REACH = (
     "lines of the audit log, and the record of the erasure itself, which name the tenant by its keyed hash",
     "prefixes in the key file, which are of groups of tenants",
+    "other erasures of the tenant that still wait, which hold its name until they have ended",
 )
 KEYS_OUT_OF_REACH = "the key file, which could not be changed and may still name the tenant"
 

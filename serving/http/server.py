@@ -164,6 +164,14 @@ class Protocol(H11Protocol):
         elif self._deadline is None:
             self._wait_for_headers()
 
+    def eof_received(self) -> None:
+        """A request that was cut off is told so. After a whole one, its sender counts as gone."""
+        if self._lacks_body:
+            self.cycle.disconnected = True  # what the application says now comes too late
+        is_cut = self._lacks_body or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0])
+        if is_cut and not self.transport.is_closing():
+            self._say(Problem(400, "cut-off", "The connection ended within a request."))
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_waiting_for_body()
@@ -185,7 +193,13 @@ class Protocol(H11Protocol):
         if self.cycle is not answered:  # another request was there already
             return
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._unset_keepalive_if_required()  # it may be shorter
             self._overdue = self.loop.call_later(self._settings.body_timeout_s, self.transport.close)
+
+    @property
+    def _lacks_body(self) -> bool:
+        """Whether a request has neither come to its end nor been answered."""
+        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
 
     @property
     def _settings(self) -> ServiceSettings:
@@ -227,7 +241,10 @@ class Protocol(H11Protocol):
         self._say(Problem(400, "", "This is no HTTP/1.1 request, or its headers are too large."))
 
     def _say(self, problem: Problem) -> None:
-        """Answer outside any request, and close."""
+        """Answer outside any request, and close. Nothing is said behind an answer."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
         body = orjson.dumps(problem.document)
         headers = [
             ("content-type", MEDIA_TYPE),
