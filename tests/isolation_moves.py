@@ -100,7 +100,8 @@ def remove(tenants: Tenants, name: str, rng: Random) -> None:
         lot = tenants.lots[name]
         deleted = tenants.ask(name, "DELETE", "/memories")
         assert deleted.status_code == (200 if lot.exists else 404)
-        _forget(tenants, name, erased=lot.erased or lot.exists, jobs=lot.jobs, kept=lot.kept)
+        left = {"jobs": lot.jobs, "erasures": lot.erasures, "kept": lot.kept}
+        _forget(tenants, name, erased=lot.erased or lot.exists, **left)
     else:
         _erase(tenants, name, as_job=rng.random() < 0.5)
     is_problem(tenants.ask(name, "POST", "/search", json={"query": "boat"}), 404)
@@ -112,12 +113,12 @@ def _erase(tenants: Tenants, name: str, *, as_job: bool) -> None:
         # its own key goes with it, and could not ask for the certificate
         is_problem(tenants.ask(name, "DELETE", headers=AS_JOB), 422)
         job = tenants.job(name, "DELETE", "", by=tenants.shared_key(name))
-        certificate, jobs = tenants.ended(name, job).get("result"), {job}
+        certificate, erasures = tenants.ended(name, job).get("result"), {*lot.erasures, job}
     else:
         erased = tenants.ask(name, "DELETE")
-        certificate, jobs = (erased.json() if erased.status_code == 200 else None), set()
+        certificate, erasures = (erased.json() if erased.status_code == 200 else None), lot.erasures
     assert (certificate is not None) == (lot.exists or lot.erased)
-    _forget(tenants, name, erased=lot.exists or lot.erased, jobs=jobs)
+    _forget(tenants, name, erased=lot.exists or lot.erased, jobs={*erasures}, erasures=erasures)
     if certificate is None:
         return
     assert len(lot.texts) <= certificate["turns_removed"] <= tenants.turns_ever[name]

@@ -70,6 +70,8 @@ class Lot:
     added: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     kept: list[Kept] = field(default_factory=list)
     jobs: set[str] = field(default_factory=set)
+    # those of them that erase: they outlive each other
+    erasures: set[str] = field(default_factory=set)
     answer_calls: int = 0
 
     def changed(self) -> None:

@@ -41,6 +41,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
+from undertow.engine import lexicon
 from undertow.engine.cluster.housing import Parts
 from undertow.serving.http import hosting
 from undertow.serving.tracing import LinkedSampler, Tracing
@@ -89,6 +90,8 @@ class Watched:
             llm=lambda _: MockLLM(MockReplies(**RATES, malformed_rate=0.12)),
             observers=lambda _: (tracing.observer(None),),
         )
+        # indexes of words are made in several slices, though no tenant is large
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(lexicon, "SLICE_ROWS", 3)
         # no tenant has too many jobs here: that is for other tests
         opened = serving(folder, parts=parts, engine={"theta_count": 2}, max_tenant_jobs=1_000)
         self.service = stack.enter_context(opened)

@@ -29,7 +29,7 @@ from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.model import Memory, Message, Turn
 from undertow.engine.records import memory_of
-from undertow.prompts import REPLIES, Operation, Prompt, prompt_version
+from undertow.prompts import Operation, Prompt, prompt_version
 from undertow.prompts.replies import EPISODE_CHARS, FACT_CHARS
 
 from .engine_harness import ENCODER, RecordingLLM, open_engine, opened, rows_of, settings_of
@@ -281,7 +281,7 @@ def test_what_it_has_written_is_fenced_when_it_is_shown_again(tmp_path: Path) ->
         assert engine.drain()
         assert engine.answer("mallory", f"{ATTACK} {TOKENS}").text == f"{ATTACK} {TOKENS}".strip()
     prompts = llm.prompts["mallory"]
-    assert {prompt.operation for prompt in prompts} == REPLIES.keys()
+    assert {prompt.operation for prompt in prompts} == {"episode", "merge", "refine", "answer"}
     assert any(ATTACK in fact for p in prompts if p.operation == "refine" for fact in shown_facts(p.user))
     for prompt in prompts:
         assert not any(token in prompt.user for token in CONTROL_TOKENS)
