@@ -151,7 +151,7 @@ def test_not_one_answer_is_a_failure(tmp_path: Path) -> None:
     with odd_server(lambda body, number: (200, completion(""))) as url:
         failed = evaluated(path, tmp_path / "out", url, "--policy", "full-context")
     assert failed.code == 1 and "not one question was answered: it was empty" in failed.err
-    assert failed.doc["f1"]["mean"] is None
+    assert failed.doc["f1"]["mean"] == 0.0
 
 
 def test_a_prompt_that_does_not_fit_names_the_setting_before_any_call(tmp_path: Path, url: str) -> None:

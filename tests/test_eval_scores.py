@@ -99,13 +99,14 @@ def test_means_and_spread_are_over_runs() -> None:
     assert (single["questions"], single["unjudged"]) == (1, 1)
 
 
-def test_errors_are_counted_and_no_answers() -> None:
+def test_a_question_without_an_answer_is_wrong() -> None:
     failed = {"question_id": "b", "run": 1, "category": "temporal", "error": "it was empty"}
     told = scores([answered("a", 1, "temporal", 0.4), failed], [], 1)
     assert (told["questions"], told["errors"]) == (2, 1)
-    assert told["f1"] == {"mean": 0.4, "spread": None}
-    assert told["judge"] == {"mean": None, "spread": None}
-    assert scores([failed], [], 1)["f1"]["mean"] is None
+    assert told["f1"] == {"mean": 0.2, "spread": None}
+    assert told["judge"] == {"mean": None, "spread": None}, "there was no judge"
+    told = scores([answered("a", 1, "temporal", 0.4), failed], [judged("a", 1, "temporal", "right")], 1)
+    assert told["judge"] == {"mean": 0.5, "spread": None}
 
 
 def test_construction_is_told_a_conversation_and_by_operation() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from undertow.bench.quality.judging import RIGHT, UNJUDGED
+from undertow.bench.quality.judging import RIGHT, UNJUDGED, WRONG
 from undertow.engine.model import Usage
 
 Line = Mapping[str, Any]
@@ -19,8 +19,9 @@ Figure = Callable[[Sequence[Line]], float | None]
 def scores(answers: Sequence[Line], verdicts: Sequence[Line], repeats: int) -> dict[str, Any]:
     """Of all runs: `f1`, `bleu_1`, `judge` as mean and spread, counts of what has no score, `by_category`.
 
-    Errors are no answers and have no F1; what the judge gave no verdict on is neither right nor wrong. Both
-    are left out of the means and counted beside them.
+    A question without an answer has F1 and BLEU-1 of 0 and is not right: left out, a system whose prompts
+    fail where it is weak would score the better for it. What the judge gave no verdict on is neither right
+    nor wrong and in no share. Both are counted.
     """
     categories = sorted({line["category"] for line in answers})
     return {
@@ -36,14 +37,15 @@ def _of(lines: Sequence[Line], category: str) -> list[Line]:
 
 
 def _scores(answers: Sequence[Line], verdicts: Sequence[Line], repeats: int) -> dict[str, Any]:
-    answered = [line for line in answers if "answer" in line]
+    failed = [line for line in answers if "answer" not in line]
+    judged = [*verdicts, *({"run": line["run"], "verdict": WRONG} for line in failed)] if verdicts else []
     return {
         "questions": len({line["question_id"] for line in answers}),
-        "errors": len(answers) - len(answered),
+        "errors": len(failed),
         "unjudged": sum(line["verdict"] == UNJUDGED for line in verdicts),
-        "f1": over_runs(answered, repeats, lambda of: mean([line["f1"] for line in of])),
-        "bleu_1": over_runs(answered, repeats, lambda of: mean([line["bleu_1"] for line in of])),
-        "judge": over_runs(verdicts, repeats, share_right),
+        "f1": over_runs(answers, repeats, lambda of: mean([line.get("f1", 0.0) for line in of])),
+        "bleu_1": over_runs(answers, repeats, lambda of: mean([line.get("bleu_1", 0.0) for line in of])),
+        "judge": over_runs(judged, repeats, share_right),
     }
 
 

@@ -33,7 +33,7 @@ def measure_answers(plan: Plan, *, as_json: bool) -> None:
         put_json(told)
     else:
         _put(told, plan.folder)
-    if told["f1"]["mean"] is None:
+    if told["errors"] == told["questions"] * told["repeats"]:
         say(f"undertow: not one question was answered: {told['first_error']}")
         raise typer.Exit(Exit.FAILED)
 
@@ -57,7 +57,7 @@ def _put(told: dict[str, Any], folder: Path) -> None:
 
 def _left_out(told: dict[str, Any]) -> Iterator[str]:
     if count := told["errors"]:
-        yield f"{count:,} questions got no answer and are in no score; the first: {told['first_error']}"
+        yield f"{count:,} questions got no answer and count as wrong; the first: {told['first_error']}"
     if count := told["unjudged"]:
         yield f"{count:,} answers got no verdict of the judge's and are in no share."
     if count := told.get("built", {}).get("dead_letters"):
