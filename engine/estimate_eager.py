@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from undertow.engine.model import Turn, Usage
+from undertow.engine.policies.eager import RECENT_TURNS, SIMILAR_FACTS
 from undertow.engine.reply_guess import Guesser
 from undertow.engine.token_count import BYTES_PER_TOKEN, TokenCount
 from undertow.prompts import ShownTurn, fenced
@@ -20,10 +21,9 @@ class EagerShape:
     """What the two prompts hold; the fixed sizes as counted by Qwen2.5's tokenizer."""
 
     extract_fixed_tokens: int = 365
-    # the paper's ten recent messages, as exchanges of two
-    recent_turns: int = 5
-    reconcile_fixed_tokens: int = 415
-    similar_facts: int = 10
+    recent_turns: int = RECENT_TURNS
+    reconcile_fixed_tokens: int = 437
+    similar_facts: int = SIMILAR_FACTS
     # of the candidates, how many become facts of their own; the others change one or nothing
     added_share: float = 0.7
     # around a fact's words: number, date and JSON where it is shown, JSON where it is extracted

@@ -63,9 +63,14 @@ class OracleEager:
             nearest = sorted(stored, key=lambda f: -exact_dot(vector, self._embed(f.text)))[:SIMILAR]
             shown += [f for f in nearest if f not in shown]
         shown.sort(key=lambda m: (m.born_at_seq, m.ordinal))
+        made: list[OracleMemory] = []
+        for i, fact in enumerate(shown):
+            if fact.text in candidates and seq not in fact.sources:
+                shown[i] = self._also_from(fact, seq, fact.text)
+                made.append(shown[i])
         candidates = [text for text in candidates if text not in [f.text for f in shown]]
         if not candidates:
-            return []
+            return made
         decided: dict[int, tuple[str, int | None, str]] = {}
         if shown:
             date = self._turns[seq].timestamp
@@ -77,7 +82,15 @@ class OracleEager:
             assert isinstance(reply, ReconcileReply)
             for d in reply.decisions:
                 decided.setdefault(d.candidate, (d.action, d.fact, d.text))
-        return self._carried_out(seq, candidates, shown, decided)
+        return made + self._carried_out(seq, candidates, shown, decided)
+
+    def _also_from(self, old: OracleMemory, seq: int, text: str) -> OracleMemory:
+        """The next version of a fact, which this turn told too."""
+        sources = tuple(sorted({*old.sources, seq}))
+        last = max(sources, key=lambda s: (time_key(self._turns[s].timestamp), s))
+        time = self._turns[last].timestamp
+        newer = replace(old, version=old.version + 1, made_at_seq=seq)
+        return replace(newer, text=text, sources=sources, timestamp=time)
 
     def _carried_out(
         self,
@@ -88,10 +101,12 @@ class OracleEager:
     ) -> list[OracleMemory]:
         made: list[OracleMemory] = []
         changed: set[int] = set()
+        again: list[int] = []
         births = 0
         for number, text in enumerate(candidates, 1):
             action, fact, words = decided.get(number, ("add", None, ""))
             if action == "none":
+                again += [fact] if fact is not None and 1 <= fact <= len(shown) else []
                 continue
             names_one = fact is not None and 1 <= fact <= len(shown) and fact not in changed
             if action == "add" or fact is None or not names_one:
@@ -100,15 +115,12 @@ class OracleEager:
                 continue
             changed.add(fact)
             old = shown[fact - 1]
-            newer = replace(old, version=old.version + 1, made_at_seq=seq)
             if action == "delete":
-                made.append(replace(newer, text=""))
+                made.append(replace(old, version=old.version + 1, made_at_seq=seq, text=""))
                 continue
-            sources = tuple(sorted({*old.sources, seq}))
-            last = max(sources, key=lambda s: (time_key(self._turns[s].timestamp), s))
-            time = self._turns[last].timestamp
-            made.append(replace(newer, text=words or text, sources=sources, timestamp=time))
-        return made
+            made.append(self._also_from(old, seq, words or text))
+        told = [shown[i - 1] for i in dict.fromkeys(again) if i not in changed]
+        return made + [self._also_from(f, seq, f.text) for f in told if seq not in f.sources]
 
     def _born(self, seq: int, ordinal: int, text: str) -> OracleMemory:
         identity = memory_id(self.tenant, 1, seq, "fact", ordinal)

@@ -221,6 +221,12 @@ def test_a_bad_line_is_told_and_the_rest_estimated(log: Path) -> None:
     assert "messages" in done.err
 
 
+def test_an_ablation_is_refused_with_the_cure(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERTOW_ABLATION", "without-facts")
+    done = run("estimate", log)
+    assert (done.code, "unset UNDERTOW_ABLATION" in done.err) == (2, True)
+
+
 def test_prices_come_in_pairs(log: Path) -> None:
     alone = run("estimate", log, "--price-in", "1")
     assert (alone.code, "--price-out" in alone.err) == (2, True)

@@ -147,7 +147,8 @@ def test_a_fact_is_changed_once_and_a_candidate_decided_once() -> None:
 
 def test_a_candidate_stored_word_for_word_is_not_asked_about() -> None:
     view = view_of(6, memories=[SAILS])
-    assert decide(view, 5, extracted(SAILS.text)).outcome.drafts == ()
+    (again,) = decide(view, 5, extracted(SAILS.text)).made("fact")
+    assert (again.id, again.text, again.version, again.source_seqs) == (SAILS.id, SAILS.text, 2, (0, 5))
     done = decide(view, 5, extracted(SAILS.text, "New."), decided((1, "add", None, "")))
     assert len(lines_under(done.prompts[1], "Candidates")) == 1
 
@@ -187,6 +188,15 @@ def test_a_bad_reply_parks_the_turn_and_stores_nothing(replies: tuple[Any, ...])
     assert "no JSON" in (outcome.reason or "")
 
 
+def test_a_noop_that_names_the_fact_adds_the_turn_to_its_sources() -> None:
+    done = reconciled((1, "none", 2, ""), (2, "none", 2, ""), facts=("One.", "Two."))
+    (again,) = done.made("fact")
+    assert (again.id, again.text, again.version, again.source_seqs) == (BAKES.id, BAKES.text, 2, (1, 5))
+    assert (again.timestamp, again.prompt_version) == ("2026-03-06", BAKES.prompt_version)
+    changed = reconciled((1, "none", 2, ""), (2, "update", 2, "Changed."), facts=("One.", "Two."))
+    assert [(m.text, m.version) for m in changed.made("fact")] == [("Changed.", 2)]
+
+
 # ---- replay
 
 
@@ -212,6 +222,31 @@ def test_replay_that_fails_again_is_parked_again_and_deleted_turns_are_left_out(
     assert (again.outcome.decision, again.outcome.cluster) == (Decision.PARKED, (4,))
     view.turns.clear()
     assert replay(view).outcome.decision is Decision.WAITS
+
+
+@pytest.mark.parametrize("action", ["update", "delete"])
+def test_a_turn_read_late_changes_no_fact_of_a_later_turn(action: str) -> None:
+    berlin = fact("Ann lives in Berlin.", 8, 8)
+    job = Job("j", 3, "parked", "extract", (3,))
+    view = view_of(10, memories=[berlin])
+    replies = [extracted("Ann lives in Paris."), decided((1, action, 1, "Ann lives in Paris."))]
+    done = drive(Eager(ROOMY).replay(9, job, view), view, replies=replies)
+    (made,) = done.made("fact")
+    assert (made.text, made.source_seqs, made.timestamp) == ("Ann lives in Paris.", (3,), "2026-03-04")
+    assert (made.version, done.deleted()) == (1, [])
+
+
+def test_a_turn_read_late_that_repeats_a_later_fact_leaves_its_date() -> None:
+    berlin = fact("Ann lives in Berlin.", 8, 8)
+    view = view_of(10, memories=[berlin])
+    done = drive(
+        Eager(ROOMY).replay(9, Job("j", 3, "parked", "extract", (3,)), view),
+        view,
+        replies=[extracted("Ann: Berlin."), decided((1, "none", 1, ""))],
+    )
+    (made,) = done.made("fact")
+    assert (made.id, made.text, made.source_seqs) == (berlin.id, berlin.text, (3, 8))
+    assert made.timestamp == "2026-03-09"
 
 
 # ---- forget
@@ -245,6 +280,16 @@ def test_facts_of_turns_that_were_read_with_the_deleted_one_are_made_anew() -> N
     done = forget(view_of(12, memories=[near, out_of_reach]), 2, extracted("Anew."), decided())
     assert done.deleted() == [near.id]
     assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("Anew.", (7,))]
+
+
+def test_what_two_turns_said_alike_is_told_anew_by_the_one_that_is_left() -> None:
+    """Word for word, so that the LLM was never asked about the second."""
+    view = view_of(12, memories=[fact("Ann sails.", 1, 1)])
+    (twice,) = decide(view, 9, extracted("Ann sails.")).made("fact")
+    view.memories[:] = [twice]
+    done = forget(view, 1, extracted("Ann sails."))
+    assert done.deleted() == [twice.id]
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("Ann sails.", (9,))]
 
 
 def test_a_fact_that_was_deleted_before_gives_up_its_history() -> None:

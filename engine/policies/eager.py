@@ -9,7 +9,7 @@ why, is in docs/decisions.md.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from undertow.engine.model import Decision, Memory
@@ -67,10 +67,12 @@ class Eager:
         return Outcome(Decision.FIRED, cluster=turns, revived=revived, drafts=tuple(work.drafts))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remove every fact that may hold the deleted turn's words; read the other turns of those anew.
+        """Remove the facts that rest on the deleted turn, and read the other turns of those anew.
 
-        Those of the turns that were read with it as context, too. What an UPDATE or a DELETE on its account
-        has taken away does not come back: the history of those facts tells of it.
+        Those of the turns that were read with it as context, too: its words may be in them. Not those whose
+        update merely saw a fact of it among the stored ones: provenance is of turns, not of influence. What
+        an UPDATE or a DELETE on its account has taken away does not come back: the history of those facts
+        tells of it.
         """
         work = _Work(seq, memory, self._budget)
         reach = {turn_seq, *_read_after(turn_seq, seq, memory)}
@@ -128,6 +130,11 @@ class _Work(Work):
     def _reconcile(self, turn_seq: int, candidates: Sequence[_Candidate]) -> Steps:
         """One decision for each candidate; by halves where the prompt is too long for all of them."""
         known = yield from self._similar(candidates)
+        given = {c.text: c.vector for c in candidates}
+        known = [
+            self._said_again(fact, turn_seq, given[fact.text]) if fact.text in given else fact
+            for fact in known
+        ]
         said = {fact.text for fact in known}
         fresh = [c for c in candidates if c.text not in said]
         if not (fresh and known):
@@ -155,6 +162,21 @@ class _Work(Work):
             near |= {fact.id: fact for fact in found}
         return sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
 
+    def _said_again(self, fact: Memory, turn_seq: int, vector: Vector) -> Memory:
+        """The fact in the same words, resting on this turn too: so it outlives the other turns' deletion."""
+        if turn_seq in fact.source_seqs:
+            return fact
+        sources = tuple(sorted((*fact.source_seqs, turn_seq)))
+        again = replace(
+            fact,
+            version=fact.version + 1,
+            made_at_seq=self.seq,
+            source_seqs=sources,
+            timestamp=self.latest(sources),
+        )
+        self.drafts.append(Draft(again, vector))
+        return again
+
     def _apply(
         self,
         turn_seq: int,
@@ -165,25 +187,36 @@ class _Work(Work):
         """Carry out ADD, UPDATE, DELETE and NOOP, in the candidates' order.
 
         A candidate without a decision is added, and so is one whose decision names no shown fact, or one
-        that an earlier decision has changed already: nothing that was said is lost by a wrong number.
+        that an earlier decision has changed already: nothing that was said is lost by a wrong number. Nor
+        does a turn that is read late (replayed, or after a deletion) change what a later turn has told.
+        A NOOP that names no shown fact leaves no trace.
         """
         open_facts = dict(enumerate(known, 1))
+        older = {n for n, fact in open_facts.items() if max(fact.source_seqs) <= turn_seq}
+        repeated: list[int] = []
         writes: list[tuple[Memory | None, str]] = []
-        for number, candidate in enumerate(candidates, 1):
-            decision = decisions.get(number, _ADD)
+        for nth, candidate in enumerate(candidates, 1):
+            decision = decisions.get(nth, _ADD)
+            number = decision.fact or 0
             if decision.action == "none":
+                repeated.append(number)
                 continue
-            fact = None if decision.action == "add" else open_facts.pop(decision.fact or 0, None)
+            changes = decision.action != "add" and number in older
+            fact = open_facts.pop(number, None) if changes else None
             if fact is None:
                 writes.append((None, candidate.text))
             elif decision.action == "delete":
                 self.drafts.append(Draft(deletion(fact, self.seq), None))
             else:
                 writes.append((fact, decision.text or candidate.text))
-        if not writes:
+        again = [open_facts[n] for n in dict.fromkeys(repeated) if n in open_facts]
+        texts = (*(text for _, text in writes), *(fact.text for fact in again))
+        if not texts:
             return
-        vectors = yield Embed(tuple(text for _, text in writes))
-        for (fact, text), vector in zip(writes, vectors, strict=True):
+        vectors = yield Embed(texts)
+        for fact, vector in zip(again, vectors[len(writes) :], strict=True):
+            self._said_again(fact, turn_seq, vector)
+        for (fact, text), vector in zip(writes, vectors[: len(writes)], strict=True):
             if fact is None:
                 self.new("fact", text, vector, (turn_seq,), prompt_version("extract"))
             else:

@@ -105,6 +105,11 @@ def estimate(
         theta_count=theta_count,
     )
     check_settings(settings)
+    if settings.ablation is not None:
+        raise WrongUsage(
+            f"the calls of the ablation {settings.ablation!r} are not estimated: "
+            "unset UNDERTOW_ABLATION, and the whole policy is."
+        )
     tokens = token_count(settings, tokenizer)
     turns, report = _turns(paths, format, settings)
     kept = KeptVectors(make_encoder(settings), vectors)
