@@ -26,7 +26,9 @@ from typing import Any, Protocol
 from langchain_core.embeddings import Embeddings
 
 # a peer that asks another server than the one it was given would cost money and leak conversations
-UNWANTED = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENROUTER_API_KEY", "LANGSMITH_API_KEY")
+UNWANTED = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENROUTER_API_KEY")
+# of a tracing service, which would be sent every conversation
+TRACING = ("LANGSMITH_", "LANGCHAIN_")
 
 
 @dataclass(slots=True)
@@ -197,8 +199,8 @@ def _options() -> Options:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
-    for name in UNWANTED:
-        os.environ.pop(name, None)
+    for name in [name for name in os.environ if name in UNWANTED or name.startswith(TRACING)]:
+        del os.environ[name]
     given.folder.mkdir(parents=True, exist_ok=True)
     model = given.model or _first_model(given.url)
     return Options(given.url, model, given.encoder, given.folder, given.threads)
