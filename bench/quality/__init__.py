@@ -1,4 +1,4 @@
-"""How well memories are found (and, later, answered from): LoCoMo and LongMemEval."""
+"""How well memories are found and answered from: LoCoMo and LongMemEval."""
 
 from typing import Literal
 

@@ -161,7 +161,7 @@ def ingest(
 ) -> None:
     """Turns/s until searchable and until consolidated, what a turn waits, and where the time goes.
 
-    A new store in a temporary folder. Nothing else should run. docs/performance.md says how to read it.
+    A new store in a temporary folder. Nothing else should run. docs/peers.md says how to read it.
     """
     from undertow.bench.throughput_report import Load, run
 
