@@ -15,6 +15,7 @@ from undertow.bench.quality.folder import run_folder
 from undertow.bench.quality.lines import KeptLines
 from undertow.bench.quality.plan import chosen
 from undertow.engine.model import UndertowError
+from undertow.serving.cli.evaluating_answers import _left_out
 
 from .cli_harness import Ran, run
 from .eval_harness import conversation, haystack, question, written
@@ -124,7 +125,8 @@ def test_a_finished_run_asks_nothing_again_and_more_runs_are_added(tmp_path: Pat
     assert server_stats(url)["calls"]["answer"] == calls + 8, "four answers and four verdicts"
     assert (out / "answers.jsonl").read_bytes().startswith(kept)
     assert [line["run"] for line in lines_of(out, "answers")] == [1] * 4 + [2] * 4
-    assert both["judge"] == {"mean": first["judge"]["mean"], "spread": 0.0}
+    assert (both["judge"]["mean"], both["judge"]["spread"]) == (first["judge"]["mean"], 0.0)
+    assert both["judge"]["standard_error"] == first["judge"]["standard_error"], "no more questions by it"
     assert both["questions"] == 4
 
 
@@ -142,8 +144,44 @@ def test_a_bad_reply_is_an_error_and_no_answer(tmp_path: Path) -> None:
     assert failed["error"] == "it was empty" and not {"answer", "f1", "model"} & failed.keys()
     assert failed["tokens"]["calls"] == 2, "asked, and once more to repair"
     assert len(lines_of(out, "verdicts")) == 3, "there is nothing to judge"
-    assert told["by_category"]["open-domain"]["judge"]["mean"] is None
-    assert again == told
+    assert told["by_category"]["open-domain"]["judge"]["mean"] == 0.0
+    assert told["judge"]["mean"] == 0.75, "all that was judged is right, and the error is not"
+    assert again["errors"] == 1 and again["judge"] == told["judge"]
+
+
+def test_an_error_is_asked_again_by_the_same_command(tmp_path: Path) -> None:
+    cured, asked = [False], [0]
+
+    def reply(body: Any, number: int) -> tuple[int, Any]:
+        asked[0] += 1
+        return 200, completion("yes" if cured[0] or "zeppelin" not in body["messages"][1]["content"] else "")
+
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    words = ("eval", "locomo", "--data", path, "--out", out, "--policy", "full-context")
+    with odd_server(reply) as url:
+        first = run(*words, "--llm", url)
+        assert "warning: 1 questions got no answer and count as wrong, with an F1 of 0" in first.err
+        assert "asks them again" in first.err
+        cured[0], before = True, asked[0]
+        told = evaluated(path, out, url, "--policy", "full-context").doc
+        assert asked[0] - before == 2, "the answer that was missing and its verdict"
+    assert (told["errors"], told["first_error"], told["judge"]["mean"]) == (0, None, 1.0)
+    assert len(lines_of(out, "answers")) == len(lines_of(out, "verdicts")) == 4, "the error's line is gone"
+
+
+def test_a_run_goes_on_with_the_model_that_began_it(tmp_path: Path) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "full-context", "--judge-llm", "off")
+
+    def reply(body: Any, number: int) -> tuple[int, Any]:
+        return 200, completion("yes") | {"model": "one name for all"}
+
+    with odd_server(reply, models=("a", "b")) as url:
+        assert evaluated(path, out, url, *options).doc["llm_model"] == "a"
+    with odd_server(reply, models=("b", "a")) as url:
+        refused = evaluated(path, out, url, *options)
+        assert refused.code == 1 and "llm_model 'a', now 'b'" in refused.err
+        assert evaluated(path, out, url, *options, "--llm-model", "a").code == 0
 
 
 def test_not_one_answer_is_a_failure(tmp_path: Path) -> None:
@@ -151,7 +189,7 @@ def test_not_one_answer_is_a_failure(tmp_path: Path) -> None:
     with odd_server(lambda body, number: (200, completion(""))) as url:
         failed = evaluated(path, tmp_path / "out", url, "--policy", "full-context")
     assert failed.code == 1 and "not one question was answered: it was empty" in failed.err
-    assert failed.doc["f1"]["mean"] == 0.0
+    assert failed.doc["f1"]["mean"] == failed.doc["judge"]["mean"] == 0.0
 
 
 def test_a_prompt_that_does_not_fit_names_the_setting_before_any_call(tmp_path: Path, url: str) -> None:
@@ -236,12 +274,27 @@ def test_the_table_says_what_is_in_no_score(tmp_path: Path) -> None:
     assert "4 answers got no verdict" in told.err
 
 
+def test_errors_that_a_peer_only_logged_are_told() -> None:
+    told: dict[str, Any] = {"errors": 0, "unjudged": 0, "policy": "mem0", "built": {"complaints": 3}}
+    assert list(_left_out(told)) == ["3 errors were logged by mem0 and not raised: memories may be missing."]
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         (("--llm", "off"), "--evidence-only"),
         (("--policy", "memgpt"), "there are recmem, "),
         (("--evidence-only", "--policy", "recmem"), "--policy has no meaning"),
+        (("--evidence-only", "--llm", "http://127.0.0.1:9"), "--llm has no meaning"),
+        (("--evidence-only", "--llm-model", "a"), "--llm-model has no meaning"),
+        (("--evidence-only", "--judge-model", "a"), "--judge-model has no meaning"),
+        (("--evidence-only", "--repeats", "1"), "--repeats has no meaning"),
+        (("--evidence-only", "--questions", "3"), "--questions has no meaning"),
+        (("--evidence-only", "--theta-sim", "0.7"), "--theta-sim has no meaning"),
+        (
+            ("--llm", "http://127.0.0.1:9", "--judge-llm", "off", "--judge-prompt", "own.j2"),
+            "--judge-prompt is for a judge",
+        ),
         (("--llm", "http://127.0.0.1:9", "--judge-llm", "nowhere"), "nowhere"),
         (("--llm", "http://127.0.0.1:9", "--judge-llm", "off", "--judge-model", "a"), "--judge-model"),
     ],

@@ -89,24 +89,31 @@ def test_means_and_spread_are_over_runs() -> None:
         judged("b", 2, "single-hop", "right"),
     ]
     told = scores(answers, verdicts, 2)
-    assert told["f1"] == {"mean": 0.5, "spread": round(math.sqrt(0.125), 4)}, "runs 0.75 and 0.25"
+    # runs 0.75 and 0.25; questions 0.5 and 0.5
+    assert told["f1"] == {"mean": 0.5, "spread": round(math.sqrt(0.125), 4), "standard_error": 0.0}
     assert told["bleu_1"]["mean"] == 0.25
     # run 1: one judged, right; run 2: one of two
-    assert told["judge"] == {"mean": 0.75, "spread": round(math.sqrt(0.125), 4)}
+    # the questions' means are 0.5 and 1: their deviation is sqrt(0.125), and there are two
+    spread = round(math.sqrt(0.125), 4)
+    assert told["judge"] == {"mean": 0.75, "spread": spread, "standard_error": 0.25}
     assert (told["questions"], told["errors"], told["unjudged"]) == (2, 0, 1)
     single = told["by_category"]["single-hop"]
-    assert single["judge"] == {"mean": 1.0, "spread": None}, "unjudged is neither right nor wrong"
+    assert single["judge"]["mean"] == 1.0, "unjudged is neither right nor wrong"
+    assert single["judge"]["spread"] is single["judge"]["standard_error"] is None
     assert (single["questions"], single["unjudged"]) == (1, 1)
 
 
-def test_a_question_without_an_answer_is_wrong() -> None:
-    failed = {"question_id": "b", "run": 1, "category": "temporal", "error": "it was empty"}
-    told = scores([answered("a", 1, "temporal", 0.4), failed], [], 1)
-    assert (told["questions"], told["errors"]) == (2, 1)
-    assert told["f1"] == {"mean": 0.2, "spread": None}
-    assert told["judge"] == {"mean": None, "spread": None}, "there was no judge"
-    told = scores([answered("a", 1, "temporal", 0.4), failed], [judged("a", 1, "temporal", "right")], 1)
-    assert told["judge"] == {"mean": 0.5, "spread": None}
+def test_a_system_that_fails_does_not_score_higher() -> None:
+    failed = [
+        {"question_id": str(n), "run": 1, "category": "temporal", "error": "it was empty"} for n in range(9)
+    ]
+    told = scores([answered("a", 1, "temporal", 1.0), *failed], [judged("a", 1, "temporal", "right")], 1)
+    assert (told["questions"], told["errors"]) == (10, 9)
+    assert told["f1"]["mean"] == told["judge"]["mean"] == 0.1 and told["bleu_1"]["mean"] == 0.05
+    # one of ten: the deviation is sqrt(0.9 * 0.1 * 10 / 9) = sqrt(0.1)
+    assert told["judge"]["standard_error"] == 0.1
+    assert scores(failed, [], 1)["judge"]["mean"] == 0.0
+    assert scores(failed, None, 1)["judge"]["mean"] is None, "there is no judge"
 
 
 def test_construction_is_told_a_conversation_and_by_operation() -> None:

@@ -33,7 +33,7 @@ class _Pending:
 
 
 class Answering:
-    """Asks what is not answered yet. `lines` keeps each reply at once."""
+    """Asks what is not answered yet, errors of an earlier run again. `lines` keeps each reply at once."""
 
     def __init__(self, system: System, settings: Settings, lines: KeptLines, asker: Asker) -> None:
         self._system = system
@@ -41,11 +41,16 @@ class Answering:
         self._lines = lines
         self._asker = asker
 
+    def is_answered(self, key: Key) -> bool:
+        """Whether it has an answer; an error is none."""
+        line = self._lines.get(key)
+        return line is not None and "answer" in line
+
     def check_room(self, asked: Sequence[Asked], runs: Sequence[int]) -> None:
         """UndertowError before the first call if a prompt does not fit: nothing is cut behind one's back."""
         budget = PromptBudget(self._settings.context_tokens, self._settings.reply_tokens)
         for sample, question in asked:
-            if all((run, question.id) in self._lines for run in runs):
+            if all(self.is_answered((run, question.id)) for run in runs):
                 continue
             prompt = prompt_of(question, self._system.material(sample, question))
             if not budget.fits(prompt):
@@ -67,7 +72,7 @@ class Answering:
         for run in runs:
             for sample, question in asked:
                 key: Key = (run, question.id)
-                if key in self._lines:
+                if self.is_answered(key):
                     continue
                 began_s = time.perf_counter()
                 material = self._system.material(sample, question)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import islice
@@ -9,6 +10,9 @@ from typing import TypeVar
 
 from undertow.engine.config import Settings
 from undertow.engine.llm import BadReply, Completion, LLMClient, OpenAILLM, ServerRefused
+from undertow.engine.llm_address import server_addresses
+from undertow.engine.llm_outcomes import Trouble
+from undertow.engine.llm_server import ModelChoice, Server
 from undertow.prompts import Prompt
 
 Item = TypeVar("Item")
@@ -63,3 +67,29 @@ def _reply(future: Future[Completion]) -> Completion | BadReply:
         return future.result()
     except BadReply as bad:
         return bad
+
+
+def named(settings: Settings) -> Settings:
+    """The settings with the name of a model: where they name none, the first of the first server to answer.
+
+    ServerRefused: none answers, or one offers no list.
+    """
+    if settings.llm_model is not None:
+        return settings
+    return settings.model_copy(update={"llm_model": asyncio.run(_first_model(settings))})
+
+
+async def _first_model(settings: Settings) -> str:
+    trouble: list[str] = []
+    for address in server_addresses(settings.llm_url):
+        server = Server(address, settings, ModelChoice(None))
+        try:
+            return (await server.offered())[0]
+        except Trouble as silent:
+            trouble.append(str(silent))
+        finally:
+            await server.close()
+    raise ServerRefused(
+        f"the LLM server does not answer: {'; '.join(trouble)}. "
+        "What was done is kept: run the same command again once it works."
+    )

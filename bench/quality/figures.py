@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import sqrt
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,21 +15,28 @@ from undertow.bench.quality.judging import RIGHT, UNJUDGED, WRONG
 from undertow.engine.model import Usage
 
 Line = Mapping[str, Any]
-Figure = Callable[[Sequence[Line]], float | None]
 
 
-def scores(answers: Sequence[Line], verdicts: Sequence[Line], repeats: int) -> dict[str, Any]:
-    """Of all runs: `f1`, `bleu_1`, `judge` as mean and spread, counts of what has no score, `by_category`.
+class Value(NamedTuple):
+    """One question's value in one run."""
 
-    A question without an answer has F1 and BLEU-1 of 0 and is not right: left out, a system whose prompts
-    fail where it is weak would score the better for it. What the judge gave no verdict on is neither right
-    nor wrong and in no share. Both are counted.
+    run: int
+    question_id: str
+    value: float
+
+
+def scores(answers: Sequence[Line], verdicts: Sequence[Line] | None, repeats: int) -> dict[str, Any]:
+    """Of all runs: `f1`, `bleu_1`, `judge` as `over_runs` tells them, counts, `by_category`.
+
+    `verdicts`: None without a judge. An error counts as 0 and as not right: left out, it would raise the
+    score of a system that fails. What the judge gave no verdict on is neither right nor wrong and left out.
     """
     categories = sorted({line["category"] for line in answers})
     return {
         **_scores(answers, verdicts, repeats),
         "by_category": {
-            name: _scores(_of(answers, name), _of(verdicts, name), repeats) for name in categories
+            name: _scores(_of(answers, name), None if verdicts is None else _of(verdicts, name), repeats)
+            for name in categories
         },
     }
 
@@ -36,31 +45,43 @@ def _of(lines: Sequence[Line], category: str) -> list[Line]:
     return [line for line in lines if line["category"] == category]
 
 
-def _scores(answers: Sequence[Line], verdicts: Sequence[Line], repeats: int) -> dict[str, Any]:
-    failed = [line for line in answers if "answer" not in line]
-    judged = [*verdicts, *({"run": line["run"], "verdict": WRONG} for line in failed)] if verdicts else []
+def _scores(answers: Sequence[Line], verdicts: Sequence[Line] | None, repeats: int) -> dict[str, Any]:
     return {
         "questions": len({line["question_id"] for line in answers}),
-        "errors": len(failed),
-        "unjudged": sum(line["verdict"] == UNJUDGED for line in verdicts),
-        "f1": over_runs(answers, repeats, lambda of: mean([line.get("f1", 0.0) for line in of])),
-        "bleu_1": over_runs(answers, repeats, lambda of: mean([line.get("bleu_1", 0.0) for line in of])),
-        "judge": over_runs(judged, repeats, share_right),
+        "errors": sum("answer" not in line for line in answers),
+        "unjudged": sum(line["verdict"] == UNJUDGED for line in verdicts or ()),
+        "f1": over_runs(_overlaps(answers, "f1"), repeats),
+        "bleu_1": over_runs(_overlaps(answers, "bleu_1"), repeats),
+        "judge": over_runs([] if verdicts is None else _rightness(answers, verdicts), repeats),
     }
 
 
-def share_right(verdicts: Sequence[Line]) -> float | None:
-    """Of what was judged."""
-    return mean([line["verdict"] == RIGHT for line in verdicts if line["verdict"] != UNJUDGED])
+def _overlaps(answers: Sequence[Line], figure: str) -> list[Value]:
+    return [Value(line["run"], line["question_id"], line.get(figure, 0.0)) for line in answers]
 
 
-def over_runs(lines: Sequence[Line], repeats: int, figure: Figure) -> dict[str, float | None]:
-    """Mean of the runs' figures, and their sample standard deviation; None where there is too little."""
-    by_run = [figure([line for line in lines if line["run"] == run]) for run in range(1, repeats + 1)]
+def _rightness(answers: Sequence[Line], verdicts: Sequence[Line]) -> list[Value]:
+    judged = [line for line in verdicts if line["verdict"] != UNJUDGED]
+    right = [Value(line["run"], line["question_id"], line["verdict"] == RIGHT) for line in judged]
+    errors = [line for line in answers if "answer" not in line]
+    return right + [Value(line["run"], line["question_id"], 0.0) for line in errors]
+
+
+def over_runs(values: Sequence[Value], repeats: int) -> dict[str, float | None]:
+    """`mean` of the runs' means and `spread`, their sample standard deviation.
+
+    `standard_error`: that of the mean over questions, each with its mean over the runs. None: too little.
+    """
+    by_run = [mean([v.value for v in values if v.run == run]) for run in range(1, repeats + 1)]
     told = [value for value in by_run if value is not None]
+    by_question: defaultdict[str, list[float]] = defaultdict(list)
+    for v in values:
+        by_question[v.question_id].append(v.value)
+    each = [fmean(of) for of in by_question.values()]
     return {
         "mean": round(fmean(told), 4) if told else None,
         "spread": round(stdev(told), 4) if len(told) > 1 else None,
+        "standard_error": round(stdev(each) / sqrt(len(each)), 4) if len(each) > 1 else None,
     }
 
 
@@ -114,7 +135,7 @@ def _shared(usage: Usage, conversations: int) -> dict[str, float]:
 
 
 def latency(answers: Sequence[Line]) -> dict[str, float | None]:
-    """Seconds: `retrieval_s` with the question's vector at hand, `llm_s` of the call, among others."""
+    """Seconds: `retrieval_s`, in which only a peer embeds the question; `llm_s` of a call among others."""
     told: dict[str, float | None] = {}
     for name in ("retrieval_s", "llm_s"):
         taken = [line[name] for line in answers if name in line]

@@ -22,6 +22,8 @@ def key_of(line: Mapping[str, Any]) -> Key:
 class KeptLines:
     """The lines of a file by key, each written as a whole at once. One process has the file.
 
+    Of two lines of one key the later counts.
+
     All have one value of each of the fields `alike`: figures of two models or prompts are not averaged.
     """
 
@@ -88,10 +90,14 @@ class KeptLines:
         return len(self._lines)
 
     def settle(self, order: Sequence[Key]) -> None:
-        """Put the file's lines in this order, in one step; lines of other keys come last, as they stood."""
+        """Put the file's lines in this order, in one step; lines of other keys come last, as they stood.
+
+        A line that a later one of its key has replaced goes.
+        """
         place = {key: n for n, key in enumerate(order)}
         raw = self.file.read_bytes().splitlines(keepends=True)
-        settled = sorted(raw, key=lambda line: place.get(key_of(orjson.loads(line)), len(place)))
+        latest = {key_of(orjson.loads(line)): line for line in raw}
+        settled = [latest[key] for key in sorted(latest, key=lambda key: place.get(key, len(place)))]
         if settled == raw:
             return
         draft = self.file.with_name(self.file.name + ".draft")

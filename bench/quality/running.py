@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from undertow.bench.quality.answers import Answering
-from undertow.bench.quality.asking import Asker
+from undertow.bench.quality.asking import Asker, named
 from undertow.bench.quality.choice import SYSTEMS
 from undertow.bench.quality.figures import (
     Line,
@@ -41,11 +42,13 @@ def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
     """
     require_nltk()
     judge_prompts = None if plan.judge is None else JudgePrompts(plan.benchmark, plan.own_prompt)
+    # a server may offer another model when the run goes on: memories of two models are no one system's
+    plan = replace(plan, settings=named(plan.settings))
     with run_folder(plan.folder, plan.about()):
         (plan.folder / SUMMARY).unlink(missing_ok=True)  # of fewer runs: not to stand beside more lines
         told, answers = _answered(plan, on_progress)
         if judge_prompts is None:
-            verdicts: list[Line] = []
+            verdicts: list[Line] | None = None
         else:
             verdicts = _judged(plan, judge_prompts, answers, on_progress)
             own = plan.own_prompt
@@ -53,7 +56,7 @@ def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
                 "version": judge_prompts.version,
                 "file": None if own is None else own.name,
             }
-        told |= _models(answers, verdicts) | scores(answers, verdicts, plan.repeats)
+        told |= _models(answers, verdicts or ()) | scores(answers, verdicts, plan.repeats)
         write_summary(plan.folder, told)
     return told
 
@@ -69,7 +72,7 @@ def _answered(plan: Plan, on_progress: OnProgress) -> tuple[dict[str, Any], list
         asker = stack.enter_context(closing(Asker(plan.settings)))
         answering = Answering(system, plan.settings, lines, asker)
         answering.check_room(asked, runs)
-        done = count(sum((run, question.id) in lines for run in runs for _, question in asked) + 1)
+        done = count(sum(answering.is_answered((run, q.id)) for run in runs for _, q in asked) + 1)
         total = len(asked) * plan.repeats
         answering.answer(asked, runs, lambda: on_progress("answers", next(done), total))
         answers = lines.of([(run, question.id) for run in runs for _, question in asked])

@@ -46,7 +46,13 @@ EvidenceOnly = Annotated[
     bool, typer.Option("--evidence-only", help="Only how much of the evidence a search finds: no LLM.")
 ]
 Repeats = Annotated[
-    int, typer.Option("--repeats", min=1, help="How often to answer and judge; the spread is told.")
+    int | None,
+    typer.Option(
+        "--repeats",
+        min=1,
+        help="How often to answer and judge; default: 1. The requests are alike: the spread is the servers' "
+        "own variation.",
+    ),
 ]
 Only = Annotated[
     list[str] | None,
@@ -80,7 +86,7 @@ def evaluate(
     judge_model: JudgeModel = None,
     judge_prompt: JudgePrompt = None,
     evidence_only: EvidenceOnly = False,
-    repeats: Repeats = 1,
+    repeats: Repeats = None,
     only: Only = None,
     questions: Questions = None,
     profile: Profile = None,
@@ -114,10 +120,27 @@ def evaluate(
     )
     check_settings(settings)
     if evidence_only:
-        _refuse_with_evidence({"--policy": policy, "--judge-llm": judge_llm, "--judge-prompt": judge_prompt})
+        _refuse_with_evidence(
+            {
+                "--policy": policy,
+                "--llm": llm,
+                "--llm-model": llm_model,
+                "--judge-llm": judge_llm,
+                "--judge-model": judge_model,
+                "--judge-prompt": judge_prompt,
+                "--repeats": repeats,
+                "--questions": questions,
+                "--profile": profile,
+                "--theta-sim": theta_sim,
+                "--theta-merge": theta_merge,
+                "--theta-count": theta_count,
+            }
+        )
     if not evidence_only and settings.llm_url is None:
         raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
     judge = _judge_settings(settings, judge_llm, judge_model)
+    if judge is None and judge_prompt is not None:
+        raise WrongUsage("--judge-prompt is for a judge, and --judge-llm is off. Leave one of them out.")
     samples = _chosen(list(load(data, benchmark, settings.max_message_bytes)), only)
     if evidence_only:
         folder = out or Path(f"eval-{benchmark}")
@@ -136,7 +159,7 @@ def evaluate(
         own_prompt=judge_prompt,
         only=None if only is None else tuple(sample.tenant for sample in samples),
         questions=questions,
-        repeats=repeats,
+        repeats=repeats or 1,
         vectors=vectors,
     )
     measure_answers(plan, as_json=as_json)

@@ -14,7 +14,14 @@ from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 if TYPE_CHECKING:
     from undertow.bench.quality.plan import Plan
 
-_COLUMNS = ("category", "judge", "spread", "F1", "F1 spread", "BLEU-1", "questions", "errors", "unjudged")
+_SCORES = {"judge": "judge", "f1": "F1"}
+_COUNTS = ("questions", "errors", "unjudged")
+_COLUMNS = (
+    "category",
+    *(name + part for name in _SCORES.values() for part in ("", " spread", " std. error")),
+    "BLEU-1",
+    *_COUNTS,
+)
 
 
 def measure_answers(plan: Plan, *, as_json: bool) -> None:
@@ -57,9 +64,14 @@ def _put(told: dict[str, Any], folder: Path) -> None:
 
 def _left_out(told: dict[str, Any]) -> Iterator[str]:
     if count := told["errors"]:
-        yield f"{count:,} questions got no answer and count as wrong; the first: {told['first_error']}"
+        yield (
+            f"warning: {count:,} questions got no answer and count as wrong, with an F1 of 0; "
+            f"the first: {told['first_error']}. The same command asks them again."
+        )
     if count := told["unjudged"]:
         yield f"{count:,} answers got no verdict of the judge's and are in no share."
+    if count := told.get("built", {}).get("complaints"):
+        yield f"{count:,} errors were logged by {told['policy']} and not raised: memories may be missing."
     if count := told.get("built", {}).get("dead_letters"):
         yield f"{count:,} jobs of the construction got no usable reply: their memories are missing."
 
@@ -68,10 +80,9 @@ def _rows(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name, of in [*told["by_category"].items(), ("all", told)]:
         yield {
             "category": name,
-            "judge": of["judge"]["mean"],
-            "spread": of["judge"]["spread"],
-            "F1": of["f1"]["mean"],
-            "F1 spread": of["f1"]["spread"],
+            **{name: of[figure]["mean"] for figure, name in _SCORES.items()},
+            **{f"{name} spread": of[figure]["spread"] for figure, name in _SCORES.items()},
+            **{f"{name} std. error": of[figure]["standard_error"] for figure, name in _SCORES.items()},
             "BLEU-1": of["bleu_1"]["mean"],
-            **{count: of[count] for count in ("questions", "errors", "unjudged")},
+            **{count: of[count] for count in _COUNTS},
         }
