@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from undertow.bench.quality.judging import RIGHT, UNJUDGED, WRONG
+from undertow.bench.quality.judging import RIGHT, UNJUDGED
 from undertow.engine.model import Usage
 
 Line = Mapping[str, Any]
