@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.opening import AsJson, EncoderName, Model, check_settings, settings_of
+from undertow.serving.cli.opening import AsJson, EncoderName, KeptIn, Model, check_settings, settings_of
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
@@ -63,10 +63,7 @@ def sweep(
     out: Annotated[
         Path, typer.Option("--out", metavar="FOLDER", help="For sweeps.json and sweeps.png.")
     ] = Path("sweeps"),
-    vectors: Annotated[
-        Path | None,
-        typer.Option("--vectors", metavar="FILE", help="Keep the vectors here: the next run is quicker."),
-    ] = None,
+    vectors: KeptIn = None,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:

@@ -22,7 +22,7 @@ from undertow.serving.cli.ingesting import (
     ThetaMerge,
     ThetaSim,
 )
-from undertow.serving.cli.opening import AsJson, EncoderName, check_settings, settings_of
+from undertow.serving.cli.opening import AsJson, EncoderName, KeptIn, check_settings, settings_of
 from undertow.serving.cli.output import put_json, put_table, put_text
 from undertow.serving.cli.progress import Bar
 
@@ -55,12 +55,6 @@ TokenizerFolder = Annotated[
         "near for English only.",
     ),
 ]
-Vectors = Annotated[
-    Path | None,
-    typer.Option(
-        "--vectors", metavar="FILE", help="Keep the vectors here: other thresholds then take seconds."
-    ),
-]
 PriceIn = Annotated[float | None, typer.Option("--price-in", min=0, help="Price of a million prompt tokens.")]
 PriceOut = Annotated[
     float | None, typer.Option("--price-out", min=0, help="Price of a million completion tokens.")
@@ -77,7 +71,7 @@ def estimate(
     theta_count: ThetaCount = None,
     encoder: EncoderName = None,
     tokenizer: TokenizerFolder = None,
-    vectors: Vectors = None,
+    vectors: KeptIn = None,
     price_in: PriceIn = None,
     price_out: PriceOut = None,
     as_json: AsJson = False,

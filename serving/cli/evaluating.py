@@ -12,7 +12,7 @@ from undertow.serving.cli.errors import WrongUsage
 from undertow.serving.cli.evaluating_answers import measure_answers
 from undertow.serving.cli.evaluating_evidence import measure_evidence
 from undertow.serving.cli.ingesting import Profile, ThetaCount, ThetaMerge, ThetaSim
-from undertow.serving.cli.opening import AsJson, EncoderName, Llm, check_settings, settings_of
+from undertow.serving.cli.opening import AsJson, EncoderName, KeptIn, Llm, check_settings, settings_of
 
 if TYPE_CHECKING:
     from undertow.bench.quality.datasets import Sample
@@ -60,10 +60,6 @@ Only = Annotated[
 ]
 Questions = Annotated[
     int | None, typer.Option("--questions", min=1, help="Only so many of a sample's, evenly spread.")
-]
-KeptIn = Annotated[
-    Path | None,
-    typer.Option("--vectors", metavar="FILE", help="Keep the vectors here: the next run takes seconds."),
 ]
 Out = Annotated[
     Path | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,6 +52,10 @@ Model = Annotated[
 EncoderName = Annotated[
     str | None,
     typer.Option("--encoder", metavar="NAME", help="Embedding model; left out: UNDERTOW_ENCODER, or MiniLM."),
+]
+KeptIn = Annotated[
+    Path | None,
+    typer.Option("--vectors", metavar="FILE", help="Keep the vectors here: the next run takes seconds."),
 ]
 
 
