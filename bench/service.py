@@ -36,6 +36,7 @@ from undertow.engine.reports import Reports
 from undertow.serving.key_file import FILE_NAME, KeyFile
 from undertow.serving.principal import Reach, Scope
 
+PARTS = ("rate", "overload", "memory", "kill")
 TURNS_A_TENANT = 20
 GOAL_P95_MS = 20.0
 # the first rate, and by how much each next one is higher
@@ -220,7 +221,7 @@ async def _killed(service: Service, rate: float, seconds: float) -> Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="*", default=["rate", "overload", "memory", "kill"])
+    parser.add_argument("parts", nargs="*", default=PARTS)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each rate")
     parser.add_argument("--memory-seconds", type=float, default=300.0)
     parser.add_argument("--rate", type=float, help="what it keeps up with, where `rate` is not run")
@@ -247,7 +248,9 @@ def main() -> None:
     text = json.dumps(figures)
     print(text)
     if args.out is not None:
-        (args.out / "service.json").write_text(text + "\n")
+        # a run of some parts leaves the figures of a whole one alone
+        name = "service" if set(args.parts) == set(PARTS) else "-".join(("service", *args.parts))
+        (args.out / f"{name}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

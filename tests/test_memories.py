@@ -211,6 +211,9 @@ def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
+            call = held.llm.held[0][2]
+            while not call.cancelled():  # its LLM call is given up
+                await asyncio.sleep(0.005)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.0):
                     await memories.flush("ann")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,45 @@ def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Sha
         futures["answer"].result(SOON_S)
     assert order[:3] == ["small 0", "small 1", "small 2"]
     assert shard.search("large", QUERIES[0]).result(SOON_S) == futures["large"].result()
+
+
+class Counting(MockLLM):
+    """Counts the questions that reach it."""
+
+    asked = 0
+
+    def submit(self, *args: Any, **more: Any) -> Any:
+        self.asked += 1
+        return super().submit(*args, **more)
+
+
+def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_llm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = Counting(MockReplies(0))
+    begun, go = threading.Event(), threading.Event()
+    take_in = Retrieval.prepare
+
+    def prepare(retrieval: Retrieval, tenant: Tenant) -> int:
+        begun.set()
+        assert go.wait(SOON_S)
+        return take_in(retrieval, tenant)
+
+    monkeypatch.setattr(Retrieval, "prepare", prepare)
+    shard = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), Parts(llm=lambda _: llm))
+    try:
+        token = shard.hello("client", 1).result(SOON_S).token
+        shard.add(pack(turns("ann", LARGE)), Stamp("client", token, 0, 1)).result(SOON_S)
+        answer, search = shard.answer("ann", QUERIES[0]), shard.search("ann", QUERIES[0])
+        assert begun.wait(SOON_S)
+        assert answer.cancel() and search.cancel()
+        go.set()
+        assert shard.search("ann", QUERIES[1]).result(SOON_S).turns
+        assert llm.asked == 0
+        assert shard.answer("ann", QUERIES[0]).result(SOON_S).text
+        assert llm.asked == 1
+    finally:
+        shard.close()
 
 
 def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(

@@ -13,10 +13,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from undertow.engine.cluster.futures import hand_on
 from undertow.engine.engine import Engine
+from undertow.engine.model import UndertowError
 
 T = TypeVar("T")
 F = TypeVar("F")
+
+
+class CallerGone(UndertowError):
+    """Whoever asked has called it off, and hears of nothing any more."""
 
 
 class Preparing:
@@ -40,7 +46,7 @@ class Preparing:
 class Prepared(Generic[T]):
     """Something to be asked until it gives other than None: `act`, once its tenant's words are there.
 
-    `tenant`: checks that the tenant is served here, each time; what it and `act` raise is raised.
+    `tenant`: checks that the tenant is served here, each time. What it and `act` raise is raised; CallerGone.
     """
 
     def __init__(self, preparing: Preparing, tenant: Callable[[], str], act: Callable[[Engine], T]) -> None:
@@ -51,19 +57,27 @@ class Prepared(Generic[T]):
         self._rows = 0
         # the one that these rows were taken in by
         self._engine: Engine | None = None
-        self._future: Future[Any] | None = None
+        # the caller's; the keeper's own, by which it comes, cannot be cancelled any more once it was asked
+        self._promise: Future[Any] = Future()
 
     def promised(self, future: Future[F]) -> Future[F]:
-        """Tell what its result comes by."""
-        self._future = future
-        return future
+        """By this comes what comes by `future`. The caller may cancel it for as long as it has not come."""
+        hand_on(future, self._promise, lambda result: result)
+        return self._promise
 
     @property
     def is_over(self) -> bool:
-        return self._future is not None and self._future.done()
+        return self._promise.done()
+
+    @property
+    def called_off(self) -> bool:
+        """Whether the caller has gone."""
+        return self._promise.cancelled()
 
     def __call__(self, engine: Engine) -> T | None:
         try:
+            if self.called_off:
+                raise CallerGone
             if not self._is_ready(engine):
                 return None
         except BaseException:

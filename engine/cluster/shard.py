@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from undertow.engine.cluster.answering import Answers, AnswerTicket, Said, Telling, UnknownTicket
 from undertow.engine.cluster.calls import Call, Hello, Stamp
+from undertow.engine.cluster.futures import hand_on
 from undertow.engine.cluster.housing import Housing, Parts
 from undertow.engine.cluster.keeper import Keeper, refused
-from undertow.engine.cluster.preparing import Prepared, Preparing
+from undertow.engine.cluster.preparing import CallerGone, Prepared, Preparing
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.site import Site
 from undertow.engine.cluster.tenancy import ShardTenancy
@@ -104,7 +105,7 @@ class Shard(ShardTenancy):
         return self._searching(tenant, lambda engine: engine.search(self._checked(tenant), query, **how))
 
     def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[Answer]:
-        """As Engine.answer, while other calls go on. Moved, InTransit."""
+        """As Engine.answer, while other calls go on; to cancel it gives the LLM call up. Moved, InTransit."""
         asked: list[tuple[Engine, Asked]] = []
 
         def ask(engine: Engine) -> tuple[Engine, Asked]:
@@ -113,6 +114,10 @@ class Shard(ShardTenancy):
         ready = self._prepared(tenant, ask)
 
         def answer(engine: Engine) -> Answer | None:
+            if ready.called_off:
+                for opened, call in asked:
+                    opened.let_go(call)
+                raise CallerGone
             if not asked or asked[0][0] is not engine:  # one that was opened anew has not asked yet
                 if (anew := ready(engine)) is None:
                     return None
@@ -376,14 +381,5 @@ class Shard(ShardTenancy):
 def _unwrapped(wrapped: Future[tuple[T]]) -> Future[T]:
     """What stands in the tuple: of calls that wait, for which None means "not yet", but may give None."""
     future: Future[T] = Future()
-
-    def hand_on(done: Future[tuple[T]]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        if (error := done.exception()) is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(done.result()[0])
-
-    wrapped.add_done_callback(hand_on)
+    hand_on(wrapped, future, lambda result: result[0])
     return future
