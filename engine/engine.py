@@ -412,19 +412,21 @@ class Engine(Tenancy):
         if not query.strip():
             raise ValueError("the query is empty. Give some words to search for.")
         asked = Where.of(where)
-        vector = self._texts.encode([tenant], [query])[0]
+        with self.trace.span("encode_query", texts=1):
+            vector = self._texts.encode([tenant], [query])[0]
         window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
         s = self.settings
-        return self.retrieval.search(
-            of,
-            vector,
-            k_sub=s.k_sub if k_sub is None else k_sub,
-            k_epi=s.k_epi if k_epi is None else k_epi,
-            k_sem=s.k_sem if k_sem is None else k_sem,
-            window=window,
-            where=asked,
-            words=query if s.search == "hybrid" else "",
-        )
+        with self.trace.span("rank", asks=1):
+            return self.retrieval.search(
+                of,
+                vector,
+                k_sub=s.k_sub if k_sub is None else k_sub,
+                k_epi=s.k_epi if k_epi is None else k_epi,
+                k_sem=s.k_sem if k_sem is None else k_sem,
+                window=window,
+                where=asked,
+                words=query if s.search == "hybrid" else "",
+            )
 
     def is_ready(self, tenant: str) -> bool:
         """Whether a search by words of this tenant has little to do first, as Retrieval.is_ready.

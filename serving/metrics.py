@@ -126,7 +126,7 @@ class ShardMetrics:
         decisions = _counter("undertow_decisions", "Records of tenants' logs decided, by kind.", "decision")
         phases = _counter(
             "undertow_phase_seconds",
-            "Spent in phases of steps; decide holds gate, admit encode.",
+            "Spent in phases of steps and searches; decide holds gate, admit encode.",
             "phase",
         )
         rows = _counter("undertow_journal_committed_rows", "Rows committed to the journal.")

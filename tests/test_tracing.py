@@ -121,7 +121,9 @@ def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
     assert "episode" in map(operation, chats), "a topic that recurs has the LLM write an episode"
     assert all(chat.kind is SpanKind.CLIENT for chat in chats)
     (chat,) = (chat for chat in chats if operation(chat) == "answer")
-    assert inside(chat, the(made, "POST /v1/tenants/{tenant}/answer"))
+    answering = the(made, "POST /v1/tenants/{tenant}/answer")
+    assert inside(chat, answering)
+    assert all(inside(the(made, phase), answering) for phase in ("encode_query", "rank"))
     attributes = dict(chat.attributes or {})
     assert attributes["gen_ai.operation.name"] == "chat"
     assert attributes["gen_ai.request.model"] == "small"
