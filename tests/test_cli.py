@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,12 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_says_which_version_it_is() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    shown = run("--version")
+    assert (shown.code, shown.out) == (0, f"undertow {project['version']}\n")
 
 
 def test_every_command_of_the_contract_exists() -> None:

@@ -5,6 +5,7 @@ torch, lance and the rest are imported inside the commands that need them, so th
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -38,9 +39,18 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"undertow {version('undertow')}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
 ) -> None:
     """Options of every command; see `Guarded`."""
 
