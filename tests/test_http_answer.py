@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Scripted:
     """Memories whose answers cost COST, and go as a test says: what cannot be had from a sound LLM."""
 
     def __init__(self) -> None:
-        self.closed = 0
+        self.begun = self.closed = 0
         self.error: Exception | None = None
         self.waits = False
 
@@ -88,8 +89,14 @@ class Scripted:
         return memories
 
     async def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
+        self.begun += 1
         if self.error is not None:
             raise self.error
+        if self.waits:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.closed += 1
         return Answer("On Sunday.", Found((), (), ()), COST)
 
     async def answer_stream(
@@ -154,7 +161,25 @@ def test_what_is_known_of_a_broken_answer_is_charged(tmp_path: Path) -> None:
         assert left(running, key) == 50_000 - 211
 
 
-def test_who_leaves_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:
+def test_who_leaves_before_a_whole_answer_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:
+    scripted = Scripted()
+    scripted.waits = True
+    with serving(tmp_path, wrap=scripted.around) as running:
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        body = orjson.dumps(ASK)
+        head = (
+            f"POST {at('ann', '/answer')} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        address = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1]))) as asking:
+            asking.sendall(head.encode() + body)
+            wait_until(lambda: scripted.begun == 1)
+        wait_until(lambda: scripted.closed == 1 and running.service.load.under_way == 0)
+        assert left(running, key) == 50_000 - running.service.answer_tokens
+
+
+def test_who_leaves_a_stream_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:
     scripted = Scripted()
     scripted.waits = True
     with serving(tmp_path, wrap=scripted.around) as running:

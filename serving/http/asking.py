@@ -8,13 +8,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from undertow.serving.http.access import GuardedRoute, needs
 from undertow.serving.http.budget import Spending
 from undertow.serving.http.depends import Sender, Served, Tenant
-from undertow.serving.http.problems import bad_field, problem_of
+from undertow.serving.http.leaving import SenderGone, unless_gone
+from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.wire.asking import (
     AnswerRequest,
     AnswerResponse,
@@ -76,18 +77,24 @@ async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Searc
     },
 )
 @needs(Scope.READ, long=True)
-async def answer(tenant: Tenant, asked: AnswerRequest, service: Served, sender: Sender) -> Any:
+async def answer(
+    tenant: Tenant, asked: AnswerRequest, service: Served, sender: Sender, request: Request
+) -> Any:
     """Answer a question from a tenant's memory, with one call of the language model.
 
     Its tokens count towards the key's budget of the day. Before the call the most that it may take must fit
-    into what is left. Who leaves before a streamed answer has ended ends its call, and is charged the most.
+    into what is left. Who leaves before the answer has ended ends its call, and is charged the most.
     """
     as_of = _text(asked.as_of)
     spending = Spending(service.budgets, sender, service.answer_tokens)
     if not asked.stream:
-        async with spending:
-            given = await service.memories.answer(tenant, asked.question, as_of=as_of)
-            spending.took(given.usage)
+        try:
+            async with spending:
+                work = service.memories.answer(tenant, asked.question, as_of=as_of)
+                given = await unless_gone(request, work)
+                spending.took(given.usage)
+        except SenderGone:
+            raise Problem(400, "cut-off", "The sender left before the answer was there.") from None
         return _answered(given)
     pieces = _charged(service.memories.answer_stream(tenant, asked.question, as_of=as_of), spending)
     try:
