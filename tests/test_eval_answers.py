@@ -50,13 +50,14 @@ def test_a_run_keeps_every_answer_and_verdict(tmp_path: Path, url: str) -> None:
         "date": "2023-05-08T13:56:00",
         "text": "Ann: I signed up for the pottery course.\nBen: My brother sells canoes.",
     }
-    assert first["evidence"] == ["D1:1"] and "D1:1" in first["sources"]
+    assert first["evidence"] == ["D1:1"] and "D1:1" in first["in_turns"]
     assert first["tokens"]["calls"] == 1 and first["model"] == "mock-llm"
     assert (told["questions"], told["left_out"], told["errors"], told["unjudged"]) == (4, 1, 0, 0)
     assert told["by_category"].keys() == {"single-hop", "multi-hop", "temporal", "open-domain"}
     assert told["judge"]["mean"] == sum(v["verdict"] == "right" for v in verdicts) / 4
     assert told["f1"]["mean"] == pytest.approx(sum(a["f1"] for a in answers) / 4, abs=1e-4)
-    assert told["evidence_shown"] == pytest.approx(2 / 3, abs=1e-4), "D9:9 is nowhere"
+    shown = told["evidence_shown"]
+    assert shown == {"in_turns": pytest.approx(2 / 3, abs=1e-4), "behind_memories": None}, "D9:9 is nowhere"
     assert told["query"]["prompt_tokens_per_question"] > 0
     assert told["construction"]["per_conversation"]["calls"] == 0
     assert told["latency_on_this_machine"]["llm_s_p95"] > 0

@@ -97,7 +97,7 @@ def test_memories_are_the_facts_that_the_answer_is_given(tmp_path: Path, runner:
             (1, "2023-05-01T10:00:00", "the boat is in the harbour"),
             (2, "2023-05-02T10:00:00", "it is red"),
         ]
-        assert (material.episodes, material.turns, material.sources) == ((), (), ())
+        assert (material.episodes, material.turns, material.in_turns, material.behind_memories) == ((), (), (), ())
         assert tiny.construction("ann") == {"add": Usage(2, 20, 0, 4)}
         assert tiny.construction("bea") == {"add": Usage(1, 10, 0, 2)}
     assert progress == [("turns added", n, 3) for n in (1, 2, 3)]

@@ -109,7 +109,9 @@ def _line(pending: _Pending, reply: Completion | BadReply) -> dict[str, Any]:
         "tokens": asdict(reply.usage),
         "retrieval_s": round(pending.retrieval_s, 4),
         "evidence": question.evidence,
-        "sources": material.sources,
+        "is_scored": question.is_scored,
+        "in_turns": material.in_turns,
+        "behind_memories": material.behind_memories,
         "material": {
             "episodes": material.episodes,
             "facts": material.facts,

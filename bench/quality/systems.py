@@ -22,13 +22,15 @@ OnProgress = Callable[[str, int, int], None]
 class Material:
     """What a system gives the answering prompt; each tuple with the most relevant first.
 
-    `sources`: ids of the evidence that lies in what was retrieved, each once; () where it cannot be told.
+    Ids of evidence, each once, () where it cannot be told: `in_turns` lies in the shown turns themselves,
+    `behind_memories` in the turns that shown episodes and facts rest on, whether those tell of it or not.
     """
 
     episodes: tuple[ShownMemory, ...] = ()
     facts: tuple[ShownMemory, ...] = ()
     turns: tuple[ShownMemory, ...] = ()
-    sources: tuple[str, ...] = ()
+    in_turns: tuple[str, ...] = ()
+    behind_memories: tuple[str, ...] = ()
 
 
 class System(Protocol):
