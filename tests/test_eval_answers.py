@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_server import spawn_server
+from undertow.bench.quality.answers import Answering
+from undertow.bench.quality.asking import Asker
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.folder import run_folder
 from undertow.bench.quality.lines import KeptLines
 from undertow.bench.quality.plan import chosen
+from undertow.bench.quality.systems import Material
+from undertow.engine.config import Settings
 from undertow.engine.model import UndertowError
 from undertow.serving.cli.evaluating_answers import _left_out
 
@@ -312,6 +319,40 @@ def test_an_unusable_judge_prompt_is_refused_first(tmp_path: Path) -> None:
     refused = evaluated(path, tmp_path / "out", "http://127.0.0.1:9/v1", "--judge-prompt", str(own))
     assert refused.code == 1 and "does not use gold" in refused.err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_seconds_of_a_question_are_those_of_its_first_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(
+        "undertow.bench.quality.answers.time", SimpleNamespace(perf_counter=lambda: now_s[0])
+    )
+
+    class WarmingUp:
+        name = "warming-up"
+
+        def __init__(self) -> None:
+            self.searches = 0
+
+        def material(self, sample: Sample, question: Question) -> Material:
+            self.searches += 1
+            now_s[0] += 4.0 if self.searches == 1 else 0.25
+            return Material()
+
+    question = Question("q", "Where?", "single-hop", (), "here", None)
+    asked = [(Sample("t", (), (), (question,)), question)]
+    system: Any = WarmingUp()
+    settings = Settings(encoder="hash:384")
+    with (
+        closing(KeptLines(tmp_path / "answers.jsonl")) as lines,
+        closing(Asker(settings, MockLLM())) as asker,
+    ):
+        answering = Answering(system, settings, lines, asker)
+        answering.check_room(asked, [1, 2])
+        answering.answer(asked, [1, 2], lambda: None)
+    assert system.searches == 3
+    assert [line["retrieval_s"] for line in lines_of(tmp_path, "answers")] == [4.0, 4.0]
 
 
 def test_chosen_questions_are_evenly_spread() -> None:

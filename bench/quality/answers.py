@@ -40,6 +40,8 @@ class Answering:
         self._settings = settings
         self._lines = lines
         self._asker = asker
+        # of each question's first search: a later one finds made what the first has to make
+        self._first_s: dict[str, float] = {}
 
     def is_answered(self, key: Key) -> bool:
         """Whether it has an answer; an error is none."""
@@ -52,7 +54,7 @@ class Answering:
         for sample, question in asked:
             if all(self.is_answered((run, question.id)) for run in runs):
                 continue
-            prompt = prompt_of(question, self._system.material(sample, question))
+            prompt = prompt_of(question, self._material(sample, question))
             if not budget.fits(prompt):
                 raise UndertowError(
                     f"{self._system.name}: the prompt of question {question.id} has about "
@@ -74,11 +76,15 @@ class Answering:
                 key: Key = (run, question.id)
                 if self.is_answered(key):
                     continue
-                began_s = time.perf_counter()
-                material = self._system.material(sample, question)
-                took_s = time.perf_counter() - began_s
+                material = self._material(sample, question)
                 prompt = prompt_of(question, material)
-                yield _Pending(run, question, material, prompt, took_s), prompt
+                yield _Pending(run, question, material, prompt, self._first_s[question.id]), prompt
+
+    def _material(self, sample: Sample, question: Question) -> Material:
+        began_s = time.perf_counter()
+        material = self._system.material(sample, question)
+        self._first_s.setdefault(question.id, time.perf_counter() - began_s)
+        return material
 
 
 def prompt_of(question: Question, material: Material) -> Prompt:

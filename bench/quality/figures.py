@@ -138,7 +138,8 @@ def _shared(usage: Usage, conversations: int) -> dict[str, float]:
 
 
 def latency(answers: Sequence[Line]) -> dict[str, float | None]:
-    """Seconds: `retrieval_s`, in which only a peer embeds the question; `llm_s` of a call among others."""
+    """Seconds: `retrieval_s` of a question's first search, in which only a peer embeds it; `llm_s` of a call
+    among others."""
     told: dict[str, float | None] = {}
     for name in ("retrieval_s", "llm_s"):
         taken = [line[name] for line in answers if name in line]
