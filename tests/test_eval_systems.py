@@ -11,6 +11,7 @@ import pytest
 
 from undertow.bench.mock_server import spawn_server
 from undertow.bench.quality import Benchmark
+from undertow.bench.quality.answers import prompt_of
 from undertow.bench.quality.baselines import BYTES_PER_TOKEN, NaiveRAG, chunked, tokens_of
 from undertow.bench.quality.choice import SYSTEMS
 from undertow.bench.quality.datasets import Question, Sample
@@ -61,6 +62,7 @@ def test_full_context_shows_every_turn_in_order(tmp_path: Path) -> None:
     assert [memory.text for memory in material.turns] == [turn.text for turn in sample.turns]
     assert [memory.number for memory in material.turns] == [1, 2, 3, 4]
     assert material.turns[3].date == "2023-05-12T09:00:00"
+    assert "most relevant" not in prompt_of(sample.questions[0], material).user
     assert material.in_turns == ("D1:1", "D1:2", "D1:3", "D1:4", "D1:5", "D2:1")
     assert material.episodes == material.facts == () and system.construction(sample.tenant) == {}
 

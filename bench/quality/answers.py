@@ -89,7 +89,14 @@ class Answering:
 
 def prompt_of(question: Question, material: Material) -> Prompt:
     """The same prompt for every system."""
-    return answer_prompt(question.text, material.episodes, material.facts, material.turns, question.asked_on)
+    return answer_prompt(
+        question.text,
+        material.episodes,
+        material.facts,
+        material.turns,
+        question.asked_on,
+        order=material.order,
+    )
 
 
 def _line(pending: _Pending, reply: Completion | BadReply) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class FullContext:
 
     def material(self, sample: Sample, question: Question) -> Material:
         turns = shown([(turn.timestamp, turn.text) for turn in sample.turns])
-        return Material(turns=turns, in_turns=each_once(sample.holds))
+        return Material(turns=turns, order="time", in_turns=each_once(sample.holds))
 
     def construction(self, tenant: str) -> dict[str, Usage]:
         return {}
