@@ -126,6 +126,7 @@ def _line(pending: _Pending, reply: Completion | BadReply) -> dict[str, Any]:
         "in_turns": material.in_turns,
         "behind_memories": material.behind_memories,
         "material": {
+            "order": material.order,
             "episodes": material.episodes,
             "facts": material.facts,
             "turns": material.turns,
