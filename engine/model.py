@@ -92,6 +92,11 @@ def spoken(messages: Sequence[Message]) -> str:
     return "\n".join([f"{m.speaker}: {m.content}" for m in said])
 
 
+def as_embedded(text: str, timestamp: str | None, embed_timestamp: bool) -> str:
+    """What the encoder is given of a turn; `timestamp`: its own, or the one that it inherits."""
+    return f"{timestamp}\n{text}" if embed_timestamp and timestamp is not None else text
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """One version of an episode or a fact, as stored.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undertow.engine.model import InputError
+from undertow.engine.model import InputError, as_embedded
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.ingesting import (
     LogFormat,
@@ -138,6 +138,7 @@ def _turns(
     paths: list[str], format: LogFormatName, settings: Settings
 ) -> tuple[dict[str, list[Turn]], IngestReport]:
     """Each tenant's turns in the order of arrival, each once, as ingestion would take them."""
+    from undertow.engine.estimate import dated
     from undertow.engine.ingest import IngestReport
     from undertow.engine.readers import find_logs, read
 
@@ -158,7 +159,7 @@ def _turns(
             for turn in record.turns:
                 turns.setdefault(turn.tenant, {}).setdefault(turn.dedupe_key, turn)
     problems.tell_rest(report)
-    return {tenant: list(own.values()) for tenant, own in turns.items()}, report
+    return {tenant: dated(own.values()) for tenant, own in turns.items()}, report
 
 
 def _logs(turns: dict[str, list[Turn]], encoder: Encoder, settings: Settings) -> list[TenantLog]:
@@ -176,18 +177,13 @@ def _logs(turns: dict[str, list[Turn]], encoder: Encoder, settings: Settings) ->
             parts = []
             for start in range(0, len(own), EMBEDDED_AT_A_TIME):
                 some = own[start : start + EMBEDDED_AT_A_TIME]
-                parts.append(encoder.encode([_embedded(turn, settings) for turn in some]))
+                texts = [as_embedded(turn.text, turn.timestamp, settings.embed_timestamp) for turn in some]
+                parts.append(encoder.encode(texts))
                 done += len(some)
                 if bar.is_due:
                     bar.show(f"{done:,} of {total:,} turns embedded", done, total)
             logs.append(TenantLog(own, np.concatenate(parts).astype(np.float32)))
     return logs
-
-
-def _embedded(turn: Turn, settings: Settings) -> str:
-    """The text as ingestion embeds it."""
-    dated = settings.embed_timestamp and turn.timestamp is not None
-    return f"{turn.timestamp}\n{turn.text}" if dated else turn.text
 
 
 def _put(document: dict[str, Any]) -> None:
