@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from undertow.engine.calibrate import Step, Vectors, walk
-from undertow.engine.config import PolicyName
 from undertow.engine.estimate_eager import eager_usage
 from undertow.engine.estimate_recmem import recmem_usage
-from undertow.engine.model import Turn, Usage
+from undertow.engine.model import PolicyName, Turn, Usage
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.reply_guess import EXPECTED, HIGH, LOW, Evenly, Guesser, ReplyGuess
 from undertow.engine.token_count import TokenCount
@@ -62,7 +61,7 @@ def estimate(
 
 
 def dated(turns: Iterable[Turn]) -> list[Turn]:
-    """One tenant's turns in order, as ingestion dates them: without a time, by their session's previous one."""
+    """One tenant's turns in order; those without a time get their session's previous one, as in ingestion."""
     latest: dict[str, str] = {}
     found = []
     for turn in turns:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 UNDATED = "undated"
 
 MemoryKind = Literal["episode", "fact"]
+PolicyName = Literal["recmem", "eager"]
 
 
 class Decision(StrEnum):

@@ -325,9 +325,7 @@ def test_the_seconds_of_a_question_are_those_of_its_first_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
-    monkeypatch.setattr(
-        "undertow.bench.quality.answers.time", SimpleNamespace(perf_counter=lambda: now_s[0])
-    )
+    monkeypatch.setattr("undertow.bench.quality.answers.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
 
     class WarmingUp:
         name = "warming-up"

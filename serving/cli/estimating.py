@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from undertow.engine.model import InputError, as_embedded
+from undertow.engine.model import InputError, PolicyName, as_embedded
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.ingesting import (
     LogFormat,
@@ -34,15 +33,8 @@ if TYPE_CHECKING:
     from undertow.engine.model import Turn
 
 EMBEDDED_AT_A_TIME = 256
-FIGURES = ("calls", "prompt_tokens", "completion_tokens")
 
-
-class PolicyChoice(StrEnum):
-    RECMEM = "recmem"
-    EAGER = "eager"
-    ALL = "all"
-
-
+PolicyChoice = Literal[PolicyName, "all"]
 PolicyOption = Annotated[
     PolicyChoice, typer.Option("--policy", help="Whose calls are counted; all: side by side.")
 ]
@@ -63,7 +55,7 @@ PriceOut = Annotated[
 
 def estimate(
     paths: Paths,
-    policy: PolicyOption = PolicyChoice.ALL,
+    policy: PolicyOption = "all",
     format: LogFormat = LogFormatName.AUTO,
     profile: Profile = None,
     theta_sim: ThetaSim = None,
@@ -110,7 +102,7 @@ def estimate(
     logs = _logs(turns, kept, settings)
     kept.save()
     theta = Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
-    wanted = [name for name in POLICIES if policy.value in (name, PolicyChoice.ALL)]
+    wanted = [name for name in POLICIES if policy in (name, "all")]
     found = {name: measure(logs, name, theta, tokens) for name in wanted}
     about = {
         "tenants": len(logs),
@@ -187,6 +179,8 @@ def _logs(turns: dict[str, list[Turn]], encoder: Encoder, settings: Settings) ->
 
 
 def _put(document: dict[str, Any]) -> None:
+    from undertow.engine.estimate import FIGURES
+
     title = (
         f"{document['turns']:,} turns of {document['tenants']:,} tenants, theta_sim {document['theta_sim']}, "
         f"theta_count {document['theta_count']}; expected (low to high)"
