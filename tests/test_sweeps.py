@@ -10,7 +10,8 @@ import pytest
 
 from undertow.bench.quality import sweeps
 from undertow.bench.quality.datasets import Sample, load
-from undertow.bench.quality.sweeps import construction, evidence, varied
+from undertow.bench.quality.sweeps import construction, evidence, evidence_behind
+from undertow.bench.quality.varying import varied
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
@@ -78,6 +79,18 @@ def test_recall_grows_with_k_to_what_there_is(samples: list[Sample]) -> None:
     assert {point["questions"] for point in points} == {2}
 
 
+def test_what_is_behind_episodes_grows_with_k_to_the_turns_they_rest_on(samples: list[Sample]) -> None:
+    often = varied(SETTINGS, theta_sim=0.6, theta_count=3)
+    points = evidence_behind(samples, often, KeptVectors(HashingEncoder(384)))
+    assert [point["k_epi"] for point in points] == list(sweeps.K_EPI)
+    first, last = points[0], points[-1]
+    assert first["turns_behind"] < last["turns_behind"] == 12.0, "all turns are consolidated"
+    assert last["evidence_recall"] == 0.5, "the one that is there, of two questions"
+    assert [p["evidence_recall"] for p in points] == sorted(p["evidence_recall"] for p in points)
+    never = evidence_behind(samples, varied(SETTINGS, theta_sim=0.99), KeptVectors(HashingEncoder(384)))
+    assert {(p["evidence_recall"], p["turns_behind"]) for p in never} == {(0.0, 0.0)}
+
+
 def test_the_command_writes_figures_and_picture_and_twice_the_same(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +107,7 @@ def test_the_command_writes_figures_and_picture_and_twice_the_same(
     assert told[0] == told[1]
     assert [point["theta_sim"] for point in told[0]["theta_sim"]] == [0.6, 0.9]
     assert told[0]["encoder"] == "hash:384"
+    assert [point["k_epi"] for point in told[0]["k_epi"]] == list(sweeps.K_EPI)
 
 
 def test_a_file_that_is_no_locomo_is_refused(tmp_path: Path) -> None:

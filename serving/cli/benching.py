@@ -67,7 +67,7 @@ def sweep(
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
-    """What RecMem's thresholds cost and k_sub finds on LoCoMo, one setting at a time, with a mock LLM.
+    """What RecMem's thresholds cost and k_sub and k_epi find on LoCoMo, one at a time, with a mock LLM.
 
     Deterministic: the same file, encoder and settings give the same figures.
     """
@@ -117,6 +117,7 @@ def sweep(
             [_row(point, name, figures) for point in points], [name, *figures, "calls", "prompt_tokens"]
         )
     put_table(sweeps.k_sub, ["k_sub", "evidence_recall", "questions"])
+    put_table(sweeps.k_epi, ["k_epi", "evidence_recall", "turns_behind", "questions"])
     say(f"All figures and the picture: {out}")
 
 
