@@ -229,6 +229,59 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, url: str) -> None:
     assert "Name another --out" in evaluated(path, out, url, *options).err
 
 
+def constructed(url: str) -> int:
+    return sum(calls for operation, calls in server_stats(url)["calls"].items() if operation != "answer")
+
+
+def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> None:
+    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
+    thetas = ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off")
+    whole, calls = evaluated(path, out, url, *thetas).doc, constructed(url)
+    refused = evaluated(path, out, url, *thetas, UNDERTOW_K_EPI="1", UNDERTOW_K_SUB="2")
+    assert refused.code == 1 and "k_epi 5, now 1; k_sem 10, now 2; k_sub 10, now 2. " in refused.err
+    assert f"--memories-of {out} that needs no new memories" in refused.err
+    same = (*thetas, "--memories-of", str(out))
+    for name, empty in (("subconscious", "turns"), ("episodic", "episodes"), ("semantic", "facts")):
+        folder = tmp_path / name
+        told = evaluated(path, folder, url, *same, "--ablation", f"without-{name}").doc
+        assert (told["construction"], told["built"]) == (whole["construction"], whole["built"])
+        assert told["memories_of"] == "out" and not (folder / "store").exists()
+        shown = lines_of(folder, "answers")[0]["material"]
+        assert [tier for tier in ("turns", "episodes", "facts") if not shown[tier]] == [empty]
+    without_turns = json.loads((tmp_path / "subconscious" / "summary.json").read_text())
+    assert without_turns["evidence_shown"]["in_turns"] is None
+    assert without_turns["evidence_shown"]["behind_memories"] > 0
+    kept = evaluated(path, tmp_path / "kept", url, *same, "--ablation", "without-consolidated").doc
+    assert kept["retain_consolidated"] is False
+    shown = lines_of(tmp_path / "kept", "answers")[0]["material"]["turns"]
+    assert len(shown) == whole["built"]["waiting_turns"] < 7
+    assert constructed(url) == calls, "nothing was built again"
+
+
+def test_ablations_of_construction_build_what_they_leave(tmp_path: Path, url: str) -> None:
+    path, thetas = (
+        talk_of_a_boat(tmp_path),
+        ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off"),
+    )
+    made = {"direct-extraction": {"direct"}, "without-facts": {"episode", "merge"}}
+    for name, operations in made.items():
+        told = evaluated(path, tmp_path / name, url, *thetas, "--ablation", name).doc
+        assert told["ablation"] == name
+        assert told["construction"]["by_operation"].keys() == operations
+    other = evaluated(
+        path, tmp_path / "other", url, *thetas, "--memories-of", str(tmp_path / "without-facts")
+    )
+    assert other.code == 1 and "are others: ablation 'without-facts', now None." in other.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_memories_that_are_not_there_or_others_are_refused(tmp_path: Path, url: str) -> None:
+    path = written(tmp_path, conversation())
+    (tmp_path / "store").mkdir()
+    refused = evaluated(path, tmp_path / "out", url, "--memories-of", str(tmp_path))
+    assert refused.code == 1 and "Name the --out of a run" in refused.err
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with (
         run_folder(tmp_path / "out", {}),
@@ -291,6 +344,15 @@ def test_errors_that_a_peer_only_logged_are_told() -> None:
     ("options", "why"),
     [
         (("--llm", "off"), "--evidence-only"),
+        (("--evidence-only", "--ablation", "without-facts"), "--ablation has no meaning"),
+        (("--evidence-only", "--memories-of", "out"), "--memories-of has no meaning"),
+        (("--llm", "http://127.0.0.1:9", "--ablation", "without-all"), "there are direct-extraction, "),
+        (
+            ("--llm", "http://127.0.0.1:9", "--ablation", "without-facts", "--policy", "eager"),
+            "part of recmem",
+        ),
+        (("--llm", "http://127.0.0.1:9", "--policy", "full-context", "--memories-of", "x"), "no memories"),
+        (("--llm", "http://127.0.0.1:9", "--out", "x", "--memories-of", "x"), "own folder"),
         (("--policy", "memgpt"), "there are recmem, "),
         (("--evidence-only", "--policy", "recmem"), "--policy has no meaning"),
         (("--evidence-only", "--llm", "http://127.0.0.1:9"), "--llm has no meaning"),

@@ -11,7 +11,7 @@ import pytest
 from undertow.bench.quality import sweeps
 from undertow.bench.quality.datasets import Sample, load
 from undertow.bench.quality.sweeps import construction, evidence, evidence_behind
-from undertow.bench.quality.varying import varied
+from undertow.bench.quality.varying import ABLATIONS, ablated, varied
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
@@ -41,13 +41,13 @@ def conversation() -> dict[str, Any]:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "locomo.json"
-    path.write_text(json.dumps([conversation()]))
+    path.write_text(json.dumps([conversation(), conversation() | {"sample_id": "another"}]))
     return path
 
 
 @pytest.fixture
 def samples(data: Path) -> list[Sample]:
-    return list(load(data, "locomo", 1_000_000))
+    return list(load(data, "locomo", 1_000_000))[:1]
 
 
 def test_a_point_tells_what_construction_takes(samples: list[Sample]) -> None:
@@ -68,6 +68,18 @@ def test_a_varied_threshold_takes_theta_merge_along_unless_that_is_set() -> None
     fixed = Settings(device="cpu", theta_merge=0.6)
     assert varied(fixed, theta_sim=0.9).merge_threshold == 0.6
     assert varied(SETTINGS, theta_count=7).similarity_threshold == 0.7
+
+
+def test_an_ablation_leaves_out_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERTOW_ABLATION", "without-facts")
+    monkeypatch.setenv("UNDERTOW_K_EPI", "7")
+    whole = Settings(device="cpu", encoder="hash:384")
+    for name in ABLATIONS:
+        changed = ablated(whole, name)
+        fields = ("ablation", "k_sub", "k_epi", "k_sem", "retain_consolidated")
+        plain = dict(zip(fields, (None, 10, 7, 14, True), strict=True))
+        assert {f: getattr(changed, f) for f in fields} == plain | ABLATIONS[name]
+        assert changed.encoder == "hash:384"
 
 
 def test_recall_grows_with_k_to_what_there_is(samples: list[Sample]) -> None:
@@ -99,14 +111,14 @@ def test_the_command_writes_figures_and_picture_and_twice_the_same(
         monkeypatch.setattr(sweeps, name, few)
     told = []
     for folder in (tmp_path / "one", tmp_path / "two"):
-        ran = run("bench", "sweep", "--data", data, "--out", folder, "--json")
+        ran = run("bench", "sweep", "--data", data, "--sample", "made-up", "--out", folder, "--json")
         assert ran.code == 0, ran.err
         assert (folder / "sweeps.png").read_bytes().startswith(b"\x89PNG")
         assert json.loads((folder / "sweeps.json").read_bytes()) == ran.doc
         told.append(ran.doc)
     assert told[0] == told[1]
     assert [point["theta_sim"] for point in told[0]["theta_sim"]] == [0.6, 0.9]
-    assert told[0]["encoder"] == "hash:384"
+    assert (told[0]["encoder"], told[0]["samples"]) == ("hash:384", ["made-up"])
     assert [point["k_epi"] for point in told[0]["k_epi"]] == list(sweeps.K_EPI)
 
 

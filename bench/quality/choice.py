@@ -16,6 +16,9 @@ from undertow.engine.model import PolicyName
 DEFAULT = "recmem"
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
+CONSTRUCTING = (*POLICIES, *RUNNERS)
+"""Systems that make memories: a run of them can answer from those of another one."""
+
 SYSTEMS: dict[str, Callable[[Means], System]] = {
     **{name: partial(EngineSystem, name) for name in POLICIES},
     "full-context": FullContext,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.evaluating import Only, chosen_samples
 from undertow.serving.cli.opening import AsJson, EncoderName, KeptIn, Model, check_settings, settings_of
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 
@@ -63,6 +64,7 @@ def sweep(
     out: Annotated[
         Path, typer.Option("--out", metavar="FOLDER", help="For sweeps.json and sweeps.png.")
     ] = Path("sweeps"),
+    only: Only = None,
     vectors: KeptIn = None,
     encoder: EncoderName = None,
     as_json: AsJson = False,
@@ -85,7 +87,7 @@ def sweep(
 
     settings = settings_of(llm="off", encoder=encoder)
     check_settings(settings)
-    samples = list(load(data, "locomo", settings.max_message_bytes))
+    samples = chosen_samples(list(load(data, "locomo", settings.max_message_bytes)), only)
     kept = KeptVectors(make_encoder(settings), vectors)
     with Bar() as bar:
         done = iter(range(1, RUNS + 1))
