@@ -122,7 +122,8 @@ class Conversation:
 
     def _made(self, words: Words) -> list[Float64s]:
         """Of each question: the share that each turn has of its words, without neighbours'."""
-        index, owners = Bm25(), []
+        index = Bm25()
+        owners: list[int] = []
         for n, turn in enumerate(self.sample.turns):
             for text in texts_of(turn, words):
                 index.put(len(owners), terms_of(text, words))

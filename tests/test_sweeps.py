@@ -78,7 +78,7 @@ def test_an_ablation_leaves_out_one_part(monkeypatch: pytest.MonkeyPatch) -> Non
         changed = ablated(whole, name)
         fields = ("ablation", "k_sub", "k_epi", "k_sem", "retain_consolidated")
         plain = dict(zip(fields, (None, 10, 7, 14, True), strict=True))
-        assert {f: getattr(changed, f) for f in fields} == plain | ABLATIONS[name]
+        assert {f: getattr(changed, f) for f in fields} == {**plain, **ABLATIONS[name]}
         assert changed.encoder == "hash:384"
 
 
