@@ -12,7 +12,7 @@ import orjson
 from numpy.typing import NDArray
 
 from undertow.engine.journal import Row
-from undertow.engine.model import BadInput, InputError, PackedTurn, Turn, UndertowError
+from undertow.engine.model import BadInput, InputError, PackedTurn, Turn, UndertowError, as_embedded
 from undertow.engine.records import Control, control_row, key_hash, turn_id, turn_row
 
 if TYPE_CHECKING:  # not imported by who only packs turns for a shard: torch takes seconds and memory
@@ -253,9 +253,7 @@ class Admission:
 
     def _text(self, planned: _Planned) -> str:
         """What is embedded."""
-        if self._embed_timestamp and planned.timestamp is not None:
-            return f"{planned.timestamp}\n{planned.turn.text}"
-        return planned.turn.text
+        return as_embedded(planned.turn.text, planned.timestamp, self._embed_timestamp)
 
     def _append(self, p: _Planned, rows: list[Row]) -> Receipt:
         """Put a turn at the end of its tenant's log and its row at the end of `rows`."""

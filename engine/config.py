@@ -9,9 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.card import CardShares
+from undertow.engine.model import PolicyName
 
 Profile = Literal["companion", "assistant"]
-PolicyName = Literal["recmem", "eager"]
 # paper, section 4.3: no episodes, facts of the raw turns; or episodes alone
 Ablation = Literal["direct-extraction", "without-facts"]
 

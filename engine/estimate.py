@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from undertow.engine.calibrate import Step, Vectors, walk
-from undertow.engine.config import PolicyName
 from undertow.engine.estimate_eager import eager_usage
 from undertow.engine.estimate_recmem import recmem_usage
-from undertow.engine.model import Turn, Usage
+from undertow.engine.model import PolicyName, Turn, Usage
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.reply_guess import EXPECTED, HIGH, LOW, Evenly, Guesser, ReplyGuess
 from undertow.engine.token_count import TokenCount
@@ -31,7 +30,7 @@ Ranges = dict[str, dict[str, dict[str, int]]]
 
 @dataclass(frozen=True)
 class TenantLog:
-    """One tenant's turns in order, and their vectors: float32 [n, dim], normalised."""
+    """One tenant's turns in order, as `dated`, and their vectors: float32 [n, dim], normalised."""
 
     turns: Sequence[Turn]
     vectors: Vectors
@@ -59,6 +58,18 @@ def estimate(
         decided = {share: _decided(logs, thresholds, share) for share in {g.merge_share for g in guesses}}
         outcomes = {g: _recmem(logs, decided[g.merge_share], tokens, g) for g in guesses}
     return _ranges(outcomes[expected], list(outcomes.values()))
+
+
+def dated(turns: Iterable[Turn]) -> list[Turn]:
+    """One tenant's turns in order; those without a time get their session's previous one, as in ingestion."""
+    latest: dict[str, str] = {}
+    found = []
+    for turn in turns:
+        timestamp = turn.timestamp or latest.get(turn.session_id)
+        if timestamp is not None:
+            latest[turn.session_id] = timestamp
+        found.append(replace(turn, timestamp=timestamp))
+    return found
 
 
 def expected_usage(logs: Sequence[TenantLog], thresholds: Thresholds, tokens: TokenCount) -> UsageByOperation:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 UNDATED = "undated"
 
 MemoryKind = Literal["episode", "fact"]
+PolicyName = Literal["recmem", "eager"]
 
 
 class Decision(StrEnum):
@@ -90,6 +91,11 @@ def spoken(messages: Sequence[Message]) -> str:
     """
     said = [m for m in messages if m.role not in INSTRUCTIONS] or messages
     return "\n".join([f"{m.speaker}: {m.content}" for m in said])
+
+
+def as_embedded(text: str, timestamp: str | None, embed_timestamp: bool) -> str:
+    """What the encoder is given of a turn; `timestamp`: its own, or the one that it inherits."""
+    return f"{timestamp}\n{text}" if embed_timestamp and timestamp is not None else text
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import orjson
 
 from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.journal import Journal, Row
-from undertow.engine.model import spoken
+from undertow.engine.model import as_embedded, spoken
 from undertow.engine.place import Place
 from undertow.engine.records import messages_of
 from undertow.engine.store import StoreError, StoreInfo, write_info
@@ -118,5 +118,4 @@ def embedded_text(row: Row, embed_timestamp: bool) -> str | None:
     body = orjson.loads(row.payload)
     if row.kind != "turn":
         return None if body.get("deleted") else str(body["text"])
-    text = spoken(messages_of(body))
-    return f"{row.timestamp}\n{text}" if embed_timestamp and row.timestamp is not None else text
+    return as_embedded(spoken(messages_of(body)), row.timestamp, embed_timestamp)

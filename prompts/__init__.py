@@ -29,6 +29,8 @@ from undertow.prompts.replies import (
     Reply,
 )
 
+# what the lists of memories in an answering prompt are sorted by
+Order = Literal["relevance", "time"]
 Operation = Literal["episode", "merge", "refine", "direct", "extract", "reconcile", "answer"]
 
 REPLIES: dict[Operation, type[Reply] | None] = {
@@ -129,10 +131,12 @@ def answer_prompt(
     facts: Sequence[ShownMemory],
     turns: Sequence[ShownMemory],
     as_of: str | None,
+    *,
+    order: Order = "relevance",
 ) -> Prompt:
-    """Ask the question against the three tiers (section 3.5), each sorted by relevance."""
+    """Ask the question against the three tiers (section 3.5), each in the same order, which is said."""
     sections = (("Episodes", episodes), ("Facts", facts), ("Turns", turns))
-    return _prompt("answer", sections=sections, as_of=as_of, question=question)
+    return _prompt("answer", order=order, sections=sections, as_of=as_of, question=question)
 
 
 def repair_messages(prompt: Prompt, bad_reply: str, problem: str) -> list[dict[str, str]]:

@@ -27,8 +27,9 @@ from undertow.engine.pacing import MOST_TURNS
 from undertow.engine.records import memory_of
 from undertow.prompts import Prompt
 
+from .oracle import OracleDecision, OracleMemory
 from .oracle_eager import OracleEager
-from .oracle_recmem import OracleDecision, OracleMemory, OracleRecMem
+from .oracle_recmem import OracleRecMem
 
 
 class RecordingLLM(MockLLM):

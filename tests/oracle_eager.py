@@ -1,6 +1,6 @@
 """The eager policy for one tenant as a plain program: one turn after the other, lists and exact integers.
 
-As oracle_recmem: nothing of how the engine works, only its prompts' wording, encoder, ids and LLM.
+As oracle: nothing of how the engine works, only its prompts' wording, encoder, ids and LLM.
 """
 
 from __future__ import annotations
@@ -8,38 +8,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from undertow.engine.encoder import Encoder
 from undertow.engine.llm import BadReply, LLMClient
 from undertow.engine.model import Turn, memory_id, time_key
-from undertow.prompts import Prompt, ShownMemory, ShownTurn, extract_prompt, reconcile_prompt
-from undertow.prompts.replies import ExtractReply, ReconcileReply, Reply
+from undertow.prompts import ShownMemory, ShownTurn, extract_prompt, reconcile_prompt
+from undertow.prompts.replies import ExtractReply, ReconcileReply
 
-from .oracle_recmem import OracleDecision, OracleMemory, Thresholds, Whole, exact_dot
+from .oracle import Oracle, OracleDecision, OracleMemory, Thresholds, exact_dot
 
 RECENT, SIMILAR = 5, 10
 
 
-class OracleEager:
+class OracleEager(Oracle):
     """Takes the turns of one tenant in order of seq; `decisions`, `versions`, `prompts` tell what came."""
 
     def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Thresholds) -> None:
-        self.tenant = tenant
-        self.decisions: list[OracleDecision] = []
-        self.versions: list[OracleMemory] = []
-        self.prompts: list[Prompt] = []
-        self._encoder = encoder
-        self._llm = llm
+        super().__init__(tenant, encoder, llm)
         self._turns: list[Turn] = []
-        self._last_time: dict[str, str | None] = {}
-        self._embedded: dict[str, Whole] = {}
 
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn."""
-        time = turn.timestamp or self._last_time.get(turn.session_id)
-        self._last_time[turn.session_id] = time
-        self._turns.append(replace(turn, timestamp=time))
+        self._turns.append(self._dated(turn))
         try:
             made = self._made_of(seq)
         except BadReply:
@@ -140,13 +129,3 @@ class OracleEager:
             if fact.text not in texts:
                 texts.append(fact.text)
         return texts
-
-    def _ask(self, prompt: Prompt) -> Reply | str:
-        self.prompts.append(prompt)
-        return self._llm.submit(prompt, tenant=self.tenant).result().reply
-
-    def _embed(self, text: str) -> Whole:
-        if text not in self._embedded:
-            vector = self._encoder.encode([text])[0].astype(np.float64)
-            self._embedded[text] = (vector * 2**24).astype(np.int64)
-        return self._embedded[text]

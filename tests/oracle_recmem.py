@@ -1,78 +1,19 @@
-"""RecMem for one tenant as a plain program: one turn after the other, lists and exact integers.
-
-Written from the specification alone and sharing nothing of how the engine works: no arena, kernel,
-scheduler, journal or policy. Only the prompts' wording, the encoder, the ids and the LLM are the
-engine's, because the test is that the same prompts are sent and the same memories come of them.
-"""
+"""RecMem for one tenant as a plain program, see `oracle`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, field
 
 from undertow.engine.encoder import Encoder
 from undertow.engine.llm import BadReply, LLMClient
 from undertow.engine.model import Turn, memory_id, time_key
-from undertow.prompts import (
-    Prompt,
-    ShownMemory,
-    ShownTurn,
-    episode_prompt,
-    merge_prompt,
-    refine_prompt,
-)
-from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply, Reply
+from undertow.prompts import ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
+from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply
+
+from .oracle import Oracle, OracleDecision, OracleMemory, Thresholds, Whole, exact_dot
 
 FACTS_SHOWN = 10
-
-Whole = NDArray[np.int64]
-
-
-class Thresholds(Protocol):
-    """What the oracle reads of the settings."""
-
-    @property
-    def similarity_threshold(self) -> float: ...
-
-    @property
-    def merge_threshold(self) -> float: ...
-
-    @property
-    def recurrence_count(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class OracleDecision:
-    """What became of one turn. `settled`: the turns that left the gates with it, by seq."""
-
-    seq: int
-    decision: str
-    merge_asked: bool
-    nearest_episode: str | None
-    score: float | None
-    cluster: tuple[int, ...]
-    settled: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class OracleMemory:
-    """One version of an episode or a fact; `sources` ascending."""
-
-    id: str
-    kind: str
-    version: int
-    text: str
-    sources: tuple[int, ...]
-    made_at_seq: int
-    born_at_seq: int
-    ordinal: int
-    timestamp: str | None
-    supersedes: tuple[str, ...] = ()
-    episode_id: str | None = None
 
 
 @dataclass
@@ -88,33 +29,19 @@ class _Draft:
         return [m for m in self.versions if m.kind == "fact"]
 
 
-def exact_dot(a: Whole, b: Whole) -> float:
-    """Dot product of two fp16 unit vectors given as multiples of 2^-24: in integers, so exact."""
-    return int(np.dot(a, b)) / 2**48
-
-
-class OracleRecMem:
+class OracleRecMem(Oracle):
     """Takes the turns of one tenant in order of seq; `decisions`, `versions`, `prompts` tell what came."""
 
     def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Thresholds) -> None:
-        self.tenant = tenant
+        super().__init__(tenant, encoder, llm)
         self.settings = settings  # may be changed between turns
-        self.decisions: list[OracleDecision] = []
-        self.versions: list[OracleMemory] = []
-        self.prompts: list[Prompt] = []
-        self._encoder = encoder
-        self._llm = llm
         self._turns: dict[int, Turn] = {}
-        self._last_time: dict[str, str | None] = {}  # by session
         self._vectors: dict[int, Whole] = {}
         self._live: list[int] = []
-        self._embedded: dict[str, Whole] = {}
 
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn (the spec's steps 1 to 6)."""
-        time = turn.timestamp or self._last_time.get(turn.session_id)
-        self._last_time[turn.session_id] = time
-        self._turns[seq] = replace(turn, timestamp=time)
+        self._turns[seq] = self._dated(turn)
         self._vectors[seq] = self._embed(turn.text)
         nearest, score = self._nearest_episode(seq)
         asked = nearest is not None and score is not None and score >= self.settings.merge_threshold
@@ -260,13 +187,3 @@ class OracleRecMem:
     def _latest(self, sources: Sequence[int]) -> str | None:
         last = max(sources, key=lambda s: (time_key(self._turns[s].timestamp), s))
         return self._turns[last].timestamp
-
-    def _ask(self, prompt: Prompt) -> Reply | str:
-        self.prompts.append(prompt)
-        return self._llm.submit(prompt, tenant=self.tenant).result().reply
-
-    def _embed(self, text: str) -> Whole:
-        if text not in self._embedded:
-            vector = self._encoder.encode([text])[0].astype(np.float64)
-            self._embedded[text] = (vector * 2**24).astype(np.int64)
-        return self._embedded[text]

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from undertow.bench.mock_llm import MockReplies
-from undertow.engine.config import PolicyName, Settings
+from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, HashingEncoder
 from undertow.engine.engine import Engine
-from undertow.engine.model import Memory, Turn
+from undertow.engine.model import Memory, PolicyName, Turn
 from undertow.engine.readers import read
 from undertow.engine.retrieval import Found
 from undertow.engine.tenants import Tenants

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from undertow.bench.estimate_check import compare, metered, usage_in
 from undertow.bench.quality.datasets import Sample
 from undertow.engine.config import Settings
-from undertow.engine.encoder import HashingEncoder
+from undertow.engine.encoder import Float16, HashingEncoder
 from undertow.engine.estimate import FIGURES, TOTAL, TenantLog, estimate, price
 from undertow.engine.estimate_eager import EagerShape, eager_usage
 from undertow.engine.model import Message, Turn, UndertowError
@@ -211,6 +212,31 @@ def test_the_same_log_twice_costs_once_and_vectors_are_kept(log: Path, tmp_path:
     once = run("estimate", log, *THETAS, "--vectors", kept, "--json").doc
     assert kept.exists()
     assert run("estimate", log, log, *THETAS, "--vectors", kept, "--json").doc == once
+
+
+def test_a_date_is_inherited_within_a_session_as_ingestion_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sessions that take turns, dated at their first turn and once more later."""
+    lines = [line | {"session": f"s{n % 2}"} for n, line in enumerate(conversation("ada", TURNS))]
+    whole = [line | {"timestamp": lines[n % 2 + n // 30 * 30]["timestamp"]} for n, line in enumerate(lines)]
+    bare = [line if n % 30 < 2 else {**line, "timestamp": None} for n, line in enumerate(whole)]
+    logs = [write_log(tmp_path / f"{n}.jsonl", some) for n, some in enumerate((whole, bare))]
+    given: list[str] = []
+
+    class Heard(HashingEncoder):
+        def encode(self, texts: Sequence[str]) -> Float16:
+            given.extend(texts)
+            return super().encode(texts)
+
+    monkeypatch.setattr("undertow.engine.encoder.make_encoder", lambda settings: Heard(384))
+    monkeypatch.setenv("UNDERTOW_EMBED_TIMESTAMP", "1")
+    estimated, inherited = (run("estimate", log, *THETAS, "--json").doc["policies"] for log in logs)
+    assert inherited == estimated
+    estimating = set(given)
+    given.clear()
+    assert run("ingest", logs[1], "--store", tmp_path / "store", "--llm", "off").code == 0
+    assert set(given) == estimating and len(estimating) == TURNS
 
 
 def test_a_bad_line_is_told_and_the_rest_estimated(log: Path) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from undertow.bench.mock_llm import MockLLM
 from undertow.bench.mock_server import spawn_server
+from undertow.bench.quality.answers import Answering
+from undertow.bench.quality.asking import Asker
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.folder import run_folder
 from undertow.bench.quality.lines import KeptLines
 from undertow.bench.quality.plan import chosen
+from undertow.bench.quality.systems import Material
+from undertow.engine.config import Settings
 from undertow.engine.model import UndertowError
 from undertow.serving.cli.evaluating_answers import _left_out
 
@@ -50,13 +57,14 @@ def test_a_run_keeps_every_answer_and_verdict(tmp_path: Path, url: str) -> None:
         "date": "2023-05-08T13:56:00",
         "text": "Ann: I signed up for the pottery course.\nBen: My brother sells canoes.",
     }
-    assert first["evidence"] == ["D1:1"] and "D1:1" in first["sources"]
+    assert first["evidence"] == ["D1:1"] and "D1:1" in first["in_turns"]
     assert first["tokens"]["calls"] == 1 and first["model"] == "mock-llm"
     assert (told["questions"], told["left_out"], told["errors"], told["unjudged"]) == (4, 1, 0, 0)
     assert told["by_category"].keys() == {"single-hop", "multi-hop", "temporal", "open-domain"}
     assert told["judge"]["mean"] == sum(v["verdict"] == "right" for v in verdicts) / 4
     assert told["f1"]["mean"] == pytest.approx(sum(a["f1"] for a in answers) / 4, abs=1e-4)
-    assert told["evidence_shown"] == pytest.approx(2 / 3, abs=1e-4), "D9:9 is nowhere"
+    shown = told["evidence_shown"]
+    assert shown == {"in_turns": pytest.approx(2 / 3, abs=1e-4), "behind_memories": None}, "D9:9 is nowhere"
     assert told["query"]["prompt_tokens_per_question"] > 0
     assert told["construction"]["per_conversation"]["calls"] == 0
     assert told["latency_on_this_machine"]["llm_s_p95"] > 0
@@ -221,6 +229,59 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, url: str) -> None:
     assert "Name another --out" in evaluated(path, out, url, *options).err
 
 
+def constructed(url: str) -> int:
+    return sum(calls for operation, calls in server_stats(url)["calls"].items() if operation != "answer")
+
+
+def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> None:
+    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
+    thetas = ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off")
+    whole, calls = evaluated(path, out, url, *thetas).doc, constructed(url)
+    refused = evaluated(path, out, url, *thetas, UNDERTOW_K_EPI="1", UNDERTOW_K_SUB="2")
+    assert refused.code == 1 and "k_epi 5, now 1; k_sem 10, now 2; k_sub 10, now 2. " in refused.err
+    assert f"--memories-of {out} that needs no new memories" in refused.err
+    same = (*thetas, "--memories-of", str(out))
+    for name, empty in (("subconscious", "turns"), ("episodic", "episodes"), ("semantic", "facts")):
+        folder = tmp_path / name
+        told = evaluated(path, folder, url, *same, "--ablation", f"without-{name}").doc
+        assert (told["construction"], told["built"]) == (whole["construction"], whole["built"])
+        assert told["memories_of"] == "out" and not (folder / "store").exists()
+        shown = lines_of(folder, "answers")[0]["material"]
+        assert [tier for tier in ("turns", "episodes", "facts") if not shown[tier]] == [empty]
+    without_turns = json.loads((tmp_path / "subconscious" / "summary.json").read_text())
+    assert without_turns["evidence_shown"]["in_turns"] is None
+    assert without_turns["evidence_shown"]["behind_memories"] > 0
+    kept = evaluated(path, tmp_path / "kept", url, *same, "--ablation", "without-consolidated").doc
+    assert kept["retain_consolidated"] is False
+    shown = lines_of(tmp_path / "kept", "answers")[0]["material"]["turns"]
+    assert len(shown) == whole["built"]["waiting_turns"] < 7
+    assert constructed(url) == calls, "nothing was built again"
+
+
+def test_ablations_of_construction_build_what_they_leave(tmp_path: Path, url: str) -> None:
+    path, thetas = (
+        talk_of_a_boat(tmp_path),
+        ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off"),
+    )
+    made = {"direct-extraction": {"direct"}, "without-facts": {"episode", "merge"}}
+    for name, operations in made.items():
+        told = evaluated(path, tmp_path / name, url, *thetas, "--ablation", name).doc
+        assert told["ablation"] == name
+        assert told["construction"]["by_operation"].keys() == operations
+    other = evaluated(
+        path, tmp_path / "other", url, *thetas, "--memories-of", str(tmp_path / "without-facts")
+    )
+    assert other.code == 1 and "are others: ablation 'without-facts', now None." in other.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_memories_that_are_not_there_or_others_are_refused(tmp_path: Path, url: str) -> None:
+    path = written(tmp_path, conversation())
+    (tmp_path / "store").mkdir()
+    refused = evaluated(path, tmp_path / "out", url, "--memories-of", str(tmp_path))
+    assert refused.code == 1 and "Name the --out of a run" in refused.err
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with (
         run_folder(tmp_path / "out", {}),
@@ -283,6 +344,15 @@ def test_errors_that_a_peer_only_logged_are_told() -> None:
     ("options", "why"),
     [
         (("--llm", "off"), "--evidence-only"),
+        (("--evidence-only", "--ablation", "without-facts"), "--ablation has no meaning"),
+        (("--evidence-only", "--memories-of", "out"), "--memories-of has no meaning"),
+        (("--llm", "http://127.0.0.1:9", "--ablation", "without-all"), "there are direct-extraction, "),
+        (
+            ("--llm", "http://127.0.0.1:9", "--ablation", "without-facts", "--policy", "eager"),
+            "part of recmem",
+        ),
+        (("--llm", "http://127.0.0.1:9", "--policy", "full-context", "--memories-of", "x"), "no memories"),
+        (("--llm", "http://127.0.0.1:9", "--out", "x", "--memories-of", "x"), "own folder"),
         (("--policy", "memgpt"), "there are recmem, "),
         (("--evidence-only", "--policy", "recmem"), "--policy has no meaning"),
         (("--evidence-only", "--llm", "http://127.0.0.1:9"), "--llm has no meaning"),
@@ -311,6 +381,38 @@ def test_an_unusable_judge_prompt_is_refused_first(tmp_path: Path) -> None:
     refused = evaluated(path, tmp_path / "out", "http://127.0.0.1:9/v1", "--judge-prompt", str(own))
     assert refused.code == 1 and "does not use gold" in refused.err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_seconds_of_a_question_are_those_of_its_first_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("undertow.bench.quality.answers.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+
+    class WarmingUp:
+        name = "warming-up"
+
+        def __init__(self) -> None:
+            self.searches = 0
+
+        def material(self, sample: Sample, question: Question) -> Material:
+            self.searches += 1
+            now_s[0] += 4.0 if self.searches == 1 else 0.25
+            return Material()
+
+    question = Question("q", "Where?", "single-hop", (), "here", None)
+    asked = [(Sample("t", (), (), (question,)), question)]
+    system: Any = WarmingUp()
+    settings = Settings(encoder="hash:384")
+    with (
+        closing(KeptLines(tmp_path / "answers.jsonl")) as lines,
+        closing(Asker(settings, MockLLM())) as asker,
+    ):
+        answering = Answering(system, settings, lines, asker)
+        answering.check_room(asked, [1, 2])
+        answering.answer(asked, [1, 2], lambda: None)
+    assert system.searches == 3
+    assert [line["retrieval_s"] for line in lines_of(tmp_path, "answers")] == [4.0, 4.0]
 
 
 def test_chosen_questions_are_evenly_spread() -> None:

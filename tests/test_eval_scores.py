@@ -66,7 +66,9 @@ def answered(question: str, run: int, category: str, value: float, **more: Any) 
         "f1": value,
         "bleu_1": value / 2,
         "evidence": [],
-        "sources": [],
+        "is_scored": False,
+        "in_turns": [],
+        "behind_memories": [],
         **more,
     }
 
@@ -142,16 +144,26 @@ def test_construction_is_told_a_conversation_and_by_operation() -> None:
     assert nothing["per_conversation"]["tokens"] == 0 and nothing["by_conversation"] == {}
 
 
-def test_evidence_tokens_and_latency_of_a_question() -> None:
+def test_evidence_in_turns_and_behind_memories_is_told_apart() -> None:
+    lines = [
+        answered("a", 1, "x", 0, evidence=["1", "2"], is_scored=True, in_turns=["2", "9"]),
+        answered("b", 1, "x", 0, evidence=["1"], is_scored=True, in_turns=["1"], behind_memories=["8", "9"]),
+        # it was never said: what was shown of its sessions is no evidence
+        answered("c", 1, "abstention", 0, evidence=["1"], behind_memories=["1"]),
+    ]
+    assert evidence_shown(lines) == {"in_turns": 0.75, "behind_memories": 0.0}
+    assert evidence_shown(lines[:1]) == {"in_turns": 0.5, "behind_memories": None}, "no memory was shown"
+    assert evidence_shown(lines[2:]) == evidence_shown([]) == {"in_turns": None, "behind_memories": None}
+
+
+def test_tokens_and_latency_of_a_question() -> None:
     used = {"calls": 1, "prompt_tokens": 30, "cached_prompt_tokens": 10, "completion_tokens": 2}
     more = {**used, "prompt_tokens": 10}
     lines = [
-        answered("a", 1, "x", 0, evidence=["1", "2"], sources=["2", "9"], tokens=used, llm_s=1.0),
-        answered("b", 1, "x", 0, evidence=["1"], sources=["1"], tokens=more, llm_s=3.0),
+        answered("a", 1, "x", 0, tokens=used, llm_s=1.0),
+        answered("b", 1, "x", 0, tokens=more, llm_s=3.0),
         answered("c", 1, "x", 0, tokens=used, llm_s=2.0),
     ]
-    assert evidence_shown(lines) == 0.75
-    assert evidence_shown([{**line, "sources": []} for line in lines]) is None, "it cannot be told"
     assert query_cost(lines)["prompt_tokens_per_question"] == 23.3
     taken = latency([{**line, "retrieval_s": 0.5} for line in lines])
     assert (taken["llm_s_p50"], taken["llm_s_p95"], taken["retrieval_s_p95"]) == (2.0, 2.9, 0.5)

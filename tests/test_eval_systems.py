@@ -11,6 +11,7 @@ import pytest
 
 from undertow.bench.mock_server import spawn_server
 from undertow.bench.quality import Benchmark
+from undertow.bench.quality.answers import prompt_of
 from undertow.bench.quality.baselines import BYTES_PER_TOKEN, NaiveRAG, chunked, tokens_of
 from undertow.bench.quality.choice import SYSTEMS
 from undertow.bench.quality.datasets import Question, Sample
@@ -61,7 +62,8 @@ def test_full_context_shows_every_turn_in_order(tmp_path: Path) -> None:
     assert [memory.text for memory in material.turns] == [turn.text for turn in sample.turns]
     assert [memory.number for memory in material.turns] == [1, 2, 3, 4]
     assert material.turns[3].date == "2023-05-12T09:00:00"
-    assert material.sources == ("D1:1", "D1:2", "D1:3", "D1:4", "D1:5", "D2:1")
+    assert "most relevant" not in prompt_of(sample.questions[0], material).user
+    assert material.in_turns == ("D1:1", "D1:2", "D1:3", "D1:4", "D1:5", "D2:1")
     assert material.episodes == material.facts == () and system.construction(sample.tenant) == {}
 
 
@@ -87,8 +89,8 @@ def test_naive_rag_gives_the_nearest_chunks_best_first(tmp_path: Path) -> None:
         system = NaiveRAG(20, means(tmp_path, benchmark))  # type: ignore[arg-type]
         system.build([sample], quiet)
         material = system.material(sample, asked)
-        assert len(material.turns) == len(material.sources) == shown
-        assert material.sources[:2] == ("D1:4", "D1:5")
+        assert len(material.turns) == len(material.in_turns) == shown
+        assert material.in_turns[:2] == ("D1:4", "D1:5")
         assert "owls hoot" in material.turns[0].text
 
 
@@ -99,7 +101,7 @@ def test_the_names_of_naive_rag_say_its_chunks(tmp_path: Path) -> None:
         system = SYSTEMS[name](means(tmp_path))
         system.build([sample], quiet)
         asked = Question("q", "xxxx", "single-hop", (), "", None)
-        counts[name] = len(system.material(sample, asked).sources)
+        counts[name] = len(system.material(sample, asked).in_turns)
         assert system.name == name
     # with their dates and names a bit more than 500 each: 5 and 9 a chunk, 3 chunks
     assert counts == {"naive-rag-2048": 15, "naive-rag-4096": 20}
@@ -110,7 +112,7 @@ def test_evidence_of_a_chunk_is_its_sessions_in_longmemeval(tmp_path: Path) -> N
     system = SYSTEMS["naive-rag-2048"](means(tmp_path, "longmemeval"))
     system.build([sample], quiet)
     material = given(system, sample)
-    assert material.sources == ("s1", "s2")
+    assert material.in_turns == ("s1", "s2")
     lines = material.turns[0].text.split("\n")
     assert lines[0] == "2023-05-20T02:21:00 user: I like tea."
     assert lines[2].startswith("2023-05-21"), "each line has its own date"
@@ -132,7 +134,8 @@ def test_the_engine_goes_on_from_its_store(tmp_path: Path) -> None:
         first.close()
         assert spent["episode"].calls > 0 and spent["refine"].prompt_tokens > 0
         assert material.episodes and material.facts and len(material.turns) == 6
-        assert set(material.sources) == {f"D1:{n}" for n in range(1, 13)}
+        assert set(material.in_turns) == {f"D1:{n}" for n in range(1, 13)}
+        assert set(material.behind_memories) <= set(material.in_turns) and material.behind_memories
         again = SYSTEMS["recmem"](made)
         again.build([sample], quiet)
         assert given(again, sample) == material

@@ -14,10 +14,11 @@ from starlette.responses import Response
 
 from undertow.bench.mock_llm import MockReplies
 from undertow.bench.mock_server import MockServer, spawn_server
-from undertow.engine.config import PolicyName, Settings
+from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine, make_llm
 from undertow.engine.llm import ServerRefused
+from undertow.engine.model import PolicyName
 
 from .engine_harness import turn_of
 from .fault_harness import (

@@ -14,7 +14,7 @@ import pytest
 from undertow.bench.peers.peer import PeerSystem
 from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, command_of
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.systems import Means
+from undertow.bench.quality.systems import Material, Means
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
@@ -97,7 +97,7 @@ def test_memories_are_the_facts_that_the_answer_is_given(tmp_path: Path, runner:
             (1, "2023-05-01T10:00:00", "the boat is in the harbour"),
             (2, "2023-05-02T10:00:00", "it is red"),
         ]
-        assert (material.episodes, material.turns, material.sources) == ((), (), ())
+        assert material == Material(facts=material.facts)
         assert tiny.construction("ann") == {"add": Usage(2, 20, 0, 4)}
         assert tiny.construction("bea") == {"add": Usage(1, 10, 0, 2)}
     assert progress == [("turns added", n, 3) for n in (1, 2, 3)]

@@ -115,10 +115,19 @@ def test_what_is_shown_of_empty_and_undated_material() -> None:
     )
     asked = answer_prompt('Who said "hi"?', [], [], [ShownMemory(1, "2023-05-08", "Ann: hi")], "2023-06-01")
     assert asked.user == (
-        "Episodes:\nnone\nFacts:\nnone\nTurns:\n"
+        "Each list has the most relevant first.\nEpisodes:\nnone\nFacts:\nnone\nTurns:\n"
         '[1,"2023-05-08","Ann: hi"]\nAsked on: "2023-06-01"\nQuestion: "Who said \\"hi\\"?"'
     )
     assert "Asked on" not in answer_prompt("Who?", [], [], [], None).user
+
+
+def test_an_order_is_told_where_it_is_so() -> None:
+    shown = [ShownMemory(1, "2023-05-08", "Ann: hi")]
+    by_relevance = answer_prompt("Who?", [], [], shown, None)
+    by_time = answer_prompt("Who?", [], [], shown, None, order="time")
+    assert by_relevance.system == by_time.system, "what the server's cache keeps is the same"
+    assert "most relevant" not in by_time.system + by_time.user
+    assert by_time.user.startswith("Each list is in order of time.\n")
 
 
 def test_versions_tell_operations_apart() -> None:

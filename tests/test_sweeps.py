@@ -10,7 +10,8 @@ import pytest
 
 from undertow.bench.quality import sweeps
 from undertow.bench.quality.datasets import Sample, load
-from undertow.bench.quality.sweeps import construction, evidence, varied
+from undertow.bench.quality.sweeps import construction, evidence, evidence_behind
+from undertow.bench.quality.varying import ABLATIONS, ablated, varied
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
@@ -40,13 +41,13 @@ def conversation() -> dict[str, Any]:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "locomo.json"
-    path.write_text(json.dumps([conversation()]))
+    path.write_text(json.dumps([conversation(), conversation() | {"sample_id": "another"}]))
     return path
 
 
 @pytest.fixture
 def samples(data: Path) -> list[Sample]:
-    return list(load(data, "locomo", 1_000_000))
+    return list(load(data, "locomo", 1_000_000))[:1]
 
 
 def test_a_point_tells_what_construction_takes(samples: list[Sample]) -> None:
@@ -69,6 +70,18 @@ def test_a_varied_threshold_takes_theta_merge_along_unless_that_is_set() -> None
     assert varied(SETTINGS, theta_count=7).similarity_threshold == 0.7
 
 
+def test_an_ablation_leaves_out_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERTOW_ABLATION", "without-facts")
+    monkeypatch.setenv("UNDERTOW_K_EPI", "7")
+    whole = Settings(device="cpu", encoder="hash:384")
+    for name in ABLATIONS:
+        changed = ablated(whole, name)
+        fields = ("ablation", "k_sub", "k_epi", "k_sem", "retain_consolidated")
+        plain = dict(zip(fields, (None, 10, 7, 14, True), strict=True))
+        assert {f: getattr(changed, f) for f in fields} == {**plain, **ABLATIONS[name]}
+        assert changed.encoder == "hash:384"
+
+
 def test_recall_grows_with_k_to_what_there_is(samples: list[Sample]) -> None:
     points = evidence(samples, SETTINGS, KeptVectors(HashingEncoder(384)))
     assert [point["k_sub"] for point in points] == list(sweeps.K_SUB)
@@ -76,6 +89,18 @@ def test_recall_grows_with_k_to_what_there_is(samples: list[Sample]) -> None:
     assert recall == sorted(recall)
     assert recall[-1] == 0.5, "all turns: the one that is there, of two questions"
     assert {point["questions"] for point in points} == {2}
+
+
+def test_what_is_behind_episodes_grows_with_k_to_the_turns_they_rest_on(samples: list[Sample]) -> None:
+    often = varied(SETTINGS, theta_sim=0.6, theta_count=3)
+    points = evidence_behind(samples, often, KeptVectors(HashingEncoder(384)))
+    assert [point["k_epi"] for point in points] == list(sweeps.K_EPI)
+    first, last = points[0], points[-1]
+    assert first["turns_behind"] < last["turns_behind"] == 12.0, "all turns are consolidated"
+    assert last["evidence_recall"] == 0.5, "the one that is there, of two questions"
+    assert [p["evidence_recall"] for p in points] == sorted(p["evidence_recall"] for p in points)
+    never = evidence_behind(samples, varied(SETTINGS, theta_sim=0.99), KeptVectors(HashingEncoder(384)))
+    assert {(p["evidence_recall"], p["turns_behind"]) for p in never} == {(0.0, 0.0)}
 
 
 def test_the_command_writes_figures_and_picture_and_twice_the_same(
@@ -86,14 +111,15 @@ def test_the_command_writes_figures_and_picture_and_twice_the_same(
         monkeypatch.setattr(sweeps, name, few)
     told = []
     for folder in (tmp_path / "one", tmp_path / "two"):
-        ran = run("bench", "sweep", "--data", data, "--out", folder, "--json")
+        ran = run("bench", "sweep", "--data", data, "--sample", "made-up", "--out", folder, "--json")
         assert ran.code == 0, ran.err
         assert (folder / "sweeps.png").read_bytes().startswith(b"\x89PNG")
         assert json.loads((folder / "sweeps.json").read_bytes()) == ran.doc
         told.append(ran.doc)
     assert told[0] == told[1]
     assert [point["theta_sim"] for point in told[0]["theta_sim"]] == [0.6, 0.9]
-    assert told[0]["encoder"] == "hash:384"
+    assert (told[0]["encoder"], told[0]["samples"]) == ("hash:384", ["made-up"])
+    assert [point["k_epi"] for point in told[0]["k_epi"]] == list(sweeps.K_EPI)
 
 
 def test_a_file_that_is_no_locomo_is_refused(tmp_path: Path) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from undertow.bench.peers.process import PeerError, PeerProcess, Reply, Spent, command_of
 from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.lines import GrowingFile
 from undertow.bench.quality.systems import Material, Means, OnProgress, shown
 from undertow.engine.model import Turn, Usage
 
@@ -32,7 +31,6 @@ class PeerSystem:
     def __init__(self, name: str, means: Means, *, command: Sequence[str] | None = None) -> None:
         """`command`: another runner's. PeerError: the peer is not there or does not start."""
         self.name = name
-        self._record = Record(means.folder / _ADDED)
         self._process = PeerProcess(
             name, command or command_of(name, means.settings, means.folder), means.folder
         )
@@ -42,7 +40,7 @@ class PeerSystem:
                 "encoder": means.settings.encoder,
                 "model": means.settings.llm_model,
             }
-            self._record.open(made_by)
+            self._record = Record(means.folder / _ADDED, made_by)
         except BaseException:
             self._process.close()
             raise
@@ -93,37 +91,27 @@ def added(turn: Turn) -> dict[str, Any]:
 class Record:
     """One line a turn that was added, with its cost; the first line says what made it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, made_by: Mapping[str, Any]) -> None:
+        """Reads what there is, and goes on behind it. UndertowError: it is another's, or none of ours."""
         self._keys: set[tuple[str, str]] = set()
         self.usage: defaultdict[str, Usage] = defaultdict(Usage)
         self.complaints = 0
+        self._file = GrowingFile(path)
+        try:
+            self._take_up(list(self._file.lines()), made_by)
+        except BaseException:
+            self._file.close()
+            raise
 
-    def open(self, made_by: Mapping[str, Any]) -> None:
-        """Read what there is, and go on behind it. PeerError: it was made with something else."""
-        lines = list(self._lines())
-        if lines and lines[0] != made_by:
+    def _take_up(self, lines: Sequence[dict[str, Any]], made_by: Mapping[str, Any]) -> None:
+        if not lines:
+            self._file.write(made_by)
+        elif lines[0] != made_by:
             raise PeerError(
-                f"{self._path} was made with {lines[0]}, not with {dict(made_by)}. Name another folder."
+                f"{self._file.path} was made with {lines[0]}, not with {dict(made_by)}. Name another folder."
             )
         for line in lines[1:]:
             self._book(line)
-        # without the half of a line that a killed run may have left
-        kept = [made_by, *lines[1:]]
-        draft = self._path.with_suffix(".draft")
-        draft.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in kept))
-        draft.replace(self._path)
-        self._file = self._path.open("ab", buffering=0)
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        if not self._path.exists():
-            return
-        *whole, _ = self._path.read_bytes().split(b"\n")
-        for n, line in enumerate(whole, 1):
-            try:
-                yield orjson.loads(line)
-            except ValueError:
-                raise PeerError(f"{self._path}, line {n} is no JSON. Name another folder.") from None
 
     def _book(self, line: Mapping[str, Any]) -> None:
         if line["added"]:
@@ -149,7 +137,7 @@ class Record:
             "usage": asdict(spent.usage),
             "complaints": spent.complaints,
         }
-        self._file.write(orjson.dumps(line) + b"\n")
+        self._file.write(line)
         self._book(line)
 
     def __len__(self) -> int:

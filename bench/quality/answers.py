@@ -40,6 +40,8 @@ class Answering:
         self._settings = settings
         self._lines = lines
         self._asker = asker
+        # of each question's first search: a later one finds made what the first has to make
+        self._first_s: dict[str, float] = {}
 
     def is_answered(self, key: Key) -> bool:
         """Whether it has an answer; an error is none."""
@@ -52,7 +54,7 @@ class Answering:
         for sample, question in asked:
             if all(self.is_answered((run, question.id)) for run in runs):
                 continue
-            prompt = prompt_of(question, self._system.material(sample, question))
+            prompt = prompt_of(question, self._material(sample, question))
             if not budget.fits(prompt):
                 raise UndertowError(
                     f"{self._system.name}: the prompt of question {question.id} has about "
@@ -74,16 +76,27 @@ class Answering:
                 key: Key = (run, question.id)
                 if self.is_answered(key):
                     continue
-                began_s = time.perf_counter()
-                material = self._system.material(sample, question)
-                took_s = time.perf_counter() - began_s
+                material = self._material(sample, question)
                 prompt = prompt_of(question, material)
-                yield _Pending(run, question, material, prompt, took_s), prompt
+                yield _Pending(run, question, material, prompt, self._first_s[question.id]), prompt
+
+    def _material(self, sample: Sample, question: Question) -> Material:
+        began_s = time.perf_counter()
+        material = self._system.material(sample, question)
+        self._first_s.setdefault(question.id, time.perf_counter() - began_s)
+        return material
 
 
 def prompt_of(question: Question, material: Material) -> Prompt:
     """The same prompt for every system."""
-    return answer_prompt(question.text, material.episodes, material.facts, material.turns, question.asked_on)
+    return answer_prompt(
+        question.text,
+        material.episodes,
+        material.facts,
+        material.turns,
+        question.asked_on,
+        order=material.order,
+    )
 
 
 def _line(pending: _Pending, reply: Completion | BadReply) -> dict[str, Any]:
@@ -109,8 +122,11 @@ def _line(pending: _Pending, reply: Completion | BadReply) -> dict[str, Any]:
         "tokens": asdict(reply.usage),
         "retrieval_s": round(pending.retrieval_s, 4),
         "evidence": question.evidence,
-        "sources": material.sources,
+        "is_scored": question.is_scored,
+        "in_turns": material.in_turns,
+        "behind_memories": material.behind_memories,
         "material": {
+            "order": material.order,
             "episodes": material.episodes,
             "facts": material.facts,
             "turns": material.turns,

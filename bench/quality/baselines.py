@@ -34,7 +34,7 @@ class FullContext:
 
     def material(self, sample: Sample, question: Question) -> Material:
         turns = shown([(turn.timestamp, turn.text) for turn in sample.turns])
-        return Material(turns=turns, sources=each_once(sample.holds))
+        return Material(turns=turns, order="time", in_turns=each_once(sample.holds))
 
     def construction(self, tenant: str) -> dict[str, Usage]:
         return {}
@@ -77,7 +77,7 @@ class NaiveRAG:
         scores = vectors.astype(np.float64) @ asked.astype(np.float64)
         best = [chunks[i] for i in np.argsort(-scores, kind="stable")[: self._top]]
         turns = shown([(chunk.date, chunk.text) for chunk in best])
-        return Material(turns=turns, sources=each_once([chunk.holds for chunk in best]))
+        return Material(turns=turns, in_turns=each_once([chunk.holds for chunk in best]))
 
     def construction(self, tenant: str) -> dict[str, Usage]:
         return {}

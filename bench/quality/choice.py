@@ -11,10 +11,13 @@ from undertow.bench.peers.process import RUNNERS
 from undertow.bench.quality.baselines import FullContext, NaiveRAG
 from undertow.bench.quality.engine_system import EngineSystem
 from undertow.bench.quality.systems import Means, System
-from undertow.engine.config import PolicyName
+from undertow.engine.model import PolicyName
 
 DEFAULT = "recmem"
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+CONSTRUCTING = (*POLICIES, *RUNNERS)
+"""Systems that make memories: a run of them can answer from those of another one."""
 
 SYSTEMS: dict[str, Callable[[Means], System]] = {
     **{name: partial(EngineSystem, name) for name in POLICIES},

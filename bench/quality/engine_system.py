@@ -56,11 +56,18 @@ class EngineSystem:
 
     def material(self, sample: Sample, question: Question) -> Material:
         found = self._engine.search(sample.tenant, question.text)
-        holds = self._holds[sample.tenant]
-        held = [holds.get(seq, ()) for hit in found.ranked() for seq in hit.source_seqs]
         return Material(
-            _shown(found.episodes), _shown(found.facts), _shown(found.turns), sources=each_once(held)
+            _shown(found.episodes),
+            _shown(found.facts),
+            _shown(found.turns),
+            in_turns=self._evidence(sample.tenant, found.turns),
+            behind_memories=self._evidence(sample.tenant, (*found.episodes, *found.facts)),
         )
+
+    def _evidence(self, tenant: str, hits: Sequence[Hit]) -> tuple[str, ...]:
+        """What the turns hold that these are, or rest on."""
+        holds = self._holds[tenant]
+        return each_once([holds.get(seq, ()) for hit in hits for seq in hit.source_seqs])
 
     def construction(self, tenant: str) -> dict[str, Usage]:
         by_operation = store_usage(self._engine.tenants, tenant)

@@ -89,18 +89,21 @@ def mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def evidence_shown(answers: Sequence[Line]) -> float | None:
-    """The share of the evidence that lay in what the prompt showed, averaged over questions that have any.
+def evidence_shown(answers: Sequence[Line]) -> dict[str, float | None]:
+    """The share of a scored question's evidence, averaged: in shown turns, and in those behind memories.
 
-    None where no source is known: the system cannot tell.
+    The two are apart because an episode of many turns has much behind it that it need not tell. None:
+    nothing of the kind was shown, or the system cannot tell where it is from.
     """
-    shares = [
-        len(set(line["evidence"]) & set(line["sources"])) / len(line["evidence"])
-        for line in answers
-        if line["evidence"]
-    ]
-    known = any(line["sources"] for line in answers)
-    return round(fmean(shares), 4) if shares and known else None
+    scored = [line for line in answers if line["is_scored"]]
+    return {place: _evidence_share(scored, place) for place in ("in_turns", "behind_memories")}
+
+
+def _evidence_share(scored: Sequence[Line], place: str) -> float | None:
+    if not any(line[place] for line in scored):
+        return None
+    shares = [len(set(line["evidence"]) & set(line[place])) / len(line["evidence"]) for line in scored]
+    return round(fmean(shares), 4)
 
 
 def query_cost(answers: Sequence[Line]) -> dict[str, float | None]:
@@ -135,7 +138,8 @@ def _shared(usage: Usage, conversations: int) -> dict[str, float]:
 
 
 def latency(answers: Sequence[Line]) -> dict[str, float | None]:
-    """Seconds: `retrieval_s`, in which only a peer embeds the question; `llm_s` of a call among others."""
+    """Seconds: `retrieval_s` of a question's first search, in which only a peer embeds it; `llm_s` of a call
+    among others."""
     told: dict[str, float | None] = {}
     for name in ("retrieval_s", "llm_s"):
         taken = [line[name] for line in answers if name in line]

@@ -1,4 +1,7 @@
-"""A run's folder: whose it is, what it was begun with, and what must stay so for the run to go on."""
+"""A run's folder: whose it is, what it was begun with, and what must stay so for the run to go on.
+
+Its memories hang on a part of that alone, so that another run can answer from them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from typing import Any
 import orjson
 from filelock import FileLock, Timeout
 
+from undertow.bench.quality.plan import construction
 from undertow.engine.model import UndertowError
 
-ABOUT = "run.json"
+ABOUT, STORE = "run.json", "store"
 
 
 @contextmanager
@@ -22,14 +26,43 @@ def run_folder(folder: Path, about: Mapping[str, Any]) -> Iterator[Path]:
     UndertowError: another process works there, or it was begun with something else.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder, "--out"):
+        _claim(folder, about)
+        yield folder
+
+
+@contextmanager
+def memories_of(folder: Path, about: Mapping[str, Any]) -> Iterator[Path]:
+    """Another run's folder, ours alone inside the block, to answer from its memories a run that is `about`.
+
+    UndertowError: there is no such run, another process works there, or its memories are others.
+    """
+    if not (folder / ABOUT).is_file() or not (folder / STORE).is_dir():
+        raise UndertowError(
+            f"--memories-of {folder}: there are no memories of `undertow eval`. Name the --out of a run."
+        )
+    with _alone(folder, "--memories-of"):
+        differing = _differing(construction(_begun(folder)), construction(_plain(about)))
+        if differing:
+            raise UndertowError(
+                f"the memories in {folder} are others: {differing}. Give the same or leave it out."
+            )
+        yield folder
+
+
+@contextmanager
+def _alone(folder: Path, option: str) -> Iterator[None]:
+    lock = FileLock(folder / "lock", timeout=0)
     try:
-        with FileLock(folder / "lock", timeout=0):
-            _claim(folder, about)
-            yield folder
+        lock.acquire()
     except Timeout:
         raise UndertowError(
-            f"another process works in {folder}. Wait for it, or name another --out."
+            f"another process works in {folder}. Wait for it, or name another {option}."
         ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _claim(folder: Path, about: Mapping[str, Any]) -> None:
@@ -39,15 +72,34 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
         draft.write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
         draft.replace(file)
         return
+    begun, now = _begun(folder), _plain(about)
+    if differing := _differing(begun, now):
+        has_memories = (folder / STORE).is_dir() and construction(begun) == construction(now)
+        raise UndertowError(
+            f"{folder} was begun with other settings: {differing}. Give the same again, or name another --out"
+            + (f"; with --memories-of {folder} that needs no new memories." if has_memories else ".")
+        )
+
+
+def _begun(folder: Path) -> dict[str, Any]:
+    """What a run was begun with."""
+    file = folder / ABOUT
     try:
         begun = orjson.loads(file.read_bytes())
     except orjson.JSONDecodeError:
         begun = None
     if not isinstance(begun, dict):
         raise UndertowError(f"{file} is not this command's. Name another --out.")
-    now = orjson.loads(orjson.dumps(about))
-    if differing := [name for name in sorted({*begun, *now}) if begun.get(name) != now.get(name)]:
-        told = "; ".join(f"{name} {begun.get(name)!r:.80}, now {now.get(name)!r:.80}" for name in differing)
-        raise UndertowError(
-            f"{folder} was begun with other settings: {told}. Give the same again, or name another --out."
-        )
+    return begun
+
+
+def _plain(about: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from a file."""
+    plain: dict[str, Any] = orjson.loads(orjson.dumps(about))
+    return plain
+
+
+def _differing(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is not alike, in words; "" if all is."""
+    names = [name for name in sorted({*begun, *now}) if begun.get(name) != now.get(name)]
+    return "; ".join(f"{name} {begun.get(name)!r:.80}, now {now.get(name)!r:.80}" for name in names)

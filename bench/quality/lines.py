@@ -1,9 +1,8 @@
-"""A file of JSON lines that only grows, so that a run that was killed goes on behind its last line."""
+"""Files of JSON lines that only grow, so that a run that was killed goes on behind its last line."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,52 @@ def key_of(line: Mapping[str, Any]) -> Key:
     return line["run"], line["question_id"]
 
 
+class GrowingFile:
+    """JSON lines, each written as a whole at once. One process has the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists():
+            self._cut_torn_end()
+        self._out = path.open("ab", buffering=0)
+
+    def _cut_torn_end(self) -> None:
+        """A last line without its end is what a kill has left of it."""
+        with self.path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """What is there. UndertowError: a line that is no JSON object."""
+        for number, raw in enumerate(self.path.read_bytes().splitlines(), 1):
+            try:
+                line = orjson.loads(raw)
+            except orjson.JSONDecodeError:
+                line = None
+            if not isinstance(line, dict):
+                raise self.foreign(number)
+            yield line
+
+    def foreign(self, number: int) -> UndertowError:
+        """What is to be said of a line that is none of ours."""
+        return UndertowError(f"{self.path}:{number} is no line of this command's. Name another --out.")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._out.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+    def replace(self, content: bytes) -> None:
+        """Put other lines in the place of all, in one step."""
+        draft = self.path.with_name(self.path.name + ".draft")
+        draft.write_bytes(content)
+        self.close()
+        draft.replace(self.path)
+        self._out = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        self._out.close()
+
+
 class KeptLines:
-    """The lines of a file by key, each written as a whole at once. One process has the file.
+    """The lines of a file by key.
 
     Of two lines of one key the later counts.
 
@@ -30,31 +73,16 @@ class KeptLines:
     def __init__(self, file: Path, *, alike: Sequence[str] = (), heavy: Sequence[str] = ()) -> None:
         """Reads what is there. UndertowError: a line that is none of ours.
 
-        A last line without its end is what a kill has left of it, and is dropped. The fields `heavy` are not
-        held in memory.
+        The fields `heavy` are not held in memory.
         """
         self.file = file
         self._alike, self._heavy = alike, heavy
         self._lines: dict[Key, dict[str, Any]] = {}
-        if file.exists():
-            self._cut_torn_end()
-            for number, raw in enumerate(file.read_bytes().splitlines(), 1):
-                self._keep(self._parsed(raw, number))
-        self._out = file.open("ab", buffering=0)
-
-    def _cut_torn_end(self) -> None:
-        with self.file.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-
-    def _parsed(self, raw: bytes, number: int) -> dict[str, Any]:
-        try:
-            line: dict[str, Any] = orjson.loads(raw)
-            key_of(line)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UndertowError(
-                f"{self.file}:{number} is no line of this command's ({error!r}). Name another --out."
-            ) from None
-        return line
+        self._growing = GrowingFile(file)
+        for number, line in enumerate(self._growing.lines(), 1):
+            if not {"run", "question_id"} <= line.keys():
+                raise self._growing.foreign(number)
+            self._keep(line)
 
     def _keep(self, line: dict[str, Any]) -> None:
         for field in self._alike:
@@ -74,7 +102,7 @@ class KeptLines:
     def add(self, line: dict[str, Any]) -> None:
         """Write a line. UndertowError, and nothing is written, if it is not like the others."""
         self._keep(line)
-        self._out.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        self._growing.write(line)
 
     def of(self, keys: Sequence[Key]) -> list[Mapping[str, Any]]:
         """The lines of these keys, without their heavy fields."""
@@ -98,13 +126,8 @@ class KeptLines:
         raw = self.file.read_bytes().splitlines(keepends=True)
         latest = {key_of(orjson.loads(line)): line for line in raw}
         settled = [latest[key] for key in sorted(latest, key=lambda key: place.get(key, len(place)))]
-        if settled == raw:
-            return
-        draft = self.file.with_name(self.file.name + ".draft")
-        draft.write_bytes(b"".join(settled))
-        self._out.close()
-        draft.replace(self.file)
-        self._out = self.file.open("ab", buffering=0)
+        if settled != raw:
+            self._growing.replace(b"".join(settled))
 
     def close(self) -> None:
-        self._out.close()
+        self._growing.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,14 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.engine.config import Settings
 from undertow.prompts import REPLIES, prompt_version
 
-# what the memories and the prompts of a run hang on, of all settings
+# what the memories and the prompts of a run hang on, of all settings; the first are those of answering alone
+_ANSWERING = ("retain_consolidated", "search", "k_sub", "k_epi", "k_sem")
 _SETTINGS = (
+    *_ANSWERING,
     "ablation",
-    "retain_consolidated",
     "profile",
     "encoder",
     "embed_timestamp",
-    "search",
-    "k_sub",
-    "k_epi",
-    "k_sem",
     "context_tokens",
     "reply_tokens",
     "llm_model",
@@ -36,6 +34,7 @@ class Plan:
 
     `judge`: settings that name the judge's server, None for no judge; `own_prompt`: the user's template.
     `only`: the samples that were chosen by name. `questions`: how many a sample; None: all.
+    `memories_of`: the folder of the run whose memories are answered from; None: this one's.
     """
 
     benchmark: Benchmark
@@ -50,6 +49,12 @@ class Plan:
     questions: int | None = None
     repeats: int = 1
     vectors: Path | None = None
+    memories_of: Path | None = None
+
+    @property
+    def built_in(self) -> Path:
+        """The folder that has the memories, or will have them."""
+        return self.memories_of or self.folder
 
     @property
     def asked(self) -> list[Asked]:
@@ -65,12 +70,23 @@ class Plan:
             "only": self.only,
             "questions_per_sample": self.questions,
             "policy": self.policy,
+            "memories_of": None if self.memories_of is None else self.memories_of.name,
             **{name: getattr(s, name) for name in _SETTINGS},
             "theta_sim": s.similarity_threshold,
             "theta_merge": s.merge_threshold,
             "theta_count": s.recurrence_count,
             "prompt_versions": {operation: prompt_version(operation) for operation in sorted(REPLIES)},
         }
+
+
+def construction(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a run is `about`, that which its memories hang on: other answers can come of the same ones."""
+    left_out = {"data", "questions_per_sample", "memories_of", "profile", *_ANSWERING}  # a profile is thetas
+    versions = about.get("prompt_versions") or {}
+    return {
+        **{name: value for name, value in about.items() if name not in left_out},
+        "prompt_versions": {operation: of for operation, of in versions.items() if operation != "answer"},
+    }
 
 
 def chosen(sample: Sample, count: int | None) -> list[Question]:

@@ -19,7 +19,7 @@ from undertow.bench.quality.figures import (
     query_cost,
     scores,
 )
-from undertow.bench.quality.folder import run_folder
+from undertow.bench.quality.folder import STORE, memories_of, run_folder
 from undertow.bench.quality.judge_prompts import JudgePrompts
 from undertow.bench.quality.judging import Judging
 from undertow.bench.quality.lines import KeptLines
@@ -30,7 +30,7 @@ from undertow.bench.quality.systems import Counting, Means, OnProgress, System
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.encoder import make_encoder
 
-STORE, VECTORS = "store", "vectors.npz"
+VECTORS = "vectors.npz"
 ANSWERS, VERDICTS = "answers.jsonl", "verdicts.jsonl"
 
 
@@ -44,7 +44,10 @@ def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
     judge_prompts = None if plan.judge is None else JudgePrompts(plan.benchmark, plan.own_prompt)
     # a server may offer another model when the run goes on: memories of two models are no one system's
     plan = replace(plan, settings=named(plan.settings))
-    with run_folder(plan.folder, plan.about()):
+    with ExitStack() as stack:
+        if plan.memories_of is not None:  # first, so that a refusal leaves no folder behind
+            stack.enter_context(memories_of(plan.memories_of, plan.about()))
+        stack.enter_context(run_folder(plan.folder, plan.about()))
         (plan.folder / SUMMARY).unlink(missing_ok=True)  # of fewer runs: not to stand beside more lines
         told, answers = _answered(plan, on_progress)
         if judge_prompts is None:
@@ -99,10 +102,10 @@ def _built(plan: Plan, on_progress: OnProgress) -> Iterator[System]:
 
     def encoder() -> KeptVectors:
         if not loaded:
-            loaded.append(KeptVectors(make_encoder(plan.settings), plan.vectors or plan.folder / VECTORS))
+            loaded.append(KeptVectors(make_encoder(plan.settings), plan.vectors or plan.built_in / VECTORS))
         return loaded[0]
 
-    means = Means(plan.benchmark, plan.settings, plan.folder / STORE, encoder)
+    means = Means(plan.benchmark, plan.settings, plan.built_in / STORE, encoder)
     with closing(SYSTEMS[plan.policy](means)) as system:
         system.build(plan.samples, on_progress)
         for kept in loaded:

@@ -1,4 +1,4 @@
-"""The picture of the sweeps: cost and share consolidated against each threshold, recall against k_sub."""
+"""The picture of the sweeps: cost and share consolidated against each threshold, recall against each k."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ def draw(sweeps: Sweeps, path: Path, title: str) -> None:
     sims, counts, recall = figure.subplots(1, 3)
     _thresholds(sims, sweeps.theta_sim, "theta_sim", "theta_sim (theta_merge follows)", 0.035)
     _thresholds(counts, sweeps.theta_count, "theta_count", "theta_count", 0.7)
-    recall.plot([p["k_sub"] for p in sweeps.k_sub], [p["evidence_recall"] for p in sweeps.k_sub], "o-")
-    recall.set(xlabel="k_sub", ylabel="share of the evidence found", ylim=(0, 1), title="search")
+    for name, points, of in (
+        ("k_sub", sweeps.k_sub, "in k_sub turns"),
+        ("k_epi", sweeps.k_epi, "behind k_epi episodes"),
+    ):
+        recall.plot([p[name] for p in points], [p["evidence_recall"] for p in points], "o-", label=of)
+    recall.set(xlabel="k_sub, k_epi", ylabel="share of the evidence", ylim=(0, 1), title="search")
+    recall.legend(loc="lower right")
     recall.grid(alpha=0.3)
     figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
 

@@ -2,7 +2,8 @@
 
 One setting at a time, the others at their defaults, as in the paper's appendix C. The mock LLM answers at
 once and agrees to every merge, in episodes of words that it was shown: how much is merged, and so what is
-called for, is no model's; its tokens are its own count of words. Evidence recall depends on no LLM.
+called for, is no model's; its tokens are its own count of words. Recall in turns depends on no LLM; that in
+the turns that episodes rest on is of the mock's episodes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 from undertow.bench.mock_llm import MockLLM
 from undertow.bench.quality.datasets import Sample
 from undertow.bench.quality.scoring import recall_at
+from undertow.bench.quality.systems import each_once
+from undertow.bench.quality.varying import varied
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
@@ -24,8 +27,9 @@ from undertow.engine.figures import store_usage
 THETA_SIM = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 THETA_COUNT = (2, 3, 4, 5, 6, 7, 8)
 K_SUB = (1, 2, 3, 5, 7, 10, 15, 20, 30)
+K_EPI = (1, 2, 3, 5, 7, 10, 15, 20)
 
-RUNS = len(THETA_SIM) + len(THETA_COUNT) + 1
+RUNS = len(THETA_SIM) + len(THETA_COUNT) + 2
 
 Point = dict[str, Any]
 
@@ -37,6 +41,7 @@ class Sweeps:
     theta_sim: list[Point]
     theta_count: list[Point]
     k_sub: list[Point]
+    k_epi: list[Point]
 
 
 def sweep(
@@ -45,7 +50,7 @@ def sweep(
     vectors: KeptVectors,
     on_run: Callable[[], None] = lambda: None,
 ) -> Sweeps:
-    """All three sweeps; `on_run` is told of each of `RUNS` runs. Thresholds left out come as usual."""
+    """All four sweeps; `on_run` is told of each of `RUNS` runs. Thresholds left out come as usual."""
 
     def constructed(**changed: float) -> Point:
         point = {**changed, **construction(samples, varied(settings, **changed), vectors)}
@@ -56,12 +61,9 @@ def sweep(
     counts = [constructed(theta_count=value) for value in THETA_COUNT]
     found = evidence(samples, settings, vectors)
     on_run()
-    return Sweeps(sims, counts, found)
-
-
-def varied(settings: Settings, **changed: float) -> Settings:
-    """The settings with others in their place, checked again; theta_merge follows theta_sim if not set."""
-    return Settings(**{**settings.model_dump(exclude_unset=True), **changed})
+    rested = evidence_behind(samples, settings, vectors)
+    on_run()
+    return Sweeps(sims, counts, found, rested)
 
 
 def construction(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors) -> Point:
@@ -103,11 +105,40 @@ def evidence(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors
                 held = [sample.holds[place[hit.id]] for hit in hits]
                 for k in K_SUB:
                     shares[k].append(recall_at(k, question.evidence, held))
-    return [
-        {
-            "k_sub": k,
-            "questions": len(of_k),
-            "evidence_recall": round(sum(of_k) / len(of_k), 4) if of_k else None,
-        }
-        for k, of_k in shares.items()
-    ]
+    return [{"k_sub": k, **_means(evidence_recall=shares[k])} for k in K_SUB]
+
+
+def evidence_behind(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors) -> list[Point]:
+    """The mean share of a question's evidence in the turns that the k_epi best episodes rest on, by k_epi.
+
+    `turns_behind`: how many turns those are in the mean. The more, the less an episode need tell of each.
+    """
+    shares: dict[int, list[float]] = {k: [] for k in K_EPI}
+    turns: dict[int, list[float]] = {k: [] for k in K_EPI}
+    with (
+        TemporaryDirectory(prefix="undertow-sweep-") as store,
+        Engine(Path(store), settings, vectors, llm=MockLLM()) as engine,
+    ):
+        for sample in samples:
+            receipts = engine.add_batch(sample.turns)
+            engine.drain()
+            holds = dict(zip([receipt.seq for receipt in receipts], sample.holds, strict=True))
+            scored = [question for question in sample.questions if question.is_scored]
+            vectors.encode([question.text for question in scored])
+            for question in scored:
+                found = engine.search(sample.tenant, question.text, k_sub=0, k_epi=max(K_EPI), k_sem=0)
+                behind = [episode.source_seqs for episode in found.episodes]
+                held = [each_once([holds[seq] for seq in seqs]) for seqs in behind]
+                for k in K_EPI:
+                    shares[k].append(recall_at(k, question.evidence, held))
+                    turns[k].append(len({seq for seqs in behind[:k] for seq in seqs}))
+    return [{"k_epi": k, **_means(evidence_recall=shares[k], turns_behind=turns[k])} for k in K_EPI]
+
+
+def _means(**figures: Sequence[float]) -> Point:
+    """`questions`, and the mean of each figure over them; None where there is none."""
+    count = max(map(len, figures.values()))
+    return {
+        "questions": count,
+        **{name: round(sum(of) / count, 4) if count else None for name, of in figures.items()},
+    }

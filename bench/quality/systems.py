@@ -12,7 +12,7 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.model import Usage
-from undertow.prompts import ShownMemory
+from undertow.prompts import Order, ShownMemory
 
 OnProgress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, of how much)."""
@@ -20,15 +20,18 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What a system gives the answering prompt; each tuple with the most relevant first.
+    """What a system gives the answering prompt; each tuple in the `order` that the prompt tells of.
 
-    `sources`: ids of the evidence that lies in what was retrieved, each once; () where it cannot be told.
+    Ids of evidence, each once, () where it cannot be told: `in_turns` lies in the shown turns themselves,
+    `behind_memories` in the turns that shown episodes and facts rest on, whether those tell of it or not.
     """
 
     episodes: tuple[ShownMemory, ...] = ()
     facts: tuple[ShownMemory, ...] = ()
     turns: tuple[ShownMemory, ...] = ()
-    sources: tuple[str, ...] = ()
+    order: Order = "relevance"
+    in_turns: tuple[str, ...] = ()
+    behind_memories: tuple[str, ...] = ()
 
 
 class System(Protocol):

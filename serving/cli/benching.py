@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.evaluating import Only, chosen_samples
 from undertow.serving.cli.opening import AsJson, EncoderName, KeptIn, Model, check_settings, settings_of
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 
@@ -63,11 +64,12 @@ def sweep(
     out: Annotated[
         Path, typer.Option("--out", metavar="FOLDER", help="For sweeps.json and sweeps.png.")
     ] = Path("sweeps"),
+    only: Only = None,
     vectors: KeptIn = None,
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
-    """What RecMem's thresholds cost and k_sub finds on LoCoMo, one setting at a time, with a mock LLM.
+    """What RecMem's thresholds cost and k_sub and k_epi find on LoCoMo, one at a time, with a mock LLM.
 
     Deterministic: the same file, encoder and settings give the same figures.
     """
@@ -85,7 +87,7 @@ def sweep(
 
     settings = settings_of(llm="off", encoder=encoder)
     check_settings(settings)
-    samples = list(load(data, "locomo", settings.max_message_bytes))
+    samples = chosen_samples(list(load(data, "locomo", settings.max_message_bytes)), only)
     kept = KeptVectors(make_encoder(settings), vectors)
     with Bar() as bar:
         done = iter(range(1, RUNS + 1))
@@ -117,6 +119,7 @@ def sweep(
             [_row(point, name, figures) for point in points], [name, *figures, "calls", "prompt_tokens"]
         )
     put_table(sweeps.k_sub, ["k_sub", "evidence_recall", "questions"])
+    put_table(sweeps.k_epi, ["k_epi", "evidence_recall", "turns_behind", "questions"])
     say(f"All figures and the picture: {out}")
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from undertow.engine.model import InputError
+from undertow.engine.model import InputError, PolicyName, as_embedded
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.ingesting import (
     LogFormat,
@@ -34,15 +33,8 @@ if TYPE_CHECKING:
     from undertow.engine.model import Turn
 
 EMBEDDED_AT_A_TIME = 256
-FIGURES = ("calls", "prompt_tokens", "completion_tokens")
 
-
-class PolicyChoice(StrEnum):
-    RECMEM = "recmem"
-    EAGER = "eager"
-    ALL = "all"
-
-
+PolicyChoice = Literal[PolicyName, "all"]
 PolicyOption = Annotated[
     PolicyChoice, typer.Option("--policy", help="Whose calls are counted; all: side by side.")
 ]
@@ -63,7 +55,7 @@ PriceOut = Annotated[
 
 def estimate(
     paths: Paths,
-    policy: PolicyOption = PolicyChoice.ALL,
+    policy: PolicyOption = "all",
     format: LogFormat = LogFormatName.AUTO,
     profile: Profile = None,
     theta_sim: ThetaSim = None,
@@ -110,7 +102,7 @@ def estimate(
     logs = _logs(turns, kept, settings)
     kept.save()
     theta = Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
-    wanted = [name for name in POLICIES if policy.value in (name, PolicyChoice.ALL)]
+    wanted = [name for name in POLICIES if policy in (name, "all")]
     found = {name: measure(logs, name, theta, tokens) for name in wanted}
     about = {
         "tenants": len(logs),
@@ -138,6 +130,7 @@ def _turns(
     paths: list[str], format: LogFormatName, settings: Settings
 ) -> tuple[dict[str, list[Turn]], IngestReport]:
     """Each tenant's turns in the order of arrival, each once, as ingestion would take them."""
+    from undertow.engine.estimate import dated
     from undertow.engine.ingest import IngestReport
     from undertow.engine.readers import find_logs, read
 
@@ -158,7 +151,7 @@ def _turns(
             for turn in record.turns:
                 turns.setdefault(turn.tenant, {}).setdefault(turn.dedupe_key, turn)
     problems.tell_rest(report)
-    return {tenant: list(own.values()) for tenant, own in turns.items()}, report
+    return {tenant: dated(own.values()) for tenant, own in turns.items()}, report
 
 
 def _logs(turns: dict[str, list[Turn]], encoder: Encoder, settings: Settings) -> list[TenantLog]:
@@ -176,7 +169,8 @@ def _logs(turns: dict[str, list[Turn]], encoder: Encoder, settings: Settings) ->
             parts = []
             for start in range(0, len(own), EMBEDDED_AT_A_TIME):
                 some = own[start : start + EMBEDDED_AT_A_TIME]
-                parts.append(encoder.encode([_embedded(turn, settings) for turn in some]))
+                texts = [as_embedded(turn.text, turn.timestamp, settings.embed_timestamp) for turn in some]
+                parts.append(encoder.encode(texts))
                 done += len(some)
                 if bar.is_due:
                     bar.show(f"{done:,} of {total:,} turns embedded", done, total)
@@ -184,13 +178,9 @@ def _logs(turns: dict[str, list[Turn]], encoder: Encoder, settings: Settings) ->
     return logs
 
 
-def _embedded(turn: Turn, settings: Settings) -> str:
-    """The text as ingestion embeds it."""
-    dated = settings.embed_timestamp and turn.timestamp is not None
-    return f"{turn.timestamp}\n{turn.text}" if dated else turn.text
-
-
 def _put(document: dict[str, Any]) -> None:
+    from undertow.engine.estimate import FIGURES
+
     title = (
         f"{document['turns']:,} turns of {document['tenants']:,} tenants, theta_sim {document['theta_sim']}, "
         f"theta_count {document['theta_count']}; expected (low to high)"

@@ -61,13 +61,26 @@ Only = Annotated[
 Questions = Annotated[
     int | None, typer.Option("--questions", min=1, help="Only so many of a sample's, evenly spread.")
 ]
+AblationName = Annotated[
+    str | None,
+    typer.Option("--ablation", metavar="NAME", help="Recmem without a part of it, see docs/quality.md."),
+]
+MemoriesOf = Annotated[
+    Path | None,
+    typer.Option(
+        "--memories-of",
+        metavar="FOLDER",
+        help="Answer from the memories of another run, its --out, where other settings of search and answer "
+        "need no new ones.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
         "--out",
         metavar="FOLDER",
         help="What each question brought; default: eval-BENCHMARK, with the policy's name unless "
-        "--evidence-only.",
+        "--evidence-only, and the ablation's.",
     ),
 ]
 
@@ -76,6 +89,8 @@ def evaluate(
     benchmark: Annotated[Benchmark, typer.Argument(help="Whose questions and evidence the file has.")],
     data: Data,
     policy: Policy = None,
+    ablation: AblationName = None,
+    memories_of: MemoriesOf = None,
     llm: Llm = None,
     llm_model: LlmModel = None,
     judge_llm: JudgeLlm = None,
@@ -115,10 +130,14 @@ def evaluate(
         theta_count=theta_count,
     )
     check_settings(settings)
+    if ablation is not None:
+        settings = _ablated(settings, name, ablation)
     if evidence_only:
         _refuse_with_evidence(
             {
                 "--policy": policy,
+                "--ablation": ablation,
+                "--memories-of": memories_of,
                 "--llm": llm,
                 "--llm-model": llm_model,
                 "--judge-llm": judge_llm,
@@ -134,13 +153,15 @@ def evaluate(
         )
     if not evidence_only and settings.llm_url is None:
         raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
+    folder = out or Path("-".join(["eval", benchmark, name, *([ablation] if ablation else [])]))
+    _check_memories(name, folder, memories_of)
     judge = _judge_settings(settings, judge_llm, judge_model)
     if judge is None and judge_prompt is not None:
         raise WrongUsage("--judge-prompt is for a judge, and --judge-llm is off. Leave one of them out.")
-    samples = _chosen(list(load(data, benchmark, settings.max_message_bytes)), only)
+    samples = chosen_samples(list(load(data, benchmark, settings.max_message_bytes)), only)
     if evidence_only:
-        folder = out or Path(f"eval-{benchmark}")
-        measure_evidence(benchmark, data, samples, settings, folder, vectors, as_json=as_json)
+        found_in = out or Path(f"eval-{benchmark}")
+        measure_evidence(benchmark, data, samples, settings, found_in, vectors, as_json=as_json)
         return
     from undertow.bench.quality.plan import Plan
 
@@ -151,12 +172,13 @@ def evaluate(
         name,
         settings,
         judge,
-        out or Path(f"eval-{benchmark}-{name}"),
+        folder,
         own_prompt=judge_prompt,
         only=None if only is None else tuple(sample.tenant for sample in samples),
         questions=questions,
         repeats=repeats or 1,
         vectors=vectors,
+        memories_of=memories_of,
     )
     measure_answers(plan, as_json=as_json)
 
@@ -174,6 +196,27 @@ def _known(policy: str | None) -> str:
     return policy or DEFAULT
 
 
+def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
+    from undertow.bench.quality.varying import ABLATIONS, ablated
+
+    if ablation not in ABLATIONS:
+        raise WrongUsage(f"--ablation {ablation!r:.80}: there are {', '.join(ABLATIONS)}.")
+    if policy != "recmem":
+        raise WrongUsage(f"--ablation leaves out a part of recmem, and --policy is {policy}.")
+    return ablated(settings, ablation)
+
+
+def _check_memories(policy: str, folder: Path, memories_of: Path | None) -> None:
+    from undertow.bench.quality.choice import CONSTRUCTING
+
+    if memories_of is None:
+        return
+    if policy not in CONSTRUCTING:
+        raise WrongUsage(f"--memories-of has no meaning with --policy {policy}, which makes no memories.")
+    if memories_of.resolve() == folder.resolve():
+        raise WrongUsage(f"--memories-of names this run's own folder, {folder}. Name another --out.")
+
+
 def _judge_settings(settings: Settings, url: str | None, model: str | None) -> Settings | None:
     """Those of the run with the judge's server and model in their place; None: no judge."""
     if url is not None and url.lower() == "off":
@@ -187,7 +230,7 @@ def _judge_settings(settings: Settings, url: str | None, model: str | None) -> S
     return judge
 
 
-def _chosen(samples: list[Sample], only: list[str] | None) -> list[Sample]:
+def chosen_samples(samples: list[Sample], only: list[str] | None) -> list[Sample]:
     if unknown := set(only or ()) - {s.tenant for s in samples}:
         names = ", ".join(s.tenant for s in samples[:20])
         raise WrongUsage(f"--sample {sorted(unknown)[0]!r:.80}: the file has {names}.")

@@ -54,7 +54,10 @@ def _put(told: dict[str, Any], folder: Path) -> None:
             **{f"construction {name} a conversation": value for name, value in construction.items()},
             **{name.replace("_per_", " a "): value for name, value in told["query"].items()},
             **{f"{name}, this machine": value for name, value in told["latency_on_this_machine"].items()},
-            "evidence shown": told["evidence_shown"],
+            **{
+                f"evidence shown, {place.replace('_', ' ')}": share
+                for place, share in told["evidence_shown"].items()
+            },
         }
     )
     for line in _left_out(told):
