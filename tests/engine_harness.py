@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine.admission import Ticket
-from undertow.engine.config import Settings
+from undertow.engine.config import PolicyName, Settings
 from undertow.engine.encoder import Encoder, Fingerprint, HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.journal import Journal, Row
@@ -28,7 +28,14 @@ from undertow.engine.records import memory_of
 from undertow.prompts import Prompt
 
 from .oracle_eager import OracleEager
+from .oracle_nemori import OracleNemori
 from .oracle_recmem import OracleDecision, OracleMemory, OracleRecMem
+
+ORACLES: dict[PolicyName, type[OracleRecMem | OracleEager | OracleNemori]] = {
+    "recmem": OracleRecMem,
+    "eager": OracleEager,
+    "nemori": OracleNemori,
+}
 
 
 class RecordingLLM(MockLLM):
@@ -158,8 +165,7 @@ def oracle_run(
 ) -> Run:
     run = Run()
     for tenant, of_tenant in turns.items():
-        oracle_of = OracleEager if settings.policy == "eager" else OracleRecMem
-        oracle: OracleEager | OracleRecMem = oracle_of(tenant, encoder, MockLLM(replies), settings)
+        oracle = ORACLES[settings.policy](tenant, encoder, MockLLM(replies), settings)
         for seq, turn in enumerate(of_tenant):
             oracle.take(seq, turn)
         run.decisions[tenant] = oracle.decisions
@@ -213,6 +219,7 @@ def _version(row: Row) -> OracleMemory:
         m.timestamp,
         m.supersedes,
         m.episode_id,
+        m.source_messages,
     )
 
 

@@ -73,6 +73,7 @@ class OracleMemory:
     timestamp: str | None
     supersedes: tuple[str, ...] = ()
     episode_id: str | None = None
+    source_messages: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass

@@ -61,7 +61,7 @@ def test_a_store_without_the_mark_is_recmems(tmp_path: Path) -> None:
 def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNDERTOW_POLICY", "eager")
     assert Settings().policy == "eager"
-    with pytest.raises(ValidationError, match="'direct-extraction' leaves out a part of the policy 'recmem'"):
+    with pytest.raises(ValidationError, match="'direct-extraction' leaves out a part of"):
         Settings(ablation="direct-extraction")
     with pytest.raises(ValidationError):
         Settings(policy="lazy")  # type: ignore[arg-type]

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from undertow.engine.policies.base import Policy, PromptBudget
 from undertow.engine.policies.eager import Eager
+from undertow.engine.policies.nemori import Nemori
+from undertow.engine.policies.nemori_knowledge import management_of
 from undertow.engine.policies.recmem import RecMem
 
 if TYPE_CHECKING:
@@ -20,3 +22,6 @@ def policy_of(settings: Settings) -> Policy:
             return RecMem(budget, settings.ablation)
         case "eager":
             return Eager(budget)
+        case "nemori":
+            management = management_of(settings.management, settings.theta_evoke)
+            return Nemori(budget, settings.window_messages, management, settings.ablation)

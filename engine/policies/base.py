@@ -37,11 +37,12 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """A turn as a policy sees it."""
+    """A turn as a policy sees it; `messages`: the lines that `text` is made of."""
 
     seq: int
     text: str
     timestamp: str | None
+    messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,13 @@ class MemoryView(Protocol):
         """Whether the turn was not deleted."""
         ...
 
+    def open_turns(self) -> Sequence[int]:
+        """The turns in front of this record that stand behind every settled one, in order.
+
+        Deleted ones are left out. What a policy that gathers turns has yet to make memories of.
+        """
+        ...
+
     def current(self, kind: MemoryKind) -> Sequence[Memory]:
         """All current memories of a kind, in order of birth."""
         ...
@@ -168,6 +176,10 @@ class Policy(Protocol):
         """Decide the turn `seq`."""
         ...
 
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        """A flush: turns that wait for others to come wait no longer."""
+        ...
+
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         """Run a parked job again, with its stored cluster; what it makes carries `seq`."""
         ...
@@ -175,6 +187,12 @@ class Policy(Protocol):
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remake what rested on a deleted turn; what it makes carries `seq`."""
         ...
+
+
+def nothing_to_decide() -> Decide:
+    """For records that change no memory."""
+    return Outcome(Decision.WAITS)
+    yield
 
 
 class PromptTooLong(Exception):

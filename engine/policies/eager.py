@@ -24,6 +24,7 @@ from undertow.engine.policies.base import (
     PromptBudget,
     Vector,
     deletion,
+    nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
 from undertow.engine.records import Job
@@ -52,6 +53,9 @@ class Eager:
             return parked(error, "extract", (seq,), Outcome(Decision.PARKED))
         settled = (seq,) if work.drafts else ()
         return Outcome(Decision.FIRED, cluster=(seq,), settled=settled, drafts=tuple(work.drafts))
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        return nothing_to_decide()  # no turn waits for this
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         turns = tuple(s for s in job.cluster if memory.exists(s))

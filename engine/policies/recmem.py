@@ -24,6 +24,7 @@ from undertow.engine.policies.base import (
     PromptBudget,
     Vector,
     deletion,
+    nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
 from undertow.engine.records import Job
@@ -76,6 +77,9 @@ class RecMem:
             )
         except Failed as error:
             return parked(error, operation, cluster, Outcome(Decision.PARKED, reading, asked))
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        return nothing_to_decide()  # no turn waits for this
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         cluster = tuple(s for s in job.cluster if memory.exists(s))
