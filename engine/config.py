@@ -48,11 +48,14 @@ class Settings(BaseSettings):
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
     management: ManagementName = "native"
 
-    # answer time, section 3.5; k_sem = 2 k_epi where it is not set. 0 leaves a tier out: without
-    # subconscious memory is k_sub = 0, without episodic memory k_epi = 0 with k_sem = 10 (section 4.3)
-    k_sub: int = Field(default=10, ge=0, le=1000)
-    k_epi: int = Field(default=5, ge=0, le=1000)
-    k_sem: int = Field(default_factory=lambda before: 2 * int(before["k_epi"]), ge=0, le=2000)
+    # answer time: what is not set is the policy's (its `tiers`; of RecMem 10, 5 and 10, section 3.5), but
+    # k_sem = 2 k_epi where that alone is set. 0 leaves a tier out: without subconscious memory is k_sub = 0,
+    # without episodic memory k_epi = 0 with k_sem set (section 4.3)
+    k_sub: int | None = Field(default=None, ge=0, le=1000)
+    k_epi: int | None = Field(default=None, ge=0, le=1000)
+    k_sem: int | None = Field(default=None, ge=0, le=2000)
+    # of how many of the best episodes the words are given to an answer too
+    raw_of_best: int | None = Field(default=None, ge=0, le=100)
     # False: a turn that was consolidated leaves search, as in the paper's released code (an ablation)
     retain_consolidated: bool = True
 

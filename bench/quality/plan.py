@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from undertow.bench.quality import Benchmark
 from undertow.bench.quality.answers import Asked
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.engine.config import Settings
+from undertow.engine.policies import tiers_of
 from undertow.prompts import REPLIES, prompt_version
 
 # what the memories and the prompts of a run hang on, of all settings
@@ -21,9 +22,9 @@ _SETTINGS = (
     "encoder",
     "embed_timestamp",
     "search",
-    "k_sub",
-    "k_epi",
-    "k_sem",
+    "window_messages",
+    "theta_evoke",
+    "management",
     "context_tokens",
     "reply_tokens",
     "llm_model",
@@ -66,6 +67,7 @@ class Plan:
             "questions_per_sample": self.questions,
             "policy": self.policy,
             **{name: getattr(s, name) for name in _SETTINGS},
+            **asdict(tiers_of(s)),
             "theta_sim": s.similarity_threshold,
             "theta_merge": s.merge_threshold,
             "theta_count": s.recurrence_count,

@@ -36,6 +36,21 @@ class Thresholds:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiers:
+    """What an answer is given of a tenant's memories, where the settings say nothing else.
+
+    The k best of each tier. `raw_of_best`: of how many of the best episodes the words are given too.
+    `consolidated`: whether turns that memories were made of are given as turns.
+    """
+
+    k_sub: int = 10
+    k_epi: int = 5
+    k_sem: int = 10
+    raw_of_best: int = 0
+    consolidated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class TurnView:
     """A turn as a policy sees it; `messages`: the lines that `text` is made of."""
 
@@ -171,6 +186,7 @@ class Policy(Protocol):
     """Turns records of the log into memories."""
 
     name: str
+    tiers: Tiers
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Decide the turn `seq`."""

@@ -22,6 +22,7 @@ from undertow.engine.policies.base import (
     MemoryView,
     Outcome,
     PromptBudget,
+    Tiers,
     Vector,
     deletion,
     nothing_to_decide,
@@ -41,6 +42,7 @@ class Eager:
     """Stateless, as all policies: what it knows comes through the MemoryView and the effects."""
 
     name = "eager"
+    tiers = Tiers()
 
     def __init__(self, budget: PromptBudget) -> None:
         self._budget = budget

@@ -22,6 +22,7 @@ from undertow.engine.policies.base import (
     MemoryView,
     Outcome,
     PromptBudget,
+    Tiers,
     TurnView,
     Vector,
     deletion,
@@ -70,6 +71,8 @@ class Nemori:
     ablation: Ablation | None = None
 
     name = "nemori"
+    # section 4.1: k, m and r. Turns that no episode holds yet are in none of those
+    tiers = Tiers(k_epi=10, k_sem=20, raw_of_best=2, consolidated=False)
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         turns = window((*memory.open_turns(), seq), self.window_messages, memory)
@@ -288,7 +291,8 @@ class _Work(NemoriWork):
 
     def _present(self, messages: Sequence[MessageRef]) -> tuple[MessageRef, ...]:
         """Those that were not deleted."""
-        return tuple((seq, line) for seq, line in messages if line < len(self._turn(seq).messages))
+        kept = [ref for ref in messages if ref[0] in self._turns or self.view.exists(ref[0])]
+        return tuple((seq, line) for seq, line in kept if line < len(self._turn(seq).messages))
 
     def _lines(self, messages: Sequence[MessageRef]) -> list[ShownTurn]:
         said = [(self._turn(seq), line) for seq, line in messages]

@@ -12,8 +12,9 @@ MessageRef = tuple[int, int]
 
 
 def messages_of(turns: Sequence[int], view: MemoryView) -> tuple[MessageRef, ...]:
-    """All messages of these turns, in order."""
-    return tuple((seq, line) for seq in turns for line in range(len(view.turn(seq).messages)))
+    """All messages of these turns, in order, without those of deleted ones."""
+    kept = [seq for seq in turns if view.exists(seq)]
+    return tuple((seq, line) for seq in kept for line in range(len(view.turn(seq).messages)))
 
 
 def window(turns: Sequence[int], size: int, view: MemoryView) -> tuple[int, ...] | None:

@@ -22,6 +22,7 @@ from undertow.engine.policies.base import (
     MemoryView,
     Outcome,
     PromptBudget,
+    Tiers,
     Vector,
     deletion,
     nothing_to_decide,
@@ -45,6 +46,7 @@ class RecMem:
     """The paper's policy. Stateless: all it knows comes through the MemoryView and the effects."""
 
     name = "recmem"
+    tiers = Tiers()
 
     def __init__(self, budget: PromptBudget, ablation: Ablation | None = None) -> None:
         """`ablation`: "direct-extraction" stores no episodes, "without-facts" no facts (section 4.3)."""
