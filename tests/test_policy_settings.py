@@ -165,6 +165,9 @@ def test_a_flush_is_a_record_that_decides_what_is_left(tmp_path: Path) -> None:
     bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path, "decision")]
     repaired = [body["reason"] for body in bodies if "repaired" in body.get("reason", "")]
     assert len(repaired) == oracle.repaired_windows > 0
+    with reports(tmp_path) as of:
+        told = {record["seq"]: record["consolidated_at_seq"] for record in of.explain("ann")}
+    assert told == {0: 2, 1: 2, 2: 2, 3: 5, 4: 5, 6: 8, 7: 8, 8: 8, 9: None, 10: None}
 
 
 def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wait(tmp_path: Path) -> None:

@@ -30,13 +30,14 @@ def policy_of(settings: Settings) -> Policy:
 
 def tiers_of(settings: Settings) -> Tiers:
     """What the policy gives an answer, and where the settings say something else, that."""
-    named = {
-        "k_sub": settings.k_sub,
-        "k_epi": settings.k_epi,
-        "k_sem": 2 * settings.k_epi
-        if settings.k_sem is None and settings.k_epi is not None
-        else settings.k_sem,
-        "raw_of_best": settings.raw_of_best,
-    }
     own = policy_of(settings).tiers
-    return replace(own, **{name: value for name, value in named.items() if value is not None})
+    k_sem = settings.k_sem
+    if k_sem is None and settings.k_epi is not None:
+        k_sem = 2 * settings.k_epi
+    return replace(
+        own,
+        k_sub=own.k_sub if settings.k_sub is None else settings.k_sub,
+        k_epi=own.k_epi if settings.k_epi is None else settings.k_epi,
+        k_sem=own.k_sem if k_sem is None else k_sem,
+        raw_of_best=own.raw_of_best if settings.raw_of_best is None else settings.raw_of_best,
+    )
