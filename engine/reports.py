@@ -115,7 +115,8 @@ class Reports:
         Of those behind record `after_seq`, the first `limit`; None: all.
 
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
-        fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Deleted turns say so.
+        fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Deleted turns
+        say so.
         """
         rows = self._rows(tenant, ["turn", "control", "decision", "job"])
         decisions = {row.seq: orjson.loads(row.payload) for row in rows if row.kind == "decision"}
