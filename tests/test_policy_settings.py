@@ -170,6 +170,43 @@ def test_a_flush_is_a_record_that_decides_what_is_left(tmp_path: Path) -> None:
     assert told == {0: 2, 1: 2, 2: 2, 3: 5, 4: 5, 6: 8, 7: 8, 8: 8, 9: None, 10: None}
 
 
+EPISODES = {"partition", "narrate", "select", "integrate"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds", "operations"),
+    [
+        ({"management": "append"}, {"episode", "fact"}, {*EPISODES, "predict", "distil"}),
+        ({"management": "summary"}, {"episode", "fact"}, {*EPISODES, "predict", "distil", "summarise"}),
+        ({"ablation": "direct-extraction"}, {"fact"}, {"partition", "distil_direct", "consolidate"}),
+        ({"ablation": "without-facts"}, {"episode"}, EPISODES),
+        (
+            {"ablation": "fixed-chunks"},
+            {"episode", "fact"},
+            {*EPISODES, "predict", "distil", "consolidate"} - {"partition"},
+        ),
+    ],
+)
+def test_nemoris_managements_and_ablations(
+    options: dict[str, Any], kinds: set[str], operations: set[str], tmp_path: Path
+) -> None:
+    llm = RecordingLLM(MockReplies(1))
+    with open_engine(tmp_path, llm, **NEMORI, **options) as engine:
+        receipts = engine.add_batch(turns_of("ann", 13, text="the boat sails {n} miles"))
+        assert engine.flush("ann") and engine.stats()["waiting_turns"] == 0
+        made = engine.get_all("ann")
+        assert ({m.kind for m in made}, {p.operation for p in llm.prompts["ann"]}) == (kinds, operations)
+        if options.get("management") == "summary":
+            assert [m.source_seqs for m in made if m.kind == "fact"] == [tuple(range(13))]
+        assert receipts[4].id is not None
+        engine.delete(receipts[4].id)
+        assert engine.drain()
+        left = engine.get_all("ann")
+        assert left and all(4 not in m.source_seqs for m in left)
+    with open_engine(tmp_path, **NEMORI, **options) as engine:
+        assert engine.get_all("ann") == left
+
+
 def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wait(tmp_path: Path) -> None:
     llm = RecordingLLM(MockReplies(1))
     with open_engine(tmp_path, llm, **NEMORI, raw_of_best=1) as engine:
