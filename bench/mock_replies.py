@@ -198,8 +198,10 @@ class _Writer:
 
     def _array(self, schema: Mapping[str, Any], path: str) -> list[Any]:
         least, most = schema.get("minItems", 0), schema.get("maxItems", 5)
-        if path.endswith(".turns"):
+        if path.endswith((".turns", ".messages")):
             numbers = [number for number, _ in self._part(path)]
+            if path.endswith(".messages") and self.refuses:  # one missing, one twice, one that was not shown
+                numbers = [*numbers[1:], *numbers[-1:], len(self.echo.turns) + 1]
             return numbers[: max(most, least)]
         if self.empties and least == 0:
             return []
@@ -215,7 +217,9 @@ class _Writer:
         least = schema.get("minLength", 0)
         if self.refuses and least == 0:
             return ""
-        if path.startswith(".facts"):
+        if path == ".cue":
+            words = self.echo.words(FACT_WORDS)
+        elif path.startswith(".facts"):
             i, _ = _ordinal(path)
             _, text = self.echo.turns[(self.echo.pick("fact", 97) + i) % len(self.echo.turns)]
             words = " ".join(text.split()[:FACT_WORDS])
@@ -227,7 +231,8 @@ class _Writer:
         return words[: schema.get("maxLength")].rstrip().ljust(least, "x")
 
     def _integer(self, schema: Mapping[str, Any], path: str) -> int:
-        shown = self.echo.facts if path.endswith(_FACT_NUMBERS) else self.echo.turns
+        of_fact = path.endswith(_FACT_NUMBERS) or path.startswith(".targets")
+        shown = self.echo.facts if of_fact else self.echo.turns
         number = shown[self.echo.pick(path, len(shown))][0] if shown else 1
         return int(min(max(number, schema.get("minimum", number)), schema.get("maximum", number)))
 

@@ -12,8 +12,16 @@ from undertow.engine.card import CardShares
 from undertow.engine.model import PolicyName
 
 Profile = Literal["companion", "assistant"]
-# paper, section 4.3: no episodes, facts of the raw turns; or episodes alone
-Ablation = Literal["direct-extraction", "without-facts"]
+# RecMem, section 4.3, and NEMORI, section 4.4: no episodes, facts of the raw words; episodes alone; a window
+# of messages as one episode, without partitioning
+Ablation = Literal["direct-extraction", "without-facts", "fixed-chunks"]
+ABLATIONS: dict[Ablation, tuple[PolicyName, ...]] = {
+    "direct-extraction": ("recmem", "nemori"),
+    "without-facts": ("recmem", "nemori"),
+    "fixed-chunks": ("nemori",),
+}
+# what keeps NEMORI's facts (its section 3.3.3 and appendix A)
+ManagementName = Literal["native", "append", "summary"]
 
 # theta (sim and merge), theta_count: paper, sections 3.6 and 4.1
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4)}
@@ -35,11 +43,19 @@ class Settings(BaseSettings):
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_count: int | None = Field(default=None, ge=1, le=1000)
 
-    # answer time, section 3.5; k_sem = 2 k_epi where it is not set. 0 leaves a tier out: without
-    # subconscious memory is k_sub = 0, without episodic memory k_epi = 0 with k_sem = 10 (section 4.3)
-    k_sub: int = Field(default=10, ge=0, le=1000)
-    k_epi: int = Field(default=5, ge=0, le=1000)
-    k_sem: int = Field(default_factory=lambda before: 2 * int(before["k_epi"]), ge=0, le=2000)
+    # NEMORI, section 4.1: w, tau
+    window_messages: int = Field(default=20, ge=1, le=200)
+    theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
+    management: ManagementName = "native"
+
+    # answer time: what is not set is the policy's (its `tiers`; of RecMem 10, 5 and 10, section 3.5), but
+    # k_sem = 2 k_epi where that alone is set. 0 leaves a tier out: without subconscious memory is k_sub = 0,
+    # without episodic memory k_epi = 0 with k_sem set (section 4.3)
+    k_sub: int | None = Field(default=None, ge=0, le=1000)
+    k_epi: int | None = Field(default=None, ge=0, le=1000)
+    k_sem: int | None = Field(default=None, ge=0, le=2000)
+    # of how many of the best episodes the words are given to an answer too
+    raw_of_best: int | None = Field(default=None, ge=0, le=100)
     # False: a turn that was consolidated leaves search, as in the paper's released code (an ablation)
     retain_consolidated: bool = True
 
@@ -100,10 +116,15 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _ablation_is_of_recmem(self) -> Self:
-        if self.ablation is not None and self.policy != "recmem":
+    def _parts_are_of_the_policy(self) -> Self:
+        if self.ablation is not None and self.policy not in (of := ABLATIONS[self.ablation]):
             raise ValueError(
-                f"ablation {self.ablation!r} leaves out a part of the policy 'recmem', and the policy is "
+                f"ablation {self.ablation!r} leaves out a part of the policy {' or '.join(map(repr, of))}, "
+                f"and the policy is {self.policy!r}. Set one of the two"
+            )
+        if self.management != "native" and self.policy != "nemori":
+            raise ValueError(
+                f"management {self.management!r} keeps the facts of the policy 'nemori', and the policy is "
                 f"{self.policy!r}. Set one of the two"
             )
         return self

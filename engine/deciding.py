@@ -13,6 +13,7 @@ from undertow.engine.policies.base import (
     Outcome,
     Policy,
     deletion,
+    nothing_to_decide,
     rewording,
 )
 from undertow.engine.records import Control, usage_to_json
@@ -20,7 +21,7 @@ from undertow.engine.tenants import Tenant, View
 
 
 def begin(policy: Policy, tenant: Tenant, seq: int) -> Decide:
-    """The coroutine that decides record `seq`: the policy's for turns, deletions and replays."""
+    """The coroutine that decides record `seq`: the policy's for turns, flushes, deletions and replays."""
     record = tenant.records[seq]
     view = View(tenant, seq)
     if isinstance(record, bytes):
@@ -34,17 +35,13 @@ def begin(policy: Policy, tenant: Tenant, seq: int) -> Decide:
     if isinstance(record, Control) and record.kind == "replay":
         job = tenant.jobs.get(record.body["job_id"])
         return nothing_to_decide() if job is None else policy.replay(seq, job, view)
-    return nothing_to_decide()
+    if isinstance(record, Control) and record.kind == "flush":
+        return policy.flush(seq, view)
+    return nothing_to_decide()  # settings, and turns that were deleted
 
 
 def job_id(tenant: Tenant, seq: int) -> str:
     return memory_id(tenant.name, tenant.generation, seq, "job", 0)
-
-
-def nothing_to_decide() -> Decide:
-    """For records that change no memory: deleted turns, settings, flush."""
-    return Outcome(Decision.WAITS)
-    yield
 
 
 def delete_memory(control: Control, view: View) -> Decide:

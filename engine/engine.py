@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,15 +36,23 @@ from undertow.engine.model import (
 )
 from undertow.engine.pacing import Pace
 from undertow.engine.place import Place
-from undertow.engine.policies import policy_of
-from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds
+from undertow.engine.policies import policy_of, tiers_of
+from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds, Tiers
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
 from undertow.engine.records import Control, ControlKind, control_row, usage_to_json
 from undertow.engine.repeats import turns_by_key
 from undertow.engine.reports import Report, Reports
 from undertow.engine.residence import Residence, arena_of
-from undertow.engine.retrieval import Found, Retrieval, Window, question_prompt
+from undertow.engine.retrieval import (
+    ANY_TIME,
+    EVERYWHERE,
+    Found,
+    Retrieval,
+    Window,
+    question_prompt,
+    with_words,
+)
 from undertow.engine.scheduler import Scheduler, StepReport
 from undertow.engine.store import StoreError
 from undertow.engine.tenancy import Tenancy
@@ -115,6 +123,7 @@ class Engine(Tenancy):
         self.trace = trace or Trace()
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
+        self._tiers = tiers_of(settings)
         self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
         plain = encoder.fingerprint
         self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
@@ -408,25 +417,42 @@ class Engine(Tenancy):
         `where`: only turns whose metadata has this value of a key, or one of a list of them, and episodes
         and facts that rest on such a turn. ValueError: see metadata.Where.of.
         """
+        window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
+        own = self._tiers
+        tiers = replace(
+            own,
+            k_sub=own.k_sub if k_sub is None else k_sub,
+            k_epi=own.k_epi if k_epi is None else k_epi,
+            k_sem=own.k_sem if k_sem is None else k_sem,
+            consolidated=True,
+        )
+        return self._search(tenant, query, tiers, window, Where.of(where))
+
+    def _search(
+        self, tenant: str, query: str, tiers: Tiers, window: Window = ANY_TIME, where: Where = EVERYWHERE
+    ) -> Found:
         of = self._tenant(tenant)
         if not query.strip():
             raise ValueError("the query is empty. Give some words to search for.")
-        asked = Where.of(where)
         with self.trace.span("encode_query", texts=1):
             vector = self._texts.encode([tenant], [query])[0]
-        window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
-        s = self.settings
         with self.trace.span("rank", asks=1):
             return self.retrieval.search(
                 of,
                 vector,
-                k_sub=s.k_sub if k_sub is None else k_sub,
-                k_epi=s.k_epi if k_epi is None else k_epi,
-                k_sem=s.k_sem if k_sem is None else k_sem,
+                k_sub=tiers.k_sub,
+                k_epi=tiers.k_epi,
+                k_sem=tiers.k_sem,
                 window=window,
-                where=asked,
-                words=query if s.search == "hybrid" else "",
+                where=where,
+                words=query if self.settings.search == "hybrid" else "",
+                consolidated=tiers.consolidated,
             )
+
+    def recall(self, tenant: str, question: str) -> Found:
+        """What an answer is given: the tiers as the policy wants them, see policies.base.Tiers."""
+        found = self._search(tenant, question, self._tiers)
+        return with_words(self._tenant(tenant), found, self._tiers.raw_of_best)
 
     def is_ready(self, tenant: str) -> bool:
         """Whether a search by words of this tenant has little to do first, as Retrieval.is_ready.
@@ -456,7 +482,7 @@ class Engine(Tenancy):
         """
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
-        found = self.search(tenant, question)
+        found = self.recall(tenant, question)
         try:
             prompt = question_prompt(question, found, as_of, self._budget)
         except PromptTooLong as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from undertow.engine.calibrate import Step, Vectors, walk
 from undertow.engine.estimate_eager import eager_usage
@@ -19,7 +19,8 @@ from undertow.engine.policies.base import Thresholds
 from undertow.engine.reply_guess import EXPECTED, HIGH, LOW, Evenly, Guesser, ReplyGuess
 from undertow.engine.token_count import TokenCount
 
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+# those whose calls can be told from the turns alone
+POLICIES: tuple[PolicyName, ...] = ("recmem", "eager")
 TOTAL = "total"
 FIGURES = ("calls", "prompt_tokens", "completion_tokens")
 

@@ -65,6 +65,7 @@ class MemoryRecord(RecordShape):
     made_at_seq: Seq
     ordinal: Seq
     source_seqs: list[Seq]
+    source_messages: list[Annotated[list[Seq], Field(min_length=2, max_length=2)]] = []
     timestamp: Moment | None
     episode_id: Words | None
     fact_kind: Words | None

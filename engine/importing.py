@@ -197,11 +197,14 @@ class Import:
 
     def _memory(self, record: MemoryRecord) -> Row:
         self._checks.check_seqs("source_seqs", record.source_seqs, record.made_at_seq)
+        if {seq for seq, _ in record.source_messages} - set(record.source_seqs):
+            raise BadField("source_messages", "names a turn that source_seqs does not", EDITED)
         fields = record.model_dump(exclude={"vector", "superseded_at_seq"})
         fields |= {
             "id": self._renamed("id", record.id, record.kind),
             "tenant": self.tenant,
             "source_seqs": tuple(record.source_seqs),
+            "source_messages": tuple((seq, line) for seq, line in record.source_messages),
             "supersedes": tuple(self._renamed("supersedes", i, "fact") for i in record.supersedes),
         }
         if record.episode_id is not None:

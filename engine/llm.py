@@ -62,6 +62,15 @@ PRIORITY: dict[Operation, int] = {
     "refine": 3,
     "direct": 3,
     "reconcile": 3,
+    "partition": 2,
+    "narrate": 3,
+    "select": 3,
+    "integrate": 3,
+    "predict": 3,
+    "distil": 3,
+    "distil_direct": 3,
+    "consolidate": 3,
+    "summarise": 3,
 }
 
 _SHOWN_REPLY_CHARS = 2_000

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 UNDATED = "undated"
 
 MemoryKind = Literal["episode", "fact"]
-PolicyName = Literal["recmem", "eager"]
+PolicyName = Literal["recmem", "eager", "nemori"]
 
 
 class Decision(StrEnum):
@@ -89,8 +89,13 @@ def spoken(messages: Sequence[Message]) -> str:
     alike (measured: a 40-word system prompt lifts the median cosine of unrelated turns from 0.24 to
     0.70). They stay stored, and are read only where a turn has nothing else.
     """
+    return "\n".join(lines_of(messages))
+
+
+def lines_of(messages: Sequence[Message]) -> tuple[str, ...]:
+    """The messages of a turn that count as its words (`spoken`), each with its speaker's name."""
     said = [m for m in messages if m.role not in INSTRUCTIONS] or messages
-    return "\n".join([f"{m.speaker}: {m.content}" for m in said])
+    return tuple(f"{m.speaker}: {m.content}" for m in said)
 
 
 def as_embedded(text: str, timestamp: str | None, embed_timestamp: bool) -> str:
@@ -104,6 +109,8 @@ class Memory:
 
     `made_at_seq` is the log record whose decision made this version, `born_at_seq` that of the
     first version. `superseded_at_seq` is known only once a later version (or a deletion) exists.
+    `source_messages`, where it rests on parts of turns: (seq of the turn, which of its lines, from 0) of each
+    message; () stands for all messages of `source_seqs`.
     """
 
     id: str
@@ -123,6 +130,7 @@ class Memory:
     model: str | None = None
     deleted: bool = False
     superseded_at_seq: int | None = None
+    source_messages: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,8 @@ def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | No
     for name in ("episode_id", "fact_kind", "prompt_version", "model"):
         if (value := getattr(memory, name)) is not None:
             body[name] = value
+    if memory.source_messages:
+        body["source_messages"] = memory.source_messages
     if memory.supersedes:
         body["supersedes"] = memory.supersedes
     if memory.deleted:
@@ -136,6 +138,7 @@ def memory_of(row: Row) -> Memory:
         made_at_seq=row.seq,
         timestamp=row.timestamp,
         source_seqs=tuple(body.pop("source_seqs")),
+        source_messages=tuple((seq, line) for seq, line in body.pop("source_messages", ())),
         supersedes=tuple(body.pop("supersedes", ())),
         **body,
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -84,6 +84,9 @@ class Window:
         return self.since is None and self.until is None
 
 
+ANY_TIME = Window()
+
+
 def _end(until: str) -> datetime:
     moment = time_key(until)
     if len(until) > len("2026-01-31"):
@@ -150,17 +153,20 @@ class Retrieval:
         window: Window,
         where: Where = EVERYWHERE,
         words: str = "",
+        consolidated: bool = True,
     ) -> Found:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
         By cosine alone; with `words`, those of the query, by both (`raised`). All tiers of a tenant with more
         than `words_rows` turns and memories are searched by cosine all the same.
+        `consolidated`: whether turns that memories were made of are among those that are found.
         The filters are applied before the ranking, so that each tier gives its k where it has them. An
         episode or fact passes `where` if one of the turns it rests on does; its time is its own.
         The first search of a tenant that needs an index, and the first by words, wait until it is made; the
         latter can be had made before, see `prepare`.
         """
-        anywhere = window.open and where.open and self._retain_consolidated
+        every_turn = consolidated and self._retain_consolidated
+        anywhere = window.open and where.open and every_turn
         index = self._index_of(tenant) if anywhere else None
         passing = self.passing(tenant, where)
         terms = tuple(Terms().of(words)) if self._by_words(tenant) else ()
@@ -169,7 +175,7 @@ class Retrieval:
         return Found(
             tuple(self._memories(tenant, "episode", asked, k_epi, window, passing)),
             tuple(self._memories(tenant, "fact", asked, k_sem, window, passing)),
-            tuple(self._turns(tenant, asked, k_sub, window, passing, index)),
+            tuple(self._turns(tenant, asked, k_sub, window, passing, index, every_turn=every_turn)),
             1.0 if index is None else index.recall(k_sub),
         )
 
@@ -225,11 +231,13 @@ class Retrieval:
         window: Window,
         passing: Rows | None,
         index: IvfIndex | None,
+        *,
+        every_turn: bool,
     ) -> list[Hit]:
         allowed = passing
         if (within := self.within(tenant, window)) is not None:
             allowed = within if passing is None else within & passing
-        if not self._retain_consolidated:
+        if not every_turn:
             kept = unconsolidated(tenant, self._arena)
             allowed = kept if allowed is None else allowed & kept
         shares = None
@@ -306,6 +314,33 @@ class Retrieval:
         else:
             scores, rows = top_k(self._arena, segment, query.vector, k, allowed, self._gate)
         return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
+
+
+def with_words(tenant: Tenant, found: Found, best: int) -> Found:
+    """What was found, and the raw messages of the `best` first episodes among its turns.
+
+    A hit for each of their turns, in order, with the messages that the episode rests on and the episode's
+    score; not for a turn that was found as a whole.
+    """
+    whole = {seq for hit in found.turns for seq in hit.source_seqs}
+    raw = [hit for episode in found.episodes[:best] for hit in _words_of(tenant, episode, whole)]
+    return replace(found, turns=tuple(sorted((*raw, *found.turns), key=lambda hit: -hit.score)))
+
+
+def _words_of(tenant: Tenant, episode: Hit, left_out: Set[int]) -> list[Hit]:
+    tier = tenant.tiers["episode"]
+    memory = tier.rows[tier.row_of[episode.id]]
+    assert memory is not None, "it was found"
+    hits = []
+    for seq in memory.source_seqs:
+        if seq in left_out:
+            continue
+        turn = tenant.turn(seq)
+        lines = [line for its_seq, line in memory.source_messages if its_seq == seq]
+        said = [turn.messages[n] for n in sorted(lines) if n < len(turn.messages)] or turn.messages
+        identity = turn_id(tenant.name, tenant.generation, seq)
+        hits.append(Hit(identity, "turn", "\n".join(said), episode.score, turn.timestamp, (seq,)))
+    return hits
 
 
 def live_turns(tenant: Tenant) -> int:

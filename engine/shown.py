@@ -94,6 +94,7 @@ def turn_report(row: Row) -> Report:
 
 def memory_report(memory: Memory) -> Report:
     report = asdict(memory)
+    report["source_messages"] = [list(message) for message in memory.source_messages]
     return {name: list(value) if isinstance(value, tuple) else value for name, value in report.items()}
 
 

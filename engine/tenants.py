@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from undertow.engine.card import SETTING as SHARES_SETTING
 from undertow.engine.departures import Move, move_of
 from undertow.engine.journal import Journal, JournalError, Kind, Row
-from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, Usage, spoken
+from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, Usage, lines_of
 from undertow.engine.policies.base import Thresholds, TurnView
 from undertow.engine.records import (
     Control,
@@ -95,6 +95,8 @@ class Tenant:
         self.thresholds_from: list[tuple[int, Thresholds]] = []
         # by id of an episode or fact: the last record that deletes or updates it
         self._changes: dict[str, int] = {}
+        # behind the last turn that was settled
+        self._settled_end = 0
         self.jobs: dict[str, Job] = {}
         self.counts: Counter[str] = Counter()
         self.meter: dict[str, Usage] = {}
@@ -112,10 +114,15 @@ class Tenant:
         if isinstance(record, Control):
             raise ValueError(f"record {seq} of the log is no turn")
         body = orjson.loads(record)
-        return TurnView(seq, spoken(messages_of(body)), body.get("timestamp"))
+        lines = lines_of(messages_of(body))
+        return TurnView(seq, "\n".join(lines), body.get("timestamp"), lines)
 
     def exists(self, seq: int) -> bool:
         return isinstance(self.records[seq], bytes)
+
+    def open_turns(self, before: int) -> list[int]:
+        """See MemoryView: those in front of record `before`."""
+        return [seq for seq in range(self._settled_end, before) if self.exists(seq)]
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.tiers[kind].current()
@@ -221,6 +228,7 @@ class Tenant:
         self.cursor = seq + 1
         if settled := body.get("settled"):
             self._arena.set_live(self._turn_handles(settled), False)
+            self._settled_end = max(self._settled_end, max(settled) + 1)
         if revived := body.get("revived"):
             alive = [s for s in revived if self.exists(s)]
             self._arena.set_live(self._turn_handles(alive), True)
@@ -299,6 +307,9 @@ class View:
 
     def exists(self, seq: int) -> bool:
         return self.of.exists(seq)
+
+    def open_turns(self) -> list[int]:
+        return self.of.open_turns(self.seq)
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.of.current(kind)

@@ -1,8 +1,8 @@
 """The prompts: Jinja2 templates beside this file, and what each may be answered with (`replies`).
 
-Roles and rules follow RecMem, appendix F, and for the eager policy Mem0; the wording is our own. A
-system message is fixed text, opened alike by all operations, and everything variable stands in the
-user message, so that the server's prefix cache serves the fixed part.
+Roles and rules follow RecMem, appendix F, for the eager policy Mem0, and for NEMORI its appendix D; the
+wording is our own. A system message is fixed text, opened alike by all operations, and everything variable
+stands in the user message, so that the server's prefix cache serves the fixed part.
 """
 
 from __future__ import annotations
@@ -21,17 +21,40 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from undertow.engine.model import UNDATED
 from undertow.prompts.replies import (
+    ConsolidateReply,
     EpisodesReply,
     ExtractReply,
     FactsReply,
     MergeReply,
+    NarrativeReply,
+    PartitionReply,
+    PredictionReply,
     ReconcileReply,
     Reply,
+    SelectReply,
+    SummaryReply,
 )
 
 # what the lists of memories in an answering prompt are sorted by
 Order = Literal["relevance", "time"]
-Operation = Literal["episode", "merge", "refine", "direct", "extract", "reconcile", "answer"]
+Operation = Literal[
+    "episode",
+    "merge",
+    "refine",
+    "direct",
+    "extract",
+    "reconcile",
+    "partition",
+    "narrate",
+    "select",
+    "integrate",
+    "predict",
+    "distil",
+    "distil_direct",
+    "consolidate",
+    "summarise",
+    "answer",
+]
 
 REPLIES: dict[Operation, type[Reply] | None] = {
     "episode": EpisodesReply,
@@ -40,11 +63,27 @@ REPLIES: dict[Operation, type[Reply] | None] = {
     "direct": FactsReply,
     "extract": ExtractReply,
     "reconcile": ReconcileReply,
+    "partition": PartitionReply,
+    "narrate": NarrativeReply,
+    "select": SelectReply,
+    "integrate": NarrativeReply,
+    "predict": PredictionReply,
+    "distil": ExtractReply,
+    "distil_direct": ExtractReply,
+    "consolidate": ConsolidateReply,
+    "summarise": SummaryReply,
     "answer": None,
 }
 
 # the templates that an operation's own one includes, beside the opening
-_INCLUDED: dict[Operation, tuple[str, ...]] = {"refine": ("facts",), "direct": ("facts",)}
+_INCLUDED: dict[Operation, tuple[str, ...]] = {
+    "refine": ("facts",),
+    "direct": ("facts",),
+    "narrate": ("episode_form",),
+    "integrate": ("episode_form",),
+    "distil": ("statements",),
+    "distil_direct": ("statements",),
+}
 
 # Chat templates wrap messages in control tokens, which servers recognise inside content too:
 # <|im_end|>, </s>, <start_of_turn>, [INST]. Also escaped: characters that some readers take for a
@@ -123,6 +162,51 @@ def extract_prompt(recent: Sequence[ShownTurn], turn: ShownTurn) -> Prompt:
 def reconcile_prompt(candidates: Sequence[ShownMemory], facts: Sequence[ShownMemory]) -> Prompt:
     """Ask what each of the `candidates` is to do to the stored `facts` (eager policy)."""
     return _prompt("reconcile", candidates=candidates, facts=facts)
+
+
+def partition_prompt(messages: Sequence[ShownTurn]) -> Prompt:
+    """Ask which of a window's `messages` belong together (NEMORI, section 3.2.1)."""
+    return _prompt("partition", messages=messages)
+
+
+def narrate_prompt(messages: Sequence[ShownTurn]) -> Prompt:
+    """Ask for cue and narrative of one raw episode (NEMORI, section 3.2.2)."""
+    return _prompt("narrate", messages=messages)
+
+
+def select_prompt(episode: ShownMemory, candidates: Sequence[ShownMemory]) -> Prompt:
+    """Ask which of the stored `candidates` the new `episode` continues (NEMORI, section 3.2.3)."""
+    return _prompt("select", episode=episode, candidates=candidates)
+
+
+def integrate_prompt(episodes: Sequence[ShownMemory]) -> Prompt:
+    """Ask for cue and narrative of two `episodes` that are one (NEMORI, section 3.2.3)."""
+    return _prompt("integrate", episodes=episodes)
+
+
+def predict_prompt(cue: ShownMemory, facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask what `facts` let one expect of the episode with this `cue` (NEMORI, section 3.3.1)."""
+    return _prompt("predict", cue=cue, facts=facts)
+
+
+def distil_prompt(messages: Sequence[ShownTurn], prediction: ShownMemory) -> Prompt:
+    """Ask for what `messages` tell and the `prediction` does not (NEMORI, section 3.3.2)."""
+    return _prompt("distil", messages=messages, prediction=prediction)
+
+
+def distil_direct_prompt(messages: Sequence[ShownTurn]) -> Prompt:
+    """Ask for the facts of `messages` without a prediction (NEMORI-s, section 4.4)."""
+    return _prompt("distil_direct", messages=messages)
+
+
+def consolidate_prompt(fact: ShownMemory, facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask whether `fact` is new beside the stored `facts` (NEMORI, section 3.3.3)."""
+    return _prompt("consolidate", fact=fact, facts=facts)
+
+
+def summarise_prompt(facts: Sequence[ShownMemory], summary: Sequence[ShownMemory]) -> Prompt:
+    """Ask for the `summary`, of one line or none yet, with `facts` (NEMORI, appendix A.1)."""
+    return _prompt("summarise", facts=facts, summary=summary)
 
 
 def answer_prompt(

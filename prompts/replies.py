@@ -17,8 +17,13 @@ FactKind = Literal["user_event", "preference_or_constraint", "dated_update", "en
 # the longest texts that are stored of an episode, merged ones included, and of a fact
 EPISODE_CHARS = 4000
 FACT_CHARS = 600
-# how many facts are extracted of one turn
+# how many facts are extracted of one turn, or of one part of an episode's messages
 CANDIDATES = 10
+# an episode is its cue, a line end and its narrative
+CUE_CHARS = 200
+NARRATIVE_CHARS = EPISODE_CHARS - CUE_CHARS - 1
+# of the one summary that can take the place of facts
+SUMMARY_CHARS = 3500
 
 _LINE_NUMBER = {"type": "integer", "minimum": 1, "maximum": 9999}
 LineNumber = Annotated[int, WithJsonSchema(_LINE_NUMBER)]
@@ -115,3 +120,46 @@ class ReconcileReply(Reply):
     """Reply to `reconcile`: Mem0's ADD, UPDATE, DELETE or NOOP, one a candidate."""
 
     decisions: list[FactDecision] = Field(max_length=CANDIDATES)
+
+
+class MessageGroup(Reply):
+    messages: list[LineNumber] = Field(max_length=200)
+
+
+class PartitionReply(Reply):
+    """Reply to `partition`: O of NEMORI, section 3.2.1; the policy repairs what is no partition."""
+
+    groups: list[MessageGroup] = Field(max_length=100)
+
+
+class NarrativeReply(Reply):
+    """Reply to `narrate` and `integrate`: c and N of NEMORI, section 3.2."""
+
+    cue: str = Field(min_length=1, max_length=CUE_CHARS)
+    narrative: str = Field(min_length=1, max_length=NARRATIVE_CHARS)
+
+
+class SelectReply(Reply):
+    """Reply to `select`: idx of NEMORI, section 3.2.3; null is its -1."""
+
+    continues: LineNumberOrNull
+
+
+class PredictionReply(Reply):
+    """Reply to `predict`: the anticipatory schema of NEMORI, section 3.3.1."""
+
+    prediction: str = Field(min_length=1, max_length=3000)
+
+
+class ConsolidateReply(Reply):
+    """Reply to `consolidate`: delta, idxs and k of NEMORI, section 3.3.3; `text` counts only for a merge."""
+
+    action: Literal["new", "merge", "conflict"]
+    targets: list[LineNumber] = Field(max_length=10)
+    text: str = Field(max_length=FACT_CHARS)
+
+
+class SummaryReply(Reply):
+    """Reply to `summarise`: S_sum of NEMORI, appendix A.1."""
+
+    summary: str = Field(min_length=1, max_length=SUMMARY_CHARS)

@@ -22,14 +22,21 @@ from undertow.engine.encoder import Encoder, Fingerprint, HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import Completion, LLMClient
-from undertow.engine.model import Message, Turn
+from undertow.engine.model import Message, PolicyName, Turn
 from undertow.engine.pacing import MOST_TURNS
 from undertow.engine.records import memory_of
 from undertow.prompts import Prompt
 
 from .oracle import OracleDecision, OracleMemory
 from .oracle_eager import OracleEager
+from .oracle_nemori import OracleNemori
 from .oracle_recmem import OracleRecMem
+
+ORACLES: dict[PolicyName, type[OracleRecMem | OracleEager | OracleNemori]] = {
+    "recmem": OracleRecMem,
+    "eager": OracleEager,
+    "nemori": OracleNemori,
+}
 
 
 class RecordingLLM(MockLLM):
@@ -159,8 +166,7 @@ def oracle_run(
 ) -> Run:
     run = Run()
     for tenant, of_tenant in turns.items():
-        oracle_of = OracleEager if settings.policy == "eager" else OracleRecMem
-        oracle: OracleEager | OracleRecMem = oracle_of(tenant, encoder, MockLLM(replies), settings)
+        oracle = ORACLES[settings.policy](tenant, encoder, MockLLM(replies), settings)
         for seq, turn in enumerate(of_tenant):
             oracle.take(seq, turn)
         run.decisions[tenant] = oracle.decisions
@@ -214,6 +220,7 @@ def _version(row: Row) -> OracleMemory:
         m.timestamp,
         m.supersedes,
         m.episode_id,
+        m.source_messages,
     )
 
 

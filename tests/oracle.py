@@ -63,6 +63,7 @@ class OracleMemory:
     timestamp: str | None
     supersedes: tuple[str, ...] = ()
     episode_id: str | None = None
+    source_messages: tuple[tuple[int, int], ...] = ()
 
 
 def exact_dot(a: Whole, b: Whole) -> float:

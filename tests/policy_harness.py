@@ -44,12 +44,17 @@ class View:
     tenant: str = "ann"
     generation: int = 1
     thresholds: Thresholds = THETA
+    record: int = 0  # the one that is decided
+    settled_end: int = 0
 
     def turn(self, seq: int) -> TurnView:
         return self.turns[seq]
 
     def exists(self, seq: int) -> bool:
         return seq in self.turns
+
+    def open_turns(self) -> list[int]:
+        return [seq for seq in sorted(self.turns) if self.settled_end <= seq < self.record]
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return [m for m in self.memories if m.kind == kind and not m.deleted]

@@ -21,6 +21,7 @@ from undertow.bench.mock_replies import Messages, share
 from undertow.bench.mock_server import MockServer
 
 POISON = "wormwood"  # in every text of every bad reply
+TEXTS = ("text", "narrative", "prediction")
 CUT, WITHHELD = f"{POISON} cut", f"{POISON} withheld"
 
 
@@ -29,9 +30,7 @@ def _poisoned(value: Any, word: str = POISON) -> Any:
     if isinstance(value, list):
         return [_poisoned(item, word) for item in value]
     if isinstance(value, dict):
-        return {
-            k: _text(v, word) if k in ("text", "narrative") else _poisoned(v, word) for k, v in value.items()
-        }
+        return {k: _text(v, word) if k in TEXTS else _poisoned(v, word) for k, v in value.items()}
     return value
 
 
@@ -92,6 +91,10 @@ class SpoiltReplies(MockReplies):
 def _texts_in(reply: dict[str, Any]) -> Iterator[str]:
     if reply.get("same_story"):
         yield reply["narrative"].strip()
+    if "cue" in reply:
+        yield f"{' '.join(reply['cue'].split())}\n{reply['narrative'].strip()}"
+    if reply.get("action") == "merge":
+        yield reply["text"].strip()
     for item in [item for kind in ("episodes", "facts", "decisions") for item in reply.get(kind, [])]:
         yield item["text"].strip()
 

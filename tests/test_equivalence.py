@@ -71,7 +71,7 @@ def locomo() -> Turns:
 
 @pytest.fixture(scope="module", params=get_args(PolicyName))
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {**THETA, "policy": request.param}
+    return {**THETA, "window_messages": 6, "theta_evoke": 0.5, "policy": request.param}
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def only(run: Run, names: tuple[str, ...]) -> Run:
 
 
 def test_the_runs_contain_every_kind_of_decision(expected: Run, options: dict[str, Any]) -> None:
-    if options["policy"] == "eager":
-        check_eager_runs(expected)
+    if options["policy"] != "recmem":
+        {"eager": check_eager_runs, "nemori": check_nemori_runs}[options["policy"]](expected)
         return
     for tenant, decisions in expected.decisions.items():
         seen = Counter(d.decision for d in decisions)
@@ -122,6 +122,18 @@ def check_eager_runs(run: Run) -> None:
         assert operations == {"extract", "reconcile"}
 
 
+def check_nemori_runs(run: Run) -> None:
+    for tenant, decisions in run.decisions.items():
+        seen = Counter((d.decision, bool(d.settled)) for d in decisions)
+        assert seen.keys() == {("waits", False), ("fired", True), ("parked", True)}, tenant
+        versions = run.versions[tenant]
+        assert any(m.kind == "episode" and m.version > 1 for m in versions), "joined episodes"
+        assert any(m.kind == "fact" and m.version > 1 and m.text for m in versions), "merged facts"
+        assert any(m.kind == "fact" and not m.text for m in versions), "facts that others took the place of"
+    used = {p.operation for prompts in run.prompts.values() for p in prompts}
+    assert used == {"partition", "narrate", "select", "integrate", "predict", "distil", "consolidate"}
+
+
 @pytest.mark.parametrize(
     ("batch_turns", "seed", "names"), [(7, 1, LONG), (None, 2, LONG), (512, None, SHORT), (1, 3, LONG)]
 )
@@ -135,6 +147,8 @@ def test_any_batch_and_interleaving_gives_what_one_by_one_gives(
     options: dict[str, Any],
     tmp_path: Path,
 ) -> None:
+    if options["policy"] == "nemori":
+        names = names[: 2 if batch_turns == 7 else 1]  # eight calls a window of three turns
     settings = settings_of(**options, batch_turns=batch_turns)
     turns = interleaved({name: locomo[name] for name in names}, seed)
     assert_same(engine_run(tmp_path, settings, encoder, REPLIES, turns), only(expected, names))
@@ -221,7 +235,7 @@ def test_closing_and_reopening_in_the_middle_changes_nothing(
     with opened(tmp_path, settings, encoder, None) as engine:
         assert figures(engine, MIDDLE) == live
     assert live[0]["facts"] and live[0]["dead_letters"]
-    assert bool(live[0]["episodes"]) == (options["policy"] == "recmem")
+    assert bool(live[0]["episodes"]) == (options["policy"] != "eager")
 
 
 def test_without_an_llm_at_first_the_end_state_is_the_same(
@@ -303,6 +317,8 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
         theta_sim=threshold(rng, pool, 1),
         theta_merge=threshold(rng, pool, 2),
         theta_count=draw(st.integers(1, 6)),
+        window_messages=draw(st.sampled_from([1, 3, 8])),
+        theta_evoke=threshold(rng, pool, 1),
         batch_turns=draw(st.sampled_from([1, 2, 5, 512, None])),
         gate_lookahead_turns=draw(st.sampled_from([1, 3, 64])),
     )

@@ -106,6 +106,17 @@ def test_the_eager_policy_reads_every_turn(tmp_path: Path, url: str, monkeypatch
     assert shown["facts"] and not shown["episodes"]
 
 
+def test_nemori_ends_with_a_flush_and_shows_the_words_of_the_best_episodes(tmp_path: Path, url: str) -> None:
+    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
+    told = evaluated(path, out, url, "--policy", "nemori").doc
+    assert (told["policy"], told["built"]["waiting_turns"], told["raw_of_best"]) == ("nemori", 0, 2)
+    by_operation = told["construction"]["by_operation"]
+    assert by_operation["partition"]["calls"] == 1, "fourteen messages are no whole window"
+    shown = lines_of(out, "answers")[0]["material"]
+    assert shown["episodes"] and shown["facts"] and shown["turns"]
+    assert evaluated(path, out, url, "--policy", "nemori").doc == told, "flushed once"
+
+
 def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(tmp_path: Path) -> None:
     seen: list[str] = []
 

@@ -133,6 +133,23 @@ def test_kills_at_the_edges_of_a_commit(
     assert_same_state(end_state(tmp_path), undisturbed[0])
 
 
+def test_windows_go_on_where_they_were_after_kills(
+    driver: Driver, task: dict[str, Any], log: Path, tmp_path: Path
+) -> None:
+    """Turns that wait for their window to fill are undecided in no other way than by their records."""
+    windows = {**task, "settings": {**task["settings"], "policy": "nemori", "window_messages": 6}}
+    assert driver.run(store=tmp_path / "undisturbed", **windows).last("settled")
+    store = tmp_path / "killed"
+    for kill in ({"method": "append", "n": 4, "after": True}, {"method": "append", "n": 9, "after": False}):
+        outcome = driver.run(store=store, kill=kill, **windows)
+        assert killed(outcome)
+        check_prefix(store, log, outcome)
+    assert driver.run(store=store, **windows).last("settled")
+    expected = end_state(tmp_path / "undisturbed")
+    assert {"waits", "fired", "parked", "episode", "fact"} <= expected.kinds()
+    assert_same_state(end_state(store), expected)
+
+
 def stored_turns(store: Path, log: Path) -> int:
     """By a reader beside the writer."""
     return sum(assert_prefix_stored(store, turns_of(log), {}).values())

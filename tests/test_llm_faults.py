@@ -85,13 +85,17 @@ def settled_seqs(store: Path) -> dict[str, list[int]]:
         }
 
 
-@pytest.mark.parametrize(("policy", "parts"), [("recmem", {"merge", "episode"}), ("eager", {"extract"})])
+@pytest.mark.parametrize(
+    ("policy", "parts"),
+    [("recmem", {"merge", "episode"}), ("eager", {"extract"}), ("nemori", {"partition", "narrate"})],
+)
 def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(
     policy: PolicyName, parts: set[str], log: Path, tmp_path: Path
 ) -> None:
     bad = SpoiltReplies(3, 0.3, 0.15, poison_rate=0.3)
+    options: dict[str, Any] = {"policy": policy, "window_messages": 4}
     server = SpoiltServer(bad, error_rate=0.3)
-    with served(server) as url, opened(tmp_path, url, policy=policy) as engine:
+    with served(server) as url, opened(tmp_path, url, **options) as engine:
         add_all(engine, log)
         assert engine.drain()
         figures = engine.stats()

@@ -21,11 +21,24 @@ from undertow.prompts import (
     ShownMemory,
     ShownTurn,
     answer_prompt,
+    consolidate_prompt,
     episode_prompt,
     merge_prompt,
+    narrate_prompt,
+    partition_prompt,
     refine_prompt,
+    select_prompt,
 )
-from undertow.prompts.replies import EpisodesReply, FactsReply, MergeReply, Reply
+from undertow.prompts.replies import (
+    ConsolidateReply,
+    EpisodesReply,
+    FactsReply,
+    MergeReply,
+    NarrativeReply,
+    PartitionReply,
+    Reply,
+    SelectReply,
+)
 
 WORDS = ["harbour", "kite", "violin", "garden", "winter", "marathon", "recipe", "telescope", "lamp", "fern"]
 
@@ -82,6 +95,26 @@ def test_replies_are_valid_whatever_is_shown(texts: list[str], seed: int) -> Non
         assert all(fact.replaces is None for fact in facts.facts)
         assert isinstance(answer(merge_prompt(memory, shown[0]), replies), MergeReply)
         assert answer(answer_prompt("?", [memory], [], [], None), replies)
+
+
+def test_windows_are_parted_and_told_and_some_parts_are_none() -> None:
+    """NEMORI: whole partitions, and where it refuses, one with a message missing, one twice, one invented."""
+    shown = turns(6)
+    whole = answer(partition_prompt(shown), MockReplies(1))
+    assert isinstance(whole, PartitionReply)
+    assert sorted(n for group in whole.groups for n in group.messages) == [1, 2, 3, 4, 5, 6]
+    broken = answer(partition_prompt(shown), MockReplies(1, refusal_rate=1.0))
+    assert isinstance(broken, PartitionReply)
+    assert sorted(n for group in broken.groups for n in group.messages) != [1, 2, 3, 4, 5, 6]
+    memory = ShownMemory(1, None, "Ann sails.")
+    for seed in range(5):
+        chosen = answer(select_prompt(memory, [memory, memory]), MockReplies(seed))
+        assert isinstance(chosen, SelectReply) and chosen.continues in (None, 1, 2)
+        stored = [ShownMemory(n, None, f"fact {n}") for n in (1, 2, 3)]
+        decided = answer(consolidate_prompt(memory, stored), MockReplies(seed))
+        assert isinstance(decided, ConsolidateReply) and set(decided.targets) <= {1, 2, 3}
+        told = answer(narrate_prompt(shown), MockReplies(seed))
+        assert isinstance(told, NarrativeReply) and len(told.cue) < len(told.narrative)
 
 
 class Leaf(BaseModel):

@@ -10,9 +10,11 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
-from undertow.bench.mock_llm import MockReplies
+from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
+from undertow.engine.policies import tiers_of
+from undertow.engine.policies.base import Tiers
 from undertow.engine.retrieval import Window
 from undertow.engine.store import DESCRIPTION, StoreError, read_info
 
@@ -22,14 +24,18 @@ from .engine_harness import (
     MARKER,
     HeldLLM,
     RecordingLLM,
+    Run,
+    assert_same,
     bytes_hold,
     open_engine,
+    read_back,
     rows_of,
     settings_of,
     turn_of,
     turns_of,
 )
 from .fault_harness import reports
+from .oracle_nemori import OracleNemori
 
 # ---- a store and its policy
 
@@ -61,8 +67,15 @@ def test_a_store_without_the_mark_is_recmems(tmp_path: Path) -> None:
 def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNDERTOW_POLICY", "eager")
     assert Settings().policy == "eager"
-    with pytest.raises(ValidationError, match="'direct-extraction' leaves out a part of the policy 'recmem'"):
+    with pytest.raises(ValidationError, match="'direct-extraction' leaves out a part of"):
         Settings(ablation="direct-extraction")
+    with pytest.raises(ValidationError, match="'append' keeps the facts of the policy 'nemori'"):
+        Settings(management="append")
+    with pytest.raises(
+        ValidationError, match=r"'fixed-chunks' .*policy 'nemori', and the policy is 'recmem'"
+    ):
+        Settings(policy="recmem", ablation="fixed-chunks")
+    assert Settings(policy="nemori", ablation="fixed-chunks", management="summary").window_messages == 20
     with pytest.raises(ValidationError):
         Settings(policy="lazy")  # type: ignore[arg-type]
 
@@ -90,12 +103,14 @@ def test_eager_reads_every_turn_and_gates_none(tmp_path: Path) -> None:
     assert [record["consolidated_at_seq"] for record in told] == [n if made[n] else None for n in range(12)]
 
 
+@pytest.mark.parametrize("policy", ["eager", "nemori"])
 @pytest.mark.parametrize("in_flight", [False, True])
-def test_of_a_deleted_turn_the_eager_policy_leaves_no_byte(in_flight: bool, tmp_path: Path) -> None:
+def test_of_a_deleted_turn_no_byte_is_left(in_flight: bool, policy: PolicyName, tmp_path: Path) -> None:
     """Updates and deletions of facts included, which keep what was said before in their history."""
+    options: dict[str, Any] = {"policy": policy, "window_messages": 4}
     llm = HeldLLM(MockReplies(2)) if in_flight else RecordingLLM(MockReplies(2))
     texts = ["the boat and the harbour", f"the boat of the {MARKER}", *[f"the boat {n}" for n in range(6)]]
-    with open_engine(tmp_path, llm, policy="eager") as engine:
+    with open_engine(tmp_path, llm, **options) as engine:
         receipts = engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(texts)])
         if isinstance(llm, HeldLLM):
             while MARKER not in llm.prompts["ann"][-1].user:
@@ -103,7 +118,7 @@ def test_of_a_deleted_turn_the_eager_policy_leaves_no_byte(in_flight: bool, tmp_
                 engine.step()
         else:
             assert engine.drain()
-            assert MARKER in repr([row.payload for row in rows_of(tmp_path, "fact")])
+            assert MARKER in repr([row.payload for row in rows_of(tmp_path, "episode", "fact")])
             assert any(orjson.loads(row.payload).get("deleted") for row in rows_of(tmp_path, "fact"))
         assert receipts[1].id is not None
         engine.delete(receipts[1].id)
@@ -115,8 +130,118 @@ def test_of_a_deleted_turn_the_eager_policy_leaves_no_byte(in_flight: bool, tmp_
         assert live and MARKER not in repr(live)
         engine.purge()
     assert not bytes_hold(tmp_path, MARKER)
-    with open_engine(tmp_path, policy="eager") as engine:
+    with open_engine(tmp_path, **options) as engine:
         assert engine.get_all("ann") == live
+
+
+# ---- NEMORI in an engine
+
+NEMORI: dict[str, Any] = {"policy": "nemori", "window_messages": 6}
+
+
+def test_a_flush_is_a_record_that_decides_what_is_left(tmp_path: Path) -> None:
+    """As the oracle has it, with the window's beginning read from the journal in between."""
+    turns = [turn_of("ann", n, f"the boat sails {n} miles") for n in range(10)]
+    replies, settings = MockReplies(1, refusal_rate=0.3), settings_of(**NEMORI)
+    oracle = OracleNemori("ann", ENCODER, MockLLM(replies), settings)
+    for seq, turn in enumerate(turns[:5]):
+        oracle.take(seq, turn)
+    oracle.flush(5)
+    for seq, turn in enumerate(turns[5:], 6):
+        oracle.take(seq, turn)
+    first, second = RecordingLLM(replies), RecordingLLM(replies)
+    with open_engine(tmp_path, first, **NEMORI) as engine:
+        engine.add_batch(turns[:4])
+        assert engine.drain()
+    with open_engine(tmp_path, second, **NEMORI) as engine:
+        engine.add_batch(turns[4:5])
+        engine.log_flush("ann")
+        engine.add_batch(turns[5:])
+        assert engine.drain()
+        assert engine.stats()["waiting_turns"] == 2
+    run = read_back(tmp_path, {"ann": [*first.prompts["ann"], *second.prompts["ann"]]})
+    assert [d.cluster for d in run.decisions["ann"] if d.cluster] == [(0, 1, 2), (3, 4), (6, 7, 8)]
+    assert_same(run, Run({"ann": oracle.decisions}, {"ann": oracle.versions}, {"ann": oracle.prompts}))
+    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path, "decision")]
+    repaired = [body["reason"] for body in bodies if "repaired" in body.get("reason", "")]
+    assert len(repaired) == oracle.repaired_windows > 0
+    with reports(tmp_path) as of:
+        told = {record["seq"]: record["consolidated_at_seq"] for record in of.explain("ann")}
+    assert told == {0: 2, 1: 2, 2: 2, 3: 5, 4: 5, 6: 8, 7: 8, 8: 8, 9: None, 10: None}
+
+
+EPISODES = {"partition", "narrate", "select", "integrate"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds", "operations"),
+    [
+        ({"management": "append"}, {"episode", "fact"}, {*EPISODES, "predict", "distil"}),
+        ({"management": "summary"}, {"episode", "fact"}, {*EPISODES, "predict", "distil", "summarise"}),
+        ({"ablation": "direct-extraction"}, {"fact"}, {"partition", "distil_direct", "consolidate"}),
+        ({"ablation": "without-facts"}, {"episode"}, EPISODES),
+        (
+            {"ablation": "fixed-chunks"},
+            {"episode", "fact"},
+            {*EPISODES, "predict", "distil", "consolidate"} - {"partition"},
+        ),
+    ],
+)
+def test_nemoris_managements_and_ablations(
+    options: dict[str, Any], kinds: set[str], operations: set[str], tmp_path: Path
+) -> None:
+    llm = RecordingLLM(MockReplies(1))
+    with open_engine(tmp_path, llm, **NEMORI, **options) as engine:
+        receipts = engine.add_batch(turns_of("ann", 13, text="the boat sails {n} miles"))
+        assert engine.flush("ann") and engine.stats()["waiting_turns"] == 0
+        made = engine.get_all("ann")
+        assert ({m.kind for m in made}, {p.operation for p in llm.prompts["ann"]}) == (kinds, operations)
+        if options.get("management") == "summary":
+            assert [m.source_seqs for m in made if m.kind == "fact"] == [tuple(range(13))]
+        assert receipts[4].id is not None
+        engine.delete(receipts[4].id)
+        assert engine.drain()
+        left = engine.get_all("ann")
+        assert left and all(4 not in m.source_seqs for m in left)
+    with open_engine(tmp_path, **NEMORI, **options) as engine:
+        assert engine.get_all("ann") == left
+
+
+def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wait(tmp_path: Path) -> None:
+    llm = RecordingLLM(MockReplies(1))
+    with open_engine(tmp_path, llm, **NEMORI, raw_of_best=1) as engine:
+        engine.add_batch(turns_of("ann", 7, text="the boat sails {n} miles"))
+        assert engine.drain()
+        found = engine.recall("ann", "boat miles")
+        assert len(engine.search("ann", "boat miles").turns) == 7, "a search looks at every turn"
+        best = next(m for m in engine.get_all("ann") if m.id == found.episodes[0].id)
+        *raw, waiting = sorted(found.turns, key=lambda hit: hit.source_seqs)
+        assert waiting.source_seqs == (6,)
+        said = [line for hit in raw for line in hit.memory.split("\n")]
+        turns = {seq: engine.tenants.get("ann").turn(seq) for seq in best.source_seqs}
+        assert said == [turns[seq].messages[line] for seq, line in sorted(best.source_messages)]
+        assert {hit.score for hit in raw} == {found.episodes[0].score}
+        engine.answer("ann", "Who sails?")
+    asked = llm.prompts["ann"][-1]
+    assert asked.operation == "answer" and all(line in asked.user for line in said)
+
+
+def test_an_episode_knows_its_messages_through_export_and_import(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "a", RecordingLLM(MockReplies(1)), **NEMORI) as engine:
+        engine.add_batch(turns_of("ann", 6, text="the boat sails {n} miles"))
+        assert engine.drain()
+        made = engine.get_all("ann")
+    parts = [m.source_messages for m in made if m.kind == "episode"]
+    assert any(len(part) % 2 for part in parts), "one that holds half of a turn"
+    with reports(tmp_path / "a") as of:
+        records = [orjson.loads(orjson.dumps(record)) for record in of.export("ann")]
+    with open_engine(tmp_path / "b", **NEMORI) as engine:
+        engine.import_("ann", records)
+        assert [m.source_messages for m in engine.get_all("ann") if m.kind == "episode"] == parts
+        assert engine.tenants.get("ann").open_turns(6) == []
+        assert bytes_hold(tmp_path / "b", "boat sails"), "so that its absence below tells something"
+        assert engine.erase("ann", now=True) is not None
+    assert not bytes_hold(tmp_path / "b", "boat sails")
 
 
 # ---- ablations
@@ -139,7 +264,9 @@ def test_each_ablation_makes_what_it_leaves(tmp_path: Path) -> None:
 
 def test_k_leaves_a_tier_out_and_keeps_the_budget_of_the_others(tmp_path: Path) -> None:
     """Without subconscious and without episodic memory (section 4.3) need no more than this."""
-    assert (Settings().k_sem, Settings(k_epi=3).k_sem) == (10, 6)
+    assert (tiers_of(Settings()).k_sem, tiers_of(Settings(k_epi=3)).k_sem) == (10, 6)
+    assert tiers_of(Settings(policy="nemori")) == Tiers(10, 10, 20, 2, consolidated=False)
+    assert tiers_of(Settings(policy="nemori", k_epi=0, k_sem=5, raw_of_best=1)).raw_of_best == 1
     with open_engine(tmp_path, RecordingLLM(MockReplies(1)), **ALONE) as engine:
         engine.add_batch(turns_of("ann", 12, text="the boat sails {n} miles"))
         assert engine.drain()

@@ -15,22 +15,37 @@ from undertow.prompts import (
     ShownMemory,
     ShownTurn,
     answer_prompt,
+    consolidate_prompt,
     direct_prompt,
+    distil_direct_prompt,
+    distil_prompt,
     episode_prompt,
     extract_prompt,
+    integrate_prompt,
     merge_prompt,
+    narrate_prompt,
+    partition_prompt,
+    predict_prompt,
     prompt_version,
     reconcile_prompt,
     refine_prompt,
     repair_messages,
+    select_prompt,
+    summarise_prompt,
 )
 from undertow.prompts.replies import (
+    ConsolidateReply,
     EpisodesReply,
     ExtractReply,
     FactsReply,
     MergeReply,
+    NarrativeReply,
+    PartitionReply,
+    PredictionReply,
     ReconcileReply,
     Reply,
+    SelectReply,
+    SummaryReply,
 )
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -51,6 +66,15 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         direct_prompt(turns, [memory]),
         extract_prompt(turns, turns[0]),
         reconcile_prompt([memory], [memory]),
+        partition_prompt(turns),
+        narrate_prompt(turns),
+        select_prompt(memory, [memory]),
+        integrate_prompt([memory, memory]),
+        predict_prompt(memory, [memory]),
+        distil_prompt(turns, memory),
+        distil_direct_prompt(turns),
+        consolidate_prompt(memory, [memory]),
+        summarise_prompt([memory], [memory]),
         answer_prompt(text, [memory], [memory], [memory], date),
     ]
 
@@ -175,6 +199,13 @@ FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
         (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 10}),
         (ReconcileReply, {"decisions": [DECISION] * 10}),
         (ReconcileReply, {"decisions": [DECISION | {"candidate": -1, "fact": 10**6}]}),
+        (PartitionReply, {"groups": []}),
+        (PartitionReply, {"groups": [{"messages": [1, 1, -1, 10**6]}, {"messages": []}]}),
+        (NarrativeReply, {"cue": "Ann hikes.", "narrative": "Ann hiked."}),
+        (SelectReply, {"continues": None}),
+        (PredictionReply, {"prediction": "Ann hiked."}),
+        (ConsolidateReply, {"action": "merge", "targets": [10**6], "text": ""}),
+        (SummaryReply, {"summary": "Ann hikes."}),
     ],
 )
 def test_valid_replies(reply: type[Reply], value: Any) -> None:
@@ -204,6 +235,15 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
         (ReconcileReply, {"decisions": [DECISION] * 11}),
         (ReconcileReply, {"decisions": [DECISION | {"action": "ADD"}]}),
         (ReconcileReply, {"decisions": [DECISION | {"text": "x" * 601}]}),
+        (PartitionReply, {"groups": [{"messages": [1]}] * 101}),
+        (PartitionReply, {"groups": [[1]]}),
+        (NarrativeReply, {"cue": "x" * 201, "narrative": "Ann hiked."}),
+        (NarrativeReply, {"cue": " ", "narrative": "Ann hiked."}),
+        (SelectReply, {"continues": "1"}),
+        (PredictionReply, {"prediction": ""}),
+        (ConsolidateReply, {"action": "delete", "targets": [], "text": ""}),
+        (ConsolidateReply, {"action": "new", "targets": [1] * 11, "text": ""}),
+        (SummaryReply, {"summary": "x" * 3501}),
     ],
 )
 def test_invalid_replies(reply: type[Reply], value: Any) -> None:
@@ -234,4 +274,4 @@ def test_wire_schemas_are_flat_closed_and_bounded(reply: type[Reply]) -> None:
             assert "maxLength" in node or "enum" in node
         if node["type"] == "integer":
             assert {"minimum", "maximum"} <= node.keys()
-    assert len(typed) > 2
+    assert len(typed) > 1

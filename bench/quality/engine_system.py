@@ -11,6 +11,7 @@ from undertow.engine.figures import store_usage
 from undertow.engine.ingest import obstacles
 from undertow.engine.llm import ServerRefused
 from undertow.engine.model import Usage
+from undertow.engine.records import Control
 from undertow.engine.retrieval import Hit
 from undertow.prompts import ShownMemory
 
@@ -36,10 +37,17 @@ class EngineSystem:
             keys = [turn.dedupe_key for turn in sample.turns]
             stored = self._engine.turns_by_key(sample.tenant, keys)
             held = zip(keys, sample.holds, strict=True)
+            self._end(sample.tenant)
             self._holds[sample.tenant] = {stored[key]["seq"]: pieces for key, pieces in held}
             # a question at a time would leave the encoder's batches nearly empty
             self._encoder.encode([question.text for question in sample.questions])
         self._settle(sum(len(sample.turns) for sample in samples), on_progress)
+
+    def _end(self, tenant: str) -> None:
+        """Flush, unless that was done before: no turn of a conversation that is over waits for others."""
+        last = self._engine.tenants.existing(tenant).records[-1]
+        if not (isinstance(last, Control) and last.kind == "flush"):
+            self._engine.log_flush(tenant)
 
     def _settle(self, turns: int, on_progress: OnProgress) -> None:
         engine = self._engine
@@ -55,7 +63,7 @@ class EngineSystem:
             )
 
     def material(self, sample: Sample, question: Question) -> Material:
-        found = self._engine.search(sample.tenant, question.text)
+        found = self._engine.recall(sample.tenant, question.text)
         return Material(
             _shown(found.episodes),
             _shown(found.facts),

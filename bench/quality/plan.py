@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,22 @@ from undertow.bench.quality import Benchmark
 from undertow.bench.quality.answers import Asked
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.engine.config import Settings
+from undertow.engine.policies import tiers_of
+from undertow.engine.policies.base import Tiers
 from undertow.prompts import REPLIES, prompt_version
 
 # what the memories and the prompts of a run hang on, of all settings; the first are those of answering alone
-_ANSWERING = ("retain_consolidated", "search", "k_sub", "k_epi", "k_sem")
+_ANSWERING = ("retain_consolidated", "search")
+_TIERS = tuple(field.name for field in fields(Tiers))
 _SETTINGS = (
     *_ANSWERING,
     "ablation",
     "profile",
     "encoder",
     "embed_timestamp",
+    "window_messages",
+    "theta_evoke",
+    "management",
     "context_tokens",
     "reply_tokens",
     "llm_model",
@@ -72,6 +78,7 @@ class Plan:
             "policy": self.policy,
             "memories_of": None if self.memories_of is None else self.memories_of.name,
             **{name: getattr(s, name) for name in _SETTINGS},
+            **asdict(tiers_of(s)),
             "theta_sim": s.similarity_threshold,
             "theta_merge": s.merge_threshold,
             "theta_count": s.recurrence_count,
@@ -81,7 +88,8 @@ class Plan:
 
 def construction(about: Mapping[str, Any]) -> dict[str, Any]:
     """Of what a run is `about`, that which its memories hang on: other answers can come of the same ones."""
-    left_out = {"data", "questions_per_sample", "memories_of", "profile", *_ANSWERING}  # a profile is thetas
+    # a profile is thetas
+    left_out = {"data", "questions_per_sample", "memories_of", "profile", *_ANSWERING, *_TIERS}
     versions = about.get("prompt_versions") or {}
     return {
         **{name: value for name, value in about.items() if name not in left_out},

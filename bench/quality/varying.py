@@ -1,4 +1,4 @@
-"""Settings with some changed: those of a sweep, and the ablations of the paper's section 4.3 by name."""
+"""Settings with some changed: those of a sweep, and the ablations of the papers by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from undertow.engine.config import Ablation, Settings
+from undertow.engine.policies import tiers_of
 
 # Those of `Settings.ablation` make other memories. The others leave out of an answer, or of a search, what
 # was made: they can be answered from the memories of the whole policy.
@@ -26,6 +27,7 @@ def varied(settings: Settings, **changed: Any) -> Settings:
 def ablated(settings: Settings, name: str) -> Settings:
     """The settings with one part left out, and no other part that `Settings.ablation` may have named.
 
-    k_sem stays as it is where k_epi becomes 0. KeyError: there is no such ablation.
+    k_sem stays as it is where k_epi becomes 0. KeyError: there is no such ablation; ValueError: the policy
+    has no such part.
     """
-    return varied(settings, **{"ablation": None, "k_sem": settings.k_sem, **ABLATIONS[name]})
+    return varied(settings, **{"ablation": None, "k_sem": tiers_of(settings).k_sem, **ABLATIONS[name]})

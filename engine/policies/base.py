@@ -36,12 +36,28 @@ class Thresholds:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiers:
+    """What an answer is given of a tenant's memories, where the settings say nothing else.
+
+    The k best of each tier. `raw_of_best`: of how many of the best episodes the words are given too.
+    `consolidated`: whether turns that memories were made of are given as turns.
+    """
+
+    k_sub: int = 10
+    k_epi: int = 5
+    k_sem: int = 10
+    raw_of_best: int = 0
+    consolidated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class TurnView:
-    """A turn as a policy sees it."""
+    """A turn as a policy sees it; `messages`: the lines that `text` is made of."""
 
     seq: int
     text: str
     timestamp: str | None
+    messages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +163,13 @@ class MemoryView(Protocol):
         """Whether the turn was not deleted."""
         ...
 
+    def open_turns(self) -> Sequence[int]:
+        """The turns in front of this record that stand behind every settled one, in order.
+
+        Deleted ones are left out. What a policy that gathers turns has yet to make memories of.
+        """
+        ...
+
     def current(self, kind: MemoryKind) -> Sequence[Memory]:
         """All current memories of a kind, in order of birth."""
         ...
@@ -163,9 +186,14 @@ class Policy(Protocol):
     """Turns records of the log into memories."""
 
     name: str
+    tiers: Tiers
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Decide the turn `seq`."""
+        ...
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        """A flush: turns that wait for others to come wait no longer."""
         ...
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
@@ -175,6 +203,12 @@ class Policy(Protocol):
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remake what rested on a deleted turn; what it makes carries `seq`."""
         ...
+
+
+def nothing_to_decide() -> Decide:
+    """For records that change no memory."""
+    return Outcome(Decision.WAITS)
+    yield
 
 
 class PromptTooLong(Exception):

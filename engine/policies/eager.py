@@ -22,8 +22,10 @@ from undertow.engine.policies.base import (
     MemoryView,
     Outcome,
     PromptBudget,
+    Tiers,
     Vector,
     deletion,
+    nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
 from undertow.engine.records import Job
@@ -40,6 +42,7 @@ class Eager:
     """Stateless, as all policies: what it knows comes through the MemoryView and the effects."""
 
     name = "eager"
+    tiers = Tiers()
 
     def __init__(self, budget: PromptBudget) -> None:
         self._budget = budget
@@ -52,6 +55,9 @@ class Eager:
             return parked(error, "extract", (seq,), Outcome(Decision.PARKED))
         settled = (seq,) if work.drafts else ()
         return Outcome(Decision.FIRED, cluster=(seq,), settled=settled, drafts=tuple(work.drafts))
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        return nothing_to_decide()  # no turn waits for this
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         turns = tuple(s for s in job.cluster if memory.exists(s))

@@ -22,8 +22,10 @@ from undertow.engine.policies.base import (
     MemoryView,
     Outcome,
     PromptBudget,
+    Tiers,
     Vector,
     deletion,
+    nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
 from undertow.engine.records import Job
@@ -44,6 +46,7 @@ class RecMem:
     """The paper's policy. Stateless: all it knows comes through the MemoryView and the effects."""
 
     name = "recmem"
+    tiers = Tiers()
 
     def __init__(self, budget: PromptBudget, ablation: Ablation | None = None) -> None:
         """`ablation`: "direct-extraction" stores no episodes, "without-facts" no facts (section 4.3)."""
@@ -76,6 +79,9 @@ class RecMem:
             )
         except Failed as error:
             return parked(error, operation, cluster, Outcome(Decision.PARKED, reading, asked))
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        return nothing_to_decide()  # no turn waits for this
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         cluster = tuple(s for s in job.cluster if memory.exists(s))

@@ -38,16 +38,27 @@ class Work:
         self._budget = budget
 
     def known_facts(self, vector: Vector, k: int) -> Generator[Effect, Any, list[Memory]]:
-        """The k nearest facts, those that this job has made included and those it deleted left out."""
-        mine = {d.memory.id: d for d in self.drafts if d.memory.kind == "fact"}
-        stored: list[Scored] = yield Nearest("fact", vector, k + len(mine))
+        """The k nearest facts, as `known` has them."""
+        found = yield from self.known("fact", vector, k)
+        return [s.memory for s in found]
+
+    def known(self, kind: MemoryKind, vector: Vector, k: int) -> Generator[Effect, Any, list[Scored]]:
+        """The k nearest of a kind, those that this job has made included and those it deleted left out."""
+        mine = {d.memory.id: d for d in self.drafts if d.memory.kind == kind}
+        stored: list[Scored] = yield Nearest(kind, vector, k + len(mine))
         found = [s for s in stored if s.memory.id not in mine]
         found += [Scored(d.memory, cosine(vector, d.vector)) for d in mine.values() if d.vector is not None]
         found.sort(key=lambda s: (-s.score, s.memory.born_at_seq, s.memory.ordinal))
-        return [s.memory for s in found[:k]]
+        return found[:k]
 
     def revise(
-        self, memory: Memory, text: str, vector: Vector, sources: tuple[int, ...], version: str
+        self,
+        memory: Memory,
+        text: str,
+        vector: Vector,
+        sources: tuple[int, ...],
+        version: str,
+        **more: Any,
     ) -> Draft:
         """A new version of a memory."""
         revised = replace(
@@ -59,6 +70,7 @@ class Work:
             timestamp=self.latest(sources),
             prompt_version=version,
             model=None,
+            **more,
         )
         self.drafts.append(Draft(revised, vector))
         return self.drafts[-1]

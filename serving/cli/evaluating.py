@@ -63,7 +63,7 @@ Questions = Annotated[
 ]
 AblationName = Annotated[
     str | None,
-    typer.Option("--ablation", metavar="NAME", help="Recmem without a part of it, see docs/quality.md."),
+    typer.Option("--ablation", metavar="NAME", help="The policy without a part of it, see docs/quality.md."),
 ]
 MemoriesOf = Annotated[
     Path | None,
@@ -198,11 +198,15 @@ def _known(policy: str | None) -> str:
 
 def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
     from undertow.bench.quality.varying import ABLATIONS, ablated
+    from undertow.engine.config import ABLATIONS as OF_CONSTRUCTION
 
     if ablation not in ABLATIONS:
         raise WrongUsage(f"--ablation {ablation!r:.80}: there are {', '.join(ABLATIONS)}.")
-    if policy != "recmem":
-        raise WrongUsage(f"--ablation leaves out a part of recmem, and --policy is {policy}.")
+    of = {**OF_CONSTRUCTION}.get(ablation, ("recmem", "nemori"))
+    if policy not in of:
+        raise WrongUsage(
+            f"--ablation {ablation} leaves out a part of {' or '.join(of)}; --policy is {policy}."
+        )
     return ablated(settings, ablation)
 
 

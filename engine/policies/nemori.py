@@ -1,0 +1,108 @@
+"""NEMORI: windows of messages become episodes, and what those tell unexpectedly becomes facts.
+
+After Ma et al., "What Deserves Memory", algorithm 1: a window is partitioned, each group is narrated and
+joined to the episode that it continues, a prediction is made from what is known, and what that missed is
+distilled. What the paper leaves open is in docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from undertow.engine.config import Ablation
+from undertow.engine.model import Decision, Memory
+from undertow.engine.policies.base import Decide, Draft, MemoryView, Outcome, PromptBudget, Tiers, deletion
+from undertow.engine.policies.nemori_job import NemoriJob
+from undertow.engine.policies.nemori_knowledge import Management
+from undertow.engine.policies.nemori_partition import messages_of, window
+from undertow.engine.policies.work import Failed, parked
+from undertow.engine.records import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Nemori:
+    """The paper's policy. Stateless: all it knows comes through the MemoryView and the effects.
+
+    `window_messages` is w. `ablation`: "direct-extraction" is NEMORI-s, "without-facts" makes no facts,
+    "fixed-chunks" takes a window as one group (section 4.4).
+    """
+
+    budget: PromptBudget
+    window_messages: int
+    management: Management
+    ablation: Ablation | None = None
+
+    name = "nemori"
+    # section 4.1: k, m and r. Turns that no episode holds yet are in none of those
+    tiers = Tiers(k_epi=10, k_sem=20, raw_of_best=2, consolidated=False)
+
+    def decide(self, seq: int, memory: MemoryView) -> Decide:
+        turns = window((*memory.open_turns(), seq), self.window_messages, memory)
+        if turns is None:
+            return Outcome(Decision.WAITS)
+        return (yield from self._take(seq, turns, memory))
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        turns = tuple(memory.open_turns())
+        if not turns:
+            return Outcome(Decision.WAITS)
+        return (yield from self._take(seq, turns, memory))
+
+    def _take(self, seq: int, turns: tuple[int, ...], memory: MemoryView) -> Decide:
+        work = self._job(seq, memory)
+        try:
+            yield from work.take(messages_of(turns, memory))
+        except Failed as error:
+            return parked(error, work.operation, turns, Outcome(Decision.PARKED))
+        return work.outcome(turns, settled=turns)
+
+    def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
+        """What episodes hold of these turns is distilled again, the rest is a window of its own."""
+        turns = tuple(s for s in job.cluster if memory.exists(s))
+        if not turns:
+            return Outcome(Decision.WAITS, reason="all its turns were deleted")
+        work = self._job(seq, memory)
+        try:
+            for episode in memory.current("episode"):
+                yield from work.relearn(episode, turns)
+            yield from work.take(work.unheld(turns))
+        except Failed as error:
+            return parked(error, work.operation, turns, Outcome(Decision.PARKED))
+        return work.outcome(turns)
+
+    def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
+        """Remake what rests on a deleted turn from its other turns, or remove it where none is left.
+
+        What a merge or a conflict on the turn's account has taken away does not come back: the history of
+        those facts tells of it.
+        """
+        work = self._job(seq, memory)
+        shaken = [e for e in memory.current("episode") if turn_seq in e.source_seqs]
+        loose = [f for f in memory.current("fact") if turn_seq in f.source_seqs]
+        # of those deleted before, the history still has the words: a version of this record ends it
+        ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.source_seqs]
+        work.drafts += [Draft(deletion(m, seq), None) for m in (*loose, *ended)]
+        lost = _others(loose, turn_seq, memory)
+        try:
+            for episode in memory.current("episode"):
+                if turn_seq in episode.source_seqs:
+                    yield from work.retell(episode, lost)
+                else:
+                    yield from work.relearn(episode, lost)
+            yield from work.distil_direct(work.unheld(lost))
+        except Failed as error:
+            # What rested on the deleted turn must go even where nothing takes its place yet.
+            gone = tuple(Draft(deletion(m, seq), None) for m in (*loose, *shaken, *ended))
+            rest = tuple(sorted({*lost, *_others(shaken, turn_seq, memory)}))
+            return replace(parked(error, work.operation, rest, Outcome(Decision.PARKED)), drafts=gone)
+        return work.outcome(())
+
+    def _job(self, seq: int, memory: MemoryView) -> NemoriJob:
+        return NemoriJob(seq, memory, self.budget, self.management, self.ablation)
+
+
+def _others(memories: Sequence[Memory], turn_seq: int, view: MemoryView) -> tuple[int, ...]:
+    """The turns that these rest on beside a deleted one."""
+    turns = {s for m in memories for s in m.source_seqs if s != turn_seq and view.exists(s)}
+    return tuple(sorted(turns))

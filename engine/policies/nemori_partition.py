@@ -1,0 +1,64 @@
+"""NEMORI's windows of messages, and how they come apart into groups (section 3.2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from undertow.engine.policies.base import MemoryView
+
+# a message: the seq of its turn, and which of the turn's lines it is, from 0
+MessageRef = tuple[int, int]
+
+
+def messages_of(turns: Sequence[int], view: MemoryView) -> tuple[MessageRef, ...]:
+    """All messages of these turns, in order, without those of deleted ones."""
+    kept = [seq for seq in turns if view.exists(seq)]
+    return tuple((seq, line) for seq in kept for line in range(len(view.turn(seq).messages)))
+
+
+def window(turns: Sequence[int], size: int, view: MemoryView) -> tuple[int, ...] | None:
+    """The shortest beginning of `turns` with at least `size` messages; None: there are fewer."""
+    count = 0
+    for taken, seq in enumerate(turns, 1):
+        count += len(view.turn(seq).messages)
+        if count >= size:
+            return tuple(turns[:taken])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Groups of the numbers 1 to n, each number in exactly one; and what had to be repaired for that."""
+
+    groups: tuple[tuple[int, ...], ...]
+    missing: int = 0
+    repeated: int = 0
+    invented: int = 0
+
+    @property
+    def repairs(self) -> int:
+        return self.missing + self.repeated + self.invented
+
+
+def partition_of(named: Sequence[Sequence[int]], count: int) -> Partition:
+    """A partition of 1 to `count` from what an LLM has named; groups in its order, each ascending.
+
+    A repeated number keeps its first place, an invented one is dropped, and a missing one joins the group of
+    the nearest number that was named, of two the one before it. With none named, all are one group.
+    """
+    place: dict[int, int] = {}
+    repeated = invented = 0
+    for group, numbers in enumerate(named):
+        for number in numbers:
+            invented += not 1 <= number <= count
+            repeated += number in place
+            if 1 <= number <= count:
+                place.setdefault(number, group)
+    missing = [n for n in range(1, count + 1) if n not in place]
+    joined = {n: place[min(place, key=lambda m: (abs(m - n), m))] if place else 0 for n in missing}
+    of_group: dict[int, list[int]] = {}
+    for number, group in sorted((place | joined).items()):
+        of_group.setdefault(group, []).append(number)
+    groups = tuple(tuple(of_group[group]) for group in sorted(of_group))
+    return Partition(groups, len(missing), repeated, invented)

@@ -1,0 +1,276 @@
+"""NEMORI for one tenant as a plain program: one turn after the other, lists and exact integers.
+
+As oracle_recmem: nothing of how the engine works, only its prompts' wording, encoder, ids and LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from undertow.engine.config import Settings
+from undertow.engine.encoder import Encoder
+from undertow.engine.llm import BadReply, LLMClient
+from undertow.engine.model import Turn, memory_id, time_key
+from undertow.prompts import (
+    Prompt,
+    ShownMemory,
+    ShownTurn,
+    consolidate_prompt,
+    distil_prompt,
+    integrate_prompt,
+    narrate_prompt,
+    partition_prompt,
+    predict_prompt,
+    select_prompt,
+)
+from undertow.prompts.replies import (
+    ConsolidateReply,
+    ExtractReply,
+    NarrativeReply,
+    PartitionReply,
+    PredictionReply,
+    SelectReply,
+)
+
+from .oracle import Oracle, OracleDecision, OracleMemory, exact_dot
+
+EPISODES_SHOWN, FACTS_EVOKED, FACTS_COMPARED = 5, 10, 5
+
+
+@dataclass(frozen=True)
+class _Said:
+    """One message: the turn that it stands in, and its place there."""
+
+    seq: int
+    place: int
+    text: str
+
+
+class OracleNemori(Oracle):
+    """Takes the turns of one tenant in order of seq."""
+
+    def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Settings) -> None:
+        super().__init__(tenant, encoder, llm)
+        self.settings = settings
+        self.repaired_windows = 0
+        self._times: dict[int, str | None] = {}
+        self._buffer: list[_Said] = []
+        self._every: dict[tuple[int, int], _Said] = {}
+        self._made: list[OracleMemory] = []
+
+    def take(self, seq: int, turn: Turn) -> None:
+        """Decide one turn."""
+        self._times[seq] = self._dated(turn).timestamp
+        for place, message in enumerate(turn.messages):
+            said = _Said(seq, place, f"{message.speaker}: {message.content}")
+            self._buffer.append(said)
+            self._every[seq, place] = said
+        if len(self._buffer) < self.settings.window_messages:
+            self.decisions.append(OracleDecision(seq, "waits", False, None, None, (), ()))
+        else:
+            self._window(seq)
+
+    def flush(self, seq: int) -> None:
+        """Decide a flush, which is a record of the log too."""
+        if self._buffer:
+            self._window(seq)
+        else:
+            self.decisions.append(OracleDecision(seq, "waits", False, None, None, (), ()))
+
+    def current(self, kind: str) -> list[OracleMemory]:
+        """The newest version of each memory of `kind` that was not deleted, in order of birth."""
+        newest = {m.id: m for m in (*self.versions, *self._made) if m.kind == kind}
+        return sorted((m for m in newest.values() if m.text), key=lambda m: (m.born_at_seq, m.ordinal))
+
+    # the steps
+
+    def _window(self, seq: int) -> None:
+        window, self._buffer = self._buffer, []
+        turns = tuple(sorted({said.seq for said in window}))
+        self._made = []
+        try:
+            for group in self._partitioned(window):
+                self._remember(seq, group)
+            decision = "fired"
+            self.versions += self._made
+        except BadReply:
+            decision = "parked"
+        self._made = []
+        self.decisions.append(OracleDecision(seq, decision, False, None, None, turns, turns))
+
+    def _partitioned(self, window: list[_Said]) -> list[list[_Said]]:
+        if len(window) == 1:
+            return [window]
+        reply = self._ask(partition_prompt(self._shown(window)))
+        assert isinstance(reply, PartitionReply)
+        groups: list[list[int]] = []
+        seen: list[int] = []
+        for named in reply.groups:
+            groups.append([])
+            for number in named.messages:
+                if 1 <= number <= len(window) and number not in seen:
+                    groups[-1].append(number)
+                    seen.append(number)
+        if sorted(n for named in reply.groups for n in named.messages) != list(range(1, len(window) + 1)):
+            self.repaired_windows += 1
+        if not seen:
+            return [window]
+        for number in range(1, len(window) + 1):
+            step = 0
+            while number not in seen:  # look one further to the left, then to the right
+                step += 1
+                near = [n for n in (number - step, number + step) if n in seen]
+                if near:
+                    next(g for g in groups if near[0] in g).append(number)
+                    break
+        return [[window[n - 1] for n in sorted(group)] for group in groups if group]
+
+    def _remember(self, seq: int, group: list[_Said]) -> None:
+        told = self._told(narrate_prompt(self._shown(group)))
+        turns = tuple(sorted({said.seq for said in group}))
+        parts = tuple((said.seq, said.place) for said in group)
+        older = self._continued(told, turns)
+        if older is None:
+            episode = self._born(seq, "episode", told, turns, source_messages=parts)
+        else:
+            shown = [
+                ShownMemory(1, older.timestamp, older.text),
+                ShownMemory(2, self._latest(turns), told),
+            ]
+            told = self._told(integrate_prompt(shown))
+            parts = (*older.source_messages, *parts)
+            episode = self._next_version(seq, older, told, turns, source_messages=parts)
+        self._learn(seq, episode, [self._every[part] for part in parts])
+
+    def _continued(self, told: str, turns: tuple[int, ...]) -> OracleMemory | None:
+        nearest = [m for _, m in self._nearest("episode", told)[:EPISODES_SHOWN]]
+        if not nearest:
+            return None
+        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(nearest, 1)]
+        reply = self._ask(select_prompt(ShownMemory(1, self._latest(turns), told), shown))
+        assert isinstance(reply, SelectReply)
+        if reply.continues is None or not 1 <= reply.continues <= len(nearest):
+            return None
+        return nearest[reply.continues - 1]
+
+    def _learn(self, seq: int, episode: OracleMemory, raw: list[_Said]) -> None:
+        evoked = [
+            m
+            for score, m in self._nearest("fact", episode.text)[:FACTS_EVOKED]
+            if score > self.settings.theta_evoke
+        ]
+        cue = ShownMemory(1, episode.timestamp, episode.text.split("\n")[0])
+        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(evoked, 1)]
+        guess = self._ask(predict_prompt(cue, shown))
+        assert isinstance(guess, PredictionReply)
+        prediction = ShownMemory(1, episode.timestamp, guess.prediction)
+        reply = self._ask(distil_prompt(self._shown(raw), prediction))
+        assert isinstance(reply, ExtractReply)
+        turns = tuple(sorted({said.seq for said in raw}))
+        texts: list[str] = []
+        for fact in reply.facts:
+            if fact.text not in texts:
+                texts.append(fact.text)
+        for text in texts:
+            self._consolidate(seq, text, turns, episode.id)
+
+    def _consolidate(self, seq: int, text: str, turns: tuple[int, ...], episode_id: str) -> None:
+        similar = [m for _, m in self._nearest("fact", text)[:FACTS_COMPARED]]
+        if not similar:
+            self._born(seq, "fact", text, turns, episode_id=episode_id)
+            return
+        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(similar, 1)]
+        reply = self._ask(consolidate_prompt(ShownMemory(1, self._latest(turns), text), shown))
+        assert isinstance(reply, ConsolidateReply)
+        named: list[OracleMemory] = []
+        for number in reply.targets:
+            if 1 <= number <= len(similar) and similar[number - 1] not in named:
+                named.append(similar[number - 1])
+        if reply.action == "merge" and named:
+            sources = turns + tuple(s for m in named for s in m.sources)
+            for other in named[1:]:
+                self._end(seq, other)
+            gone = named[0].supersedes + tuple(m.id for m in named[1:])
+            links = tuple(dict.fromkeys(gone))
+            self._next_version(seq, named[0], reply.text or text, sources, supersedes=links)
+            return
+        untrue = [m for m in named if reply.action == "conflict" and m.sources[-1] <= turns[-1]]
+        for other in untrue:
+            self._end(seq, other)
+        links = tuple(m.id for m in untrue)
+        self._born(seq, "fact", text, turns, episode_id=episode_id, supersedes=links)
+
+    # helpers
+
+    def _nearest(self, kind: str, text: str) -> list[tuple[float, OracleMemory]]:
+        vector = self._embed(text)
+        scored = [(exact_dot(vector, self._embed(m.text)), m) for m in self.current(kind)]
+        return sorted(scored, key=lambda pair: -pair[0])  # stable: by birth where equal
+
+    def _born(
+        self,
+        seq: int,
+        kind: str,
+        text: str,
+        turns: tuple[int, ...],
+        *,
+        episode_id: str | None = None,
+        supersedes: tuple[str, ...] = (),
+        source_messages: tuple[tuple[int, int], ...] = (),
+    ) -> OracleMemory:
+        ordinal = sum(m.kind == kind and m.version == 1 for m in self._made)
+        memory = OracleMemory(
+            memory_id(self.tenant, 1, seq, kind, ordinal),
+            kind,
+            1,
+            text,
+            turns,
+            seq,
+            seq,
+            ordinal,
+            self._latest(turns),
+            supersedes,
+            episode_id,
+            source_messages,
+        )
+        self._made.append(memory)
+        return memory
+
+    def _next_version(
+        self,
+        seq: int,
+        old: OracleMemory,
+        text: str,
+        turns: Sequence[int],
+        *,
+        supersedes: tuple[str, ...] | None = None,
+        source_messages: tuple[tuple[int, int], ...] = (),
+    ) -> OracleMemory:
+        sources = tuple(sorted({*old.sources, *turns}))
+        new = replace(
+            old,
+            version=old.version + 1,
+            made_at_seq=seq,
+            text=text,
+            sources=sources,
+            timestamp=self._latest(sources),
+            supersedes=old.supersedes if supersedes is None else supersedes,
+            source_messages=source_messages,
+        )
+        self._made.append(new)
+        return new
+
+    def _end(self, seq: int, old: OracleMemory) -> None:
+        self._made.append(replace(old, version=old.version + 1, made_at_seq=seq, text=""))
+
+    def _told(self, prompt: Prompt) -> str:
+        reply = self._ask(prompt)
+        assert isinstance(reply, NarrativeReply)
+        return " ".join(reply.cue.split()) + "\n" + reply.narrative
+
+    def _shown(self, messages: Sequence[_Said]) -> list[ShownTurn]:
+        return [ShownTurn(n, self._times[said.seq], said.text) for n, said in enumerate(messages, 1)]
+
+    def _latest(self, sources: Sequence[int]) -> str | None:
+        return self._times[max(sources, key=lambda s: (time_key(self._times[s]), s))]
