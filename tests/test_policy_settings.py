@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
+from undertow.engine.model import PolicyName
 from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
 from undertow.engine.retrieval import Window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from undertow.bench.quality.datasets import Sample, load
 from undertow.bench.quality.sweeps import construction, evidence, evidence_behind
 from undertow.bench.quality.varying import ABLATIONS, ablated, varied
 from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.config import ABLATIONS as OF_CONSTRUCTION
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
+from undertow.engine.model import PolicyName
+from undertow.engine.policies import tiers_of
 
 from .cli_harness import TOPICS, run
 
@@ -70,15 +74,21 @@ def test_a_varied_threshold_takes_theta_merge_along_unless_that_is_set() -> None
     assert varied(SETTINGS, theta_count=7).similarity_threshold == 0.7
 
 
-def test_an_ablation_leaves_out_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["recmem", "nemori"])
+def test_an_ablation_leaves_out_one_part(monkeypatch: pytest.MonkeyPatch, policy: PolicyName) -> None:
     monkeypatch.setenv("UNDERTOW_ABLATION", "without-facts")
     monkeypatch.setenv("UNDERTOW_K_EPI", "7")
-    whole = Settings(device="cpu", encoder="hash:384")
+    whole = Settings(device="cpu", encoder="hash:384", policy=policy)
+    of: dict[str, tuple[PolicyName, ...]] = {**OF_CONSTRUCTION}
     for name in ABLATIONS:
+        if policy not in of.get(name, (policy,)):
+            with pytest.raises(ValueError, match="a part of the policy 'nemori'"):
+                ablated(whole, name)
+            continue
         changed = ablated(whole, name)
-        fields = ("ablation", "k_sub", "k_epi", "k_sem", "retain_consolidated")
-        plain = dict(zip(fields, (None, 10, 7, 14, True), strict=True))
-        assert {f: getattr(changed, f) for f in fields} == {**plain, **ABLATIONS[name]}
+        parts = {"ablation": changed.ablation, "retain_consolidated": changed.retain_consolidated}
+        plain = {"ablation": None, "retain_consolidated": True, **asdict(tiers_of(whole))}
+        assert {**parts, **asdict(tiers_of(changed))} == {**plain, **ABLATIONS[name]}
         assert changed.encoder == "hash:384"
 
 
