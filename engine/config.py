@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 import psutil
@@ -15,7 +16,7 @@ Profile = Literal["companion", "assistant"]
 # RecMem, section 4.3, and NEMORI, section 4.4: no episodes, facts of the raw words; episodes alone; a window
 # of messages as one episode, without partitioning
 Ablation = Literal["direct-extraction", "without-facts", "fixed-chunks"]
-ABLATIONS: dict[Ablation, tuple[PolicyName, ...]] = {
+ABLATIONS: Mapping[str, tuple[PolicyName, ...]] = {
     "direct-extraction": ("recmem", "nemori"),
     "without-facts": ("recmem", "nemori"),
     "fixed-chunks": ("nemori",),

@@ -79,9 +79,8 @@ def test_an_ablation_leaves_out_one_part(monkeypatch: pytest.MonkeyPatch, policy
     monkeypatch.setenv("UNDERTOW_ABLATION", "without-facts")
     monkeypatch.setenv("UNDERTOW_K_EPI", "7")
     whole = Settings(device="cpu", encoder="hash:384", policy=policy)
-    of: dict[str, tuple[PolicyName, ...]] = {**OF_CONSTRUCTION}
     for name in ABLATIONS:
-        if policy not in of.get(name, (policy,)):
+        if policy not in OF_CONSTRUCTION.get(name, (policy,)):
             with pytest.raises(ValueError, match="a part of the policy 'nemori'"):
                 ablated(whole, name)
             continue
