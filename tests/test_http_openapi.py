@@ -14,7 +14,9 @@ from schemathesis.specs.openapi import checks as openapi_checks
 from undertow.serving.principal import Scope
 
 from .http_harness import Running, serving
+from .soak_harness import report
 
+SOAK_EXAMPLES = 300
 PROMISES = [
     checks.not_a_server_error,
     openapi_checks.status_code_conformance,
@@ -45,24 +47,45 @@ def key(running: Running) -> str:
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_answer_is_as_described(running: Running, key: str, mode: GenerationMode) -> None:
+    every_operation(running, key, mode, max_examples=6, derandomize=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_answer_is_as_described_to_other_requests_each_time(
+    running: Running, key: str, mode: GenerationMode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = every_operation(running, key, mode, max_examples=SOAK_EXAMPLES)
+    command = f"pytest -m soak tests/test_http_openapi.py -k {mode.value}"
+    report(capsys, f"openapi-{mode.value}", command, requests=requests)
+
+
+def every_operation(running: Running, key: str, mode: GenerationMode, **settings: Any) -> int:
+    """Check what is answered to requests of each operation; how many requests that were."""
     described = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
     found: list[Any] = list(described.get_all_operations())
     operations = [one.ok() for one in found]
     assert len(operations) >= 24
-    for operation in operations:
-        if mode is GenerationMode.POSITIVE or operation.body or list(operation.iter_parameters()):
-            check(operation, key, mode)
+    return sum(
+        check(operation, key, mode, **settings)
+        for operation in operations
+        if mode is GenerationMode.POSITIVE or operation.body or list(operation.iter_parameters())
+    )
 
 
-def check(operation: Any, key: str, mode: GenerationMode) -> None:
+def check(operation: Any, key: str, mode: GenerationMode, **settings: Any) -> int:
     """What the service answers to requests of this operation is as its description says."""
+    requests = 0
 
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
-    @hypothesis.settings(max_examples=6, deadline=None, derandomize=True, database=None)
+    @hypothesis.settings(deadline=None, database=None, **settings)
     def promises_hold(case: Any) -> None:
+        nonlocal requests
+        requests += 1
         case.call_and_validate(headers={"Authorization": f"Bearer {key}"}, checks=PROMISES)
 
     promises_hold()
+    return requests
 
 
 @pytest.fixture(scope="module")
