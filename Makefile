@@ -27,7 +27,7 @@ GPU_SETUP := $(if $(GPU_PYTHON),,$(SETUP_GPU))
 GPU_TESTS = $(shell grep -lE 'mark\.gpu|gate_worlds' tests/test_*.py)
 GPU_LOGS := build/gpu
 # of pytest-xdist: half of the tests' time is waiting, for Ray, for vLLM, for processes to be killed
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 # more for the benchmark, such as --quick
 GPU_BENCH ?=
 # -o in place of --timeout: pytest-timeout may be missing

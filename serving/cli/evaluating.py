@@ -202,7 +202,7 @@ def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
 
     if ablation not in ABLATIONS:
         raise WrongUsage(f"--ablation {ablation!r:.80}: there are {', '.join(ABLATIONS)}.")
-    of = {**OF_CONSTRUCTION}.get(ablation, ("recmem", "nemori"))
+    of = OF_CONSTRUCTION.get(ablation, ("recmem", "nemori"))
     if policy not in of:
         raise WrongUsage(
             f"--ablation {ablation} leaves out a part of {' or '.join(of)}; --policy is {policy}."
