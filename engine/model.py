@@ -98,6 +98,7 @@ class Memory:
 
     `made_at_seq` is the log record whose decision made this version, `born_at_seq` that of the
     first version. `superseded_at_seq` is known only once a later version (or a deletion) exists.
+    `generation`: 1, and one more with each change of the tenant's policy before it.
     """
 
     id: str
@@ -117,6 +118,7 @@ class Memory:
     model: str | None = None
     deleted: bool = False
     superseded_at_seq: int | None = None
+    generation: int = 1
 
 
 @dataclass(frozen=True, slots=True)

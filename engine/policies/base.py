@@ -173,7 +173,11 @@ class Policy(Protocol):
         ...
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remake what rested on a deleted turn; what it makes carries `seq`."""
+        """Remake what rested on a deleted turn; what it makes carries `seq`.
+
+        Where the LLM has no usable reply, all that rested on the turn is deleted, and what a user deleted of
+        it is deleted once more: its history has to go. A generation that is no longer made relies on that.
+        """
         ...
 
 

@@ -20,6 +20,7 @@ from undertow.serving.cli import (
     importing,
     ingesting,
     keying,
+    policies,
     reading,
     serving,
 )
@@ -60,6 +61,7 @@ app.command()(reading.stats)
 app.command()(changing.update)
 app.command()(changing.delete)
 app.command()(changing.erase)
+app.command()(policies.policy)
 app.command()(changing.jobs)
 app.command()(changing.reindex)
 app.command()(checking.calibrate)
