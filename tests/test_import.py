@@ -23,6 +23,7 @@ from undertow.engine.engine import Engine
 from undertow.engine.exporting import ExportBroken, Seal
 from undertow.engine.importing import Imported, TenantExists
 from undertow.engine.model import InputError, Message, Turn
+from undertow.engine.policy_change import PolicyConflict
 from undertow.engine.reports import Report
 from undertow.engine.tenants import UnknownTenant
 
@@ -127,16 +128,19 @@ def act(engine: Engine, tenant: str, what: str, n: int) -> None:
             engine.delete(chosen)
         else:
             engine.update(chosen, f"garden seed soil {n}")
+    elif what == "change policy":
+        engine.set_policy(tenant, "eager" if n % 2 else "recmem", drop_edits=True)
     elif what in ("delete memory", "update memory") and memories:
         chosen = memories[n % len(memories)].id
-        if what == "delete memory":
-            engine.delete(chosen)
-        else:
-            engine.update(chosen, f"The user sails boat number {n}.")
+        with suppress(PolicyConflict):  # while a log is read again
+            if what == "delete memory":
+                engine.delete(chosen)
+            else:
+                engine.update(chosen, f"The user sails boat number {n}.")
 
 
 CHANGES = [f"{act} {what}" for act in ("delete", "update") for what in ("turn", "memory")]
-ACTS = ("add", "drain", "flush", "replay", *CHANGES)
+ACTS = ("add", "drain", "flush", "replay", "change policy", *CHANGES)
 LIVES = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 40)), max_size=14)
 
 
