@@ -64,10 +64,10 @@ def forget(policies: Policies, tenant: Tenant, seq: int, turn_seq: int) -> Decid
     for generation in tenant.generations[1:]:
         gone += yield from _shed(policies, View(tenant, seq, generation), turn_seq, generation)
     if tenant.reread_to is not None and seq < tenant.reread_to:
-        return Outcome(Decision.WAITS, drafts=tuple(gone))
+        return Outcome(Decision.WAITS, shed=tuple(gone))
     policy = policies.named(tenant.making.policy)
     outcome = yield from policy.forget(seq, turn_seq, View(tenant, seq, tenant.making))
-    return replace(outcome, drafts=(*outcome.drafts, *gone))
+    return replace(outcome, shed=tuple(gone))
 
 
 def _shed(
@@ -132,7 +132,7 @@ def decision_body(outcome: Outcome, usage: dict[str, Usage]) -> dict[str, Any]:
         if value := getattr(outcome, name):
             body[name] = value
     for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):
-        if ids := [d.memory.id for d in outcome.drafts if d.memory.kind == kind]:
+        if ids := [d.memory.id for d in (*outcome.drafts, *outcome.shed) if d.memory.kind == kind]:
             body[name] = ids
     if usage:
         body["usage"] = usage_to_json(usage)

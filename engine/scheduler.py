@@ -471,7 +471,8 @@ class Scheduler:
         if tenant.begins_reread(seq):
             self._begin_reread(running, outcome)
             return
-        made = [(self._signed(running, d.memory), d.vector) for d in outcome.drafts]
+        made = [(_signed(running, d.memory), d.vector) for d in outcome.drafts]
+        made += [(d.memory, None) for d in outcome.shed]
         body = decision_body(outcome, running.usage)
         self._rows += [memory_row(memory, tenant.key, vector) for memory, vector in made]
         self._rows.append(Row("decision", tenant.name, tenant.key, seq, orjson.dumps(body)))
@@ -489,13 +490,6 @@ class Scheduler:
         else:
             tenant.cursor = seq + 1
             self._put_out(tenant)
-
-    def _signed(self, running: Running, memory: Memory) -> Memory:
-        """A memory with what its policy does not know: the model, and the generation of a new one."""
-        if memory.deleted:
-            return memory
-        number = running.tenant.making.number if memory.version == 1 else memory.generation
-        return replace(memory, model=running.model, generation=number)
 
     def _begin_reread(self, running: Running, outcome: Outcome) -> None:
         """The cursor has come to a change of policy: it goes back to the log's start.
@@ -525,7 +519,7 @@ class Scheduler:
         if (job := tenant.jobs.get(body.get("job_id", ""))) is not None:
             self._put_job(tenant, replace(job, state="replayed"))
         if "turn_seq" in body:
-            self._shed_words(tenant, seq, [d.memory for d in outcome.drafts])
+            self._shed_words(tenant, seq, [d.memory for d in (*outcome.drafts, *outcome.shed)])
         if outcome.decision is Decision.PARKED:
             self._put_job(
                 tenant,
@@ -631,3 +625,10 @@ class Scheduler:
 
     def _meter(self, running: Running, usage: Usage) -> None:
         running.usage[running.operation] = running.usage.get(running.operation, Usage()) + usage
+
+
+def _signed(running: Running, memory: Memory) -> Memory:
+    """A memory with what its policy does not know: its generation, and the model that has made it."""
+    number = running.tenant.making.number
+    model = memory.model if memory.deleted else running.model
+    return replace(memory, generation=number, model=model)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from undertow.bench.mock_llm import MockReplies
+from undertow.bench.mock_replies import Messages
 from undertow.bench.mock_server import spawn_server
 from undertow.engine.config import PolicyName
 from undertow.engine.engine import Engine
@@ -21,6 +22,7 @@ from undertow.engine.records import turn_id
 
 from .engine_harness import (
     MARKER,
+    NEVER,
     HeldLLM,
     RecordingLLM,
     bytes_hold,
@@ -64,6 +66,13 @@ def content(memories: Iterable[Memory]) -> list[tuple[object, ...]]:
 def found_of(engine: Engine) -> list[tuple[str, str, float]]:
     hits = engine.search("ann", "harbour violin", k_sub=0).ranked()
     return [(hit.kind, hit.memory, hit.score) for hit in hits]
+
+
+def forget_some(engine: Engine) -> None:
+    """Delete turns; what is left of their memories is remade, some of it out of several turns in one job."""
+    for seq in (3, 9, 14, 20):
+        engine.delete(turn_id("ann", 1, seq))
+    assert engine.drain()
 
 
 def begin(engine: Engine, tenant: str = "ann", to: PolicyName = "eager", *, records: int = 3) -> None:
@@ -142,10 +151,10 @@ def test_after_a_change_all_is_as_if_the_policy_had_been_there_from_the_start(
         ingest(engine, topical("ann", 12, 24), 50)
         assert engine.drain()
         expected, stats = content(engine.get_all("ann")), engine.tenant_stats("ann")
-        found = [
-            (h.kind, h.memory, h.score) for h in engine.search("ann", "harbour violin", k_sub=0).ranked()
-        ]
-    assert len(expected) > 5 and found
+        found = found_of(engine)
+        forget_some(engine)
+        less = content(engine.get_all("ann"))
+    assert len(expected) > 5 and found and less != expected
     llm = RecordingLLM(REPLIES, latency_s=0.001, jitter_s=0.002)
     with opened(tmp_path / "changed", before, llm) as engine:
         ingest(engine, topical("ann", 24), chunk)
@@ -159,12 +168,11 @@ def test_after_a_change_all_is_as_if_the_policy_had_been_there_from_the_start(
         for name in ("turns", "episodes", "facts", "merges", "consolidations", "waiting_turns"):
             assert told[name] == stats[name], name
         assert told["llm_calls"] > stats["llm_calls"], "what the first generation cost stays metered"
-        again = [
-            (h.kind, h.memory, h.score) for h in engine.search("ann", "harbour violin", k_sub=0).ranked()
-        ]
-        assert again == found
+        assert found_of(engine) == found
         assert engine.policy("bob")["generation"] == 1
+        forget_some(engine)
         live = engine.get_all("ann")
+        assert content(live) == less and {m.generation for m in live} == {2}
     with reports(tmp_path / "changed") as of:
         kinds: tuple[Any, ...] = ("episode", "fact")
         listed = [m["id"] for kind in kinds for m in of.memories("ann", kind)]
@@ -174,6 +182,28 @@ def test_after_a_change_all_is_as_if_the_policy_had_been_there_from_the_start(
         assert [r["decision"] for r in of.explain("ann")].count("undecided") == 0
     with opened(tmp_path / "changed", before) as engine:
         assert engine.get_all("ann") == live
+
+
+class OneFact(MockReplies):
+    """Whatever is read says the same."""
+
+    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
+        return '{"facts": [{"text": "Ann sails."}]}'
+
+
+def test_what_one_job_makes_and_changes_is_of_its_generation(tmp_path: Path) -> None:
+    with open_engine(tmp_path, RecordingLLM(OneFact()), **NEVER) as engine:
+        engine.add_batch(topical("ann", 6))
+        assert engine.drain()
+        engine.set_policy("ann", "eager")
+        assert engine.drain()
+        assert [m.source_seqs for m in engine.get_all("ann")] == [(0, 1, 2, 3, 4, 5)]
+        engine.delete(turn_id("ann", 1, 2))
+        assert engine.drain()
+        (fact,) = engine.get_all("ann")
+        assert (fact.generation, fact.version, fact.source_seqs) == (2, 5, (0, 1, 3, 4, 5))
+    with open_engine(tmp_path, **NEVER) as engine:
+        assert engine.get_all("ann") == [fact]
 
 
 def test_meanwhile_searches_see_the_former_generation(tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ class Draft:
 class Outcome:
     """What a policy decided for one record. All of it is committed at once.
 
-    `settled` are the turns that leave the gates (consolidated or parked); `revived` come back.
+    `settled` are the turns that leave the gates (consolidated or parked); `revived` come back. `shed` are
+    deletions in generations that are no longer made; no policy sets it.
     """
 
     decision: Decision
@@ -125,6 +126,7 @@ class Outcome:
     settled: tuple[int, ...] = ()
     revived: tuple[int, ...] = ()
     drafts: tuple[Draft, ...] = ()
+    shed: tuple[Draft, ...] = ()
     reason: str | None = None
     operation: str | None = None
 
