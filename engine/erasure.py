@@ -90,7 +90,7 @@ def _counts(tenants: Tenants, name: str) -> tuple[int, Counter[str], int]:
         else:
             memory = memory_of(row)
             latest[memory.id] = memory
-    kinds = Counter(memory.kind for memory in latest.values() if not memory.deleted)
+    kinds: Counter[str] = Counter(memory.kind for memory in latest.values() if not memory.deleted)
     return len(turns), kinds, changes
 
 
