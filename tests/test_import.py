@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
@@ -140,10 +140,18 @@ def act(engine: Engine, tenant: str, what: str, n: int) -> None:
 
 
 CHANGES = [f"{act} {what}" for act in ("delete", "update") for what in ("turn", "memory")]
-ACTS = ("add", "drain", "flush", "replay", "change policy", *CHANGES)
+ACTS = ("add", "drain", "flush", "replay", *CHANGES)
 LIVES = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 40)), max_size=14)
 
 
+# the log read again, once, and once broken off for another change
+CHANGE = ("change policy", 1)
+CHANGED = [CHANGE, ("add", 3), ("delete turn", 3), ("drain", 0), ("delete turn", 2), ("update memory", 1)]
+BROKEN_OFF = [("delete turn", 4), CHANGE, ("add", 7), ("change policy", 0), ("add", 9), ("drain", 0)]
+
+
+@example(life=CHANGED, limit=1000, vectors=False)
+@example(life=BROKEN_OFF, limit=7, vectors=False)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(life=LIVES, limit=st.sampled_from([1, 7, 1000]), vectors=st.booleans())
 def test_an_imported_tenant_is_as_the_one_that_was_exported(
