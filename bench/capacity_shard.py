@@ -30,8 +30,9 @@ from undertow.engine.config import Settings
 from undertow.engine.journal import Journal, Row
 from undertow.engine.model import Memory, Turn
 from undertow.engine.pacing import Pace
-from undertow.engine.policies.base import GateReading, Nearest, PromptBudget, Scored, Thresholds
-from undertow.engine.policies.recmem import KNOWN_FACTS, RecMem
+from undertow.engine.policies import Policies
+from undertow.engine.policies.base import GateReading, Nearest, Scored, Thresholds
+from undertow.engine.policies.recmem import KNOWN_FACTS
 from undertow.engine.readings import Readings
 from undertow.engine.scheduler import Scheduler
 from undertow.engine.tenants import Tenant
@@ -138,7 +139,7 @@ class SimulatedShard:
             cast(Journal, self),
             cast(Admission, self),
             cast(Readings, self),
-            RecMem(PromptBudget(settings.context_tokens, settings.reply_tokens)),
+            Policies(settings.under("recmem")),
             self.llm if with_llm else None,
             queue_turns=settings.queue_turns,
             pace=Pace(settings.batch_turns, clock_s=lambda: self.clock.now_s),

@@ -209,7 +209,7 @@ class Admission:
         segment = np.array([tenant.turns_segment], dtype=np.int64)
         self._tenants.reserve(segment)
         vectors = self._encoder.embed([tenant.name], [self._text(planned)])
-        place = turn_id(tenant.name, tenant.generation, tenant.next_seq + 1)
+        place = turn_id(tenant.name, tenant.life, tenant.next_seq + 1)
         control = Control("delete", tenant.next_seq, {**deletion, "replaced_by": place})
         tenant.add_control(control)
         rows = [control_row(tenant.name, tenant.key, control)]
@@ -258,7 +258,7 @@ class Admission:
     def _append(self, p: _Planned, rows: list[Row]) -> Receipt:
         """Put a turn at the end of its tenant's log and its row at the end of `rows`."""
         tenant = p.tenant
-        row = turn_row(tenant.name, tenant.key, tenant.generation, tenant.next_seq, p.turn, p.timestamp)
+        row = turn_row(tenant.name, tenant.key, tenant.life, tenant.next_seq, p.turn, p.timestamp)
         tenant.add_turn(row.payload, p.key, p.turn.session_id, p.timestamp)
         rows.append(row)
         return Receipt(tenant.name, row.id, row.seq, duplicate=False)

@@ -130,6 +130,12 @@ class Settings(BaseSettings):
             )
         return self
 
+    def under(self, policy: PolicyName) -> Self:
+        """These settings for a tenant with this policy of its own, whose parts are then as built in."""
+        if policy == self.policy:
+            return self
+        return self.model_copy(update={"policy": policy, "ablation": None, "management": "native"})
+
     @property
     def shares(self) -> CardShares:
         return CardShares.parse(self.card_shares)

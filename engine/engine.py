@@ -19,6 +19,7 @@ from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
+from undertow.engine.generations import is_change
 from undertow.engine.journal import Journal, JournalError, Row
 from undertow.engine.llm import BadReply, BrokenOff, Completion, LLMClient, OnText, OpenAILLM
 from undertow.engine.metadata import Where
@@ -36,11 +37,12 @@ from undertow.engine.model import (
 )
 from undertow.engine.pacing import Pace
 from undertow.engine.place import Place
-from undertow.engine.policies import policy_of, tiers_of
+from undertow.engine.policies import Policies
 from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds, Tiers
+from undertow.engine.policy_change import check_editable
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
-from undertow.engine.records import Control, ControlKind, control_row, usage_to_json
+from undertow.engine.records import Control, ControlKind, control_row, memory_of, usage_to_json
 from undertow.engine.repeats import turns_by_key
 from undertow.engine.reports import Report, Reports
 from undertow.engine.residence import Residence, arena_of
@@ -123,7 +125,7 @@ class Engine(Tenancy):
         self.trace = trace or Trace()
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
-        self._tiers = tiers_of(settings)
+        self._policies = Policies(settings)
         self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
         plain = encoder.fingerprint
         self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
@@ -186,7 +188,7 @@ class Engine(Tenancy):
                 trace=self.trace,
             ),
             self._readings,
-            policy_of(s),
+            self._policies,
             self._llm,
             queue_turns=s.queue_turns,
             pace=Pace(s.batch_turns),
@@ -209,7 +211,8 @@ class Engine(Tenancy):
         if self.journal.writable and stored != named:
             raise StoreError(
                 f"the memories in {self.journal.place} are made by the policy {stored!r}, and the settings "
-                f"name {named!r}. Set UNDERTOW_POLICY={stored}, or read the turns into a new store."
+                f"name {named!r}. Set UNDERTOW_POLICY={stored}, or read the turns into a new store; "
+                "`undertow policy` gives single tenants another."
             )
 
     def __enter__(self) -> Self:
@@ -412,13 +415,13 @@ class Engine(Tenancy):
         until: str | None = None,
         where: Mapping[str, Any] | None = None,
     ) -> Found:
-        """The nearest turns, episodes and facts; counts default to the settings (section 3.5).
+        """The nearest turns, episodes and facts; counts default to the settings, then to the tenant's policy.
 
         `where`: only turns whose metadata has this value of a key, or one of a list of them, and episodes
         and facts that rest on such a turn. ValueError: see metadata.Where.of.
         """
         window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
-        own = self._tiers
+        own = self._tiers_of(tenant)
         tiers = replace(
             own,
             k_sub=own.k_sub if k_sub is None else k_sub,
@@ -451,8 +454,13 @@ class Engine(Tenancy):
 
     def recall(self, tenant: str, question: str) -> Found:
         """What an answer is given: the tiers as the policy wants them, see policies.base.Tiers."""
-        found = self._search(tenant, question, self._tiers)
-        return with_words(self._tenant(tenant), found, self._tiers.raw_of_best)
+        tiers = self._tiers_of(tenant)
+        found = self._search(tenant, question, tiers)
+        return with_words(self._tenant(tenant), found, tiers.raw_of_best)
+
+    def _tiers_of(self, tenant: str) -> Tiers:
+        """Those of the policy that has made what is searched."""
+        return self._policies.tiers(self._tenant(tenant).shown.policy or self.journal.info.policy)
 
     def is_ready(self, tenant: str) -> bool:
         """Whether a search by words of this tenant has little to do first, as Retrieval.is_ready.
@@ -555,12 +563,14 @@ class Engine(Tenancy):
         An episode or fact has a new version once the cursor reaches the record; until then it is out of
         search. Its sources stay, and its history. A turn is deleted, and another one with its session, time
         and metadata added at the log's end, in one commit: durable and searchable on return. `text` becomes
-        its one message; give messages, as to `add`, for an exchange. InputError; ArenaFull for a turn.
+        its one message; give messages, as to `add`, for an exchange. InputError; ArenaFull for a turn;
+        PolicyConflict for an episode or fact, see `set_policy`.
         """
         self._check_sound()
         row = self._reports.row(memory_id, self._stored(memory_id, tenant).tenant_key)
         if row.kind == "turn":
             return self._replace_turn(row, text)
+        self._check_editable(row)
         kind: MemoryKind = "episode" if row.kind == "episode" else "fact"
         words = memory_text(kind, text)
         self._log(row.tenant, "update", [{"memory_id": memory_id, "kind": kind, "text": words}])
@@ -580,13 +590,14 @@ class Engine(Tenancy):
 
         A turn's text and vector are gone from every answer at once; what rests on it is remade
         when the cursor reaches the record. An episode or fact goes alone, out of search at once; its
-        history stays.
+        history stays. PolicyConflict for one of these, see `set_policy`.
         """
         self._check_sound()
         row = self._stored(memory_id, tenant)
         if row.kind == "turn":
             self._delete_turn(row)
         else:
+            self._check_editable(row)
             self._log(row.tenant, "delete", [{"memory_id": memory_id, "kind": row.kind}])
         return row.kind
 
@@ -607,6 +618,16 @@ class Engine(Tenancy):
             raise unknown_memory(memory_id, tenant)
         self.tenants.require_here([row.tenant])
         return row
+
+    def _check_editable(self, row: Row) -> None:
+        """PolicyConflict for an episode or fact that a change of policy replaces, or has replaced."""
+        try:
+            tenant = self._tenant(row.tenant)
+        except ArenaFull:
+            if any(is_change(control) for control in self.tenants.stored(row.tenant, "control")):
+                raise
+            return
+        check_editable(tenant, memory_of(row))
 
     def _delete_turn(self, row: Row) -> None:
         tenant = self._log(row.tenant, "delete", [_deletion(row)])

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from undertow.engine.generations import is_change
 from undertow.engine.journal import Journal, Row
 from undertow.engine.model import Memory, UndertowError
 from undertow.engine.records import control_of, memory_of, outdated_updates
@@ -57,11 +58,11 @@ def bury(journal: Journal, tenants: Tenants, name: str) -> None:
     What it counts comes from the journal: a tenant that the arena has no room for is erased like any.
     """
     key = journal.info.tenant_key(name)
-    turns, memories = _counts(tenants, name)
+    turns, memories, changes = _counts(tenants, name)
     earlier = tenants.erased.get(key)  # an earlier life whose bytes are still there counts too
     unpurged = earlier if earlier is not None and not earlier["purged"] else {}
     tombstone = {
-        "generation": tenants.generation(key),
+        "generation": tenants.generation(key) + changes,
         "erased_at": _now(),
         "rows": journal.count([key]) + unpurged.get("rows_elsewhere", 0),
         "turns": turns + unpurged.get("turns", 0),
@@ -74,20 +75,23 @@ def bury(journal: Journal, tenants: Tenants, name: str) -> None:
     tenants.bury(name, tombstone)
 
 
-def _counts(tenants: Tenants, name: str) -> tuple[int, Counter[str]]:
-    """A tenant's turns, deleted ones included, and its current memories by kind."""
+def _counts(tenants: Tenants, name: str) -> tuple[int, Counter[str], int]:
+    """A tenant's turns, deleted ones included, its memories of all generations by kind, changes of policy."""
     turns: set[int] = set()
     latest: dict[str, Memory] = {}
+    changes = 0
     for row in tenants.stored(name, "turn", "control", "episode", "fact"):
         if row.kind == "turn":
             turns.add(row.seq)
         elif row.kind == "control":  # of a deleted turn there may be nothing else
+            changes += is_change(row)
             body = control_of(row).body
             turns |= {body["turn_seq"]} if "turn_seq" in body else set()
         else:
             memory = memory_of(row)
             latest[memory.id] = memory
-    return len(turns), Counter(memory.kind for memory in latest.values() if not memory.deleted)
+    kinds: Counter[str] = Counter(memory.kind for memory in latest.values() if not memory.deleted)
+    return len(turns), kinds, changes
 
 
 def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:

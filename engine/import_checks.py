@@ -17,6 +17,7 @@ from undertow.engine.import_shapes import (
     DecisionRecord,
     JobRecord,
     MemoryRecord,
+    PolicyChange,
     Replay,
     Settings,
     TurnDeletion,
@@ -27,8 +28,9 @@ from undertow.engine.import_shapes import (
 from undertow.engine.model import Memory, MemoryKind
 from undertow.engine.readers.record import BadField
 
-# what tells a memory from all others of its tenant: kind, record of the log that it was born at, ordinal
-Birth = tuple[MemoryKind, int, int]
+# what tells a memory from all others of its tenant: generation, kind, record of the log that it was born at,
+# ordinal
+Birth = tuple[int, MemoryKind, int, int]
 
 
 class Checks:
@@ -36,13 +38,17 @@ class Checks:
 
     def __init__(self) -> None:
         self.births: dict[str, Birth] = {}
-        # seqs by id: of turns, deleted ones included, and of jobs
+        # by id: seqs of turns, deleted ones included; generations and seqs of jobs
         self.turn_seqs: dict[str, int] = {}
-        self.job_seqs: dict[str, int] = {}
+        self.job_places: dict[str, tuple[int, int]] = {}
         # of deleted turns, by seq: the record that deleted it
         self.deletions: dict[int, int] = {}
         self.turns: set[int] = set()
         self.decided = 0
+        # that of the decisions, and the change of policy for which the log is being read again
+        self._generation = 1
+        self._reread_to: int | None = None
+        self._changes: list[int] = []
         self._controls: dict[int, Body] = {}
         self._settled = False
         self._last_turn = self._last_control = -1
@@ -98,8 +104,10 @@ class Checks:
 
     def _take_control(self, control: ControlRecord, body: Body) -> None:
         seq = control.seq
+        if isinstance(body, PolicyChange) and seq == -1 and self._settled and self.log_len == 0:
+            return
         if (seq == -1) == self._settled or (seq == -1 and not isinstance(body, Settings)):
-            _refuse("seq", f"is {seq}; the first settings, and they alone, have -1 and stand first")
+            _refuse("seq", f"is {seq}; the first settings have -1 and stand first, and a first policy has it")
         self._settled = True
         if seq == -1:
             return
@@ -111,7 +119,9 @@ class Checks:
         self._controls[seq] = body
         if isinstance(body, TurnDeletion):
             self._take_deletion(seq, body)
-        elif isinstance(body, Replay) and body.job_id not in self.job_seqs:
+        elif isinstance(body, PolicyChange):
+            self._changes.append(seq)
+        elif isinstance(body, Replay) and body.job_id not in self.job_places:
             _refuse("body.job_id", "names no job that stands before it")
 
     def _take_copy(self, seq: int, body: Update) -> None:
@@ -134,29 +144,50 @@ class Checks:
             _refuse("made_at_seq", f"is {memory.made_at_seq}; the next decision is that of {self.decided}")
         if memory.born_at_seq > memory.made_at_seq:
             _refuse("born_at_seq", f"is {memory.born_at_seq}, later than made_at_seq")
-        birth: Birth = (memory.kind, memory.born_at_seq, memory.ordinal)
+        if memory.generation > self._generation or (memory.version == 1 and not self._is_made(memory)):
+            _refuse("generation", f"is {memory.generation}; that of the decisions is {self._generation}")
+        birth: Birth = (memory.generation, memory.kind, memory.born_at_seq, memory.ordinal)
         self._know("id", "memory", memory.id, birth)
         self.births[memory.id] = birth
         self._made.add(memory.id)
 
+    def _is_made(self, memory: MemoryRecord) -> bool:
+        return memory.generation == self._generation
+
+    def _take_reread(self, decision: DecisionRecord) -> None:
+        """The log is read again from here: for the next change of policy, or for a later one."""
+        target = self._reread_to
+        fits = decision.reread == self.decided if target is None else (decision.reread or 0) > target
+        if decision.seq != -1 or decision.reread not in self._changes or not fits:
+            _refuse("reread", f"is {decision.reread}, where no change of policy begins")
+        self._reread_to, self.decided = decision.reread, 0
+        self._generation = 2 + self._changes.index(decision.reread)
+
     def _take_decision(self, decision: DecisionRecord) -> None:
+        if decision.reread is not None or decision.seq < 0:
+            self._take_reread(decision)
+            return
+        if decision.seq in self._changes and self._reread_to is None:
+            _refuse("seq", f"is {decision.seq}, where the log begins to be read again")
         if decision.seq != self.decided:
             _refuse("seq", f"is {decision.seq}; the next decision is that of {self.decided}")
         if lost := self._made - {*decision.episode_ids, *decision.fact_ids}:
             _refuse("episode_ids", f"and fact_ids do not name {min(lost)}, which was made")
         self._made.clear()
         self._last_decision = decision.decision
+        if decision.seq == self._reread_to:
+            self._reread_to = None
         self.decided += 1
 
     def _take_job(self, job: JobRecord) -> None:
         if job.state == "replayed":
-            if self.job_seqs.get(job.id) != job.seq:
+            if self.job_places.get(job.id, (0, -1))[1] != job.seq:
                 _refuse("id", "is that of no job that stands before it")
         elif job.seq != self.decided - 1 or self._last_decision != "parked":
             _refuse("seq", f"is {job.seq}; a parked job follows the decision that parked it")
         else:
-            self._know("id", "job", job.id, job.seq)
-            self.job_seqs[job.id] = job.seq
+            self.job_places[job.id] = (self._generation, job.seq)
+            self._know("id", "job", job.id, self.job_places[job.id])
 
     # ---- helpers
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from undertow.engine.model import PolicyName
 from undertow.engine.readers.record import BadField
 from undertow.engine.timestamps import parse_timestamp
 
@@ -74,12 +75,16 @@ class MemoryRecord(RecordShape):
     model: Words | None
     deleted: bool
     superseded_at_seq: Seq | None
+    generation: int = Field(default=1, ge=1)
     vector: list[float] | None = None
 
 
 class DecisionRecord(RecordShape):
+    """`reread` with seq -1: here the log begins to be read again, up to that change of policy."""
+
     kind: Literal["decision"]
-    seq: Seq
+    seq: int = Field(ge=-1)
+    reread: Seq | None = None
     decision: Literal["waits", "merged", "fired", "parked"]
     nearest_episode: Words | None = None
     score: Cosine | None = None
@@ -129,10 +134,14 @@ class Replay(Shape):
     job_id: Words
 
 
+class PolicyChange(Shape):
+    policy: PolicyName
+
+
 class ControlRecord(RecordShape):
     kind: Literal["control"]
     seq: int = Field(ge=-1)
-    control: Literal["settings", "flush", "delete", "update", "replay"]
+    control: Literal["settings", "flush", "delete", "update", "replay", "policy"]
     body: dict[str, Any]
 
 
@@ -147,7 +156,7 @@ class JobRecord(RecordShape):
 
 
 Content = TurnRecord | MemoryRecord | DecisionRecord | ControlRecord | JobRecord
-Body = Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay
+Body = Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay | PolicyChange
 
 _CONTENT: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
 
@@ -168,6 +177,7 @@ def body_of(record: ControlRecord) -> Body:
         "delete": TurnDeletion if "turn_seq" in record.body else MemoryDeletion,
         "update": Update,
         "replay": Replay,
+        "policy": PolicyChange,
     }
     try:
         return shapes[record.control].model_validate(record.body)

@@ -232,28 +232,30 @@ class Import:
         if "memory_id" in body:
             body["memory_id"] = self._renamed("body.memory_id", body["memory_id"], body["kind"])
         if "job_id" in body:
-            body["job_id"] = self._job_id(self._checks.job_seqs[body["job_id"]])
+            body["job_id"] = self._job_id(body["job_id"])
         return control_row(self.tenant, self.key, Control(record.control, record.seq, body))
 
     def _job(self, record: JobRecord) -> Row:
         self._checks.check_seqs("cluster_seqs", record.cluster_seqs, record.seq)
-        identity, cluster = self._job_id(record.seq), tuple(record.cluster_seqs)
+        identity, cluster = self._job_id(record.id), tuple(record.cluster_seqs)
         job = Job(identity, record.seq, record.state, record.operation, cluster, record.reason)
         return job_row(self.tenant, self.key, job)
 
     def _turn_id(self, seq: int) -> str:
         return turn_id(self.tenant, self.generation, seq)
 
-    def _job_id(self, seq: int) -> str:
-        return memory_id(self.tenant, self.generation, seq, "job", 0)
+    def _job_id(self, old: str) -> str:
+        """The id here of a job of the export."""
+        number, seq = self._checks.job_places[old]
+        return memory_id(self.tenant, self.generation + number - 1, seq, "job", 0)
 
     def _renamed(self, field: str, old: str, kind: MemoryKind) -> str:
         """The id here of an episode or fact of the export."""
         birth = self._checks.births.get(old)
-        if birth is None or birth[0] != kind:
+        if birth is None or birth[1] != kind:
             raise BadField(field, f"names {old:.80}, of which the export has no {kind}", EDITED)
-        _, born_at_seq, ordinal = birth
-        return memory_id(self.tenant, self.generation, born_at_seq, kind, ordinal)
+        number, _, born_at_seq, ordinal = birth
+        return memory_id(self.tenant, self.generation + number - 1, born_at_seq, kind, ordinal)
 
     def _kept(self, rows: Sequence[Row]) -> list[Row]:
         """Without words that were deleted while the export was being read."""

@@ -67,7 +67,7 @@ class Luggage:
             if row.kind in ("turn", "control"):
                 self._logged[key] = max(row.seq, self._logged.get(key, -1))
             elif row.kind == "decision":
-                self._decided[key] = max(row.seq, self._decided.get(key, -1))
+                self._decided[key] = row.seq  # lower than before where the log is read again
             yield row
 
     def behind(self) -> list[str]:

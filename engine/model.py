@@ -111,6 +111,7 @@ class Memory:
     first version. `superseded_at_seq` is known only once a later version (or a deletion) exists.
     `source_messages`, where it rests on parts of turns: (seq of the turn, which of its lines, from 0) of each
     message; () stands for all messages of `source_seqs`.
+    `generation`: 1, and one more with each change of the tenant's policy before it.
     """
 
     id: str
@@ -131,6 +132,7 @@ class Memory:
     deleted: bool = False
     superseded_at_seq: int | None = None
     source_messages: tuple[tuple[int, int], ...] = ()
+    generation: int = 1
 
 
 @dataclass(frozen=True, slots=True)

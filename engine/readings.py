@@ -32,10 +32,11 @@ class Readings:
             return []
         thetas = [t.thresholds_at(s) for t, s in queries]
         handles = [Arena.handle(t.turns_segment, t.row_by_seq[s]) for t, s in queries]
+        episodes = [t.making.tiers["episode"] for t, _ in queries]
         found = self._gate.read(
             queries=self._arena.take(np.array(handles, dtype=np.int64)),
             turn_segments=np.array([t.turns_segment for t, _ in queries], dtype=np.int64),
-            episode_segments=np.array([t.tiers["episode"].segment for t, _ in queries], dtype=np.int64),
+            episode_segments=np.array([tier.segment for tier in episodes], dtype=np.int64),
             visible=np.array([t.row_by_seq[s] for t, s in queries], dtype=np.int64),
             theta=np.array([theta.theta_sim for theta in thetas]),
             k=np.array([theta.k_gate for theta in thetas], dtype=np.int64),
@@ -49,7 +50,7 @@ class Readings:
             rows = found.rows[offsets[i] : offsets[i + 1]].tolist()
             readings.append(
                 GateReading(
-                    episode=tenant.tiers["episode"].rows[nearest[i]] if nearest[i] >= 0 else None,
+                    episode=episodes[i].rows[nearest[i]] if nearest[i] >= 0 else None,
                     episode_score=nearest_scores[i] if nearest[i] >= 0 else None,
                     relevant=tuple(tenant.seq_by_row[r] for r in rows),
                     scores=tuple(found.scores[offsets[i] : offsets[i + 1]].tolist()),
@@ -71,7 +72,7 @@ class Readings:
         """The k nearest current memories of each ask, nearest first; exact."""
         if not asks:
             return []
-        tiers = [tenant.tiers[ask.kind] for tenant, ask in asks]
+        tiers = [tenant.making.tiers[ask.kind] for tenant, ask in asks]
         segments = np.array([tier.segment for tier in tiers], dtype=np.int64)
         queries = np.stack([ask.vector for _, ask in asks])
         most = max(ask.k for _, ask in asks)

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from undertow.engine.journal import Row
 from undertow.engine.model import Memory, MemoryKind, Message, PackedTurn, Turn, Usage, memory_id
 
-ControlKind = Literal["settings", "flush", "delete", "update", "replay"]
+ControlKind = Literal["settings", "flush", "delete", "update", "replay", "policy"]
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
     """A record of the log that is no turn: what a user did to the tenant's memories.
 
-    `settings` with seq -1 are those the tenant began with and take no place in the log.
+    `settings` and `policy` with seq -1 are those the tenant began with and take no place in the log.
     """
 
     kind: ControlKind
@@ -115,6 +115,8 @@ def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | No
         body["supersedes"] = memory.supersedes
     if memory.deleted:
         body["deleted"] = True
+    if memory.generation != 1:
+        body["generation"] = memory.generation
     return Row(
         memory.kind,
         memory.tenant,

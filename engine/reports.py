@@ -27,8 +27,10 @@ from undertow.engine.exporting import (
     head,
     stay_of,
 )
+from undertow.engine.generations import BEFORE_LOG, is_change, shown_generation, since_reread
 from undertow.engine.journal import Journal, Row
 from undertow.engine.model import Decision, MemoryKind, UnknownMemory, unknown_memory
+from undertow.engine.policy_change import policy_report
 from undertow.engine.records import control_of, job_of, memory_of
 from undertow.engine.shown import (
     Page,
@@ -103,11 +105,27 @@ class Reports:
         return (row.vector for row in shown if row.vector is not None)
 
     def memories(self, tenant: str, kind: MemoryKind, *, every: bool = False) -> list[Report]:
-        """Episodes or facts in order of birth; `every`: with all their earlier versions."""
-        versions = versions_of(self._rows(tenant, [kind]))
-        shown = [m for m in versions if not m.deleted and (every or m.superseded_at_seq is None)]
-        shown.sort(key=lambda m: (m.born_at_seq, m.ordinal, m.version))
-        return [memory_report(m) for m in shown]
+        """Episodes or facts in order of birth.
+
+        `every`: with all their earlier versions, and those of generations that are not searched.
+        """
+        versions = [m for m in versions_of(self._rows(tenant, [kind])) if not m.deleted]
+        if not every:
+            number = self._shown_generation(tenant)
+            versions = [m for m in versions if m.superseded_at_seq is None and m.generation == number]
+        versions.sort(key=lambda m: (m.generation, m.born_at_seq, m.ordinal, m.version))
+        return [memory_report(m) for m in versions]
+
+    def _shown_generation(self, tenant: str) -> int:
+        """See generations.shown_generation."""
+        controls = self._every_row(tenant, ["control"])
+        if not any(map(is_change, controls)):
+            return 1
+        return shown_generation(self._every_row(tenant, ["control", "decision"]))
+
+    def policy(self, tenant: str) -> Report:
+        """See policy_change.policy_report. UnknownTenant."""
+        return policy_report(self.tenants.existing(tenant), self._journal.info.policy)
 
     def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> list[Report]:
         """One record a turn in seq order: what was decided, on what grounds, and what it made.
@@ -116,9 +134,10 @@ class Reports:
 
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
         fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Deleted turns
-        say so.
+        say so. While a log is read again for a change of policy, it is told what that decides.
         """
-        rows = self._rows(tenant, ["turn", "control", "decision", "job"])
+        rows = since_reread(self._rows(tenant, ["turn", "control", "decision", "job"]))
+        rows = [row for row in rows if row.kind != "decision" or row.seq != BEFORE_LOG]
         decisions = {row.seq: orjson.loads(row.payload) for row in rows if row.kind == "decision"}
         cursor = max(decisions, default=-1) + 1
         pending = {row.seq for row in rows if row.kind == "job" and job_of(row).state == "pending"}
@@ -237,16 +256,19 @@ class Reports:
             | {"operation": job.operation, "cluster_seqs": list(job.cluster), "reason": job.reason}
             for row in latest.values()
             for job in [job_of(row)]
-            if job.state == "parked" or (job.state == "pending" and (row.tenant_key, job.seq) not in decided)
+            if job.state == "parked"
+            or (job.state == "pending" and row.lsn > decided.get((row.tenant_key, job.seq), -1))
         ]
         return sorted(open_jobs, key=lambda job: (job["tenant"], job["seq"]))
 
-    def _decided(self, tenant_keys: Sequence[str]) -> set[tuple[str, int]]:
+    def _decided(self, tenant_keys: Sequence[str]) -> dict[tuple[str, int], int]:
+        """The lsn of the last decision on each record of these tenants, by key and seq."""
         if not tenant_keys:
-            return set()
+            return {}
         table = self.tenants.alive(self._journal.columns(["tenant_key", "seq", "lsn"], kinds=["decision"]))
         table = table.filter(pc.is_in(table["tenant_key"], pa.array(tenant_keys, pa.string())))
-        return set(zip(table["tenant_key"].to_pylist(), table["seq"].to_pylist(), strict=True))
+        places = zip(table["tenant_key"].to_pylist(), table["seq"].to_pylist(), strict=True)
+        return dict(zip(places, table["lsn"].to_pylist(), strict=True))
 
     def _rows(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
         """A tenant's rows of some kinds that may be shown, oldest first. UnknownTenant."""

@@ -238,7 +238,7 @@ class Retrieval:
         if (within := self.within(tenant, window)) is not None:
             allowed = within if passing is None else within & passing
         if not every_turn:
-            kept = unconsolidated(tenant, self._arena)
+            kept = tenant.not_consolidated()
             allowed = kept if allowed is None else allowed & kept
         shares = None
         if query.terms:
@@ -246,7 +246,7 @@ class Retrieval:
         hits = []
         for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
             turn = tenant.turn(tenant.seq_by_row[row])
-            identity = turn_id(tenant.name, tenant.generation, turn.seq)
+            identity = turn_id(tenant.name, tenant.life, turn.seq)
             hits.append(Hit(identity, "turn", turn.text, score, turn.timestamp, (turn.seq,)))
         return hits
 
@@ -338,22 +338,13 @@ def _words_of(tenant: Tenant, episode: Hit, left_out: Set[int]) -> list[Hit]:
         turn = tenant.turn(seq)
         lines = [line for its_seq, line in memory.source_messages if its_seq == seq]
         said = [turn.messages[n] for n in sorted(lines) if n < len(turn.messages)] or turn.messages
-        identity = turn_id(tenant.name, tenant.generation, seq)
+        identity = turn_id(tenant.name, tenant.life, seq)
         hits.append(Hit(identity, "turn", "\n".join(said), episode.score, turn.timestamp, (seq,)))
     return hits
 
 
 def live_turns(tenant: Tenant) -> int:
     return len(tenant.seq_by_row) - tenant.counts["deleted"]
-
-
-def unconsolidated(tenant: Tenant, arena: Arena) -> Rows:
-    """The turns that no memory was made of yet, bool [turns]: live, or of a job that is parked."""
-    kept: Rows = (arena.flags(tenant.turns_segment) & Arena.LIVE) != 0
-    for job in tenant.jobs.values():
-        if job.state == "parked":
-            kept[[tenant.row_by_seq[seq] for seq in job.cluster]] = True
-    return kept
 
 
 def size_of(tenant: Tenant) -> int:

@@ -19,10 +19,12 @@ from undertow.engine.admission import Admission, Inbox, Receipt, Ticket
 from undertow.engine.arrivals import Arrivals
 from undertow.engine.cause import cause, caused_by
 from undertow.engine.deciding import begin, decision_body, job_id
+from undertow.engine.generations import BEFORE_LOG
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import BadReply, Completion, Completions, ServerRefused
 from undertow.engine.model import Decision, Memory, Turn, UndertowError, Usage
 from undertow.engine.pacing import Pace
+from undertow.engine.policies import Policies
 from undertow.engine.policies.base import (
     Complete,
     Decide,
@@ -31,7 +33,6 @@ from undertow.engine.policies.base import (
     Gate,
     Nearest,
     Outcome,
-    Policy,
 )
 from undertow.engine.readings import Readings
 from undertow.engine.records import (
@@ -100,7 +101,7 @@ class Scheduler:
         journal: Journal,
         admission: Admission,
         readings: Readings,
-        policy: Policy,
+        policies: Policies,
         llm: Completions | None,
         *,
         queue_turns: int,
@@ -113,7 +114,7 @@ class Scheduler:
         self._journal = journal
         self._admission = admission
         self._readings = readings
-        self._policy = policy
+        self._policies = policies
         self._llm = llm
         self._pace = pace
         self._lookahead_turns = lookahead_turns
@@ -178,6 +179,12 @@ class Scheduler:
         self.arrivals.note(tenant.name, tenant.next_seq - 1, cause())
         if tenant.name not in self._running and tenant.name not in self.blocked:
             self._ready[tenant.name] = tenant
+
+    def begin_log(self, tenant: Tenant, control: Control) -> None:
+        """Store what a tenant begins with, beside the thresholds in force; its log has nothing yet."""
+        rows = self._admission.settle_thresholds(tenant)
+        tenant.add_control(control)
+        self._append([*rows, control_row(tenant.name, tenant.key, control)])
 
     def log(self, tenant: Tenant, control: Control, row: Row) -> None:
         """Append a control record to a tenant's log, durably, before this returns."""
@@ -395,8 +402,8 @@ class Scheduler:
         share = min(self._lookahead_turns, budget // len(self._ready))
         while self._ready:
             _, tenant = self._ready.popitem(last=False)
-            for seq in range(tenant.cursor, min(tenant.cursor + share, tenant.next_seq)):
-                running = Running(tenant, seq, begin(self._policy, tenant, seq))
+            for seq in tenant.upcoming(share):
+                running = Running(tenant, seq, begin(self._policies, tenant, seq))
                 effect = self._resume(running, None)
                 begun.append((running, effect))
                 if not isinstance(effect, Gate | Outcome):
@@ -461,10 +468,11 @@ class Scheduler:
         state goes, and is loaded with them when it is wanted again.
         """
         tenant, seq = running.tenant, running.seq
-        made = [
-            (d.memory if d.memory.deleted else replace(d.memory, model=running.model), d.vector)
-            for d in outcome.drafts
-        ]
+        if tenant.begins_reread(seq):
+            self._begin_reread(running, outcome)
+            return
+        made = [(_signed(running, d.memory), d.vector) for d in outcome.drafts]
+        made += [(d.memory, None) for d in outcome.shed]
         body = decision_body(outcome, running.usage)
         self._rows += [memory_row(memory, tenant.key, vector) for memory, vector in made]
         self._rows.append(Row("decision", tenant.name, tenant.key, seq, orjson.dumps(body)))
@@ -483,6 +491,21 @@ class Scheduler:
             tenant.cursor = seq + 1
             self._put_out(tenant)
 
+    def _begin_reread(self, running: Running, outcome: Outcome) -> None:
+        """The cursor has come to a change of policy: it goes back to the log's start.
+
+        Jobs that were parked are of no use any more: their turns are decided again.
+        """
+        tenant, parked = running.tenant, list(running.tenant.jobs.values())
+        body = {**decision_body(outcome, running.usage), "reread": running.seq}
+        self._rows.append(Row("decision", tenant.name, tenant.key, BEFORE_LOG, orjson.dumps(body)))
+        tenant.add_decision(BEFORE_LOG, body)
+        for job in parked:
+            self._put_job(tenant, replace(job, state="replayed"))
+        self._report.decisions[outcome.decision] += 1
+        self._running.pop(tenant.name, None)
+        self.wake(tenant)
+
     def _put_out(self, tenant: Tenant) -> None:
         self._ready.pop(tenant.name, None)
         if self.put_out is None:
@@ -496,7 +519,7 @@ class Scheduler:
         if (job := tenant.jobs.get(body.get("job_id", ""))) is not None:
             self._put_job(tenant, replace(job, state="replayed"))
         if "turn_seq" in body:
-            self._shed_words(tenant, seq, [d.memory for d in outcome.drafts])
+            self._shed_words(tenant, seq, [d.memory for d in (*outcome.drafts, *outcome.shed)])
         if outcome.decision is Decision.PARKED:
             self._put_job(
                 tenant,
@@ -602,3 +625,10 @@ class Scheduler:
 
     def _meter(self, running: Running, usage: Usage) -> None:
         running.usage[running.operation] = running.usage.get(running.operation, Usage()) + usage
+
+
+def _signed(running: Running, memory: Memory) -> Memory:
+    """A memory with what its policy does not know: its generation, and the model that has made it."""
+    number = running.tenant.making.number
+    model = memory.model if memory.deleted else running.model
+    return replace(memory, generation=number, model=model)

@@ -12,17 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.engine.admission import check_turn
 from undertow.engine.config import Settings
 from undertow.engine.figures import store_usage, tenant_stats
 from undertow.engine.importing import Import, Imported, TenantExists, earlier_import, note_row
 from undertow.engine.journal import Journal
 from undertow.engine.listing import kinds_of, list_page
 from undertow.engine.metadata import Where
+from undertow.engine.model import Turn
+from undertow.engine.policy_change import check_edits, check_name, newest_policy
+from undertow.engine.records import Control, ControlKind
 from undertow.engine.reports import Report, Reports
 from undertow.engine.retrieval import Retrieval, Window
 from undertow.engine.scheduler import Scheduler
 from undertow.engine.shown import Page
-from undertow.engine.tenants import Tenants
+from undertow.engine.tenants import Tenant, Tenants
 from undertow.engine.text_cache import TenantTextCache
 from undertow.engine.timestamps import parse_timestamp
 
@@ -52,6 +56,9 @@ class Tenancy(ABC):
 
     @abstractmethod
     def _check_sound(self) -> None: ...
+
+    @abstractmethod
+    def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
 
     @abstractmethod
     def take_up(self, tenants: Sequence[str]) -> None: ...
@@ -130,6 +137,34 @@ class Tenancy(ABC):
 
     def _vectors(self, tenant: str, texts: Sequence[str]) -> NDArray[np.float16]:
         return self._texts.encode([tenant] * len(texts), texts)
+
+    def policy(self, tenant: str) -> Report:
+        """Which policy makes the tenant's memories, and how far a change of it is; as policy_report."""
+        return self._reports.policy(tenant)
+
+    def set_policy(self, tenant: str, policy: str, *, drop_edits: bool = False) -> Report:
+        """Have `policy` make the tenant's memories, from a record of its log on; durable on return.
+
+        A tenant that has no log yet begins under it. Otherwise the log is read again from its start into a
+        new generation of memories; searches see the former one until the new one has come to the record, and
+        its history stays. A newer change takes the place of one under way. No effect where the tenant has the
+        policy, or is to have it. As `policy`. InputError; PolicyConflict, unless `drop_edits`: users have
+        reworded or deleted memories; ArenaFull: the tenant cannot be loaded now.
+        """
+        self._check_sound()
+        check_name(policy)
+        check_turn(Turn(tenant, (), ""))
+        self.tenants.require_here([tenant])
+        is_new = tenant not in self.tenants
+        of = self.tenants.get(tenant)
+        if is_new or (newest_policy(of) or self.journal.info.policy) != policy:
+            if of.next_seq == 0:
+                self.scheduler.begin_log(of, Control("policy", -1, {"policy": policy}))
+            else:
+                if not drop_edits:
+                    check_edits(of)
+                self._log(tenant, "policy", [{"policy": policy}])
+        return self.policy(tenant)
 
     def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> Records:
         """As Reports.explain."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.card import SETTING as SHARES_SETTING
 from undertow.engine.departures import Move, move_of
+from undertow.engine.generations import Generation, Tier
 from undertow.engine.journal import Journal, JournalError, Kind, Row
 from undertow.engine.model import Decision, Memory, MemoryKind, UndertowError, Usage, lines_of
 from undertow.engine.policies.base import Thresholds, TurnView
@@ -37,6 +38,8 @@ from undertow.engine.records import (
 )
 from undertow.kernels.arena import Arena
 
+# what `counts` has of the decisions of the generation that the cursor makes
+DECISION_COUNTS = ("merges", "merge_refusals", "consolidations")
 NO_ROW = -1
 NO_SEQ = -1
 
@@ -56,35 +59,28 @@ class ArenaFull(UndertowError):
     """What is needed at one time does not fit into the arena; nothing of it was stored."""
 
 
-@dataclass(slots=True)
-class Tier:
-    """The episodes or the facts of a tenant: one arena row each, in order of birth.
-
-    `ended`: the last versions of those that were deleted, by id; what they said before is in the journal.
-    """
-
-    segment: int
-    rows: list[Memory | None] = field(default_factory=list)
-    row_of: dict[str, int] = field(default_factory=dict)
-    ended: dict[str, Memory] = field(default_factory=dict)
-
-    def current(self) -> list[Memory]:
-        return [m for m in self.rows if m is not None]
-
-
 class Tenant:
-    """Log, cursor, marks and memories of one tenant."""
+    """Log, cursor, marks and memories of one tenant.
+
+    Marks and jobs are those of `making`, the generation that the cursor makes; searches see `shown`. They
+    are two only while the log is read again for a change of policy.
+    """
 
     def __init__(self, name: str, key: str, arena: Arena) -> None:
         self.name = name
         self.key = key
-        self.generation = 1
+        # which life of its name: 1, and one more with each that was erased
+        self.life = 1
         self.cursor = 0
         self.turns_segment = arena.new_segment()
-        self.tiers: dict[MemoryKind, Tier] = {
-            "episode": Tier(arena.new_segment()),
-            "fact": Tier(arena.new_segment()),
-        }
+        self.making = self.shown = Generation(1, None, arena)
+        self.retired: list[Generation] = []
+        # changes of policy in the log, (seq, name), oldest first
+        self.changes: list[tuple[int, str]] = []
+        # the change for which the log is being read again
+        self.reread_to: int | None = None
+        # meanwhile: of the turns at its beginning, bool [rows], those that `shown` had made nothing of
+        self.unconsolidated: NDArray[np.bool_] | None = None
         # By seq: the payload of a turn (None once deleted), or the control record.
         self.records: list[bytes | Control | None] = []
         self.row_by_seq = array("q")
@@ -95,8 +91,6 @@ class Tenant:
         self.thresholds_from: list[tuple[int, Thresholds]] = []
         # by id of an episode or fact: the last record that deletes or updates it
         self._changes: dict[str, int] = {}
-        # behind the last turn that was settled
-        self._settled_end = 0
         self.jobs: dict[str, Job] = {}
         self.counts: Counter[str] = Counter()
         self.meter: dict[str, Usage] = {}
@@ -120,19 +114,89 @@ class Tenant:
     def exists(self, seq: int) -> bool:
         return isinstance(self.records[seq], bytes)
 
-    def open_turns(self, before: int) -> list[int]:
-        """See MemoryView: those in front of record `before`."""
-        return [seq for seq in range(self._settled_end, before) if self.exists(seq)]
+    def controls_after(self, seq: int) -> Iterator[Control]:
+        """The control records behind record `seq`."""
+        return (record for record in self.records[seq + 1 :] if isinstance(record, Control))
+
+    @property
+    def tiers(self) -> Mapping[MemoryKind, Tier]:
+        """What is searched."""
+        return self.shown.tiers
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.tiers[kind].current()
 
-    def ended(self, kind: MemoryKind) -> list[Memory]:
-        return list(self.tiers[kind].ended.values())
-
     def is_changing(self, memory: Memory) -> bool:
-        """Whether a user has deleted or updated the memory, and the cursor has yet to come to it."""
-        return self._changes.get(memory.id, NO_SEQ) >= self.cursor
+        """Whether a user has deleted or updated the memory, and the cursor has yet to come to it.
+
+        While the log is read again, that is so of none: no memory can be edited then.
+        """
+        return self.reread_to is None and self._changes.get(memory.id, NO_SEQ) >= self.cursor
+
+    # ---- changes of policy
+
+    @property
+    def generation(self) -> int:
+        """What the ids of memories and jobs are made with; no other life of the name has it."""
+        return self.life + self.making.number - 1
+
+    @property
+    def change_ahead(self) -> tuple[int, str] | None:
+        """The newest change of policy, while searches do not see what it makes."""
+        return self.changes[-1] if self.shown.number <= len(self.changes) else None
+
+    def begins_reread(self, seq: int) -> bool:
+        """Whether to decide this record is to read the log again."""
+        is_change = any(seq == change for change, _ in self.changes)
+        return is_change and (self.reread_to is None or seq > self.reread_to)
+
+    def upcoming(self, count: int) -> range:
+        """The next records to be decided, `count` at most; a change of policy ends them.
+
+        While the log is read again a newer change comes first: what was begun is of no use any more.
+        """
+        target = self.reread_to
+        if target is not None and (newest := self.changes[-1][0]) > target:
+            return range(newest, newest + 1)
+        ends = [seq for seq, _ in self.changes if seq >= self.cursor and target in (None, seq)]
+        return range(self.cursor, min(self.cursor + count, self.next_seq, *(seq + 1 for seq in ends)))
+
+    def _reread(self, target: int) -> None:
+        """Begin to read the log again, up to the change of policy at record `target`."""
+        if self.reread_to is None:
+            self.unconsolidated = self._not_consolidated()
+        else:
+            self._retire(self.making)
+        number = [seq for seq, _ in self.changes].index(target)
+        self.making = Generation(number + 2, self.changes[number][1], self._arena)
+        self.reread_to, self.cursor, self.jobs = target, 0, {}
+        for count in DECISION_COUNTS:
+            del self.counts[count]
+        self._arena.set_live(self._turn_handles(s for s in self.seq_by_row if self.exists(s)), True)
+
+    def _switch(self) -> None:
+        """The log was read again: from here on searches see what came of it."""
+        self._retire(self.shown)
+        self.shown = self.making
+        self.reread_to = self.unconsolidated = None
+
+    def _retire(self, generation: Generation) -> None:
+        generation.retire(self._arena)
+        self.retired.append(generation)
+
+    def _not_consolidated(self) -> NDArray[np.bool_]:
+        kept: NDArray[np.bool_] = (self._arena.flags(self.turns_segment) & Arena.LIVE) != 0
+        for job in self.jobs.values():
+            if job.state == "parked":
+                kept[[self.row_by_seq[seq] for seq in job.cluster]] = True
+        return kept
+
+    def not_consolidated(self) -> NDArray[np.bool_]:
+        """The turns that no memory in `shown` was made of, bool [rows]: live, or of a job that is parked."""
+        if self.unconsolidated is None:
+            return self._not_consolidated()
+        later = np.ones(len(self.seq_by_row) - len(self.unconsolidated), dtype=bool)
+        return np.concatenate([self.unconsolidated, later])
 
     @property
     def may_change(self) -> bool:
@@ -181,6 +245,11 @@ class Tenant:
         """The next record of the log is a control record (or, with seq -1, stands before it)."""
         if control.kind == "settings":
             self.thresholds_from.append((control.seq + 1, Thresholds(**control.body)))
+        if control.kind == "policy":
+            if control.seq < 0:
+                self.making.policy = control.body["policy"]
+            else:
+                self.changes.append((control.seq, control.body["policy"]))
         if control.seq < 0:
             return
         if "memory_id" in control.body:
@@ -207,28 +276,22 @@ class Tenant:
         return redacted
 
     def set_memory(self, memory: Memory, vector: NDArray[np.float16] | None) -> None:
-        """A new version takes its memory's row; a first version gets a row of its own."""
-        tier = self.tiers[memory.kind]
-        row = tier.row_of.get(memory.id)
-        if memory.deleted:
-            tier.ended[memory.id] = memory
-        if row is None and vector is not None:
-            tier.row_of[memory.id] = len(tier.rows)
-            tier.rows.append(memory)
-            self._arena.extend(np.array([tier.segment]), vector.reshape(1, -1), live=False)
-        elif row is not None and (memory.deleted or vector is None):
-            tier.rows[row] = None
-            self._arena.redact(np.array([Arena.handle(tier.segment, row)]))
-        elif row is not None and vector is not None:
-            tier.rows[row] = memory
-            self._arena.write(Arena.handle(tier.segment, row), vector)
+        """See Tier.set."""
+        made = next(g for g in self.generations if g.number == memory.generation)
+        made.tiers[memory.kind].set(memory, vector, self._arena)
 
     def add_decision(self, seq: int, body: Mapping[str, Any]) -> None:
-        """Move the cursor past `seq` and mark what the decision settled."""
+        """Move the cursor past `seq` and mark what the decision settled.
+
+        One before the log, with the change of policy that it is for (`reread`), begins to read it again.
+        """
+        if (target := body.get("reread")) is not None:
+            self._reread(target)
+            return
         self.cursor = seq + 1
         if settled := body.get("settled"):
             self._arena.set_live(self._turn_handles(settled), False)
-            self._settled_end = max(self._settled_end, max(settled) + 1)
+            self.making.settled_end = max(self.making.settled_end, max(settled) + 1)
         if revived := body.get("revived"):
             alive = [s for s in revived if self.exists(s)]
             self._arena.set_live(self._turn_handles(alive), True)
@@ -237,6 +300,8 @@ class Tenant:
         self._count(body)
         for operation, usage in usage_from_json(body.get("usage", {})).items():
             self.add_usage(operation, usage)
+        if seq == self.reread_to:
+            self._switch()
 
     def _count(self, body: Mapping[str, Any]) -> None:
         decision = body["decision"]
@@ -265,11 +330,18 @@ class Tenant:
     @property
     def segments(self) -> list[int]:
         """Where the arena has this tenant's rows."""
-        return [self.turns_segment, *(tier.segment for tier in self.tiers.values())]
+        shown = [] if self.shown is self.making else self.shown.segments
+        return [self.turns_segment, *self.making.segments, *shown]
+
+    @property
+    def generations(self) -> list[Generation]:
+        """All of them, the one that the cursor makes first."""
+        shown = [] if self.shown is self.making else [self.shown]
+        return [self.making, *shown, *self.retired]
 
     def make_place(self, memories: Iterable[Memory]) -> bool:
         """Room in the arena for those that are new; False where there is none, and nothing has changed."""
-        tiers = [(self.tiers[m.kind], m.id) for m in memories if not m.deleted]
+        tiers = [(self.making.tiers[m.kind], m.id) for m in memories if not m.deleted]
         new = [tier.segment for tier, memory_id in tiers if memory_id not in tier.row_of]
         try:
             self._arena.reserve(np.array(new, dtype=np.int64))
@@ -285,10 +357,11 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tenant's memories as record `seq` sees them: the `MemoryView` of policies."""
+    """A generation of a tenant's memories as record `seq` sees them: the `MemoryView` of policies."""
 
     of: Tenant
     seq: int
+    made: Generation
 
     @property
     def tenant(self) -> str:
@@ -296,7 +369,7 @@ class View:
 
     @property
     def generation(self) -> int:
-        return self.of.generation
+        return self.of.life + self.made.number - 1
 
     @property
     def thresholds(self) -> Thresholds:
@@ -309,17 +382,19 @@ class View:
         return self.of.exists(seq)
 
     def open_turns(self) -> list[int]:
-        return self.of.open_turns(self.seq)
+        return [seq for seq in range(self.made.settled_end, self.seq) if self.of.exists(seq)]
 
     def current(self, kind: MemoryKind) -> list[Memory]:
-        return self.of.current(kind)
+        return self.made.tiers[kind].current()
 
     def ended(self, kind: MemoryKind) -> list[Memory]:
-        return self.of.ended(kind)
+        return list(self.made.tiers[kind].ended.values())
 
 
 def fold(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
-    """Rebuild a tenant from its rows: first the log in seq order, then memories, then decisions.
+    """Rebuild a tenant from its rows: first the log in seq order, then decisions, then memories.
+
+    Decisions say which generations there are, and so where each memory belongs.
 
     A turn whose row was purged after its deletion is filled in from the delete record. Of two records with
     one place in the log the later one counts: that is the one without words.
@@ -330,8 +405,6 @@ def fold(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
         if row.kind in ("episode", "fact"):
             memory = memory_of(row)
             memories[memory.id] = (memory, row.vector)
-    for memory, vector in sorted(memories.values(), key=lambda m: (m[0].born_at_seq, m[0].ordinal)):
-        tenant.set_memory(memory, vector)
     for row in rows:
         match row.kind:
             case "decision":
@@ -341,6 +414,8 @@ def fold(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
             case "usage":
                 for operation, usage in usage_from_json(orjson.loads(row.payload)).items():
                     tenant.add_usage(operation, usage)
+    for memory, vector in sorted(memories.values(), key=lambda m: (m[0].born_at_seq, m[0].ordinal)):
+        tenant.set_memory(memory, vector)
 
 
 def _fold_log(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
@@ -446,7 +521,10 @@ class Tenants:
         return dict(sorted(parked.items()))
 
     def generation(self, key: str) -> int:
-        """Which life of its name the tenant lives: 1, and one more with each that was erased."""
+        """Which life of its name the tenant lives: 1, and more with each that was erased.
+
+        A life takes one number for each generation of its memories.
+        """
         return int(self.erased[key]["generation"]) + 1 if key in self.erased else 1
 
     def require_here(self, names: Iterable[str]) -> None:
@@ -541,7 +619,7 @@ class Tenants:
     def _new(self, name: str) -> Tenant:
         key = self._journal.info.tenant_key(name)
         tenant = Tenant(name, key, self._arena)
-        tenant.generation = self.generation(key)
+        tenant.life = self.generation(key)
         return tenant
 
     def _load(self, names: Sequence[str]) -> None:
@@ -598,13 +676,13 @@ class Tenants:
         return self.alive(table).group_by(list(columns)).aggregate([])
 
     def behind(self) -> list[str]:
-        """Tenants whose log is longer than what has been decided, from a few narrow columns."""
+        """Tenants whose log is longer than what was decided last, from a few narrow columns."""
         columns = ["tenant", "tenant_key", "seq", "lsn", "kind"]
         table = self.alive(self._journal.columns(columns, kinds=["turn", "control", "decision"]))
         decided = pc.equal(table["kind"], "decision")
-        last: list[dict[str, int]] = []
-        for rows in (table.filter(pc.invert(decided)), table.filter(decided)):
-            ends = rows.group_by("tenant").aggregate([("seq", "max")])
-            last.append(dict(zip(ends["tenant"].to_pylist(), ends["seq_max"].to_pylist(), strict=True)))
-        logged, done = last
+        log = table.filter(pc.invert(decided)).group_by("tenant").aggregate([("seq", "max")])
+        logged = dict(zip(log["tenant"].to_pylist(), log["seq_max"].to_pylist(), strict=True))
+        # the last one, which is not the highest where a log is being read again
+        ends = table.filter(decided).group_by("tenant", use_threads=False).aggregate([("seq", "last")])
+        done = dict(zip(ends["tenant"].to_pylist(), ends["seq_last"].to_pylist(), strict=True))
         return sorted(name for name, seq in logged.items() if seq > done.get(name, -1))

@@ -215,6 +215,16 @@ class Memories:
         imported: Imported = await self._ask("import_", tenant, records, again=again)
         return imported
 
+    async def policy(self, tenant: str) -> Report:
+        """As Engine.policy."""
+        told: Report = await self._ask("policy", tenant)
+        return told
+
+    async def set_policy(self, tenant: str, policy: str, *, drop_edits: bool = False) -> Report:
+        """As Engine.set_policy."""
+        told: Report = await self._ask("set_policy", tenant, policy, drop_edits=drop_edits)
+        return told
+
     async def explain(self, tenant: str, *, limit: int | None = 1_000, after_seq: int = -1) -> Reports:
         """As Engine.explain."""
         records: Reports = await self._ask("explain", tenant, limit=limit, after_seq=after_seq)

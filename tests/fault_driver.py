@@ -55,6 +55,13 @@ def update(engine: Engine, task: dict[str, Any], say: Say) -> None:
     say({"updated": engine.update(task["memory_id"], task["text"]).id, "settled": engine.drain()})
 
 
+def set_policy(engine: Engine, task: dict[str, Any], say: Say) -> None:
+    engine.resume()
+    told = engine.set_policy(task["tenant"], task["policy"])
+    say({"begun_at": told["change"] and told["change"]["decided"]})
+    say({"settled": engine.drain(), "policy": engine.policy(task["tenant"])})
+
+
 def import_(engine: Engine, task: dict[str, Any], say: Say) -> None:
     records = [json.loads(line) for line in Path(task["file"]).read_text().splitlines()]
     say({"imported": engine.import_(task["tenant"], records).turns})
@@ -77,6 +84,7 @@ TASKS = {
     "delete": delete,
     "update": update,
     "import": import_,
+    "set_policy": set_policy,
     "add_each": add_each,
 }
 

@@ -343,6 +343,32 @@ def test_an_updated_turn_has_another_id(store: Path, server: str) -> None:
     assert again.code == 0 and f"Updated turn {done.doc['id']}: in its place is " in again.out
 
 
+def test_a_tenant_is_given_another_policy(store: Path, server: str) -> None:
+    of = ("--tenant", "ada", "--store", store, "--json")
+    first = {"tenant": "ada", "policy": "recmem", "generation": 1, "change": None}
+    assert run("policy", *of).doc == first
+    facts = run("list", *of, "--kind", "facts").lines
+    assert run("policy", "lazy", *of).code == 3
+    waiting = run("policy", "eager", *of, "--llm", "off")
+    change = {"policy": "eager", "generation": 2, "decided": 0, "records": TURNS + 1}
+    assert (waiting.code, waiting.doc) == (0, {**first, "change": change})
+    assert run("list", *of, "--kind", "facts").lines == facts, "until it is done"
+    shown = run("policy", "--tenant", "ada", "--store", store)
+    assert "recmem" in shown.out and f"eager, 0 of {TURNS + 1} records" in shown.out
+    done = run("policy", "eager", *of, "--llm", server)
+    assert (done.code, done.doc) == (0, {**first, "policy": "eager", "generation": 2})
+    assert run("policy", *of).doc == done.doc
+    assert run("list", *of, "--kind", "episodes").lines == []
+    now = run("list", *of, "--kind", "facts").lines
+    assert now and not {m["id"] for m in now} & {m["id"] for m in facts}
+    assert run("delete", now[0]["id"], "--store", store, "--json").code == 0
+    refused = run("policy", "recmem", *of, "--llm", server)
+    assert refused.code == 1 and "--drop-edits" in refused.err
+    back = run("policy", "recmem", *of, "--llm", server, "--drop-edits")
+    assert (back.code, back.doc) == (0, {**first, "generation": 3})
+    assert run("policy", *of, "--drop-edits").code == 2
+
+
 def test_search_by_metadata(tmp_path: Path) -> None:
     marks: list[dict[str, Any]] = [{"topic": "work"}, {"topic": "home", "n": 3}, {"n": "3"}, {"n": True}, {}]
     lines = [turn_line("ada", n, f"the boat by the quay {n}", metadata=m) for n, m in enumerate(marks)]

@@ -131,6 +131,19 @@ def test_answers_whole_and_in_pieces(client: Driven, kind: str) -> None:
     assert isinstance(last, Answer) and "".join(pieces) == last.answer == whole.answer
 
 
+def test_a_tenant_is_given_another_policy(client: Driven, kind: str) -> None:
+    tenant = f"policy/{kind}"
+    client.add(tenant, said(BOAT))
+    first = client.policy(tenant)
+    assert (first.policy, first.generation, first.change) == ("recmem", 1, None)
+    told = client.set_policy(tenant, "eager")
+    assert told.policy == "eager" or (told.change is not None and told.change.records == 2)
+    assert client.flush(tenant)
+    assert (client.policy(tenant).policy, client.policy(tenant).generation) == ("eager", 2)
+    with pytest.raises(BadRequest, match="'lazy' is none"):
+        client.set_policy(tenant, "lazy")
+
+
 def test_an_export_is_an_import_elsewhere(client: Driven, kind: str) -> None:
     source, target, job_target = f"from/{kind}", f"to/{kind}", f"job/{kind}"
     client.add(source, said(BOAT))

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from undertow.serving.memories import Memories
+from undertow.serving.principal import Scope
 
 from .cli_harness import conversation
 from .http_harness import Running, at, is_problem, said, serving
@@ -40,6 +41,32 @@ def exported(client: httpx2.Client, tenant: str, **how: object) -> list[dict[str
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/x-ndjson"
     return [orjson.loads(line) for line in response.content.splitlines()]
+
+
+def test_a_tenant_is_given_another_policy(running: Running, client: httpx2.Client) -> None:
+    path = at("changed", "/policy")
+    is_problem(client.get(path), 404, "unknown-tenant")
+    assert client.put(path, json={"policy": "recmem"}).json()["generation"] == 1, "before its first turn"
+    items = [{"messages": said(f"the old wooden boat in the harbour needs planks {n}")} for n in range(8)]
+    assert client.post(at("changed", "/memories"), json={"items": items}).status_code == 200
+    is_problem(running.client(Scope.WRITE, Scope.READ).put(path, json={"policy": "eager"}), 403, "forbidden")
+    is_problem(client.put(path, json={"policy": "lazy"}), 422, "input")
+    is_problem(client.put(path, json={"name": "eager"}), 422, "input")
+    told = client.put(path, json={"policy": "eager"})
+    assert told.status_code == 200
+    assert client.post(at("changed", "/flush")).json() == {"decided": True}
+    done = {"tenant": "changed", "policy": "eager", "generation": 2, "change": None}
+    assert client.get(path).json() == done
+    assert client.put(path, json={"policy": "eager"}).json() == done, "no change"
+    facts = client.get(at("changed", "/memories"), params={"kind": "fact"}).json()["results"]
+    assert client.put(at("changed", f"/memories/{facts[0]['id']}"), json={"text": "mine"}).status_code == 200
+    problem = is_problem(client.put(path, json={"policy": "recmem"}), 409, "policy")
+    assert "drop_edits" in problem["detail"]
+    answer = client.put(path, json={"policy": "recmem", "drop_edits": True}).json()
+    assert answer["change"] is None or answer["change"]["policy"] == "recmem"
+    acts = [orjson.loads(line) for line in (running.folder / "audit.jsonl").read_bytes().splitlines()]
+    outcomes = [act["outcome"] for act in acts if act["act"] == "policy"]
+    assert outcomes.count("done") == 4 and {"refused", "failed"} <= set(outcomes)
 
 
 def test_an_export_comes_back(client: httpx2.Client) -> None:

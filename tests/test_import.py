@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
@@ -23,6 +23,7 @@ from undertow.engine.engine import Engine
 from undertow.engine.exporting import ExportBroken, Seal
 from undertow.engine.importing import Imported, TenantExists
 from undertow.engine.model import InputError, Message, Turn
+from undertow.engine.policy_change import PolicyConflict
 from undertow.engine.reports import Report
 from undertow.engine.tenants import UnknownTenant
 
@@ -127,12 +128,15 @@ def act(engine: Engine, tenant: str, what: str, n: int) -> None:
             engine.delete(chosen)
         else:
             engine.update(chosen, f"garden seed soil {n}")
+    elif what == "change policy":
+        engine.set_policy(tenant, "eager" if n % 2 else "recmem", drop_edits=True)
     elif what in ("delete memory", "update memory") and memories:
         chosen = memories[n % len(memories)].id
-        if what == "delete memory":
-            engine.delete(chosen)
-        else:
-            engine.update(chosen, f"The user sails boat number {n}.")
+        with suppress(PolicyConflict):  # while a log is read again
+            if what == "delete memory":
+                engine.delete(chosen)
+            else:
+                engine.update(chosen, f"The user sails boat number {n}.")
 
 
 CHANGES = [f"{act} {what}" for act in ("delete", "update") for what in ("turn", "memory")]
@@ -140,6 +144,14 @@ ACTS = ("add", "drain", "flush", "replay", *CHANGES)
 LIVES = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 40)), max_size=14)
 
 
+# the log read again, once, and once broken off for another change
+CHANGE = ("change policy", 1)
+CHANGED = [CHANGE, ("add", 3), ("delete turn", 3), ("drain", 0), ("delete turn", 2), ("update memory", 1)]
+BROKEN_OFF = [("delete turn", 4), CHANGE, ("add", 7), ("change policy", 0), ("add", 9), ("drain", 0)]
+
+
+@example(life=CHANGED, limit=1000, vectors=False)
+@example(life=BROKEN_OFF, limit=7, vectors=False)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(life=LIVES, limit=st.sampled_from([1, 7, 1000]), vectors=st.booleans())
 def test_an_imported_tenant_is_as_the_one_that_was_exported(

@@ -373,6 +373,36 @@ def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn
         shards.crash()
 
 
+def test_a_change_of_policy_goes_on_where_the_tenant_has_moved(tmp_path: Path, turns: list[Turn]) -> None:
+    held, name = HeldLLM(REPLIES), LEAVE_A[0]
+
+    def go_on(engine: Engine, until: Callable[[], bool]) -> None:
+        while not until():
+            held.release()
+            engine.step(0.001)
+
+    with Shards(tmp_path, llm=lambda: held) as shards:
+        shards.add([turn for turn in turns if turn.tenant == name])
+        engine = shards.engines["a"]
+        go_on(engine, lambda: engine.idle)
+        former = engine.get_all(name)
+        engine.set_policy(name, "eager")
+        go_on(engine, lambda: engine.policy(name)["change"]["decided"] >= 4)
+        before = engine.policy(name)
+        publish(shards.root, shards.map.toward(["a", "b", "c"]))
+        for shard in "abc":
+            shards(shard).adopt(shards.map)
+        shards("a").seal(2, keys_of(shards, [name]))
+        shards("c").pull(2, "a", keys_of(shards, [name]))
+        other = shards.engines["c"]
+        assert (other.policy(name), other.get_all(name)) == (before, former)
+        assert not other.idle, "the rest is taken up, though the log was decided to its end once"
+        go_on(other, lambda: other.idle)
+        assert other.policy(name) == {"tenant": name, "policy": "eager", "generation": 2, "change": None}
+        assert former and not {m.id for m in former} & {m.id for m in other.get_all(name)}
+        shards.crash()
+
+
 def test_sealing_looks_at_its_batch_alone(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard may have millions of tenants, and a resharding thousands of batches."""
 

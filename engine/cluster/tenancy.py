@@ -75,6 +75,14 @@ class ShardTenancy:
         for call in self._imports:
             call.called_off |= call.tenant == tenant
 
+    def policy(self, tenant: str) -> Future[Report]:
+        """As Engine.policy."""
+        return self._of(tenant, lambda engine: engine.policy(tenant))
+
+    def set_policy(self, tenant: str, policy: str, *, drop_edits: bool = False) -> Future[Report]:
+        """As Engine.set_policy, which may be repeated."""
+        return self._of(tenant, lambda engine: engine.set_policy(tenant, policy, drop_edits=drop_edits))
+
     def explain(self, tenant: str, **how: Any) -> Future[Records]:
         """As Engine.explain."""
         return self._of(tenant, lambda engine: engine.explain(tenant, **how))
@@ -153,6 +161,16 @@ class RouterTenancy(ABC):
         """As Engine.import_."""
         imported: Imported = self._await(self._ask_owner("import_", tenant, records))
         return imported
+
+    def policy(self, tenant: str) -> Report:
+        """As Engine.policy."""
+        told: Report = self._await(self._ask_owner("policy", tenant))
+        return told
+
+    def set_policy(self, tenant: str, policy: str, *, drop_edits: bool = False) -> Report:
+        """As Engine.set_policy."""
+        told: Report = self._await(self._ask_owner("set_policy", tenant, policy, drop_edits=drop_edits))
+        return told
 
     def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> Records:
         """As Engine.explain."""

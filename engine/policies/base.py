@@ -131,7 +131,8 @@ class Draft:
 class Outcome:
     """What a policy decided for one record. All of it is committed at once.
 
-    `settled` are the turns that leave the gates (consolidated or parked); `revived` come back.
+    `settled` are the turns that leave the gates (consolidated or parked); `revived` come back. `shed` are
+    deletions in generations that are no longer made; no policy sets it.
     """
 
     decision: Decision
@@ -141,6 +142,7 @@ class Outcome:
     settled: tuple[int, ...] = ()
     revived: tuple[int, ...] = ()
     drafts: tuple[Draft, ...] = ()
+    shed: tuple[Draft, ...] = ()
     reason: str | None = None
     operation: str | None = None
 
@@ -201,7 +203,11 @@ class Policy(Protocol):
         ...
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remake what rested on a deleted turn; what it makes carries `seq`."""
+        """Remake what rested on a deleted turn; what it makes carries `seq`.
+
+        Where the LLM has no usable reply, all that rested on the turn is deleted, and what a user deleted of
+        it is deleted once more: its history has to go. A generation that is no longer made relies on that.
+        """
         ...
 
 

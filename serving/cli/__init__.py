@@ -21,6 +21,7 @@ from undertow.serving.cli import (
     importing,
     ingesting,
     keying,
+    policies,
     reading,
     serving,
 )
@@ -70,6 +71,7 @@ app.command()(reading.stats)
 app.command()(changing.update)
 app.command()(changing.delete)
 app.command()(changing.erase)
+app.command()(policies.policy)
 app.command()(changing.jobs)
 app.command()(changing.reindex)
 app.command()(checking.calibrate)

@@ -312,6 +312,16 @@ def import_on_ray(
         return imported, *decided(opened)
 
 
+def set_policy_on_ray(
+    root: Place, settings: Settings, address: str, tenant: str, policy: str, *, drop_edits: bool
+) -> tuple[Report, bool, Exit]:
+    """`undertow policy --ray`: the tenant's policy then, whether all that follows is decided, exit code."""
+    with open_cluster(root, settings, address) as opened:
+        opened.set_policy(tenant, policy, drop_edits=drop_edits)
+        settled, code = decided(opened)
+        return opened.policy(tenant), settled, code
+
+
 def replay_on_ray(root: Place, settings: Settings, address: str) -> Exit:
     """`undertow jobs --replay --ray`."""
     with open_cluster(root, settings, address) as opened:

@@ -33,6 +33,7 @@ from undertow.serving.client.answers import (
     Job,
     Memory,
     Page,
+    Policy,
 )
 from undertow.serving.client.errors import (
     AuthError,
@@ -71,6 +72,7 @@ __all__ = [
     "Memory",
     "NotFound",
     "Page",
+    "Policy",
     "RateLimited",
     "Retries",
     "ServerError",

@@ -113,6 +113,23 @@ class Decided(Model):
     decided: bool
 
 
+class PolicyChange(Model):
+    """A change under way: of `records` in the tenant's log, so many are `decided` anew."""
+
+    policy: str
+    generation: int
+    decided: int
+    records: int
+
+
+class Policy(Model):
+    """What has made the memories that are searched, and as which generation of them."""
+
+    policy: str
+    generation: int
+    change: PolicyChange | None = None
+
+
 class Certificate(Model):
     """What an erasure removed, in further fields too, and what it cannot reach."""
 

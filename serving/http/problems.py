@@ -25,6 +25,7 @@ from undertow.engine.exporting import ExportBroken
 from undertow.engine.importing import CalledOff, TenantExists
 from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
 from undertow.engine.model import BadInput, InputError, NoLLM, UndertowError, UnknownMemory
+from undertow.engine.policy_change import PolicyConflict
 from undertow.engine.readers.record import READ_ON
 from undertow.engine.store import StoreError
 from undertow.engine.tenants import ArenaFull, UnknownTenant
@@ -126,6 +127,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     TenantExists: _Kind(
         409, "tenant-exists", "This tenant has memories. Import under another name, or erase it first."
     ),
+    PolicyConflict: _Kind(409, "policy", None),
     NotCertified: _Kind(503, "resharding", None, 30),
     CalledOff: _Kind(409, "called-off", "The tenant was erased meanwhile; nothing of this was stored."),
     ExportBroken: _Kind(503, "export-broken", "The tenant was erased or moved meanwhile. Export it anew.", 1),

@@ -1,4 +1,4 @@
-"""A tenant as a whole: flush, export, import, erase, its figures, and its jobs."""
+"""A tenant as a whole: flush, export, import, erase, its policy, its figures, and its jobs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from undertow.serving.http import acts
 from undertow.serving.http.access import GuardedRoute, needs
+from undertow.serving.http.audits import audited
 from undertow.serving.http.depends import Again, Prefer, Sender, Served, Tenant, is_async
 from undertow.serving.http.jobs import Job
 from undertow.serving.http.problems import bad_field
@@ -22,6 +23,8 @@ from undertow.serving.http.wire.tenants import (
     Imported,
     JobList,
     JobView,
+    PolicyRequest,
+    PolicyView,
     Records,
 )
 from undertow.serving.principal import Scope
@@ -116,6 +119,28 @@ async def import_(
         key = service.memories.tenant_key(tenant)
         return _accepted(request, await service.jobs.accept("import", tenant, key, sender.key_id, body))
     return await acts.import_(service, tenant, body, again=again)
+
+
+@router.get("/v1/tenants/{tenant}/policy", response_model=PolicyView)
+@needs(Scope.READ)
+async def policy(tenant: Tenant, service: Served) -> Any:
+    """What makes a tenant's memories of its turns, and how far a change of that is."""
+    return await service.memories.policy(tenant)
+
+
+@router.put("/v1/tenants/{tenant}/policy", response_model=PolicyView)
+@needs(Scope.ADMIN, once=True, act="policy")
+async def set_policy(tenant: Tenant, service: Served, sender: Sender, asked: PolicyRequest) -> Any:
+    """Give a tenant a policy of its own. The answer does not wait for what follows.
+
+    A tenant without turns begins under it. For any other all its turns are read again, which costs the
+    language model's calls for each; until that is done searches find the former memories, then the new ones
+    alone. 409 where memories were reworded or deleted by hand, unless `drop_edits`. The policy that a tenant
+    has already is no change.
+    """
+    memories = service.memories
+    async with audited(service.audit, "policy", sender, memories.tenant_key(tenant)):
+        return await memories.set_policy(tenant, asked.policy, drop_edits=asked.drop_edits)
 
 
 @router.delete("/v1/tenants/{tenant}", response_model=CertificateView, responses=ACCEPTED)

@@ -23,6 +23,7 @@ from undertow.serving.client.answers import (
     Job,
     Memory,
     Page,
+    Policy,
 )
 from undertow.serving.client.calls import Messages, Time, asking, changing, given, in_iso, of_tenant, reading
 from undertow.serving.client.errors import ServerError, failure_in
@@ -255,6 +256,21 @@ class Client:
     def import_job(self, tenant: str, records: Iterable[Mapping[str, Any]]) -> Job:
         """`import_` as a job of the service."""
         return self._begin(calls.importing(tenant, records, None))
+
+    def policy(self, tenant: str) -> Policy:
+        """What makes a tenant's memories, and how far a change of that is."""
+        return Policy.read(self._send(reading(of_tenant(tenant, "policy"))))
+
+    def set_policy(
+        self, tenant: str, policy: str, *, drop_edits: bool = False, idempotency_key: str | None = None
+    ) -> Policy:
+        """Give a tenant a policy of its own: its turns are read again, and the new memories count then.
+
+        Conflict: some were reworded or deleted by hand, and `drop_edits` does not say that this may be lost.
+        """
+        body = {"policy": policy, "drop_edits": drop_edits}
+        path = of_tenant(tenant, "policy")
+        return Policy.read(self._send(changing("PUT", path, body, idempotency_key=idempotency_key)))
 
     def erase(self, tenant: str, *, timeout_s: float | None = None) -> Certificate:
         """Erase a tenant and purge its bytes; the certificate says what that does not reach."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from undertow.serving.http.wire.base import Answered
+from undertow.serving.http.wire.base import Answered, Given, Words
 
 
 class Flushed(Answered):
@@ -20,6 +20,30 @@ class Imported(Answered):
     episodes: int
     facts: int
     decisions: int
+
+
+class PolicyRequest(Given):
+    """`drop_edits`: go on though memories were reworded or deleted by hand; their history stays."""
+
+    policy: Words
+    drop_edits: bool = False
+
+
+class PolicyChangeView(Answered):
+    """A change under way: of `records` in the tenant's log, so many are `decided` anew."""
+
+    policy: str
+    generation: int
+    decided: int
+    records: int
+
+
+class PolicyView(Answered):
+    """What has made the memories that are searched, and as which generation of them."""
+
+    policy: str
+    generation: int
+    change: PolicyChangeView | None
 
 
 class CertificateView(Answered):

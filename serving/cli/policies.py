@@ -1,0 +1,91 @@
+"""The command about what makes a tenant's memories: policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from undertow.serving.cli.changing import ADD_RAY, settle
+from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.ingesting import Ray
+from undertow.serving.cli.opening import (
+    AsJson,
+    EncoderName,
+    Llm,
+    Model,
+    Store,
+    Tenant,
+    open_engine,
+    open_reports,
+    settings_of,
+)
+from undertow.serving.cli.output import put_json, put_pairs
+from undertow.serving.cli.shards import refuse_root, store_of
+
+if TYPE_CHECKING:
+    from undertow.engine.config import Settings
+    from undertow.engine.place import Place
+    from undertow.engine.reports import Report
+
+
+def policy(
+    tenant: Tenant,
+    store: Store,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="The new one; left out: nothing is changed.")
+    ] = None,
+    drop_edits: Annotated[
+        bool,
+        typer.Option("--drop-edits", help="Go on though memories were reworded or deleted by hand."),
+    ] = False,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which policy makes a tenant's memories, or give the tenant another.
+
+    With another, all its turns are read again by the LLM, which costs its calls for each. Until that is done
+    searches find the former memories; these stay in the history. Interrupted, or without an LLM, the rest
+    waits: the same command goes on with it.
+    """
+    code = Exit.DONE
+    if name is None:
+        if ray is not None or drop_edits:
+            raise typer.BadParameter("--ray and --drop-edits go with a NAME: what is stored is only read")
+        told = _read(store, tenant)
+    else:
+        settings = settings_of(llm=llm, model=model, encoder=encoder)
+        if ray is None:
+            refuse_root(store, ADD_RAY)
+            told, code = _set(store, settings, tenant, name, drop_edits=drop_edits)
+        else:
+            from undertow.serving.cli.on_ray import set_policy_on_ray
+
+            told, _, code = set_policy_on_ray(store, settings, ray, tenant, name, drop_edits=drop_edits)
+    if as_json:
+        put_json(told)
+    else:
+        change = told["change"]
+        shown = {"policy": told["policy"], "generation": told["generation"]}
+        if change is not None:
+            shown["changing to"] = f"{change['policy']}, {change['decided']} of {change['records']} records"
+        put_pairs(shown, title=f"{tenant} in {store}")
+    raise typer.Exit(code)
+
+
+def _read(store: Place, tenant: str) -> Report:
+    with open_reports(store_of(store, tenant)) as reports:
+        return reports.policy(tenant)
+
+
+def _set(
+    store: Place, settings: Settings, tenant: str, name: str, *, drop_edits: bool
+) -> tuple[Report, Exit]:
+    with open_engine(store, settings) as engine:
+        engine.resume()
+        engine.set_policy(tenant, name, drop_edits=drop_edits)
+        _, code = settle(engine)
+        return engine.policy(tenant), code
