@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import psutil
 from pydantic import Field, field_validator, model_validator
@@ -11,12 +11,25 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from undertow.engine.card import CardShares
 
 Profile = Literal["companion", "assistant"]
-PolicyName = Literal["recmem", "eager"]
+PolicyName = Literal["recmem", "eager", "himem"]
+AnswerMode = Literal["hybrid", "best_effort"]
 # paper, section 4.3: no episodes, facts of the raw turns; or episodes alone
 Ablation = Literal["direct-extraction", "without-facts"]
 
 # theta (sim and merge), theta_count: paper, sections 3.6 and 4.1
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4)}
+# of each setting that means something under HiMem alone, the default, which it must have under the others
+_OF_HIMEM = {
+    "himem_align_notes": True,
+    "himem_align_episodes": False,
+    "himem_self_evolution": True,
+    "answer_mode": "hybrid",
+}
+
+
+def _is_himem(before: dict[str, Any]) -> bool:
+    """Whether the fields that were read by now name this policy; a wrong name is told by its own field."""
+    return before.get("policy") == "himem"
 
 
 class Settings(BaseSettings):
@@ -35,13 +48,26 @@ class Settings(BaseSettings):
     theta_merge: float | None = Field(default=None, ge=-1.0, le=1.0)
     theta_count: int | None = Field(default=None, ge=1, le=1000)
 
+    # of HiMem, tables 3 and 4: knowledge alignment of its notes and (an ablation) of its episodes, and memory
+    # self-evolution: whether a question that the episodes covered and the notes did not changes the notes
+    himem_align_notes: bool = True
+    himem_align_episodes: bool = False
+    himem_self_evolution: bool = True
+
+    # how a question is answered (engine/answering.py): from all tiers at once, or, with HiMem's two, from
+    # notes and only where those are not sufficient from episodes
+    answer_mode: AnswerMode = "hybrid"
     # answer time, section 3.5; k_sem = 2 k_epi where it is not set. 0 leaves a tier out: without
-    # subconscious memory is k_sub = 0, without episodic memory k_epi = 0 with k_sem = 10 (section 4.3)
+    # subconscious memory is k_sub = 0, without episodic memory k_epi = 0 with k_sem = 10 (section 4.3).
+    # HiMem's are 10 of each: notes only is k_epi = 0, episodes only k_sem = 0
     k_sub: int = Field(default=10, ge=0, le=1000)
-    k_epi: int = Field(default=5, ge=0, le=1000)
-    k_sem: int = Field(default_factory=lambda before: 2 * int(before["k_epi"]), ge=0, le=2000)
-    # False: a turn that was consolidated leaves search, as in the paper's released code (an ablation)
-    retain_consolidated: bool = True
+    k_epi: int = Field(default_factory=lambda before: 10 if _is_himem(before) else 5, ge=0, le=1000)
+    k_sem: int = Field(
+        default_factory=lambda before: int(before["k_epi"]) * (1 if _is_himem(before) else 2), ge=0, le=2000
+    )
+    # False: a turn that was consolidated leaves search, as in the paper's released code (an ablation), and as
+    # under HiMem, whose episodes hold their turns word for word
+    retain_consolidated: bool = Field(default_factory=lambda before: not _is_himem(before))
 
     # "dense": by the cosine alone, as in the paper; "hybrid": by the query's words too (engine/lexicon.py)
     search: Literal["hybrid", "dense"] = "hybrid"
@@ -105,6 +131,16 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"ablation {self.ablation!r} leaves out a part of the policy 'recmem', and the policy is "
                 f"{self.policy!r}. Set one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _himem_is_told_of_himem(self) -> Self:
+        set_here = [name for name, usual in _OF_HIMEM.items() if getattr(self, name) != usual]
+        if set_here and self.policy != "himem":
+            raise ValueError(
+                f"{set_here[0]} is a setting of the policy 'himem', and the policy is {self.policy!r}. "
+                "Set one of the two"
             )
         return self
 

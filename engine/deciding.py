@@ -12,7 +12,9 @@ from undertow.engine.policies.base import (
     GateReading,
     Outcome,
     Policy,
+    Reconsolidating,
     deletion,
+    nothing_to_decide,
     rewording,
 )
 from undertow.engine.records import Control, usage_to_json
@@ -20,7 +22,7 @@ from undertow.engine.tenants import Tenant, View
 
 
 def begin(policy: Policy, tenant: Tenant, seq: int) -> Decide:
-    """The coroutine that decides record `seq`: the policy's for turns, deletions and replays."""
+    """The coroutine that decides record `seq`: the policy's for all that may make memories."""
     record = tenant.records[seq]
     view = View(tenant, seq)
     if isinstance(record, bytes):
@@ -34,17 +36,16 @@ def begin(policy: Policy, tenant: Tenant, seq: int) -> Decide:
     if isinstance(record, Control) and record.kind == "replay":
         job = tenant.jobs.get(record.body["job_id"])
         return nothing_to_decide() if job is None else policy.replay(seq, job, view)
+    if isinstance(record, Control) and record.kind == "flush":
+        return policy.flush(seq, view)
+    learns = isinstance(policy, Reconsolidating)
+    if learns and isinstance(record, Control) and record.kind == "reconsolidate":
+        return policy.reconsolidate(seq, record.body["question"], record.body["episode_ids"], view)
     return nothing_to_decide()
 
 
 def job_id(tenant: Tenant, seq: int) -> str:
     return memory_id(tenant.name, tenant.generation, seq, "job", 0)
-
-
-def nothing_to_decide() -> Decide:
-    """For records that change no memory: deleted turns, settings, flush."""
-    return Outcome(Decision.WAITS)
-    yield
 
 
 def delete_memory(control: Control, view: View) -> Decide:

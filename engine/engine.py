@@ -6,7 +6,8 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +15,7 @@ from typing import Any, Self
 import orjson
 
 from undertow.engine.admission import Admission, Receipt, Ticket
+from undertow.engine.answering import Answering, Question, Say, answering
 from undertow.engine.cluster.parking import forget as forget_parked
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint
@@ -44,7 +46,7 @@ from undertow.engine.records import Control, ControlKind, control_row, usage_to_
 from undertow.engine.repeats import turns_by_key
 from undertow.engine.reports import Report, Reports
 from undertow.engine.residence import Residence, arena_of
-from undertow.engine.retrieval import Found, Retrieval, Window, question_prompt
+from undertow.engine.retrieval import Found, Retrieval, Window
 from undertow.engine.scheduler import Scheduler, StepReport
 from undertow.engine.store import StoreError
 from undertow.engine.tenancy import Tenancy
@@ -67,13 +69,27 @@ class Answer:
     usage: Usage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """A question on its way: what was found for it, and the LLM call."""
+    """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
+
+    `given`: the answer and what it was given, once the mode has ended.
+    """
 
     tenant: str
-    found: Found
-    call: Future[Completion]
+    question: str
+    steps: Answering
+    on_text: OnText | None
+    say: Say | None = None
+    call: Future[Completion] | None = None
+    spent: dict[str, Usage] = field(default_factory=dict)
+    given: tuple[str, Found] | None = None
+
+    def spend(self, usage: Usage) -> None:
+        """What the last call has cost."""
+        assert self.say is not None, "there was a call"
+        operation = self.say.prompt.operation
+        self.spent[operation] = self.spent.get(operation, Usage()) + usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +454,7 @@ class Engine(Tenancy):
         return self.retrieval.prepare(self._tenant(tenant))
 
     def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
-        """Answer from memory with one LLM call, metered as a query. BadReply, ServerRefused."""
+        """Answer from memory, as `answer_mode` says; metered as a query. BadReply, ServerRefused."""
         asked = self.ask(tenant, question, as_of=as_of)
         while (answer := self.heard(asked)) is None:
             time.sleep(0.01)
@@ -454,20 +470,15 @@ class Engine(Tenancy):
         """
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
-        found = self.search(tenant, question)
-        try:
-            prompt = question_prompt(question, found, as_of, self._budget)
-        except PromptTooLong as error:
-            raise UndertowError(
-                f"{error}; the model's context holds {self._budget.context_tokens}."
-            ) from None
-        if on_text is None:
-            return Asked(tenant, found, self._llm.submit(prompt, tenant=tenant))
-        return Asked(tenant, found, self._llm.stream(prompt, tenant=tenant, on_text=on_text))
+        search = partial(self.search, tenant, question)
+        steps = answering(self.settings.answer_mode, Question(question, as_of, search, self._budget))
+        asked = Asked(tenant, question, steps, on_text)
+        self._go_on(asked)
+        return asked
 
     def let_go(self, asked: Asked) -> None:
         """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more."""
-        if self._llm is not None:
+        if self._llm is not None and asked.call is not None:
             self._llm.cancel(asked.call)
 
     def heard(self, asked: Asked) -> Answer | None:
@@ -475,24 +486,77 @@ class Engine(Tenancy):
 
         Metered, also where no answer came of it.
         """
-        if not asked.call.done():
-            if self._llm is not None and self.server_lost:
-                self._llm.cancel(asked.call)
-                raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
-            return None
         try:
-            completion = asked.call.result()
-        except (BadReply, BrokenOff) as failed:  # it has cost what it has cost
-            self._meter_query(asked.tenant, failed.usage)
-            raise
-        self._meter_query(asked.tenant, completion.usage)
-        return Answer(str(completion.reply), asked.found, completion.usage)
+            while asked.given is None:
+                assert asked.call is not None, "a mode that has not ended waits for a call"
+                if not asked.call.done():
+                    self._check_not_lost(asked)
+                    return None
+                self._hear_call(asked, asked.call)
+        finally:
+            if asked.call is None or asked.call.done():
+                self._meter_query(asked)
+        text, found = asked.given
+        return Answer(text, found, sum(asked.spent.values(), Usage()))
 
-    def _meter_query(self, tenant: str, usage: Usage) -> None:
-        of = self._tenant(tenant)
-        of.add_usage("answer", usage)
+    def _check_not_lost(self, asked: Asked) -> None:
+        if self._llm is not None and self.server_lost:
+            self.let_go(asked)
+            raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
+
+    def _hear_call(self, asked: Asked, call: Future[Completion]) -> None:
+        """Hand the reply to the mode, or why there is none, with which some go on."""
+        try:
+            completion = call.result()
+        except (BadReply, BrokenOff) as failed:  # it has cost what it has cost
+            asked.spend(failed.usage)
+            self._go_on(asked, failed=failed)
+        else:
+            asked.spend(completion.usage)
+            self._go_on(asked, completion.reply)
+
+    def _go_on(self, asked: Asked, reply: object = None, *, failed: UndertowError | None = None) -> None:
+        """Send what the mode asks next, or take its answer."""
+        assert self._llm is not None, "nothing is asked without one"
+        try:
+            say = asked.steps.send(reply) if failed is None else asked.steps.throw(failed)
+        except StopIteration as done:
+            asked.given = done.value
+            if asked.on_text is not None and not (asked.say and asked.say.answers):
+                asked.on_text(done.value[0])
+            return
+        except PromptTooLong as error:
+            raise UndertowError(
+                f"{error}; the model's context holds {self._budget.context_tokens}."
+            ) from None
+        asked.say = say
+        if say.answers and asked.on_text is not None:
+            asked.call = self._llm.stream(say.prompt, tenant=asked.tenant, on_text=asked.on_text)
+        else:
+            asked.call = self._llm.submit(say.prompt, tenant=asked.tenant)
+        if say.missed and self.settings.himem_self_evolution:
+            self._log_missed(asked, say.missed)
+
+    def _log_missed(self, asked: Asked, episode_ids: Sequence[str]) -> None:
+        """Have the notes take over what they missed, later; the answer is being written meanwhile.
+
+        Not twice at a time for one question. Who only reads changes nothing.
+        """
+        of = self._tenant(asked.tenant)
+        undecided = [record.body for record in of.records[of.cursor :] if isinstance(record, Control)]
+        known = any(body.get("question") == asked.question for body in undecided)
+        if self.journal.writable and self._failure is None and not known:
+            body = {"question": asked.question, "episode_ids": list(episode_ids)}
+            self._log(asked.tenant, "reconsolidate", [body])
+
+    def _meter_query(self, asked: Asked) -> None:
+        if not asked.spent:
+            return
+        of = self._tenant(asked.tenant)
+        for operation, usage in asked.spent.items():
+            of.add_usage(operation, usage)
         if self.journal.writable:
-            body = orjson.dumps(usage_to_json({"answer": usage}))
+            body = orjson.dumps(usage_to_json(asked.spent))
             with self.trace.span("commit", rows=1):
                 self.journal.append([Row("usage", of.name, of.key, -1, body)])
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from undertow.engine.calibrate import Step, Vectors, walk
-from undertow.engine.config import PolicyName
 from undertow.engine.estimate_eager import eager_usage
 from undertow.engine.estimate_recmem import recmem_usage
 from undertow.engine.model import Turn, Usage
@@ -20,7 +19,9 @@ from undertow.engine.policies.base import Thresholds
 from undertow.engine.reply_guess import EXPECTED, HIGH, LOW, Evenly, Guesser, ReplyGuess
 from undertow.engine.token_count import TokenCount
 
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+# those that can be estimated
+EstimatedPolicy = Literal["recmem", "eager"]
+POLICIES: tuple[EstimatedPolicy, ...] = get_args(EstimatedPolicy)
 TOTAL = "total"
 FIGURES = ("calls", "prompt_tokens", "completion_tokens")
 
@@ -39,7 +40,7 @@ class TenantLog:
 
 def estimate(
     logs: Sequence[TenantLog],
-    policy: PolicyName,
+    policy: EstimatedPolicy,
     thresholds: Thresholds,
     tokens: TokenCount,
     expected: ReplyGuess = EXPECTED,

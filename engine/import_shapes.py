@@ -128,10 +128,15 @@ class Replay(Shape):
     job_id: Words
 
 
+class Reconsolidation(Shape):
+    question: Words
+    episode_ids: list[Words]
+
+
 class ControlRecord(RecordShape):
     kind: Literal["control"]
     seq: int = Field(ge=-1)
-    control: Literal["settings", "flush", "delete", "update", "replay"]
+    control: Literal["settings", "flush", "delete", "update", "replay", "reconsolidate"]
     body: dict[str, Any]
 
 
@@ -146,7 +151,7 @@ class JobRecord(RecordShape):
 
 
 Content = TurnRecord | MemoryRecord | DecisionRecord | ControlRecord | JobRecord
-Body = Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay
+Body = Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay | Reconsolidation
 
 _CONTENT: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
 
@@ -167,6 +172,7 @@ def body_of(record: ControlRecord) -> Body:
         "delete": TurnDeletion if "turn_seq" in record.body else MemoryDeletion,
         "update": Update,
         "replay": Replay,
+        "reconsolidate": Reconsolidation,
     }
     try:
         return shapes[record.control].model_validate(record.body)

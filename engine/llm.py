@@ -56,12 +56,19 @@ log = logging.getLogger(__name__)
 
 PRIORITY: dict[Operation, int] = {
     "answer": 0,
+    "sufficiency": 0,
     "merge": 1,
     "episode": 2,
     "extract": 2,
+    "segment": 2,
     "refine": 3,
     "direct": 3,
     "reconcile": 3,
+    "notes": 3,
+    "traits": 3,
+    "align": 3,
+    "supplement": 3,
+    "revise": 3,
 }
 
 _SHOWN_REPLY_CHARS = 2_000

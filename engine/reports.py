@@ -113,13 +113,15 @@ class Reports:
         Of those behind record `after_seq`, the first `limit`; None: all.
 
         `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
-        fire (a replay of a parked job included, the remaking after a deletion not). Deleted turns say so.
+        fire (a flush and a replay of a parked job included, the remaking after a deletion not). Deleted
+        turns say so.
         """
         rows = self._rows(tenant, ["turn", "control", "decision", "job"])
         decisions = {row.seq: orjson.loads(row.payload) for row in rows if row.kind == "decision"}
         cursor = max(decisions, default=-1) + 1
         pending = {row.seq for row in rows if row.kind == "job" and job_of(row).state == "pending"}
-        other = {row.seq for row in rows if row.kind == "control" and control_of(row).kind != "replay"}
+        controls = (control_of(row) for row in rows if row.kind == "control")
+        other = {control.seq for control in controls if control.kind not in ("replay", "flush")}
         consolidated = {
             seq: at
             for at, body in sorted(decisions.items())

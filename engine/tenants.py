@@ -112,10 +112,16 @@ class Tenant:
         if isinstance(record, Control):
             raise ValueError(f"record {seq} of the log is no turn")
         body = orjson.loads(record)
-        return TurnView(seq, spoken(messages_of(body)), body.get("timestamp"))
+        return TurnView(seq, spoken(messages_of(body)), body.get("timestamp"), body["session"])
 
     def exists(self, seq: int) -> bool:
         return isinstance(self.records[seq], bytes)
+
+    def live_turns(self, before: int) -> list[int]:
+        """The turns in front of record `before` that are neither settled nor deleted, in order."""
+        rows = self.rows_before(before)
+        live = self._arena.flags(self.turns_segment)[:rows] & Arena.LIVE
+        return [self.seq_by_row[row] for row in np.flatnonzero(live)]
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.tiers[kind].current()
@@ -299,6 +305,9 @@ class View:
 
     def exists(self, seq: int) -> bool:
         return self.of.exists(seq)
+
+    def undecided(self, before: int) -> list[int]:
+        return self.of.live_turns(before)
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.of.current(kind)

@@ -1,6 +1,6 @@
 """The prompts: Jinja2 templates beside this file, and what each may be answered with (`replies`).
 
-Roles and rules follow RecMem, appendix F, and for the eager policy Mem0; the wording is our own. A
+Roles and rules follow RecMem, appendix F, for the eager policy Mem0, and HiMem; the wording is our own. A
 system message is fixed text, opened alike by all operations, and everything variable stands in the
 user message, so that the server's prefix cache serves the fixed part.
 """
@@ -21,15 +21,40 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from undertow.engine.model import UNDATED
 from undertow.prompts.replies import (
+    AlignReply,
     EpisodesReply,
     ExtractReply,
     FactsReply,
     MergeReply,
+    NotesReply,
     ReconcileReply,
     Reply,
+    ReviseReply,
+    SegmentReply,
+    SufficiencyReply,
+    SupplementReply,
+    TraitsReply,
 )
 
-Operation = Literal["episode", "merge", "refine", "direct", "extract", "reconcile", "answer"]
+Operation = Literal[
+    "episode",
+    "merge",
+    "refine",
+    "direct",
+    "extract",
+    "reconcile",
+    "segment",
+    "notes",
+    "traits",
+    "align",
+    "supplement",
+    "revise",
+    "sufficiency",
+    "answer",
+]
+
+# asked by whoever waits for an answer: a cost of queries, not of making memories
+QUERY_OPERATIONS: frozenset[str] = frozenset({"sufficiency", "answer"})
 
 REPLIES: dict[Operation, type[Reply] | None] = {
     "episode": EpisodesReply,
@@ -38,11 +63,23 @@ REPLIES: dict[Operation, type[Reply] | None] = {
     "direct": FactsReply,
     "extract": ExtractReply,
     "reconcile": ReconcileReply,
+    "segment": SegmentReply,
+    "notes": NotesReply,
+    "traits": TraitsReply,
+    "align": AlignReply,
+    "supplement": SupplementReply,
+    "revise": ReviseReply,
+    "sufficiency": SufficiencyReply,
     "answer": None,
 }
 
 # the templates that an operation's own one includes, beside the opening
-_INCLUDED: dict[Operation, tuple[str, ...]] = {"refine": ("facts",), "direct": ("facts",)}
+_INCLUDED: dict[Operation, tuple[str, ...]] = {
+    "refine": ("facts",),
+    "direct": ("facts",),
+    "notes": ("note_rules",),
+    "traits": ("note_rules",),
+}
 
 # Chat templates wrap messages in control tokens, which servers recognise inside content too:
 # <|im_end|>, </s>, <start_of_turn>, [INST]. Also escaped: characters that some readers take for a
@@ -121,6 +158,43 @@ def extract_prompt(recent: Sequence[ShownTurn], turn: ShownTurn) -> Prompt:
 def reconcile_prompt(candidates: Sequence[ShownMemory], facts: Sequence[ShownMemory]) -> Prompt:
     """Ask what each of the `candidates` is to do to the stored `facts` (eager policy)."""
     return _prompt("reconcile", candidates=candidates, facts=facts)
+
+
+def segment_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Ask where the topic shifts or something surprises in a dialogue window (HiMem, section 2.2.1)."""
+    return _prompt("segment", turns=turns)
+
+
+def notes_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Stage 1 of HiMem's section 2.2.2: ask for what the turns say outright."""
+    return _prompt("notes", turns=turns)
+
+
+def traits_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
+    """Stage 2: ask for the preferences and traits that the turns imply beside the `notes` of stage 1."""
+    return _prompt("traits", turns=turns, notes=notes)
+
+
+def align_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
+    """Stage 3: ask for duplicates, names and dates to be settled, with the turns to resolve them by."""
+    return _prompt("align", turns=turns, notes=notes)
+
+
+def supplement_prompt(question: str, episodes: Sequence[ShownMemory]) -> Prompt:
+    """Ask for the notes that the `question` missed (HiMem, section 2.4)."""
+    return _prompt("supplement", question=question, episodes=episodes)
+
+
+def revise_prompt(candidates: Sequence[ShownMemory], notes: Sequence[ShownMemory]) -> Prompt:
+    """Ask how each of the `candidates` stands to the stored `notes` (HiMem, section 2.4)."""
+    return _prompt("revise", candidates=candidates, notes=notes)
+
+
+def sufficiency_prompt(
+    question: str, heading: str, memories: Sequence[ShownMemory], as_of: str | None
+) -> Prompt:
+    """Ask whether `memories` are enough to answer (HiMem, section 2.4)."""
+    return _prompt("sufficiency", heading=heading, memories=memories, as_of=as_of, question=question)
 
 
 def answer_prompt(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine.admission import Ticket
-from undertow.engine.config import Settings
+from undertow.engine.config import PolicyName, Settings
 from undertow.engine.encoder import Encoder, Fingerprint, HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.journal import Journal, Row
@@ -28,7 +28,15 @@ from undertow.engine.records import memory_of
 from undertow.prompts import Prompt
 
 from .oracle_eager import OracleEager
+from .oracle_himem import OracleHiMem
 from .oracle_recmem import OracleDecision, OracleMemory, OracleRecMem
+
+# each policy written once more, straight on
+ORACLES: Mapping[PolicyName, Callable[..., OracleEager | OracleHiMem | OracleRecMem]] = {
+    "recmem": OracleRecMem,
+    "eager": OracleEager,
+    "himem": OracleHiMem,
+}
 
 
 class RecordingLLM(MockLLM):
@@ -158,8 +166,7 @@ def oracle_run(
 ) -> Run:
     run = Run()
     for tenant, of_tenant in turns.items():
-        oracle_of = OracleEager if settings.policy == "eager" else OracleRecMem
-        oracle: OracleEager | OracleRecMem = oracle_of(tenant, encoder, MockLLM(replies), settings)
+        oracle = ORACLES[settings.policy](tenant, encoder, MockLLM(replies), settings)
         for seq, turn in enumerate(of_tenant):
             oracle.take(seq, turn)
         run.decisions[tenant] = oracle.decisions

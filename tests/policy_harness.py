@@ -44,12 +44,16 @@ class View:
     tenant: str = "ann"
     generation: int = 1
     thresholds: Thresholds = THETA
+    settled: set[int] = field(default_factory=set)
 
     def turn(self, seq: int) -> TurnView:
         return self.turns[seq]
 
     def exists(self, seq: int) -> bool:
         return seq in self.turns
+
+    def undecided(self, before: int) -> list[int]:
+        return [seq for seq in sorted(self.turns) if seq < before and seq not in self.settled]
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return [m for m in self.memories if m.kind == kind and not m.deleted]

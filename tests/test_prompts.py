@@ -14,23 +14,35 @@ from undertow.prompts import (
     Prompt,
     ShownMemory,
     ShownTurn,
+    align_prompt,
     answer_prompt,
     direct_prompt,
     episode_prompt,
     extract_prompt,
     merge_prompt,
+    notes_prompt,
     prompt_version,
     reconcile_prompt,
     refine_prompt,
     repair_messages,
+    revise_prompt,
+    segment_prompt,
+    sufficiency_prompt,
+    supplement_prompt,
+    traits_prompt,
 )
 from undertow.prompts.replies import (
+    AlignReply,
     EpisodesReply,
     ExtractReply,
     FactsReply,
     MergeReply,
+    NotesReply,
     ReconcileReply,
     Reply,
+    ReviseReply,
+    SegmentReply,
+    TraitsReply,
 )
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -51,6 +63,13 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         direct_prompt(turns, [memory]),
         extract_prompt(turns, turns[0]),
         reconcile_prompt([memory], [memory]),
+        segment_prompt(turns),
+        notes_prompt(turns),
+        traits_prompt(turns, [memory]),
+        align_prompt(turns, [memory]),
+        supplement_prompt(text, [memory]),
+        revise_prompt([memory], [memory]),
+        sufficiency_prompt(text, "Episodes", [memory], date),
         answer_prompt(text, [memory], [memory], [memory], date),
     ]
 
@@ -150,6 +169,10 @@ def test_a_repair_keeps_the_prompt_and_says_what_was_wrong() -> None:
 EPISODE = {"text": "Ann hiked.", "turns": [1]}
 DECISION = {"candidate": 1, "action": "update", "fact": 2, "text": "Ann hikes."}
 FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
+PIECE = {"first": 1, "topic": "A hike", "summary": "Ann hiked."}
+NOTE = {"text": "Ann hikes.", "kind": "preference", "turns": [1]}
+CHANGE = {"note": 1, "same_as": 2, "text": ""}
+REVISION = {"candidate": 1, "relation": "extendable", "note": 2, "text": "Ann hikes."}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +189,12 @@ FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
         (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 10}),
         (ReconcileReply, {"decisions": [DECISION] * 10}),
         (ReconcileReply, {"decisions": [DECISION | {"candidate": -1, "fact": 10**6}]}),
+        (SegmentReply, {"episodes": [PIECE] * 12}),
+        (SegmentReply, {"episodes": [PIECE | {"first": -3}]}),  # the policy's business
+        (NotesReply, {"notes": [NOTE] * 20}),
+        (TraitsReply, {"notes": []}),
+        (AlignReply, {"changes": [CHANGE, CHANGE | {"same_as": None, "text": "Ann hikes."}]}),
+        (ReviseReply, {"decisions": [REVISION]}),
     ],
 )
 def test_valid_replies(reply: type[Reply], value: Any) -> None:
@@ -195,6 +224,11 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
         (ReconcileReply, {"decisions": [DECISION] * 11}),
         (ReconcileReply, {"decisions": [DECISION | {"action": "ADD"}]}),
         (ReconcileReply, {"decisions": [DECISION | {"text": "x" * 601}]}),
+        (SegmentReply, {"episodes": []}),
+        (SegmentReply, {"episodes": [PIECE | {"summary": " "}]}),
+        (NotesReply, {"notes": [NOTE | {"kind": "gossip"}]}),
+        (TraitsReply, {"notes": [NOTE | {"kind": "fact"}]}),  # stage 2 adds no facts
+        (ReviseReply, {"decisions": [REVISION | {"relation": "same"}]}),
     ],
 )
 def test_invalid_replies(reply: type[Reply], value: Any) -> None:

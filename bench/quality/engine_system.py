@@ -11,8 +11,9 @@ from undertow.engine.figures import store_usage
 from undertow.engine.ingest import obstacles
 from undertow.engine.llm import ServerRefused
 from undertow.engine.model import Usage
+from undertow.engine.records import Control
 from undertow.engine.retrieval import Hit
-from undertow.prompts import ShownMemory
+from undertow.prompts import QUERY_OPERATIONS, ShownMemory
 
 
 class EngineSystem:
@@ -35,6 +36,7 @@ class EngineSystem:
             self._engine.add_batch(sample.turns)  # those stored already change nothing
             keys = [turn.dedupe_key for turn in sample.turns]
             stored = self._engine.turns_by_key(sample.tenant, keys)
+            self._flush(sample.tenant)
             held = zip(keys, sample.holds, strict=True)
             self._holds[sample.tenant] = {stored[key]["seq"]: pieces for key, pieces in held}
             # a question at a time would leave the encoder's batches nearly empty
@@ -54,6 +56,12 @@ class EngineSystem:
                 "What is there is kept: run the same command again once the server works."
             )
 
+    def _flush(self, tenant: str) -> None:
+        """A conversation ends here, which a policy may wait for; once, however often the run goes on."""
+        last = self._engine.tenants.existing(tenant).records[-1]
+        if not (isinstance(last, Control) and last.kind == "flush"):
+            self._engine.log_flush(tenant)
+
     def material(self, sample: Sample, question: Question) -> Material:
         found = self._engine.search(sample.tenant, question.text)
         holds = self._holds[sample.tenant]
@@ -64,7 +72,7 @@ class EngineSystem:
 
     def construction(self, tenant: str) -> dict[str, Usage]:
         by_operation = store_usage(self._engine.tenants, tenant)
-        return {op: Usage(**used) for op, used in by_operation.items() if op != "answer"}
+        return {op: Usage(**used) for op, used in by_operation.items() if op not in QUERY_OPERATIONS}
 
     def counts(self) -> dict[str, int]:
         """Of all tenants together; `dead_letters` are jobs that no usable reply was given to."""

@@ -16,6 +16,8 @@ from undertow.prompts import REPLIES, prompt_version
 # what the memories and the prompts of a run hang on, of all settings
 _SETTINGS = (
     "ablation",
+    "himem_align_notes",
+    "himem_align_episodes",
     "retain_consolidated",
     "profile",
     "encoder",

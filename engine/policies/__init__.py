@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from undertow.engine.policies.base import Policy, PromptBudget
 from undertow.engine.policies.eager import Eager
+from undertow.engine.policies.himem import Alignment, HiMem
 from undertow.engine.policies.recmem import RecMem
 
 if TYPE_CHECKING:
@@ -20,3 +21,5 @@ def policy_of(settings: Settings) -> Policy:
             return RecMem(budget, settings.ablation)
         case "eager":
             return Eager(budget)
+        case "himem":
+            return HiMem(budget, Alignment(settings.himem_align_notes, settings.himem_align_episodes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ class TurnView:
     seq: int
     text: str
     timestamp: str | None
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,10 @@ class MemoryView(Protocol):
         """Whether the turn was not deleted."""
         ...
 
+    def undecided(self, before: int) -> Sequence[int]:
+        """The turns in front of record `before` that are neither settled nor deleted, in order."""
+        ...
+
     def current(self, kind: MemoryKind) -> Sequence[Memory]:
         """All current memories of a kind, in order of birth."""
         ...
@@ -175,6 +180,27 @@ class Policy(Protocol):
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remake what rested on a deleted turn; what it makes carries `seq`."""
         ...
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        """A user's flush: decide what waits for later turns without them."""
+        ...
+
+
+@runtime_checkable
+class Reconsolidating(Protocol):
+    """A policy that learns from questions that its notes could not answer."""
+
+    def reconsolidate(
+        self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
+    ) -> Decide:
+        """Take what the question missed over from these episodes; what it makes carries `seq`."""
+        ...
+
+
+def nothing_to_decide() -> Decide:
+    """For records that change no memory: deleted turns, settings, mostly flush."""
+    return Outcome(Decision.WAITS)
+    yield
 
 
 class PromptTooLong(Exception):

@@ -24,6 +24,7 @@ from undertow.engine.policies.base import (
     PromptBudget,
     Vector,
     deletion,
+    nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
 from undertow.engine.records import Job
@@ -127,6 +128,10 @@ class RecMem:
             parked = Outcome(Decision.PARKED, drafts=gone, reason=str(error), operation="episode")
             return replace(parked, cluster=tuple(sorted(rest)))
         return Outcome(Decision.FIRED, drafts=tuple(work.drafts))
+
+    def flush(self, seq: int, memory: MemoryView) -> Decide:
+        """A turn that waits for its topic to recur goes on waiting."""
+        return nothing_to_decide()
 
 
 class _Work(Work):
