@@ -23,6 +23,7 @@ _OF_HIMEM = {
     "himem_align_notes": True,
     "himem_align_episodes": False,
     "himem_self_evolution": True,
+    "himem_max_notes": None,
     "answer_mode": "hybrid",
 }
 
@@ -53,6 +54,8 @@ class Settings(BaseSettings):
     himem_align_notes: bool = True
     himem_align_episodes: bool = False
     himem_self_evolution: bool = True
+    # adaptive forgetting: how many notes a tenant keeps, those that answers were given most often; None: all
+    himem_max_notes: int | None = Field(default=None, ge=1)
 
     # how a question is answered (engine/answering.py): from all tiers at once, or, with HiMem's two, from
     # notes and only where those are not sufficient from episodes

@@ -497,6 +497,8 @@ class Engine(Tenancy):
             if asked.call is None or asked.call.done():
                 self._meter_query(asked)
         text, found = asked.given
+        if asked.say is not None and asked.say.answers:
+            self._log_used(asked.tenant, found)
         return Answer(text, found, sum(asked.spent.values(), Usage()))
 
     def _check_not_lost(self, asked: Asked) -> None:
@@ -548,6 +550,11 @@ class Engine(Tenancy):
         if self.journal.writable and self._failure is None and not known:
             body = {"question": asked.question, "episode_ids": list(episode_ids)}
             self._log(asked.tenant, "reconsolidate", [body])
+
+    def _log_used(self, tenant: str, found: Found) -> None:
+        """Which notes an answer was given, where forgetting goes by that."""
+        if self.settings.himem_max_notes is not None and found.facts and self.journal.writable:
+            self._log(tenant, "used", [{"fact_ids": [hit.id for hit in found.facts]}])
 
     def _meter_query(self, asked: Asked) -> None:
         if not asked.spent:

@@ -133,10 +133,14 @@ class Reconsolidation(Shape):
     episode_ids: list[Words]
 
 
+class Use(Shape):
+    fact_ids: list[Words]
+
+
 class ControlRecord(RecordShape):
     kind: Literal["control"]
     seq: int = Field(ge=-1)
-    control: Literal["settings", "flush", "delete", "update", "replay", "reconsolidate"]
+    control: Literal["settings", "flush", "delete", "update", "replay", "reconsolidate", "used"]
     body: dict[str, Any]
 
 
@@ -151,7 +155,7 @@ class JobRecord(RecordShape):
 
 
 Content = TurnRecord | MemoryRecord | DecisionRecord | ControlRecord | JobRecord
-Body = Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay | Reconsolidation
+Body = Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay | Reconsolidation | Use
 
 _CONTENT: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
 
@@ -173,6 +177,7 @@ def body_of(record: ControlRecord) -> Body:
         "update": Update,
         "replay": Replay,
         "reconsolidate": Reconsolidation,
+        "used": Use,
     }
     try:
         return shapes[record.control].model_validate(record.body)

@@ -228,9 +228,10 @@ class Import:
             body["replaced_by"] = self._turn_id(record.seq + 1)
         if "memory_id" in body:
             body["memory_id"] = self._renamed("body.memory_id", body["memory_id"], body["kind"])
-        if "episode_ids" in body:
-            renamed = [self._renamed("body.episode_ids", i, "episode") for i in body["episode_ids"]]
-            body["episode_ids"] = renamed
+        named: tuple[tuple[str, MemoryKind], ...] = (("episode_ids", "episode"), ("fact_ids", "fact"))
+        for field, kind in named:
+            if field in body:
+                body[field] = [self._renamed(f"body.{field}", i, kind) for i in body[field]]
         if "job_id" in body:
             body["job_id"] = self._job_id(self._checks.job_seqs[body["job_id"]])
         return control_row(self.tenant, self.key, Control(record.control, record.seq, body))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from undertow.engine.journal import Row
 from undertow.engine.model import Memory, MemoryKind, Message, PackedTurn, Turn, Usage, memory_id
 
-ControlKind = Literal["settings", "flush", "delete", "update", "replay", "reconsolidate"]
+ControlKind = Literal["settings", "flush", "delete", "update", "replay", "reconsolidate", "used"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,8 @@ class Tenant:
         self._changes: dict[str, int] = {}
         self.jobs: dict[str, Job] = {}
         self.counts: Counter[str] = Counter()
+        # by id of a fact: the answers that were given it, as far as the log is decided
+        self.uses: Counter[str] = Counter()
         self.meter: dict[str, Usage] = {}
         self._arena = arena
 
@@ -225,6 +227,9 @@ class Tenant:
     def add_decision(self, seq: int, body: Mapping[str, Any]) -> None:
         """Move the cursor past `seq` and mark what the decision settled."""
         self.cursor = seq + 1
+        record = self.records[seq]
+        if isinstance(record, Control) and record.kind == "used":
+            self.uses.update(record.body["fact_ids"])
         if settled := body.get("settled"):
             self._arena.set_live(self._turn_handles(settled), False)
         if revived := body.get("revived"):
@@ -308,6 +313,9 @@ class View:
 
     def undecided(self, before: int) -> list[int]:
         return self.of.live_turns(before)
+
+    def uses(self) -> Mapping[str, int]:
+        return self.of.uses
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.of.current(kind)

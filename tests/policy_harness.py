@@ -45,6 +45,7 @@ class View:
     generation: int = 1
     thresholds: Thresholds = THETA
     settled: set[int] = field(default_factory=set)
+    used: dict[str, int] = field(default_factory=dict)
 
     def turn(self, seq: int) -> TurnView:
         return self.turns[seq]
@@ -54,6 +55,9 @@ class View:
 
     def undecided(self, before: int) -> list[int]:
         return [seq for seq in sorted(self.turns) if seq < before and seq not in self.settled]
+
+    def uses(self) -> dict[str, int]:
+        return self.used
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return [m for m in self.memories if m.kind == kind and not m.deleted]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +235,33 @@ def test_himems_settings_are_refused_under_another_policy() -> None:
         Settings(answer_mode="best_effort")
     with pytest.raises(ValidationError, match="himem_align_episodes is a setting of the policy 'himem'"):
         Settings(policy="eager", himem_align_episodes=True)
+
+
+# ---- forgetting by use
+
+
+def test_what_answers_were_given_is_logged_and_outlives_what_they_were_not(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "himem", "k_sem": 1, "himem_max_notes": 2}
+    with open_engine(tmp_path, RecordingLLM(MockReplies()), **options) as engine:
+        filled(engine)
+        for _ in range(2):
+            engine.answer("ann", "violin")
+        used = engine.answer("ann", QUESTION).found.facts[0].id
+        assert not [m for m in engine.get_all("ann") if m.deleted]
+        others = [turn_of("ann", n, f"Ann tells of book{n} page{n}") for n in range(10, 16)]
+        engine.add_batch([replace(turn, session_id=f"b{n}") for n, turn in enumerate(others)])
+        assert engine.flush("ann")
+        notes = [m for m in engine.get_all("ann") if m.kind == "fact"]
+        assert used in {m.id for m in notes} and len(notes) == 2
+        assert len(engine.history(used)) == 1
+        episodes = [m for m in engine.get_all("ann") if m.kind == "episode"]
+        assert len({s for m in episodes for s in m.source_seqs}) == engine.stats()["turns"] == 9
+    reasons = [orjson.loads(row.payload).get("reason") for row in rows_of(tmp_path, "decision")]
+    assert any("forgotten" in reason for reason in reasons if reason)
+    with open_engine(tmp_path, **options) as engine:
+        assert [m for m in engine.get_all("ann") if m.kind == "fact"] == notes
+        records = engine.export_page("ann").items
+        engine.import_("copy", records)
+        assert [m.text for m in engine.get_all("copy")] == [m.text for m in engine.get_all("ann")]
+        assert dict(engine.tenants.get("ann").uses).keys() == {used}
+        assert sum(engine.tenants.get("copy").uses.values()) == 3

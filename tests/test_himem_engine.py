@@ -225,7 +225,7 @@ def test_of_a_deleted_turn_no_byte_is_left_nor_of_what_questions_made_of_it(tmp_
 def test_an_export_with_questions_is_taken_in_again(streamed: tuple[Path, Run], tmp_path: Path) -> None:
     store, _ = streamed
     with open_engine(store, None, **BEST) as engine:
-        records = list(engine.export("ann"))
+        records = engine.export_page("ann").items
         told = [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("ann")]
     assert "reconsolidate" in {r.get("control") for r in records}
     with open_engine(tmp_path, None, **BEST) as engine:

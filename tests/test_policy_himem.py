@@ -338,3 +338,32 @@ def test_what_rested_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place
     done = forget(view, 1, pieces(1), BAD)
     assert (done.outcome.decision, done.outcome.cluster) == (Decision.PARKED, (0, 5))
     assert (sorted(done.deleted()), done.made("episode")) == (sorted([one.id, note.id]), [])
+
+
+# ---- forgetting by use
+
+
+def test_of_too_many_notes_the_least_used_are_forgotten_and_of_equals_the_oldest() -> None:
+    old = [made("fact", f"Old {n}.", n, 0) for n in range(4)]
+    view = talk("aab", [made("episode", "Old.", 1, 0), *old])
+    view.settled, view.used = {0}, {old[0].id: 1, old[2].id: 3}
+    policy = HiMem(ROOMY, Alignment(), max_notes=3)
+    said = notes(("New.", "fact", [1]))
+    done = run(policy.decide(2, view), view, pieces(1), said, NO_TRAITS, SAME)
+    assert done.deleted() == [old[1].id, old[3].id], "neither a used one nor the new one"
+    assert "2 notes forgotten" in (done.outcome.reason or "")
+    view.used = {note.id: 1 for note in old}
+    tight = HiMem(ROOMY, Alignment(), max_notes=1)
+    done = run(tight.decide(2, view), view, pieces(1), said, NO_TRAITS, SAME)
+    assert done.deleted() == [note.id for note in old]
+    assert [m.kind for m in done.made("episode")] == ["episode"]
+    assert run(himem().decide(2, view), view, pieces(1), said, NO_TRAITS, SAME).deleted() == [], "off"
+
+
+def test_the_notes_stay_bounded_though_one_window_gives_more() -> None:
+    view = talk("aab")
+    said = notes(*((f"Note {n}.", "fact", [1]) for n in range(5)))
+    policy = HiMem(ROOMY, Alignment(), max_notes=2)
+    done = run(policy.decide(2, view), view, pieces(1), said, NO_TRAITS, SAME)
+    kept = {m.text for m in done.made("fact") if m.id not in done.deleted()}
+    assert kept == {"Note 3.", "Note 4."}

@@ -22,4 +22,5 @@ def policy_of(settings: Settings) -> Policy:
         case "eager":
             return Eager(budget)
         case "himem":
-            return HiMem(budget, Alignment(settings.himem_align_notes, settings.himem_align_episodes))
+            alignment = Alignment(settings.himem_align_notes, settings.himem_align_episodes)
+            return HiMem(budget, alignment, settings.himem_max_notes)

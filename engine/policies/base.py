@@ -8,7 +8,7 @@ the scheduler may start it ahead of time and throw it away.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -150,6 +150,10 @@ class MemoryView(Protocol):
 
     def undecided(self, before: int) -> Sequence[int]:
         """The turns in front of record `before` that are neither settled nor deleted, in order."""
+        ...
+
+    def uses(self) -> Mapping[str, int]:
+        """How many answers were given each fact, by its id, as the log tells; where that is not kept, {}."""
         ...
 
     def current(self, kind: MemoryKind) -> Sequence[Memory]:

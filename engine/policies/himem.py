@@ -9,7 +9,7 @@ notes brings about in `himem_revision`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from undertow.engine.model import Decision
 from undertow.engine.policies.base import (
@@ -21,7 +21,7 @@ from undertow.engine.policies.base import (
     deletion,
 )
 from undertow.engine.policies.himem_episodes import write_episodes
-from undertow.engine.policies.himem_notes import write_notes
+from undertow.engine.policies.himem_notes import forget_least_used, write_notes
 from undertow.engine.policies.himem_revision import revise_notes
 from undertow.engine.policies.work import Failed, Steps, Work, parked
 from undertow.engine.records import Job
@@ -41,9 +41,11 @@ class HiMem:
 
     name = "himem"
 
-    def __init__(self, budget: PromptBudget, alignment: Alignment) -> None:
+    def __init__(self, budget: PromptBudget, alignment: Alignment, max_notes: int | None = None) -> None:
+        """`max_notes`: of more than these, the ones least used are forgotten (section 2.5); None: none."""
         self._budget = budget
         self._alignment = alignment
+        self._max_notes = max_notes
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         window = memory.undecided(seq)
@@ -72,7 +74,7 @@ class HiMem:
             yield from write_notes(work, [s for s in turns if s in held], align=self._alignment.notes)
         except Failed as error:
             return parked(error, "segment", tuple(turns), Outcome(Decision.PARKED))
-        return Outcome(Decision.FIRED, cluster=tuple(turns), drafts=tuple(work.drafts))
+        return self._done(work, Outcome(Decision.FIRED, cluster=tuple(turns)))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remove all that was made of the deleted turn's window, and make it anew of its other turns.
@@ -101,7 +103,7 @@ class HiMem:
             # They must go even where nothing takes their place yet.
             outcome = Outcome(Decision.PARKED, drafts=gone)
             return parked(error, "segment", (*rest, *others), outcome)
-        return Outcome(Decision.FIRED, drafts=tuple(work.drafts))
+        return self._done(work, Outcome(Decision.FIRED))
 
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
@@ -121,7 +123,7 @@ class HiMem:
             yield from revise_notes(work, question, episodes)
         except Failed as error:
             return Outcome(Decision.WAITS, reason=str(error), operation="supplement")
-        return Outcome(Decision.FIRED, drafts=tuple(work.drafts))
+        return self._done(work, Outcome(Decision.FIRED))
 
     def _goes_on(self, window: Sequence[int], seq: int, memory: MemoryView) -> bool:
         """Whether the turn belongs to the open window, and the window has room for it."""
@@ -137,9 +139,15 @@ class HiMem:
             yield from self._remember(work, window)
         except Failed as error:
             return parked(error, "segment", cluster, Outcome(Decision.PARKED))
-        return Outcome(Decision.FIRED, cluster=cluster, settled=cluster, drafts=tuple(work.drafts))
+        return self._done(work, Outcome(Decision.FIRED, cluster=cluster, settled=cluster))
 
     def _remember(self, work: Work, window: Sequence[int]) -> Steps:
         """Episodes of a window, and then its notes."""
         yield from write_episodes(work, window, align=self._alignment.episodes)
         yield from write_notes(work, window, align=self._alignment.notes)
+
+    def _done(self, work: Work, outcome: Outcome) -> Outcome:
+        """With all that the job has made; and with what is forgotten, so that the notes stay bounded."""
+        forgotten = 0 if self._max_notes is None else forget_least_used(work, self._max_notes)
+        reason = f"{forgotten} notes forgotten, which answers used least" if forgotten else None
+        return replace(outcome, drafts=tuple(work.drafts), reason=reason)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from undertow.engine.model import Memory
-from undertow.engine.policies.base import Complete, Effect, Embed
+from undertow.engine.policies.base import Complete, Draft, Effect, Embed, deletion
 from undertow.engine.policies.work import Steps, Work
 from undertow.prompts import Prompt, ShownMemory, align_prompt, notes_prompt, traits_prompt
 from undertow.prompts.replies import (
@@ -113,6 +113,22 @@ def living_notes(work: Work) -> list[Memory]:
     notes = {memory.id: memory for memory in work.view.current("fact")}
     notes |= {d.memory.id: d.memory for d in work.drafts if d.memory.kind == "fact"}
     return [memory for memory in notes.values() if not memory.deleted]
+
+
+def forget_least_used(work: Work, most: int) -> int:
+    """Delete notes until there are `most`; how many. Their history stays, and turns and episodes all stay.
+
+    Those that fewest answers were given go first, of equal ones the oldest; what this job has made is not yet
+    known to be of no use, and goes last.
+    """
+    uses = work.view.uses()
+    notes = sorted(
+        living_notes(work),
+        key=lambda n: (n.made_at_seq == work.seq, uses.get(n.id, 0), n.born_at_seq, n.ordinal),
+    )
+    gone = notes[: max(0, len(notes) - most)]
+    work.drafts += [Draft(deletion(note, work.seq), None) for note in gone]
+    return len(gone)
 
 
 def episode_of(work: Work, seq: int) -> str | None:
