@@ -190,7 +190,6 @@ class SufficiencyReply(Reply):
 class SupplementDraft(Reply):
     text: str = Field(min_length=1, max_length=FACT_CHARS)
     kind: NoteKind
-    episodes: list[LineNumber] = Field(max_length=50)
 
 
 class SupplementReply(Reply):

@@ -186,10 +186,8 @@ class OracleHiMem:
         seen = episodes[: len(shown)]
         found: list[Note] = []
         for draft in self._ask(supplement_prompt(question, shown)).notes:
-            right = draft.episodes and all(1 <= n <= len(seen) for n in draft.episodes)
-            of = [seen[n - 1] for n in draft.episodes] if right else seen
             if draft.text not in [note.text for note in found]:
-                found.append(Note(draft.text, sorted({s for m in of for s in m.sources})))
+                found.append(Note(draft.text, sorted({s for m in seen for s in m.sources})))
         for known in self.current("fact"):
             for note in [n for n in found if n.text == known.text]:
                 found.remove(note)

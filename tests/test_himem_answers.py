@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from pydantic import ValidationError
 
 from undertow.bench.mock_llm import MockReplies
-from undertow.bench.mock_replies import Messages
 from undertow.engine.answering import NOT_ANSWERABLE
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
@@ -29,28 +26,11 @@ from .engine_harness import (
     settings_of,
     turn_of,
 )
+from .himem_harness import Judging
 from .policy_harness import lines_under
 
 QUESTION = "What does Ann do in the harbour?"
 BEST: dict[str, Any] = {"policy": "himem", "answer_mode": "best_effort"}
-
-
-@dataclass(frozen=True, slots=True)
-class Judging(MockReplies):
-    """The mock, whose judgements are told it: of notes and of episodes; None: no usable reply."""
-
-    notes: bool | None = False
-    episodes: bool | None = True
-    lines: tuple[int, ...] = (1,)
-
-    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
-        if schema is None or "sufficient" not in schema["properties"]:
-            return MockReplies.reply(self, messages, schema)
-        of_episodes = messages[1]["content"].startswith("Episodes:")
-        verdict = self.episodes if of_episodes else self.notes
-        if verdict is None:
-            return "I cannot say."
-        return json.dumps({"lines": self.lines, "sufficient": verdict})
 
 
 def sessions() -> list[Turn]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.bench.mock_server import spawn_server
 from undertow.engine.engine import Engine
+from undertow.engine.llm import BadReply
 from undertow.engine.model import Turn
 from undertow.engine.records import control_of
 from undertow.prompts import QUERY_OPERATIONS, Prompt
@@ -43,11 +45,13 @@ from .fault_harness import (
     turns_of,
     write_log,
 )
+from .himem_harness import Judging
 from .oracle_himem import OracleHiMem
 
 HIMEM: dict[str, Any] = {"policy": "himem"}
 BEST = {**HIMEM, "answer_mode": "best_effort"}
-REPLIES = MockReplies(1, refusal_rate=0.4, empty_rate=0.2, malformed_rate=0.06, malformed_sticky=True)
+# its notes are never sufficient
+REPLIES = Judging(1, 0.3, 0.1, malformed_rate=0.06, malformed_sticky=True, lines=())
 TOPICS = ("boat harbour sail mast", "violin bow string tune", "garden tomato seed soil")
 
 
@@ -102,7 +106,8 @@ def talked(store: Path, turns: dict[str, list[Turn]], chunk: int) -> RecordingLL
         for start in range(0, max(map(len, turns.values())), chunk):
             for name, of_tenant in turns.items():
                 engine.add_batch(of_tenant[start : start + chunk])
-                engine.answer(name, f"Who has a {TOPICS[start % 3]} of {start}?")
+                with suppress(BadReply):
+                    engine.answer(name, f"Who has a {TOPICS[start % 3]} of {start}?")
         for name in turns:
             assert engine.flush(name)
         assert engine.drain()
@@ -111,13 +116,13 @@ def talked(store: Path, turns: dict[str, list[Turn]], chunk: int) -> RecordingLL
 
 @pytest.fixture(scope="module")
 def turns() -> dict[str, list[Turn]]:
-    return {name: talk(name, 40, seed) for seed, name in enumerate(("ann", "bob"), 3)}
+    return {name: talk(name, 40, seed) for seed, name in enumerate(("ann", "bob", "cleo"), 3)}
 
 
 @pytest.fixture(scope="module")
 def streamed(turns: dict[str, list[Turn]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     store = tmp_path_factory.mktemp("streamed")
-    llm = talked(store, turns, 5)
+    llm = talked(store, turns, 3)
     return store, read_back(store, construction(llm))
 
 
@@ -199,9 +204,9 @@ def test_parked_windows_are_made_up_for_by_a_replay(tmp_path: Path) -> None:
 
 
 def test_of_a_deleted_turn_no_byte_is_left_nor_of_what_questions_made_of_it(tmp_path: Path) -> None:
-    texts = ["the boat and the harbour", f"the boat of the {MARKER}", "the boat at sea", "a violin"]
+    texts = [f"{MARKER} has a boat", "the boat and the harbour", "the boat at sea", "a violin"]
     turns = [replace(turn_of("ann", n, text), session_id=f"s{n // 3}") for n, text in enumerate(texts)]
-    with open_engine(tmp_path, RecordingLLM(MockReplies(2, refusal_rate=0.5)), **BEST) as engine:
+    with open_engine(tmp_path, RecordingLLM(Judging(2, lines=())), **BEST) as engine:
         receipts = engine.add_batch(turns)
         assert engine.flush("ann")
         for n in range(6):
@@ -209,11 +214,11 @@ def test_of_a_deleted_turn_no_byte_is_left_nor_of_what_questions_made_of_it(tmp_
             assert engine.drain()
         changed = [row for row in rows_of(tmp_path, "fact") if row.seq > 4 and MARKER.encode() in row.payload]
         assert changed, "a question has made something of it"
-        assert receipts[1].id is not None
-        engine.delete(receipts[1].id)
+        assert receipts[0].id is not None
+        engine.delete(receipts[0].id)
         assert engine.drain()
         live = engine.get_all("ann")
-        assert MARKER not in repr(live) and episodes_hold(engine, "ann") == [0, 2, 3]
+        assert MARKER not in repr(live) and episodes_hold(engine, "ann") == [1, 2, 3]
         engine.purge()
     assert not bytes_hold(tmp_path, MARKER)
     with open_engine(tmp_path, **BEST) as engine:

@@ -27,9 +27,8 @@ def view_of(*memories: Memory) -> View:
     return View(turns, list(memories))
 
 
-def missing(*given: tuple[str, list[int]]) -> SupplementReply:
-    drafts = [SupplementDraft(text=text, kind="profile", episodes=numbers) for text, numbers in given]
-    return SupplementReply(notes=drafts)
+def missing(*texts: str) -> SupplementReply:
+    return SupplementReply(notes=[SupplementDraft(text=text, kind="profile") for text in texts])
 
 
 def related(*given: tuple[int, Any, int | None, str]) -> ReviseReply:
@@ -44,26 +43,26 @@ def ask(view: View, *replies: Reply | BadReply, budget: PromptBudget = ROOMY, **
 
 def test_only_the_question_and_its_episodes_are_shown_and_what_is_found_rests_on_their_turns() -> None:
     view = view_of(EARLY, LATE, BAKES)
-    done = ask(view, missing(("Ann lives in Paris.", [1]), ("Ann moves.", [])), related())
+    done = ask(view, missing("Ann lives in Paris.", "Ann moves."), related())
     assert [p.operation for p in done.prompts] == ["supplement", "revise"]
     assert QUESTION in done.prompts[0].user and "turn0" not in done.prompts[0].user
     assert [LATE.text in line for line in lines_under(done.prompts[0], "Episodes")] == [True, False]
     assert [(m.text, m.source_seqs, m.fact_kind, m.episode_id) for m in done.made("fact")] == [
-        ("Ann lives in Paris.", (3, 4), "profile", LATE.id),
+        ("Ann lives in Paris.", (0, 1, 3, 4), "profile", EARLY.id),
         ("Ann moves.", (0, 1, 3, 4), "profile", EARLY.id),
     ]
     assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (Decision.FIRED, (), ())
 
 
 def test_without_stored_notes_there_is_nothing_to_compare() -> None:
-    done = ask(view_of(EARLY, LATE), missing(("Ann lives in Paris.", [1])))
+    done = ask(view_of(EARLY, LATE), missing("Ann lives in Paris."))
     assert ([m.text for m in done.made("fact")], len(done.prompts)) == (["Ann lives in Paris."], 1)
     assert ask(view_of(LATE), missing()).outcome.drafts == ()
 
 
 def test_independent_adds_extendable_updates_contradictory_replaces() -> None:
     view = view_of(EARLY, LATE, LIVES, BAKES)
-    found = missing(("Ann sails.", [1]), ("Ann bakes rye bread.", [1]), ("Ann lives in Paris.", [1]))
+    found = missing("Ann sails.", "Ann bakes rye bread.", "Ann lives in Paris.")
     done = ask(
         view,
         found,
@@ -77,7 +76,7 @@ def test_independent_adds_extendable_updates_contradictory_replaces() -> None:
     added, updated, replaced = done.made("fact")
     assert (added.text, added.version, added.supersedes) == ("Ann sails.", 1, ())
     assert (updated.id, updated.version, updated.text) == (BAKES.id, 2, "Ann bakes bread, also of rye.")
-    assert (updated.source_seqs, updated.prompt_version) == ((3, 4), prompt_version("revise"))
+    assert (updated.source_seqs, updated.prompt_version) == ((0, 1, 3, 4), prompt_version("revise"))
     assert (replaced.text, replaced.supersedes) == ("Ann lives in Paris.", (LIVES.id,))
     assert done.deleted() == [LIVES.id], "a last, empty version: its history stays"
 
@@ -86,12 +85,12 @@ def test_independent_adds_extendable_updates_contradictory_replaces() -> None:
     "wrong", [(1, "extendable", 9, "x"), (1, "contradictory", 0, ""), (1, "extendable", None, "x")]
 )
 def test_what_a_wrong_number_leaves_open_is_added(wrong: tuple[int, Any, int | None, str]) -> None:
-    done = ask(view_of(LATE, BAKES), missing(("Ann sails.", [])), related(wrong))
+    done = ask(view_of(LATE, BAKES), missing("Ann sails."), related(wrong))
     assert ([m.text for m in done.made("fact")], done.deleted()) == (["Ann sails."], [])
 
 
 def test_a_note_is_changed_once_and_a_candidate_decided_once() -> None:
-    found = missing(("One.", [1]), ("Two.", [1]))
+    found = missing("One.", "Two.")
     done = ask(
         view_of(LATE, LIVES),
         found,
@@ -103,20 +102,21 @@ def test_a_note_is_changed_once_and_a_candidate_decided_once() -> None:
 
 def test_older_words_contradict_no_later_note() -> None:
     view = view_of(EARLY, LATE, BAKES)
-    done = ask(view, missing(("Ann never bakes.", [2])), related((1, "contradictory", 1, "")))
+    replies = missing("Ann never bakes."), related((1, "contradictory", 1, ""))
+    done = ask(view, *replies, episodes=(EARLY.id,))
     assert (done.deleted(), [m.supersedes for m in done.made("fact")]) == ([], [()])
 
 
 def test_what_is_stored_word_for_word_is_not_asked_about() -> None:
-    done = ask(view_of(EARLY, LATE, LIVES), missing((LIVES.text, [1])))
+    done = ask(view_of(EARLY, LATE, LIVES), missing(LIVES.text))
     (again,) = done.made("fact")
-    assert (again.id, again.version, again.source_seqs) == (LIVES.id, 2, (1, 3, 4))
+    assert (again.id, again.version, again.source_seqs) == (LIVES.id, 2, (0, 1, 3, 4))
 
 
 def test_episodes_that_are_gone_or_rest_on_a_deleted_turn_are_left_out() -> None:
     view = view_of(EARLY, LATE)
     del view.turns[4]
-    done = ask(view, missing(("Ann lives in Berlin.", [1])))
+    done = ask(view, missing("Ann lives in Berlin."))
     assert [EARLY.text in line for line in lines_under(done.prompts[0], "Episodes")] == [True]
     del view.turns[0]
     assert ask(view).outcome.decision is Decision.WAITS
@@ -130,7 +130,7 @@ def test_the_least_relevant_episodes_go_where_the_context_is_short() -> None:
     assert [LATE.text in line for line in lines_under(prompt, "Episodes")] == [True]
 
 
-@pytest.mark.parametrize("replies", [(BAD,), (missing(("New.", [])), BAD)])
+@pytest.mark.parametrize("replies", [(BAD,), (missing("New."), BAD)])
 def test_a_bad_reply_changes_nothing_and_parks_nothing(replies: tuple[Any, ...]) -> None:
     outcome = ask(view_of(LATE, BAKES), *replies).outcome
     assert (outcome.decision, outcome.drafts, outcome.settled) == (Decision.WAITS, (), ())

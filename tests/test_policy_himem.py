@@ -309,14 +309,18 @@ def test_a_deleted_turn_takes_along_all_of_its_window_which_is_made_anew_without
     assert [(m.text, m.source_seqs, m.born_at_seq) for m in done.made("fact")] == [("Anew.", (3,), 12)]
 
 
-def test_a_note_of_several_windows_is_written_anew_of_the_other_windows_turns() -> None:
-    both = made("fact", "Both.", 4, 0, 5)
-    episodes = [made("episode", "One.", 4, 0), made("episode", "Other.", 8, 4, 5)]
-    done = forget(talk("abbbbbc", [*episodes, both]), 0, notes(("Anew.", "fact", [1])), NO_TRAITS, SAME)
+def test_a_note_of_several_windows_is_written_anew_of_each_other_window_by_itself() -> None:
+    """So that no note of one holds words of another, which its sources would not tell."""
+    both = made("fact", "Both.", 4, 0, 1, 4)
+    spans = {4: (0,), 7: (1, 2), 8: (3, 4)}
+    episodes = [made("episode", f"Born at {born}.", born, *seqs) for born, seqs in spans.items()]
+    replies = NONE, NO_TRAITS, notes(("Anew.", "fact", [1])), NO_TRAITS, SAME
+    done = forget(talk("abbccd", [*episodes, both]), 0, *replies)
     assert sorted(done.deleted()) == sorted([episodes[0].id, both.id])
-    assert operations(done) == ["notes", "traits", "align"], "no episode of it is left, and the other stays"
+    assert operations(done) == ["notes", "traits", "notes", "traits", "align"], "the other episodes stay"
+    assert ["turn1" in p.user for p in done.prompts] == [True, True, False, False, False]
     (note,) = done.made("fact")
-    assert (note.source_seqs, note.episode_id) == ((5,), episodes[1].id)
+    assert (note.source_seqs, note.episode_id) == ((4,), episodes[2].id)
 
 
 def test_what_a_user_deleted_does_not_come_back_and_gives_up_its_history() -> None:
@@ -344,7 +348,7 @@ def test_what_rested_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place
 
 
 def test_of_too_many_notes_the_least_used_are_forgotten_and_of_equals_the_oldest() -> None:
-    old = [made("fact", f"Old {n}.", n, 0) for n in range(4)]
+    old = [made("fact", f"Old {n}.", 1, 0, ordinal=n) for n in range(4)]
     view = talk("aab", [made("episode", "Old.", 1, 0), *old])
     view.settled, view.used = {0}, {old[0].id: 1, old[2].id: 3}
     policy = HiMem(ROOMY, Alignment(), max_notes=3)

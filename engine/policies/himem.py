@@ -71,7 +71,7 @@ class HiMem:
         work = Work(seq, memory, self._budget)
         try:
             yield from self._remember(work, [s for s in turns if s not in held])
-            yield from write_notes(work, [s for s in turns if s in held], align=self._alignment.notes)
+            yield from self._note(work, [s for s in turns if s in held])
         except Failed as error:
             return parked(error, "segment", tuple(turns), Outcome(Decision.PARKED))
         return self._done(work, Outcome(Decision.FIRED, cluster=tuple(turns)))
@@ -98,7 +98,7 @@ class HiMem:
         work.drafts += gone
         try:
             yield from self._remember(work, rest)
-            yield from write_notes(work, others, align=self._alignment.notes)
+            yield from self._note(work, others)
         except Failed as error:
             # They must go even where nothing takes their place yet.
             outcome = Outcome(Decision.PARKED, drafts=gone)
@@ -140,6 +140,16 @@ class HiMem:
         except Failed as error:
             return parked(error, "segment", cluster, Outcome(Decision.PARKED))
         return self._done(work, Outcome(Decision.FIRED, cluster=cluster, settled=cluster))
+
+    def _note(self, work: Work, turns: Sequence[int]) -> Steps:
+        """Notes of turns that have their episodes: a window at a time, as deletions go by windows."""
+        episodes = [*work.view.ended("episode"), *work.view.current("episode")]
+        born = {s: e.born_at_seq for e in episodes for s in e.source_seqs}
+        windows: dict[int | None, list[int]] = {}
+        for turn_seq in turns:
+            windows.setdefault(born.get(turn_seq), []).append(turn_seq)
+        for window in windows.values():
+            yield from write_notes(work, window, align=self._alignment.notes)
 
     def _remember(self, work: Work, window: Sequence[int]) -> Steps:
         """Episodes of a window, and then its notes."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from undertow.engine.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Embed, Vector, deletion
-from undertow.engine.policies.himem_notes import Note, episode_of, living_notes, named
+from undertow.engine.policies.himem_notes import Note, episode_of, living_notes
 from undertow.engine.policies.work import Steps, Work, as_shown
 from undertow.prompts import Prompt, ShownMemory, prompt_version, revise_prompt, supplement_prompt
 from undertow.prompts.replies import ReviseReply, Revision, SupplementReply
@@ -24,17 +24,18 @@ _INDEPENDENT = Revision(candidate=1, relation="independent", note=None, text="")
 def revise_notes(work: Work, question: str, episodes: Sequence[Memory]) -> Steps:
     """Extract what the question missed, compare it with the notes, and change those. PromptTooLong.
 
-    `episodes`: most relevant first; those that the model's context has no room for are left out.
+    `episodes`: most relevant first; those that the model's context has no room for are left out. What is
+    found rests on the turns of all that are shown: any of their words may be in it, and must go with them.
     """
     shown = list(episodes)
     while len(shown) > 1 and not work.fits(_prompt(question, shown)):
         shown.pop()
     prompt = work.checked(_prompt(question, shown))
     reply: SupplementReply = yield Complete(prompt)
+    turns = tuple(sorted({s for episode in shown for s in episode.source_seqs}))
     found: dict[str, Note] = {}
     for draft in reply.notes:
-        turns = {s for episode in named(draft.episodes, shown) for s in episode.source_seqs}
-        found.setdefault(draft.text, Note(draft.text, draft.kind, tuple(sorted(turns)), prompt.version))
+        found.setdefault(draft.text, Note(draft.text, draft.kind, turns, prompt.version))
     if not found:
         return
     vectors = yield Embed(tuple(found))
