@@ -38,8 +38,7 @@ def begin(policy: Policy, tenant: Tenant, seq: int) -> Decide:
         return nothing_to_decide() if job is None else policy.replay(seq, job, view)
     if isinstance(record, Control) and record.kind == "flush":
         return policy.flush(seq, view)
-    learns = isinstance(policy, Reconsolidating)
-    if learns and isinstance(record, Control) and record.kind == "reconsolidate":
+    if isinstance(policy, Reconsolidating) and isinstance(record, Control) and record.kind == "reconsolidate":
         return policy.reconsolidate(seq, record.body["question"], record.body["episode_ids"], view)
     return nothing_to_decide()
 

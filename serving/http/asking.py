@@ -26,7 +26,7 @@ from undertow.serving.http.wire.asking import (
 from undertow.serving.principal import Scope
 
 if TYPE_CHECKING:
-    from undertow.engine.engine import Answer
+    from undertow.engine.asking import Answer
     from undertow.engine.retrieval import Hit
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
