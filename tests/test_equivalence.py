@@ -306,10 +306,12 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
     turns: Turns = {}
     for name in [f"t{n}" for n in range(draw(st.integers(1, 3)))]:
         days = rng.integers(1, 28, draw(st.integers(8, 32)))
-        turns[name] = [
+        said = [
             turn_of(name, n, f"{name} says {n} of {days[n]}", timestamp=f"2026-03-{days[n]:02d}T10:00:00")
             for n in range(len(days))
         ]
+        session_turns = draw(st.integers(1, 6))
+        turns[name] = [replace(turn, session_id=f"s{n // session_turns}") for n, turn in enumerate(said)]
     texts = [turn.text for of_tenant in turns.values() for turn in of_tenant]
     table = dict(zip(texts, pool[rng.integers(0, len(pool), len(texts))], strict=True))
     settings = settings_of(
