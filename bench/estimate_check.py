@@ -32,7 +32,7 @@ from undertow.engine.model import Usage
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.reply_guess import EXPECTED
 from undertow.engine.token_count import TokenCount, token_count
-from undertow.prompts import REPLIES
+from undertow.prompts import QUERY_OPERATIONS, REPLIES
 
 RATES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = ("conv-30", "conv-26")
@@ -84,7 +84,7 @@ def compare(estimated: Ranges, spent: Mapping[str, Usage]) -> dict[str, dict[str
 
     `off` is the expected one's distance as a share of the metered one; None where nothing was metered.
     """
-    every = {op: used for op, used in spent.items() if op != "answer"}
+    every = {op: used for op, used in spent.items() if op not in QUERY_OPERATIONS}
     every[TOTAL] = sum(every.values(), Usage())
     return {
         op: {figure: _row(estimated[op][figure], getattr(every[op], figure)) for figure in FIGURES}

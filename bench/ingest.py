@@ -31,6 +31,7 @@ from undertow.engine.config import Settings
 from undertow.engine.encoder import Fingerprint, HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.model import Turn
+from undertow.prompts import QUERY_OPERATIONS
 
 Vectors = NDArray[np.float16]
 
@@ -122,7 +123,8 @@ def latency(data: Path, folder: Path, tenants: int, latency_s: float) -> dict[st
         engine.drain()
         elapsed_s = time.perf_counter() - began_s
         chain = max(
-            sum(u.calls for op, u in t.meter.items() if op != "answer") for t in engine.tenants.loaded()
+            sum(u.calls for op, u in t.meter.items() if op not in QUERY_OPERATIONS)
+            for t in engine.tenants.loaded()
         )
     return {
         "turns": len(log),

@@ -28,6 +28,8 @@ _CACHE_BLOCK_TOKENS = 16
 _JUDGING = "yes or no"
 # fields with the number of a stored fact
 _FACT_NUMBERS = (".replaces", ".fact")
+# fields with the number of a note, stored or new
+_NOTE_NUMBERS = (".note", ".same_as")
 _MALFORMED = ('{"episodes": [{"te', "I am sorry, I cannot do that.", '{"unexpected": true}', "", "[1, 2, 3]")
 
 
@@ -132,6 +134,10 @@ class _Echo:
     def facts(self) -> list[tuple[int, str]]:
         return self.sections.get("stored facts", [])
 
+    @property
+    def notes(self) -> list[tuple[int, str]]:
+        return self.sections.get("stored notes") or self.sections.get("notes", [])
+
     def words(self, limit: int) -> str:
         """Words of all material; of an episode under a new turn `_MERGED_OLD_WORDS` at most."""
         if "stored episode" in self.sections:
@@ -219,7 +225,7 @@ class _Writer:
             return ""
         if path == ".cue":
             words = self.echo.words(FACT_WORDS)
-        elif path.startswith(".facts"):
+        elif path.startswith((".facts", ".notes", ".changes")):
             i, _ = _ordinal(path)
             _, text = self.echo.turns[(self.echo.pick("fact", 97) + i) % len(self.echo.turns)]
             words = " ".join(text.split()[:FACT_WORDS])
@@ -231,8 +237,11 @@ class _Writer:
         return words[: schema.get("maxLength")].rstrip().ljust(least, "x")
 
     def _integer(self, schema: Mapping[str, Any], path: str) -> int:
-        of_fact = path.endswith(_FACT_NUMBERS) or path.startswith(".targets")
-        shown = self.echo.facts if of_fact else self.echo.turns
+        shown = self.echo.turns
+        if path.endswith(_FACT_NUMBERS) or path.startswith(".targets"):
+            shown = self.echo.facts
+        elif path.endswith(_NOTE_NUMBERS):
+            shown = self.echo.notes
         number = shown[self.echo.pick(path, len(shown))][0] if shown else 1
         return int(min(max(number, schema.get("minimum", number)), schema.get("maximum", number)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import psutil
 from pydantic import Field, field_validator, model_validator
@@ -23,9 +23,18 @@ ABLATIONS: Mapping[str, tuple[PolicyName, ...]] = {
 }
 # what keeps NEMORI's facts (its section 3.3.3 and appendix A)
 ManagementName = Literal["native", "append", "summary"]
+AnswerMode = Literal["hybrid", "best_effort"]
 
 # theta (sim and merge), theta_count: paper, sections 3.6 and 4.1
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4)}
+# of each setting that means something under HiMem alone, the default, which it must have under the others
+_OF_HIMEM: Mapping[str, Any] = {
+    "himem_align_notes": True,
+    "himem_align_episodes": False,
+    "himem_self_evolution": True,
+    "himem_max_notes": None,
+    "answer_mode": "hybrid",
+}
 
 
 class Settings(BaseSettings):
@@ -49,6 +58,17 @@ class Settings(BaseSettings):
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
     management: ManagementName = "native"
 
+    # of HiMem, tables 3 and 4: knowledge alignment of its notes and (an ablation) of its episodes, and memory
+    # self-evolution: whether a question that the episodes covered and the notes did not changes the notes
+    himem_align_notes: bool = True
+    himem_align_episodes: bool = False
+    himem_self_evolution: bool = True
+    # adaptive forgetting: how many notes a tenant keeps, those that answers were given most often; None: all
+    himem_max_notes: int | None = Field(default=None, ge=1)
+
+    # how a question is answered (engine/answering.py): from all tiers at once, or, with HiMem's two, from
+    # notes and only where those are not sufficient from episodes
+    answer_mode: AnswerMode = "hybrid"
     # answer time: what is not set is the policy's (its `tiers`; of RecMem 10, 5 and 10, section 3.5), but
     # k_sem = 2 k_epi where that alone is set. 0 leaves a tier out: without subconscious memory is k_sub = 0,
     # without episodic memory k_epi = 0 with k_sem set (section 4.3)
@@ -130,11 +150,22 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _himem_is_told_of_himem(self) -> Self:
+        set_here = [name for name, usual in _OF_HIMEM.items() if getattr(self, name) != usual]
+        if set_here and self.policy != "himem":
+            raise ValueError(
+                f"{set_here[0]} is a setting of the policy 'himem', and the policy is {self.policy!r}. "
+                "Set one of the two"
+            )
+        return self
+
     def under(self, policy: PolicyName) -> Self:
         """These settings for a tenant with this policy of its own, whose parts are then as built in."""
         if policy == self.policy:
             return self
-        return self.model_copy(update={"policy": policy, "ablation": None, "management": "native"})
+        parts: dict[str, Any] = {"ablation": None, "management": "native", **_OF_HIMEM}
+        return self.model_copy(update={"policy": policy, **parts})
 
     @property
     def shares(self) -> CardShares:

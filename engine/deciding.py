@@ -19,6 +19,7 @@ from undertow.engine.policies.base import (
     GateReading,
     Nearest,
     Outcome,
+    Reconsolidating,
     deletion,
     nothing_to_decide,
     rewording,
@@ -28,7 +29,7 @@ from undertow.engine.tenants import Tenant, View
 
 
 def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:
-    """The coroutine that decides record `seq`: the policy's for turns, flushes, deletions and replays."""
+    """The coroutine that decides record `seq`: the policy's for all that may make memories."""
     record = tenant.records[seq]
     policy = policies.named(tenant.making.policy)
     view = View(tenant, seq, tenant.making)
@@ -45,7 +46,9 @@ def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:
         return nothing_to_decide() if job is None else policy.replay(seq, job, view)
     if isinstance(record, Control) and record.kind == "flush":
         return policy.flush(seq, view)
-    return nothing_to_decide()  # settings, and turns that were deleted
+    if isinstance(policy, Reconsolidating) and isinstance(record, Control) and record.kind == "reconsolidate":
+        return policy.reconsolidate(seq, record.body["question"], record.body["episode_ids"], view)
+    return nothing_to_decide()  # settings, what answers were given, and turns that were deleted
 
 
 def job_id(tenant: Tenant, seq: int) -> str:

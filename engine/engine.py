@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +12,7 @@ from typing import Any, Self
 import orjson
 
 from undertow.engine.admission import Admission, Receipt, Ticket
+from undertow.engine.asking import Asking
 from undertow.engine.cluster.parking import forget as forget_parked
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, Fingerprint
@@ -21,40 +20,30 @@ from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.generations import is_change
 from undertow.engine.journal import Journal, JournalError, Row
-from undertow.engine.llm import BadReply, BrokenOff, Completion, LLMClient, OnText, OpenAILLM
+from undertow.engine.llm import LLMClient, OpenAILLM
 from undertow.engine.metadata import Where
 from undertow.engine.model import (
     BadInput,
     InputError,
     Memory,
     MemoryKind,
-    NoLLM,
     Turn,
     UndertowError,
-    Usage,
     dedupe_key,
     unknown_memory,
 )
 from undertow.engine.pacing import Pace
 from undertow.engine.place import Place
 from undertow.engine.policies import Policies
-from undertow.engine.policies.base import PromptBudget, PromptTooLong, Thresholds, Tiers
+from undertow.engine.policies.base import PromptBudget, Thresholds, Tiers
 from undertow.engine.policy_change import check_editable
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
-from undertow.engine.records import Control, ControlKind, control_row, memory_of, usage_to_json
+from undertow.engine.records import Control, ControlKind, control_row, memory_of
 from undertow.engine.repeats import turns_by_key
 from undertow.engine.reports import Report, Reports
 from undertow.engine.residence import Residence, arena_of
-from undertow.engine.retrieval import (
-    ANY_TIME,
-    EVERYWHERE,
-    Found,
-    Retrieval,
-    Window,
-    question_prompt,
-    with_words,
-)
+from undertow.engine.retrieval import ANY_TIME, EVERYWHERE, Found, Retrieval, Window, with_words
 from undertow.engine.scheduler import Scheduler, StepReport
 from undertow.engine.store import StoreError
 from undertow.engine.tenancy import Tenancy
@@ -66,24 +55,6 @@ from undertow.engine.updates import Updated, Wording, memory_text, replacement
 from undertow.kernels.gate import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer, the memories it was given, and what the call cost."""
-
-    text: str
-    found: Found
-    usage: Usage
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A question on its way: what was found for it, and the LLM call."""
-
-    tenant: str
-    found: Found
-    call: Future[Completion]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +70,7 @@ class Lag:
     blocked_tenants: int
 
 
-class Engine(Tenancy):
+class Engine(Asking, Tenancy):
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
@@ -459,8 +430,14 @@ class Engine(Tenancy):
         return with_words(self._tenant(tenant), found, tiers.raw_of_best)
 
     def _tiers_of(self, tenant: str) -> Tiers:
-        """Those of the policy that has made what is searched."""
-        return self._policies.tiers(self._tenant(tenant).shown.policy or self.journal.info.policy)
+        return self._policies.tiers(self._policy_shown(tenant))
+
+    def _settings_of(self, tenant: str) -> Settings:
+        """The settings as they hold under the policy that has made what is searched."""
+        return self._policies.settings_of(self._policy_shown(tenant))
+
+    def _policy_shown(self, tenant: str) -> str:
+        return self._tenant(tenant).shown.policy or self.journal.info.policy
 
     def is_ready(self, tenant: str) -> bool:
         """Whether a search by words of this tenant has little to do first, as Retrieval.is_ready.
@@ -472,65 +449,6 @@ class Engine(Tenancy):
     def prepare(self, tenant: str) -> int:
         """As Retrieval.prepare. UnknownTenant."""
         return self.retrieval.prepare(self._tenant(tenant))
-
-    def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
-        """Answer from memory with one LLM call, metered as a query. BadReply, ServerRefused."""
-        asked = self.ask(tenant, question, as_of=as_of)
-        while (answer := self.heard(asked)) is None:
-            time.sleep(0.01)
-        return answer
-
-    def ask(
-        self, tenant: str, question: str, *, as_of: str | None = None, on_text: OnText | None = None
-    ) -> Asked:
-        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
-
-        `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
-        BrokenOff too. `let_go` gives the call up.
-        """
-        if self._llm is None:
-            raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
-        found = self.recall(tenant, question)
-        try:
-            prompt = question_prompt(question, found, as_of, self._budget)
-        except PromptTooLong as error:
-            raise UndertowError(
-                f"{error}; the model's context holds {self._budget.context_tokens}."
-            ) from None
-        if on_text is None:
-            return Asked(tenant, found, self._llm.submit(prompt, tenant=tenant))
-        return Asked(tenant, found, self._llm.stream(prompt, tenant=tenant, on_text=on_text))
-
-    def let_go(self, asked: Asked) -> None:
-        """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more."""
-        if self._llm is not None:
-            self._llm.cancel(asked.call)
-
-    def heard(self, asked: Asked) -> Answer | None:
-        """The answer to what was asked; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
-
-        Metered, also where no answer came of it.
-        """
-        if not asked.call.done():
-            if self._llm is not None and self.server_lost:
-                self._llm.cancel(asked.call)
-                raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
-            return None
-        try:
-            completion = asked.call.result()
-        except (BadReply, BrokenOff) as failed:  # it has cost what it has cost
-            self._meter_query(asked.tenant, failed.usage)
-            raise
-        self._meter_query(asked.tenant, completion.usage)
-        return Answer(str(completion.reply), asked.found, completion.usage)
-
-    def _meter_query(self, tenant: str, usage: Usage) -> None:
-        of = self._tenant(tenant)
-        of.add_usage("answer", usage)
-        if self.journal.writable:
-            body = orjson.dumps(usage_to_json({"answer": usage}))
-            with self.trace.span("commit", rows=1):
-                self.journal.append([Row("usage", of.name, of.key, -1, body)])
 
     def get_all(self, tenant: str) -> list[Memory]:
         """All current episodes and facts, in order of birth."""

@@ -9,6 +9,7 @@ from itertools import islice
 
 from undertow.engine.model import Usage
 from undertow.engine.tenants import ArenaFull, Tenant, Tenants
+from undertow.prompts import QUERY_OPERATIONS
 
 TENANTS_AT_A_TIME = 256
 
@@ -32,7 +33,7 @@ SUMMARY_KEYS = (
 
 def tenant_stats(tenant: Tenant) -> dict[str, int]:
     """Counts and construction tokens of one tenant (answers are a cost of their own)."""
-    spent = sum((u for op, u in tenant.meter.items() if op != "answer"), Usage())
+    spent = sum((u for op, u in tenant.meter.items() if op not in QUERY_OPERATIONS), Usage())
     states = Counter(job.state for job in tenant.jobs.values())
     figures = (
         len(tenant.seq_by_row) - tenant.counts["deleted"],

@@ -6,6 +6,7 @@ on in the one before, until the new one has come to the record of the change.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -69,6 +70,8 @@ class Generation:
         self.policy = policy
         # behind the last turn of the log that it has settled
         self.settled_end = 0
+        # by id of a fact: the answers that were given it, as far as the log is decided
+        self.uses: Counter[str] = Counter()
         self.tiers: dict[MemoryKind, Tier] = {
             "episode": Tier(arena.new_segment()),
             "fact": Tier(arena.new_segment()),

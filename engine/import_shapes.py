@@ -138,10 +138,19 @@ class PolicyChange(Shape):
     policy: PolicyName
 
 
+class Reconsolidation(Shape):
+    question: Words
+    episode_ids: list[Words]
+
+
+class Use(Shape):
+    fact_ids: list[Words]
+
+
 class ControlRecord(RecordShape):
     kind: Literal["control"]
     seq: int = Field(ge=-1)
-    control: Literal["settings", "flush", "delete", "update", "replay", "policy"]
+    control: Literal["settings", "flush", "delete", "update", "replay", "policy", "reconsolidate", "used"]
     body: dict[str, Any]
 
 
@@ -156,7 +165,9 @@ class JobRecord(RecordShape):
 
 
 Content = TurnRecord | MemoryRecord | DecisionRecord | ControlRecord | JobRecord
-Body = Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay | PolicyChange
+Body = (
+    Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay | PolicyChange | Reconsolidation | Use
+)
 
 _CONTENT: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
 
@@ -178,6 +189,8 @@ def body_of(record: ControlRecord) -> Body:
         "update": Update,
         "replay": Replay,
         "policy": PolicyChange,
+        "reconsolidate": Reconsolidation,
+        "used": Use,
     }
     try:
         return shapes[record.control].model_validate(record.body)

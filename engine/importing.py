@@ -231,6 +231,10 @@ class Import:
             body["replaced_by"] = self._turn_id(record.seq + 1)
         if "memory_id" in body:
             body["memory_id"] = self._renamed("body.memory_id", body["memory_id"], body["kind"])
+        named: tuple[tuple[str, MemoryKind], ...] = (("episode_ids", "episode"), ("fact_ids", "fact"))
+        for field, kind in named:
+            if field in body:
+                body[field] = [self._renamed(f"body.{field}", i, kind) for i in body[field]]
         if "job_id" in body:
             body["job_id"] = self._job_id(body["job_id"])
         return control_row(self.tenant, self.key, Control(record.control, record.seq, body))

@@ -56,9 +56,11 @@ log = logging.getLogger(__name__)
 
 PRIORITY: dict[Operation, int] = {
     "answer": 0,
+    "sufficiency": 0,
     "merge": 1,
     "episode": 2,
     "extract": 2,
+    "segment": 2,
     "refine": 3,
     "direct": 3,
     "reconcile": 3,
@@ -71,6 +73,11 @@ PRIORITY: dict[Operation, int] = {
     "distil_direct": 3,
     "consolidate": 3,
     "summarise": 3,
+    "notes": 3,
+    "traits": 3,
+    "align": 3,
+    "supplement": 3,
+    "revise": 3,
 }
 
 _SHOWN_REPLY_CHARS = 2_000

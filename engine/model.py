@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 UNDATED = "undated"
 
 MemoryKind = Literal["episode", "fact"]
-PolicyName = Literal["recmem", "eager", "nemori"]
+PolicyName = Literal["recmem", "eager", "nemori", "himem"]
 
 
 class Decision(StrEnum):

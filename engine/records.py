@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from undertow.engine.journal import Row
 from undertow.engine.model import Memory, MemoryKind, Message, PackedTurn, Turn, Usage, memory_id
 
-ControlKind = Literal["settings", "flush", "delete", "update", "replay", "policy"]
+ControlKind = Literal["settings", "flush", "delete", "update", "replay", "policy", "reconsolidate", "used"]
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A record of the log that is no turn: what a user did to the tenant's memories.
+    """A record of the log that is no turn: what a user did to the tenant's memories, or asked of them.
 
     `settings` and `policy` with seq -1 are those the tenant began with and take no place in the log.
     """

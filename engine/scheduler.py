@@ -47,6 +47,7 @@ from undertow.engine.records import (
 )
 from undertow.engine.tenants import ArenaFull, Tenant
 from undertow.engine.trace import Trace
+from undertow.prompts import QUERY_OPERATIONS
 
 # Gate queries of one step: enough to fill the kernel, few enough that a step stays short.
 LOOKAHEAD_PER_STEP = 8_192
@@ -567,7 +568,7 @@ class Scheduler:
         if self._llm is None:
             return "no LLM server is set (--llm)"
         meter = running.tenant.meter.items()
-        spent = sum(u.prompt_tokens + u.completion_tokens for op, u in meter if op != "answer")
+        spent = sum(u.prompt_tokens + u.completion_tokens for op, u in meter if op not in QUERY_OPERATIONS)
         if self._token_budget is not None and spent >= self._token_budget:
             return f"its budget of {self._token_budget} tokens is spent; search goes on"
         return None

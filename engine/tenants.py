@@ -109,7 +109,7 @@ class Tenant:
             raise ValueError(f"record {seq} of the log is no turn")
         body = orjson.loads(record)
         lines = lines_of(messages_of(body))
-        return TurnView(seq, "\n".join(lines), body.get("timestamp"), lines)
+        return TurnView(seq, "\n".join(lines), body.get("timestamp"), lines, body["session"])
 
     def exists(self, seq: int) -> bool:
         return isinstance(self.records[seq], bytes)
@@ -289,6 +289,9 @@ class Tenant:
             self._reread(target)
             return
         self.cursor = seq + 1
+        record = self.records[seq]
+        if isinstance(record, Control) and record.kind == "used":
+            self.making.uses.update(record.body["fact_ids"])
         if settled := body.get("settled"):
             self._arena.set_live(self._turn_handles(settled), False)
             self.making.settled_end = max(self.making.settled_end, max(settled) + 1)
@@ -383,6 +386,9 @@ class View:
 
     def open_turns(self) -> list[int]:
         return [seq for seq in range(self.made.settled_end, self.seq) if self.of.exists(seq)]
+
+    def uses(self) -> Mapping[str, int]:
+        return self.made.uses
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.made.tiers[kind].current()

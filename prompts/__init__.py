@@ -1,8 +1,8 @@
 """The prompts: Jinja2 templates beside this file, and what each may be answered with (`replies`).
 
-Roles and rules follow RecMem, appendix F, for the eager policy Mem0, and for NEMORI its appendix D; the
-wording is our own. A system message is fixed text, opened alike by all operations, and everything variable
-stands in the user message, so that the server's prefix cache serves the fixed part.
+Roles and rules follow RecMem, appendix F, for the eager policy Mem0, for NEMORI its appendix D, and HiMem;
+the wording is our own. A system message is fixed text, opened alike by all operations, and everything
+variable stands in the user message, so that the server's prefix cache serves the fixed part.
 """
 
 from __future__ import annotations
@@ -21,18 +21,25 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from undertow.engine.model import UNDATED
 from undertow.prompts.replies import (
+    AlignReply,
     ConsolidateReply,
     EpisodesReply,
     ExtractReply,
     FactsReply,
     MergeReply,
     NarrativeReply,
+    NotesReply,
     PartitionReply,
     PredictionReply,
     ReconcileReply,
     Reply,
+    ReviseReply,
+    SegmentReply,
     SelectReply,
+    SufficiencyReply,
     SummaryReply,
+    SupplementReply,
+    TraitsReply,
 )
 
 # what the lists of memories in an answering prompt are sorted by
@@ -53,8 +60,18 @@ Operation = Literal[
     "distil_direct",
     "consolidate",
     "summarise",
+    "segment",
+    "notes",
+    "traits",
+    "align",
+    "supplement",
+    "revise",
+    "sufficiency",
     "answer",
 ]
+
+# asked by whoever waits for an answer: a cost of queries, not of making memories
+QUERY_OPERATIONS: frozenset[str] = frozenset({"sufficiency", "answer"})
 
 REPLIES: dict[Operation, type[Reply] | None] = {
     "episode": EpisodesReply,
@@ -72,6 +89,13 @@ REPLIES: dict[Operation, type[Reply] | None] = {
     "distil_direct": ExtractReply,
     "consolidate": ConsolidateReply,
     "summarise": SummaryReply,
+    "segment": SegmentReply,
+    "notes": NotesReply,
+    "traits": TraitsReply,
+    "align": AlignReply,
+    "supplement": SupplementReply,
+    "revise": ReviseReply,
+    "sufficiency": SufficiencyReply,
     "answer": None,
 }
 
@@ -83,6 +107,8 @@ _INCLUDED: dict[Operation, tuple[str, ...]] = {
     "integrate": ("episode_form",),
     "distil": ("statements",),
     "distil_direct": ("statements",),
+    "notes": ("note_rules",),
+    "traits": ("note_rules",),
 }
 
 # Chat templates wrap messages in control tokens, which servers recognise inside content too:
@@ -207,6 +233,43 @@ def consolidate_prompt(fact: ShownMemory, facts: Sequence[ShownMemory]) -> Promp
 def summarise_prompt(facts: Sequence[ShownMemory], summary: Sequence[ShownMemory]) -> Prompt:
     """Ask for the `summary`, of one line or none yet, with `facts` (NEMORI, appendix A.1)."""
     return _prompt("summarise", facts=facts, summary=summary)
+
+
+def segment_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Ask where the topic shifts or something surprises in a dialogue window (HiMem, section 2.2.1)."""
+    return _prompt("segment", turns=turns)
+
+
+def notes_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Stage 1 of HiMem's section 2.2.2: ask for what the turns say outright."""
+    return _prompt("notes", turns=turns)
+
+
+def traits_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
+    """Stage 2: ask for the preferences and traits that the turns imply beside the `notes` of stage 1."""
+    return _prompt("traits", turns=turns, notes=notes)
+
+
+def align_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
+    """Stage 3: ask for duplicates, names and dates to be settled, with the turns to resolve them by."""
+    return _prompt("align", turns=turns, notes=notes)
+
+
+def supplement_prompt(question: str, episodes: Sequence[ShownMemory]) -> Prompt:
+    """Ask for the notes that the `question` missed (HiMem, section 2.4)."""
+    return _prompt("supplement", question=question, episodes=episodes)
+
+
+def revise_prompt(candidates: Sequence[ShownMemory], notes: Sequence[ShownMemory]) -> Prompt:
+    """Ask how each of the `candidates` stands to the stored `notes` (HiMem, section 2.4)."""
+    return _prompt("revise", candidates=candidates, notes=notes)
+
+
+def sufficiency_prompt(
+    question: str, heading: str, memories: Sequence[ShownMemory], as_of: str | None
+) -> Prompt:
+    """Ask whether `memories` are enough to answer (HiMem, section 2.4)."""
+    return _prompt("sufficiency", heading=heading, memories=memories, as_of=as_of, question=question)
 
 
 def answer_prompt(

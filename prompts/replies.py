@@ -163,3 +163,99 @@ class SummaryReply(Reply):
     """Reply to `summarise`: S_sum of NEMORI, appendix A.1."""
 
     summary: str = Field(min_length=1, max_length=SUMMARY_CHARS)
+
+
+# ---- the policy HiMem
+
+NoteKind = Literal["fact", "preference", "profile"]
+
+TOPIC_CHARS = 120
+SUMMARY_CHARS = 500
+# the most notes that one part of a conversation gives in stages 1 and 2
+STATED_NOTES = 20
+IMPLIED_NOTES = 10
+
+
+class SegmentDraft(Reply):
+    """An episode: it ends where the next one begins, so that no reply can double or lose a turn."""
+
+    first: LineNumber
+    topic: str = Field(min_length=1, max_length=TOPIC_CHARS)
+    summary: str = Field(min_length=1, max_length=SUMMARY_CHARS)
+
+
+class SegmentReply(Reply):
+    """Reply to `segment`: HiMem, section 2.2.1."""
+
+    episodes: list[SegmentDraft] = Field(min_length=1, max_length=12)
+
+
+class NoteDraft(Reply):
+    text: str = Field(min_length=1, max_length=FACT_CHARS)
+    kind: NoteKind
+    turns: list[LineNumber] = Field(max_length=100)
+
+
+class NotesReply(Reply):
+    """Reply to `notes`, the first stage of HiMem's section 2.2.2."""
+
+    notes: list[NoteDraft] = Field(max_length=STATED_NOTES)
+
+
+class TraitDraft(Reply):
+    text: str = Field(min_length=1, max_length=FACT_CHARS)
+    kind: Literal["preference", "profile"]
+    turns: list[LineNumber] = Field(max_length=100)
+
+
+class TraitsReply(Reply):
+    """Reply to `traits`, the second stage: what is implied, and no facts."""
+
+    notes: list[TraitDraft] = Field(max_length=IMPLIED_NOTES)
+
+
+class NoteChange(Reply):
+    """What stage 3 does to one note; a note without a change stays as it is."""
+
+    note: LineNumber
+    same_as: LineNumberOrNull
+    text: str = Field(max_length=FACT_CHARS)
+
+
+class AlignReply(Reply):
+    """Reply to `align`, the third stage."""
+
+    changes: list[NoteChange] = Field(max_length=STATED_NOTES + IMPLIED_NOTES)
+
+
+class SufficiencyReply(Reply):
+    """Reply to `sufficiency`: the binary judgement of HiMem's section 2.4, and what it rests on."""
+
+    lines: list[LineNumber] = Field(max_length=50)
+    sufficient: bool
+
+
+class SupplementDraft(Reply):
+    text: str = Field(min_length=1, max_length=FACT_CHARS)
+    kind: NoteKind
+
+
+class SupplementReply(Reply):
+    """Reply to `supplement`: knowledge that a question missed among the notes."""
+
+    notes: list[SupplementDraft] = Field(max_length=CANDIDATES)
+
+
+class Revision(Reply):
+    """How one candidate stands to the stored notes; `text` counts only where it extends one."""
+
+    candidate: LineNumber
+    relation: Literal["independent", "extendable", "contradictory"]
+    note: LineNumberOrNull
+    text: str = Field(max_length=FACT_CHARS)
+
+
+class ReviseReply(Reply):
+    """Reply to `revise`: ADD, UPDATE or DELETE of HiMem's section 2.4, one a candidate."""
+
+    decisions: list[Revision] = Field(max_length=CANDIDATES)

@@ -34,14 +34,15 @@ log = logging.getLogger(__name__)
 NS_PER_S = 1_000_000_000
 MOST_BUCKETS = 65_536
 SAVE_EVERY_S = 1.0
-# an answer is one call of the LLM, repeated once where the reply was of no use
-CALLS_AN_ANSWER = 2
+# prompts of an answer by mode, at most (engine/answering.py); each is repeated once where the reply is no use
+PROMPTS = {"hybrid": 1, "best_effort": 3}
+CALLS_A_PROMPT = 2
 MODE = 0o600
 
 
 def answer_tokens(engine: Settings) -> int:
     """The most that one answer may take of an LLM, and what a budget must have left for it."""
-    return CALLS_AN_ANSWER * engine.context_tokens
+    return PROMPTS[engine.answer_mode] * CALLS_A_PROMPT * engine.context_tokens
 
 
 class SpendingError(UndertowError):

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from undertow.engine.admission import Receipt
+from undertow.engine.asking import Answer
 from undertow.engine.cluster.answering import AnswerTicket, Said, UnknownTicket
 from undertow.engine.cluster.housing import Parts
 from undertow.engine.cluster.in_process import InProcess
 from undertow.engine.cluster.router import Router
 from undertow.engine.cluster.wire import pack, unpack_receipts
 from undertow.engine.config import Settings
-from undertow.engine.engine import Answer
 from undertow.engine.erasure import Certificate
 from undertow.engine.importing import Imported
 from undertow.engine.llm import BrokenOff

@@ -48,10 +48,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from undertow.engine.cause import cause, caused_by
 from undertow.engine.config import Settings
 from undertow.engine.trace import LLMRequest, Observer, Phase, ShardCall
+from undertow.prompts import QUERY_OPERATIONS
 
 SERVICE = "undertow"
-# asked by whoever waits for it; all else is asked by steps, on their own time
-ANSWER = "answer"
 
 _W3C = TraceContextTextMapPropagator()
 # from time.perf_counter to nanoseconds of the wall clock
@@ -218,7 +217,7 @@ class SpanObserver:
         asked_by = cause()
         if asked_by is None:
             return
-        waits = request.operation == ANSWER
+        waits = request.operation in QUERY_OPERATIONS
         span = self._tracer.start_span(
             f"chat {self._model}" if self._model else "chat",
             _context_of(asked_by) if waits else Context(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,13 +29,16 @@ from undertow.prompts import Prompt
 
 from .oracle import OracleDecision, OracleMemory
 from .oracle_eager import OracleEager
+from .oracle_himem import OracleHiMem
 from .oracle_nemori import OracleNemori
 from .oracle_recmem import OracleRecMem
 
-ORACLES: dict[PolicyName, type[OracleRecMem | OracleEager | OracleNemori]] = {
+# each policy written once more, straight on
+ORACLES: Mapping[PolicyName, Callable[..., OracleEager | OracleHiMem | OracleNemori | OracleRecMem]] = {
     "recmem": OracleRecMem,
     "eager": OracleEager,
     "nemori": OracleNemori,
+    "himem": OracleHiMem,
 }
 
 

@@ -46,6 +46,7 @@ class View:
     thresholds: Thresholds = THETA
     record: int = 0  # the one that is decided
     settled_end: int = 0
+    used: dict[str, int] = field(default_factory=dict)
 
     def turn(self, seq: int) -> TurnView:
         return self.turns[seq]
@@ -55,6 +56,9 @@ class View:
 
     def open_turns(self) -> list[int]:
         return [seq for seq in sorted(self.turns) if self.settled_end <= seq < self.record]
+
+    def uses(self) -> dict[str, int]:
+        return self.used
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return [m for m in self.memories if m.kind == kind and not m.deleted]

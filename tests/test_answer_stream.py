@@ -17,12 +17,13 @@ import pytest
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.bench.mock_server import spawn_server
+from undertow.engine.asking import Answer
 from undertow.engine.cluster import answering
 from undertow.engine.cluster.answering import Answers, Telling, UnknownTicket
 from undertow.engine.cluster.housing import Parts
 from undertow.engine.cluster.in_process import InProcess
 from undertow.engine.cluster.resources import ClusterSettings
-from undertow.engine.engine import Answer, Engine, make_llm
+from undertow.engine.engine import Engine, make_llm
 from undertow.engine.llm import BadReply, BrokenOff, Completion, OpenAILLM, ServerRefused
 from undertow.engine.model import Turn, UndertowError, Usage
 from undertow.engine.retrieval import Found

@@ -92,7 +92,8 @@ def only(run: Run, names: tuple[str, ...]) -> Run:
 
 def test_the_runs_contain_every_kind_of_decision(expected: Run, options: dict[str, Any]) -> None:
     if options["policy"] != "recmem":
-        {"eager": check_eager_runs, "nemori": check_nemori_runs}[options["policy"]](expected)
+        checks = {"eager": check_eager_runs, "nemori": check_nemori_runs, "himem": check_himem_runs}
+        checks[options["policy"]](expected)
         return
     for tenant, decisions in expected.decisions.items():
         seen = Counter(d.decision for d in decisions)
@@ -132,6 +133,17 @@ def check_nemori_runs(run: Run) -> None:
         assert any(m.kind == "fact" and not m.text for m in versions), "facts that others took the place of"
     used = {p.operation for prompts in run.prompts.values() for p in prompts}
     assert used == {"partition", "narrate", "select", "integrate", "predict", "distil", "consolidate"}
+
+
+def check_himem_runs(run: Run) -> None:
+    for tenant, decisions in run.decisions.items():
+        seen = Counter(d.decision for d in decisions)
+        assert seen.keys() == {"waits", "fired", "parked"}, tenant
+        versions = run.versions[tenant]
+        assert max(Counter(m.made_at_seq for m in versions if m.kind == "episode").values()) > 1
+        assert any(m.kind == "fact" and len(m.sources) > 1 for m in versions), "duplicates of one window"
+        operations = {p.operation for p in run.prompts[tenant]}
+        assert operations == {"segment", "notes", "traits", "align"}
 
 
 @pytest.mark.parametrize(
@@ -306,10 +318,12 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
     turns: Turns = {}
     for name in [f"t{n}" for n in range(draw(st.integers(1, 3)))]:
         days = rng.integers(1, 28, draw(st.integers(8, 32)))
-        turns[name] = [
+        said = [
             turn_of(name, n, f"{name} says {n} of {days[n]}", timestamp=f"2026-03-{days[n]:02d}T10:00:00")
             for n in range(len(days))
         ]
+        session_turns = draw(st.integers(1, 6))
+        turns[name] = [replace(turn, session_id=f"s{n // session_turns}") for n, turn in enumerate(said)]
     texts = [turn.text for of_tenant in turns.values() for turn in of_tenant]
     table = dict(zip(texts, pool[rng.integers(0, len(pool), len(texts))], strict=True))
     settings = settings_of(

@@ -253,6 +253,12 @@ def test_an_ablation_is_refused_with_the_cure(log: Path, monkeypatch: pytest.Mon
     assert (done.code, "unset UNDERTOW_ABLATION" in done.err) == (2, True)
 
 
+@pytest.mark.parametrize("policy", ["nemori", "himem"])
+def test_a_policy_whose_calls_cannot_be_told_is_refused(log: Path, policy: str) -> None:
+    done = run("estimate", log, "--policy", policy)
+    assert (done.code, f"{policy!r} cannot be told from the turns" in done.err) == (2, True)
+
+
 def test_prices_come_in_pairs(log: Path) -> None:
     alone = run("estimate", log, "--price-in", "1")
     assert (alone.code, "--price-out" in alone.err) == (2, True)

@@ -117,6 +117,15 @@ def test_nemori_ends_with_a_flush_and_shows_the_words_of_the_best_episodes(tmp_p
     assert evaluated(path, out, url, "--policy", "nemori").doc == told, "flushed once"
 
 
+def test_himem_is_asked_once_its_last_session_is_closed(tmp_path: Path, url: str) -> None:
+    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
+    told = evaluated(path, out, url, "--policy", "himem").doc
+    assert (told["policy"], told["k_epi"], told["k_sem"]) == ("himem", 10, 10)
+    assert told["construction"]["by_operation"].keys() == {"segment", "notes", "traits", "align"}
+    shown = lines_of(out, "answers")[0]["material"]
+    assert shown["episodes"] and shown["facts"] and not shown["turns"]
+
+
 def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(tmp_path: Path) -> None:
     seen: list[str] = []
 

@@ -12,8 +12,8 @@ import httpx2
 import orjson
 import pytest
 
+from undertow.engine.asking import Answer
 from undertow.engine.cluster.housing import Parts
-from undertow.engine.engine import Answer
 from undertow.engine.llm_outcomes import BadReply, BrokenOff
 from undertow.engine.model import Usage
 from undertow.engine.retrieval import Found

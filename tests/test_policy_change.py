@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,19 @@ CHANGES: list[tuple[PolicyName, PolicyName]] = [
     ("recmem", "eager"),
     ("eager", "recmem"),
     ("recmem", "nemori"),
-    ("nemori", "eager"),
+    ("nemori", "himem"),
+    ("himem", "eager"),
 ]
-# windows that close within these logs
+# windows that close within these logs, as do sessions
 WINDOW = {"window_messages": 7}
 
 
 def topical(tenant: str, count: int, start: int = 0) -> list[Turn]:
-    """Turns on three recurring topics: under either policy some make memories and some change them."""
+    """Turns on three recurring topics, in sessions of seven: under each policy some make memories."""
     rng = random.Random(f"{tenant} {start}")
     words = [rng.sample(rng.choice(TOPICS[:3]).split(), 6) for _ in range(count)]
-    return [turn_of(tenant, start + n, f"{' '.join(said)} n{n}") for n, said in enumerate(words)]
+    turns = [turn_of(tenant, start + n, f"{' '.join(said)} n{n}") for n, said in enumerate(words)]
+    return [replace(turn, session_id=f"s{(start + n) // 7}") for n, turn in enumerate(turns)]
 
 
 def opened(store: Path, policy: PolicyName, llm: RecordingLLM | None = None, **more: Any) -> Engine:

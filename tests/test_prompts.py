@@ -14,6 +14,7 @@ from undertow.prompts import (
     Prompt,
     ShownMemory,
     ShownTurn,
+    align_prompt,
     answer_prompt,
     consolidate_prompt,
     direct_prompt,
@@ -24,28 +25,39 @@ from undertow.prompts import (
     integrate_prompt,
     merge_prompt,
     narrate_prompt,
+    notes_prompt,
     partition_prompt,
     predict_prompt,
     prompt_version,
     reconcile_prompt,
     refine_prompt,
     repair_messages,
+    revise_prompt,
+    segment_prompt,
     select_prompt,
+    sufficiency_prompt,
     summarise_prompt,
+    supplement_prompt,
+    traits_prompt,
 )
 from undertow.prompts.replies import (
+    AlignReply,
     ConsolidateReply,
     EpisodesReply,
     ExtractReply,
     FactsReply,
     MergeReply,
     NarrativeReply,
+    NotesReply,
     PartitionReply,
     PredictionReply,
     ReconcileReply,
     Reply,
+    ReviseReply,
+    SegmentReply,
     SelectReply,
     SummaryReply,
+    TraitsReply,
 )
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -75,6 +87,13 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
         distil_direct_prompt(turns),
         consolidate_prompt(memory, [memory]),
         summarise_prompt([memory], [memory]),
+        segment_prompt(turns),
+        notes_prompt(turns),
+        traits_prompt(turns, [memory]),
+        align_prompt(turns, [memory]),
+        supplement_prompt(text, [memory]),
+        revise_prompt([memory], [memory]),
+        sufficiency_prompt(text, "Episodes", [memory], date),
         answer_prompt(text, [memory], [memory], [memory], date),
     ]
 
@@ -183,6 +202,10 @@ def test_a_repair_keeps_the_prompt_and_says_what_was_wrong() -> None:
 EPISODE = {"text": "Ann hiked.", "turns": [1]}
 DECISION = {"candidate": 1, "action": "update", "fact": 2, "text": "Ann hikes."}
 FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
+PIECE = {"first": 1, "topic": "A hike", "summary": "Ann hiked."}
+NOTE = {"text": "Ann hikes.", "kind": "preference", "turns": [1]}
+CHANGE = {"note": 1, "same_as": 2, "text": ""}
+REVISION = {"candidate": 1, "relation": "extendable", "note": 2, "text": "Ann hikes."}
 
 
 @pytest.mark.parametrize(
@@ -206,6 +229,12 @@ FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
         (PredictionReply, {"prediction": "Ann hiked."}),
         (ConsolidateReply, {"action": "merge", "targets": [10**6], "text": ""}),
         (SummaryReply, {"summary": "Ann hikes."}),
+        (SegmentReply, {"episodes": [PIECE] * 12}),
+        (SegmentReply, {"episodes": [PIECE | {"first": -3}]}),  # the policy's business
+        (NotesReply, {"notes": [NOTE] * 20}),
+        (TraitsReply, {"notes": []}),
+        (AlignReply, {"changes": [CHANGE, CHANGE | {"same_as": None, "text": "Ann hikes."}]}),
+        (ReviseReply, {"decisions": [REVISION]}),
     ],
 )
 def test_valid_replies(reply: type[Reply], value: Any) -> None:
@@ -244,6 +273,11 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
         (ConsolidateReply, {"action": "delete", "targets": [], "text": ""}),
         (ConsolidateReply, {"action": "new", "targets": [1] * 11, "text": ""}),
         (SummaryReply, {"summary": "x" * 3501}),
+        (SegmentReply, {"episodes": []}),
+        (SegmentReply, {"episodes": [PIECE | {"summary": " "}]}),
+        (NotesReply, {"notes": [NOTE | {"kind": "gossip"}]}),
+        (TraitsReply, {"notes": [NOTE | {"kind": "fact"}]}),  # stage 2 adds no facts
+        (ReviseReply, {"decisions": [REVISION | {"relation": "same"}]}),
     ],
 )
 def test_invalid_replies(reply: type[Reply], value: Any) -> None:

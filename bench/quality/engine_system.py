@@ -13,7 +13,7 @@ from undertow.engine.llm import ServerRefused
 from undertow.engine.model import Usage
 from undertow.engine.records import Control
 from undertow.engine.retrieval import Hit
-from undertow.prompts import ShownMemory
+from undertow.prompts import QUERY_OPERATIONS, ShownMemory
 
 
 class EngineSystem:
@@ -79,7 +79,7 @@ class EngineSystem:
 
     def construction(self, tenant: str) -> dict[str, Usage]:
         by_operation = store_usage(self._engine.tenants, tenant)
-        return {op: Usage(**used) for op, used in by_operation.items() if op != "answer"}
+        return {op: Usage(**used) for op, used in by_operation.items() if op not in QUERY_OPERATIONS}
 
     def counts(self) -> dict[str, int]:
         """Of all tenants together; `dead_letters` are jobs that no usable reply was given to."""

@@ -14,7 +14,7 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.engine.config import Settings
 from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
-from undertow.prompts import REPLIES, prompt_version
+from undertow.prompts import QUERY_OPERATIONS, REPLIES, prompt_version
 
 # what the memories and the prompts of a run hang on, of all settings; the first are those of answering alone
 _ANSWERING = ("retain_consolidated", "search")
@@ -22,6 +22,8 @@ _TIERS = tuple(field.name for field in fields(Tiers))
 _SETTINGS = (
     *_ANSWERING,
     "ablation",
+    "himem_align_notes",
+    "himem_align_episodes",
     "profile",
     "encoder",
     "embed_timestamp",
@@ -93,7 +95,9 @@ def construction(about: Mapping[str, Any]) -> dict[str, Any]:
     versions = about.get("prompt_versions") or {}
     return {
         **{name: value for name, value in about.items() if name not in left_out},
-        "prompt_versions": {operation: of for operation, of in versions.items() if operation != "answer"},
+        "prompt_versions": {
+            operation: of for operation, of in versions.items() if operation not in QUERY_OPERATIONS
+        },
     }
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from undertow.engine.model import UndertowError
 
 if TYPE_CHECKING:
-    from undertow.engine.engine import Answer
+    from undertow.engine.asking import Answer
 
 # how long a question for more waits for a piece, before it is told that there is none yet
 POLL_S = 10.0

@@ -35,7 +35,7 @@ from undertow.engine.model import Memory, Turn, UndertowError, unknown_memory
 from undertow.engine.place import Place, StoreError
 
 if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
-    from undertow.engine.engine import Answer
+    from undertow.engine.asking import Answer
     from undertow.engine.erasure import Certificate
     from undertow.engine.reports import Report
     from undertow.engine.retrieval import Found

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from undertow.engine.asking import Answer, Asked
 from undertow.engine.cluster.answering import Answers, AnswerTicket, Said, Telling, UnknownTicket
 from undertow.engine.cluster.calls import Call, Hello, Stamp
 from undertow.engine.cluster.futures import hand_on
@@ -26,7 +27,7 @@ from undertow.engine.cluster.site import Site
 from undertow.engine.cluster.tenancy import ShardTenancy
 from undertow.engine.cluster.wire import Status
 from undertow.engine.config import Settings
-from undertow.engine.engine import Answer, Asked, Engine
+from undertow.engine.engine import Engine
 from undertow.engine.erasure import Certificate
 from undertow.engine.llm import BrokenOff
 from undertow.engine.model import Memory, UndertowError

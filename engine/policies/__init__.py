@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from undertow.engine.model import PolicyName, UndertowError
 from undertow.engine.policies.base import Policy, PromptBudget, Tiers
 from undertow.engine.policies.eager import Eager
+from undertow.engine.policies.himem import Alignment, HiMem
 from undertow.engine.policies.nemori import Nemori
 from undertow.engine.policies.nemori_knowledge import management_of
 from undertow.engine.policies.recmem import RecMem
@@ -27,6 +28,9 @@ def policy_of(settings: Settings) -> Policy:
         case "nemori":
             management = management_of(settings.management, settings.theta_evoke)
             return Nemori(budget, settings.window_messages, management, settings.ablation)
+        case "himem":
+            alignment = Alignment(settings.himem_align_notes, settings.himem_align_episodes)
+            return HiMem(budget, alignment, settings.himem_max_notes)
 
 
 def tiers_of(settings: Settings) -> Tiers:

@@ -8,9 +8,9 @@ the scheduler may start it ahead of time and throw it away.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,7 @@ class TurnView:
     text: str
     timestamp: str | None
     messages: tuple[str, ...] = ()
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,10 @@ class MemoryView(Protocol):
         """
         ...
 
+    def uses(self) -> Mapping[str, int]:
+        """How many answers were given each fact, by its id, as the log tells; where that is not kept, {}."""
+        ...
+
     def current(self, kind: MemoryKind) -> Sequence[Memory]:
         """All current memories of a kind, in order of birth."""
         ...
@@ -208,6 +213,17 @@ class Policy(Protocol):
         Where the LLM has no usable reply, all that rested on the turn is deleted, and what a user deleted of
         it is deleted once more: its history has to go. A generation that is no longer made relies on that.
         """
+        ...
+
+
+@runtime_checkable
+class Reconsolidating(Protocol):
+    """A policy that learns from questions that its notes could not answer."""
+
+    def reconsolidate(
+        self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
+    ) -> Decide:
+        """Take what the question missed over from these episodes; what it makes carries `seq`."""
         ...
 
 

@@ -8,16 +8,14 @@ why, is in docs/decisions.md.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from undertow.engine.model import Decision, Memory
 from undertow.engine.policies.base import (
     Complete,
     Decide,
     Draft,
-    Effect,
     Embed,
     MemoryView,
     Outcome,
@@ -135,10 +133,10 @@ class _Work(Work):
 
     def _reconcile(self, turn_seq: int, candidates: Sequence[_Candidate]) -> Steps:
         """One decision for each candidate; by halves where the prompt is too long for all of them."""
-        known = yield from self._similar(candidates)
+        known = yield from self.near_facts([c.vector for c in candidates], SIMILAR_FACTS)
         given = {c.text: c.vector for c in candidates}
         known = [
-            self._said_again(fact, turn_seq, given[fact.text]) if fact.text in given else fact
+            self.said_again(fact, (turn_seq,), given[fact.text]) if fact.text in given else fact
             for fact in known
         ]
         said = {fact.text for fact in known}
@@ -159,29 +157,6 @@ class _Work(Work):
         reply: ReconcileReply = yield Complete(self.checked(prompt))
         first = {d.candidate: d for d in reversed(reply.decisions)}
         yield from self._apply(turn_seq, fresh, known, first)
-
-    def _similar(self, candidates: Sequence[_Candidate]) -> Generator[Effect, Any, list[Memory]]:
-        """The stored facts nearest to each of the candidates, each once, in order of birth."""
-        near: dict[str, Memory] = {}
-        for candidate in candidates:
-            found = yield from self.known_facts(candidate.vector, SIMILAR_FACTS)
-            near |= {fact.id: fact for fact in found}
-        return sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
-
-    def _said_again(self, fact: Memory, turn_seq: int, vector: Vector) -> Memory:
-        """The fact in the same words, resting on this turn too: so it outlives the other turns' deletion."""
-        if turn_seq in fact.source_seqs:
-            return fact
-        sources = tuple(sorted((*fact.source_seqs, turn_seq)))
-        again = replace(
-            fact,
-            version=fact.version + 1,
-            made_at_seq=self.seq,
-            source_seqs=sources,
-            timestamp=self.latest(sources),
-        )
-        self.drafts.append(Draft(again, vector))
-        return again
 
     def _apply(
         self,
@@ -221,7 +196,7 @@ class _Work(Work):
             return
         vectors = yield Embed(texts)
         for fact, vector in zip(again, vectors[len(writes) :], strict=True):
-            self._said_again(fact, turn_seq, vector)
+            self.said_again(fact, (turn_seq,), vector)
         for (fact, text), vector in zip(writes, vectors[: len(writes)], strict=True):
             if fact is None:
                 self.new("fact", text, vector, (turn_seq,), prompt_version("extract"))

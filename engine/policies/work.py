@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,29 @@ class Work:
         found += [Scored(d.memory, cosine(vector, d.vector)) for d in mine.values() if d.vector is not None]
         found.sort(key=lambda s: (-s.score, s.memory.born_at_seq, s.memory.ordinal))
         return found[:k]
+
+    def near_facts(self, vectors: Iterable[Vector], k: int) -> Generator[Effect, Any, list[Memory]]:
+        """The k facts nearest to each of the vectors, each once, in order of birth."""
+        near: dict[str, Memory] = {}
+        for vector in vectors:
+            found = yield from self.known_facts(vector, k)
+            near |= {fact.id: fact for fact in found}
+        return sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
+
+    def said_again(self, fact: Memory, turns: Iterable[int], vector: Vector) -> Memory:
+        """The fact in the same words, resting on these turns too: so it outlives the others' deletion."""
+        sources = tuple(sorted({*fact.source_seqs, *turns}))
+        if sources == fact.source_seqs:
+            return fact
+        again = replace(
+            fact,
+            version=fact.version + 1,
+            made_at_seq=self.seq,
+            source_seqs=sources,
+            timestamp=self.latest(sources),
+        )
+        self.drafts.append(Draft(again, vector))
+        return again
 
     def revise(
         self,

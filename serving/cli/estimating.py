@@ -82,6 +82,10 @@ def estimate(
     from undertow.engine.policies.base import Thresholds
     from undertow.engine.token_count import token_count
 
+    if policy not in (*POLICIES, "all"):
+        raise WrongUsage(
+            f"the calls of the policy {policy!r} cannot be told from the turns: name {' or '.join(POLICIES)}."
+        )
     settings = settings_of(
         llm="off",
         encoder=encoder,

@@ -147,7 +147,7 @@ def ask(
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question from a tenant's memory, with one LLM call."""
+    """Answer a question from a tenant's memory, with one LLM call, or up to three (best effort)."""
     from undertow.engine.model import UndertowError
 
     _check_words("question", question)

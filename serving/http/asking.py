@@ -27,7 +27,7 @@ from undertow.serving.http.wire.asking import (
 from undertow.serving.principal import Scope
 
 if TYPE_CHECKING:
-    from undertow.engine.engine import Answer
+    from undertow.engine.asking import Answer
     from undertow.engine.retrieval import Hit
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
@@ -80,7 +80,8 @@ async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Searc
 async def answer(
     tenant: Tenant, asked: AnswerRequest, service: Served, sender: Sender, request: Request
 ) -> Any:
-    """Answer a question from a tenant's memory, with one call of the language model.
+    """Answer a question from a tenant's memory, with one call of the language model, or up to three where
+    the engine answers by best effort.
 
     Its tokens count towards the key's budget of the day. Before the call the most that it may take must fit
     into what is left. Who leaves before the answer has ended ends its call, and is charged the most.

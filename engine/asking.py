@@ -1,0 +1,212 @@
+"""Engine's calls that answer questions: they send what a mode asks (engine/answering.py), and meter it."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import orjson
+
+from undertow.engine.answering import Answering, Question, Say, answering
+from undertow.engine.config import Settings
+from undertow.engine.departures import InTransit, Moved
+from undertow.engine.journal import Journal, Row
+from undertow.engine.llm import BadReply, BrokenOff, Completion, LLMClient, OnText
+from undertow.engine.model import NoLLM, UndertowError, Usage
+from undertow.engine.policies.base import PromptBudget, PromptTooLong
+from undertow.engine.records import Control, ControlKind, usage_to_json
+from undertow.engine.retrieval import Found
+from undertow.engine.tenants import Tenant, Tenants, UnknownTenant
+from undertow.engine.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer, the memories it was given, and what the call cost."""
+
+    text: str
+    found: Found
+    usage: Usage
+
+
+@dataclass(slots=True)
+class Asked:
+    """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
+
+    `given`: the answer and what it was given, once the mode has ended.
+    """
+
+    tenant: str
+    question: str
+    steps: Answering
+    on_text: OnText | None
+    say: Say | None = None
+    call: Future[Completion] | None = None
+    spent: dict[str, Usage] = field(default_factory=dict)
+    metered: bool = False
+    given: tuple[str, Found] | None = None
+
+    def spend(self, usage: Usage) -> None:
+        """What the last call has cost."""
+        assert self.say is not None, "there was a call"
+        operation = self.say.prompt.operation
+        self.spent[operation] = self.spent.get(operation, Usage()) + usage
+
+
+class Asking(ABC):
+    """What Engine is made of beside its steps; see there."""
+
+    settings: Settings
+    journal: Journal
+    tenants: Tenants
+    trace: Trace
+    _llm: LLMClient | None
+    _budget: PromptBudget
+    _failure: BaseException | None
+
+    @property
+    @abstractmethod
+    def server_lost(self) -> bool: ...
+
+    @abstractmethod
+    def recall(self, tenant: str, question: str) -> Found: ...
+
+    @abstractmethod
+    def _settings_of(self, tenant: str) -> Settings: ...
+
+    @abstractmethod
+    def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
+
+    def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
+        """Answer from memory, as `answer_mode` says; metered as a query. BadReply, ServerRefused."""
+        asked = self.ask(tenant, question, as_of=as_of)
+        while (answer := self.heard(asked)) is None:
+            time.sleep(0.01)
+        return answer
+
+    def ask(
+        self, tenant: str, question: str, *, as_of: str | None = None, on_text: OnText | None = None
+    ) -> Asked:
+        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
+
+        `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
+        BrokenOff too. `let_go` gives the call up.
+        """
+        if self._llm is None:
+            raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
+        recall = partial(self.recall, tenant, question)
+        mode = self._settings_of(tenant).answer_mode
+        steps = answering(mode, Question(question, as_of, recall, self._budget))
+        asked = Asked(tenant, question, steps, on_text)
+        self._go_on(asked)
+        return asked
+
+    def let_go(self, asked: Asked) -> None:
+        """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more.
+
+        What earlier calls for it have cost is metered, where the tenant is still here and may be written to.
+        """
+        if self._llm is not None and asked.call is not None:
+            self._llm.cancel(asked.call)
+        if self.journal.writable and self._failure is None:
+            with suppress(UnknownTenant, Moved, InTransit):
+                self._meter_query(asked)
+
+    def heard(self, asked: Asked) -> Answer | None:
+        """The answer to what was asked; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
+
+        Metered, also where no answer came of it.
+        """
+        try:
+            while asked.given is None:
+                assert asked.call is not None, "a mode that has not ended waits for a call"
+                if not asked.call.done():
+                    self._check_not_lost(asked)
+                    return None
+                self._hear_call(asked, asked.call)
+        finally:
+            if asked.call is None or asked.call.done():
+                self._meter_query(asked)
+        text, found = asked.given
+        if asked.say is not None and asked.say.answers:
+            self._log_used(asked.tenant, found)
+        return Answer(text, found, sum(asked.spent.values(), Usage()))
+
+    def _check_not_lost(self, asked: Asked) -> None:
+        if self._llm is not None and self.server_lost:
+            self.let_go(asked)
+            raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
+
+    def _hear_call(self, asked: Asked, call: Future[Completion]) -> None:
+        """Hand the reply to the mode, or why there is none, with which some go on."""
+        try:
+            completion = call.result()
+        except (BadReply, BrokenOff) as failed:  # it has cost what it has cost
+            asked.spend(failed.usage)
+            self._go_on(asked, failed=failed)
+        else:
+            asked.spend(completion.usage)
+            self._go_on(asked, completion.reply)
+
+    def _go_on(self, asked: Asked, reply: object = None, *, failed: UndertowError | None = None) -> None:
+        """Send what the mode asks next, or take its answer."""
+        assert self._llm is not None, "nothing is asked without one"
+        try:
+            say = asked.steps.send(reply) if failed is None else asked.steps.throw(failed)
+        except StopIteration as done:
+            asked.given = done.value
+            if asked.on_text is not None and not (asked.say and asked.say.answers):
+                asked.on_text(done.value[0])
+            return
+        except PromptTooLong as error:
+            raise UndertowError(
+                f"{error}; the model's context holds {self._budget.context_tokens}."
+            ) from None
+        asked.say = say
+        if say.answers and asked.on_text is not None:
+            asked.call = self._llm.stream(say.prompt, tenant=asked.tenant, on_text=asked.on_text)
+        else:
+            asked.call = self._llm.submit(say.prompt, tenant=asked.tenant)
+        if say.missed and self._settings_of(asked.tenant).himem_self_evolution:
+            self._log_missed(asked, say.missed)
+
+    def _log_missed(self, asked: Asked, episode_ids: Sequence[str]) -> None:
+        """Have the notes take over what they missed, later; the answer is being written meanwhile.
+
+        Not twice at a time for one question. Who only reads changes nothing.
+        """
+        of = self.tenants.existing(asked.tenant)
+        undecided = [record.body for record in of.records[of.cursor :] if isinstance(record, Control)]
+        known = any(body.get("question") == asked.question for body in undecided)
+        if self._learns(of) and not known:
+            body = {"question": asked.question, "episode_ids": list(episode_ids)}
+            self._log(asked.tenant, "reconsolidate", [body])
+
+    def _log_used(self, tenant: str, found: Found) -> None:
+        """Which notes an answer was given, where forgetting goes by that."""
+        most = self._settings_of(tenant).himem_max_notes
+        if most is not None and found.facts and self._learns(self.tenants.existing(tenant)):
+            self._log(tenant, "used", [{"fact_ids": [hit.id for hit in found.facts]}])
+
+    def _learns(self, tenant: Tenant) -> bool:
+        """Whether a record about memories that are searched is of use: not where others are being made."""
+        return self.journal.writable and self._failure is None and tenant.change_ahead is None
+
+    def _meter_query(self, asked: Asked) -> None:
+        """Once."""
+        if asked.metered or not asked.spent:
+            return
+        of = self.tenants.existing(asked.tenant)
+        asked.metered = True
+        for operation, usage in asked.spent.items():
+            of.add_usage(operation, usage)
+        if self.journal.writable:
+            body = orjson.dumps(usage_to_json(asked.spent))
+            with self.trace.span("commit", rows=1):
+                self.journal.append([Row("usage", of.name, of.key, -1, body)])

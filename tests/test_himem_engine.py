@@ -1,0 +1,262 @@
+"""HiMem in an engine: sessions, flushes and questions in one log, whatever the batches, faults and kills."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from undertow.bench.mock_llm import MockLLM, MockReplies
+from undertow.bench.mock_server import spawn_server
+from undertow.engine.engine import Engine
+from undertow.engine.llm import BadReply
+from undertow.engine.model import Turn
+from undertow.engine.records import control_of
+from undertow.prompts import QUERY_OPERATIONS, Prompt
+
+from .engine_harness import (
+    ENCODER,
+    MARKER,
+    RecordingLLM,
+    Run,
+    assert_same,
+    bytes_hold,
+    open_engine,
+    read_back,
+    rows_of,
+    settings_of,
+    turn_of,
+)
+from .fault_harness import (
+    PARKING,
+    RATES,
+    assert_prefix_stored,
+    assert_same_state,
+    end_state,
+    shared_driver,
+    turns_of,
+    write_log,
+)
+from .himem_harness import Judging
+from .oracle_himem import OracleHiMem
+
+HIMEM: dict[str, Any] = {"policy": "himem"}
+BEST = {**HIMEM, "answer_mode": "best_effort"}
+# its notes are never sufficient
+REPLIES = Judging(1, 0.3, 0.1, malformed_rate=0.06, malformed_sticky=True, lines=())
+TOPICS = ("boat harbour sail mast", "violin bow string tune", "garden tomato seed soil")
+
+
+def talk(tenant: str, count: int, seed: int, *, words: int = 0) -> list[Turn]:
+    """Sessions of one to five turns on few topics, so that notes are said again."""
+    rng = np.random.default_rng(seed)
+    turns: list[Turn] = []
+    session = 0
+    while len(turns) < count:
+        session += 1
+        for _ in range(int(rng.integers(1, 6))):
+            n = len(turns)
+            topic = TOPICS[int(rng.integers(3))]
+            stamp = f"2026-04-{1 + int(rng.integers(28)):02d}T10:00:00" if rng.random() < 0.8 else None
+            text = f"{topic} {int(rng.integers(3))} " + "and so on " * words
+            turns.append(replace(turn_of(tenant, n, text, timestamp=stamp), session_id=f"s{session}"))
+    return turns[:count]
+
+
+def construction(llm: RecordingLLM) -> dict[str, list[Prompt]]:
+    return {
+        name: [p for p in prompts if p.operation not in QUERY_OPERATIONS]
+        for name, prompts in llm.prompts.items()
+    }
+
+
+def oracle_of(store: Path, turns: dict[str, list[Turn]], **options: Any) -> Run:
+    """The log of a store, decided once more by the oracle."""
+    run = Run()
+    settings = settings_of(**options)
+    for name, of_tenant in turns.items():
+        oracle = OracleHiMem(name, ENCODER, MockLLM(REPLIES), settings)
+        controls = {r.seq: control_of(r) for r in rows_of(store, "control") if r.tenant == name}
+        line = iter(of_tenant)
+        for seq in range(1 + max(r.seq for r in rows_of(store, "turn", "control") if r.tenant == name)):
+            match controls.get(seq):
+                case None:
+                    oracle.take(seq, next(line))
+                case control if control.kind == "flush":
+                    oracle.flush(seq)
+                case control:
+                    oracle.reconsolidate(seq, control.body["question"], control.body["episode_ids"])
+        run.decisions[name], run.versions[name] = oracle.decisions, oracle.versions
+        run.prompts[name] = oracle.prompts
+    return run
+
+
+def talked(store: Path, turns: dict[str, list[Turn]], chunk: int) -> RecordingLLM:
+    """A life with an agent: some turns at a time, a question now and then, a flush; all of it decided."""
+    llm = RecordingLLM(REPLIES)
+    with open_engine(store, llm, **BEST) as engine:
+        for start in range(0, max(map(len, turns.values())), chunk):
+            for name, of_tenant in turns.items():
+                engine.add_batch(of_tenant[start : start + chunk])
+                with suppress(BadReply):
+                    engine.answer(name, f"Who has a {TOPICS[start % 3]} of {start}?")
+        for name in turns:
+            assert engine.flush(name)
+        assert engine.drain()
+    return llm
+
+
+@pytest.fixture(scope="module")
+def turns() -> dict[str, list[Turn]]:
+    return {name: talk(name, 40, seed) for seed, name in enumerate(("ann", "bob", "cleo"), 3)}
+
+
+@pytest.fixture(scope="module")
+def streamed(turns: dict[str, list[Turn]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    store = tmp_path_factory.mktemp("streamed")
+    llm = talked(store, turns, 3)
+    return store, read_back(store, construction(llm))
+
+
+def test_a_life_of_turns_questions_and_flushes_is_decided_as_the_oracle_does(
+    streamed: tuple[Path, Run], turns: dict[str, list[Turn]]
+) -> None:
+    store, run = streamed
+    operations = {p.operation for prompts in run.prompts.values() for p in prompts}
+    assert operations == {"segment", "notes", "traits", "align", "supplement", "revise"}
+    kinds = Counter(d.decision for of_tenant in run.decisions.values() for d in of_tenant)
+    assert kinds.keys() == {"waits", "fired", "parked"}
+    versions = [m for of_tenant in run.versions.values() for m in of_tenant]
+    assert any(m.kind == "fact" and m.version > 1 and m.text for m in versions), "extended, or said again"
+    assert any(m.supersedes for m in versions) and any(not m.text for m in versions), "contradicted"
+    assert_same(run, oracle_of(store, turns, **BEST))
+
+
+def test_the_same_log_decided_all_at_once_gives_the_same(
+    streamed: tuple[Path, Run], turns: dict[str, list[Turn]], tmp_path: Path
+) -> None:
+    """Records that came one by one, each decided before the next, against a log that was there before."""
+    store, expected = streamed
+    with open_engine(tmp_path, None, **BEST) as engine:
+        for name, of_tenant in turns.items():
+            copy_log(engine, store, name, of_tenant)
+    llm = RecordingLLM(REPLIES)
+    with open_engine(tmp_path, llm, **BEST) as engine:
+        assert engine.drain()
+    assert_same(read_back(tmp_path, construction(llm)), expected)
+
+
+def copy_log(engine: Engine, store: Path, name: str, turns: Sequence[Turn]) -> None:
+    line = iter(turns)
+    logged = [row for row in rows_of(store, "turn", "control") if row.tenant == name and row.seq >= 0]
+    for row in sorted(logged, key=lambda row: row.seq):
+        if row.kind == "turn":
+            engine.add_batch([next(line)])
+        else:
+            control = control_of(row)
+            engine._log(name, control.kind, [control.body])
+
+
+@pytest.mark.parametrize("options", [{"himem_align_notes": False}, {"himem_align_episodes": True}])
+def test_with_alignment_elsewhere_and_a_short_context(options: dict[str, Any], tmp_path: Path) -> None:
+    turns = {"ann": talk("ann", 20, 5, words=60)}
+    every = {**HIMEM, **options, "context_tokens": 2_000, "reply_tokens": 256}
+    llm = RecordingLLM(REPLIES)
+    with open_engine(tmp_path, llm, **every) as engine:
+        engine.add_batch([replace(turn, session_id="one") for turn in turns["ann"]])
+        assert engine.flush("ann")
+    run = read_back(tmp_path, construction(llm))
+    sessionless = {"ann": [replace(turn, session_id="one") for turn in turns["ann"]]}
+    assert_same(run, oracle_of(tmp_path, sessionless, **every))
+    fired = [d for d in run.decisions["ann"] if d.cluster]
+    assert len(fired) > 2, "one session of several windows"
+    assert [s for d in fired for s in d.cluster] == list(range(20))
+
+
+def episodes_hold(engine: Engine, tenant: str) -> list[int]:
+    return sorted(s for m in engine.get_all(tenant) if m.kind == "episode" for s in m.source_seqs)
+
+
+def test_parked_windows_are_made_up_for_by_a_replay(tmp_path: Path) -> None:
+    sick = MockReplies(2, malformed_rate=0.35, malformed_sticky=True)
+    with open_engine(tmp_path, RecordingLLM(sick), **HIMEM, k_sub=99) as engine:
+        engine.add_batch(talk("ann", 30, 7))
+        assert engine.flush("ann")
+        parked = engine.stats()["dead_letters"]
+        held = episodes_hold(engine, "ann")
+        assert parked > 1 and 0 < len(held) < 30
+        assert {hit.source_seqs[0] for hit in engine.recall("ann", "boat").turns} == {*range(30)} - {*held}, (
+            "what no episode holds is found as it was said"
+        )
+    with open_engine(tmp_path, RecordingLLM(MockReplies(2)), **HIMEM) as engine:
+        assert engine.replay_jobs() == parked
+        assert engine.drain()
+        assert engine.stats()["dead_letters"] == 0
+        assert episodes_hold(engine, "ann") == list(range(30)), "each turn in one episode"
+
+
+def test_of_a_deleted_turn_no_byte_is_left_nor_of_what_questions_made_of_it(tmp_path: Path) -> None:
+    texts = [f"{MARKER} has a boat", "the boat and the harbour", "the boat at sea", "a violin"]
+    turns = [replace(turn_of("ann", n, text), session_id=f"s{n // 3}") for n, text in enumerate(texts)]
+    with open_engine(tmp_path, RecordingLLM(Judging(2, lines=())), **BEST) as engine:
+        receipts = engine.add_batch(turns)
+        assert engine.flush("ann")
+        for n in range(6):
+            engine.answer("ann", f"Whose boat is number {n}?")
+            assert engine.drain()
+        changed = [row for row in rows_of(tmp_path, "fact") if row.seq > 4 and MARKER.encode() in row.payload]
+        assert changed, "a question has made something of it"
+        assert receipts[0].id is not None
+        engine.delete(receipts[0].id)
+        assert engine.drain()
+        live = engine.get_all("ann")
+        assert MARKER not in repr(live) and episodes_hold(engine, "ann") == [1, 2, 3]
+        engine.purge()
+    assert not bytes_hold(tmp_path, MARKER)
+    with open_engine(tmp_path, **BEST) as engine:
+        assert engine.get_all("ann") == live
+        assert engine.erase("ann", now=True) is not None
+    assert not bytes_hold(tmp_path, "harbour")
+
+
+def test_an_export_with_questions_is_taken_in_again(streamed: tuple[Path, Run], tmp_path: Path) -> None:
+    store, _ = streamed
+    with open_engine(store, None, **BEST) as engine:
+        records = engine.export_page("ann").items
+        told = [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("ann")]
+    assert "reconsolidate" in {r.get("control") for r in records}
+    with open_engine(tmp_path, None, **BEST) as engine:
+        engine.import_("copy", records)
+        assert [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("copy")] == told
+    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path, "control")]
+    ids = {row.id for row in rows_of(tmp_path, "episode")}
+    named = [i for b in bodies if b["kind"] == "reconsolidate" for i in b["body"]["episode_ids"]]
+    assert named and set(named) <= ids, "by their ids here"
+
+
+@pytest.mark.parametrize("kills", [((0.15, "append"), (0.4, "append"))])
+def test_killed_and_resumed_the_end_state_is_that_of_an_undisturbed_run(
+    kills: tuple[tuple[float, str], ...], tmp_path: Path
+) -> None:
+    log = write_log(tmp_path / "log.jsonl", ("ann", "bob"), 44)
+    driver = shared_driver()
+    with spawn_server(latency_ms=2, jitter_ms=2, **RATES, **PARKING) as url:
+        settings = {**HIMEM, "encoder": "hash:384", "batch_turns": 8, "llm_url": url}
+        task: dict[str, Any] = {"task": "ingest", "log": log, "settings": settings}
+        assert driver.run(store=tmp_path / "whole", **task).status == 0
+        for share, method in kills:
+            kill = {"method": method, "n": max(2, int(40 * share)), "after": share > 0.3}
+            outcome = driver.run(store=tmp_path / "cut", kill=kill, **task)
+            assert outcome.status == -signal.SIGKILL
+            assert_prefix_stored(tmp_path / "cut", turns_of(log), outcome.last("acked") or {})
+        assert driver.run(store=tmp_path / "cut", **task).status == 0
+    assert {"fired", "waits", "episode", "fact"} <= end_state(tmp_path / "whole").kinds()
+    assert_same_state(end_state(tmp_path / "cut"), end_state(tmp_path / "whole"))

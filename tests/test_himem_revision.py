@@ -1,0 +1,137 @@
+"""HiMem's reconsolidation driven by hand: what a question missed, and the three relations to the notes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from undertow.engine.llm import BadReply
+from undertow.engine.model import Decision, Memory
+from undertow.engine.policies.base import PromptBudget, TurnView
+from undertow.engine.policies.himem import Alignment, HiMem
+from undertow.prompts import prompt_version
+from undertow.prompts.replies import Reply, ReviseReply, Revision, SupplementDraft, SupplementReply
+
+from .policy_harness import BAD, ROOMY, Driven, View, drive, lines_under, stored
+
+QUESTION = "Where does Ann live?"
+EARLY = stored("episode", "Ann moved to Berlin.", 2, (0, 1))
+LATE = stored("episode", "Ann moved to Paris.", 5, (3, 4))
+LIVES = stored("fact", "Ann lives in Berlin.", 2, (1,), fact_kind="profile")
+BAKES = stored("fact", "Ann bakes bread.", 5, (4,), fact_kind="fact")
+
+
+def view_of(*memories: Memory) -> View:
+    turns = {n: TurnView(n, f"Ann: turn{n}", f"2026-03-{n + 1:02d}", session="a") for n in range(6)}
+    return View(turns, list(memories))
+
+
+def missing(*texts: str) -> SupplementReply:
+    return SupplementReply(notes=[SupplementDraft(text=text, kind="profile") for text in texts])
+
+
+def related(*given: tuple[int, Any, int | None, str]) -> ReviseReply:
+    return ReviseReply(decisions=[Revision(candidate=c, relation=r, note=n, text=t) for c, r, n, t in given])
+
+
+def ask(view: View, *replies: Reply | BadReply, budget: PromptBudget = ROOMY, **named: Any) -> Driven:
+    episodes = named.get("episodes", (LATE.id, EARLY.id))
+    steps = HiMem(budget, Alignment()).reconsolidate(9, QUESTION, episodes, view)
+    return drive(steps, view, replies=replies)
+
+
+def test_only_the_question_and_its_episodes_are_shown_and_what_is_found_rests_on_their_turns() -> None:
+    view = view_of(EARLY, LATE, BAKES)
+    done = ask(view, missing("Ann lives in Paris.", "Ann moves."), related())
+    assert [p.operation for p in done.prompts] == ["supplement", "revise"]
+    assert QUESTION in done.prompts[0].user and "turn0" not in done.prompts[0].user
+    assert [LATE.text in line for line in lines_under(done.prompts[0], "Episodes")] == [True, False]
+    assert [(m.text, m.source_seqs, m.fact_kind, m.episode_id) for m in done.made("fact")] == [
+        ("Ann lives in Paris.", (0, 1, 3, 4), "profile", EARLY.id),
+        ("Ann moves.", (0, 1, 3, 4), "profile", EARLY.id),
+    ]
+    assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (Decision.FIRED, (), ())
+
+
+def test_without_stored_notes_there_is_nothing_to_compare() -> None:
+    done = ask(view_of(EARLY, LATE), missing("Ann lives in Paris."))
+    assert ([m.text for m in done.made("fact")], len(done.prompts)) == (["Ann lives in Paris."], 1)
+    assert ask(view_of(LATE), missing()).outcome.drafts == ()
+
+
+def test_independent_adds_extendable_updates_contradictory_replaces() -> None:
+    view = view_of(EARLY, LATE, LIVES, BAKES)
+    found = missing("Ann sails.", "Ann bakes rye bread.", "Ann lives in Paris.")
+    done = ask(
+        view,
+        found,
+        related(
+            (1, "independent", None, ""),
+            (2, "extendable", 2, "Ann bakes bread, also of rye."),
+            (3, "contradictory", 1, "ignored"),
+        ),
+    )
+    assert len(lines_under(done.prompts[1], "Stored notes")) == 2
+    added, updated, replaced = done.made("fact")
+    assert (added.text, added.version, added.supersedes) == ("Ann sails.", 1, ())
+    assert (updated.id, updated.version, updated.text) == (BAKES.id, 2, "Ann bakes bread, also of rye.")
+    assert (updated.source_seqs, updated.prompt_version) == ((0, 1, 3, 4), prompt_version("revise"))
+    assert (replaced.text, replaced.supersedes) == ("Ann lives in Paris.", (LIVES.id,))
+    assert done.deleted() == [LIVES.id], "a last, empty version: its history stays"
+
+
+@pytest.mark.parametrize(
+    "wrong", [(1, "extendable", 9, "x"), (1, "contradictory", 0, ""), (1, "extendable", None, "x")]
+)
+def test_what_a_wrong_number_leaves_open_is_added(wrong: tuple[int, Any, int | None, str]) -> None:
+    done = ask(view_of(LATE, BAKES), missing("Ann sails."), related(wrong))
+    assert ([m.text for m in done.made("fact")], done.deleted()) == (["Ann sails."], [])
+
+
+def test_a_note_is_changed_once_and_a_candidate_decided_once() -> None:
+    found = missing("One.", "Two.")
+    done = ask(
+        view_of(LATE, LIVES),
+        found,
+        related((1, "extendable", 1, "Both."), (1, "independent", None, ""), (2, "contradictory", 1, "")),
+    )
+    assert [(m.text, m.version) for m in done.made("fact")] == [("Both.", 2), ("Two.", 1)]
+    assert not done.deleted()
+
+
+def test_older_words_contradict_no_later_note() -> None:
+    view = view_of(EARLY, LATE, BAKES)
+    replies = missing("Ann never bakes."), related((1, "contradictory", 1, ""))
+    done = ask(view, *replies, episodes=(EARLY.id,))
+    assert (done.deleted(), [m.supersedes for m in done.made("fact")]) == ([], [()])
+
+
+def test_what_is_stored_word_for_word_is_not_asked_about() -> None:
+    done = ask(view_of(EARLY, LATE, LIVES), missing(LIVES.text))
+    (again,) = done.made("fact")
+    assert (again.id, again.version, again.source_seqs) == (LIVES.id, 2, (0, 1, 3, 4))
+
+
+def test_episodes_that_are_gone_or_rest_on_a_deleted_turn_are_left_out() -> None:
+    view = view_of(EARLY, LATE)
+    del view.turns[4]
+    done = ask(view, missing("Ann lives in Berlin."))
+    assert [EARLY.text in line for line in lines_under(done.prompts[0], "Episodes")] == [True]
+    del view.turns[0]
+    assert ask(view).outcome.decision is Decision.WAITS
+    assert ask(view_of(EARLY), episodes=("unknown",)).prompts == []
+
+
+def test_the_least_relevant_episodes_go_where_the_context_is_short() -> None:
+    view = view_of(EARLY, LATE)
+    whole = ask(view, missing()).prompts[0].size_tokens
+    (prompt,) = ask(view, missing(), budget=PromptBudget(whole + 63, 64)).prompts
+    assert [LATE.text in line for line in lines_under(prompt, "Episodes")] == [True]
+
+
+@pytest.mark.parametrize("replies", [(BAD,), (missing("New."), BAD)])
+def test_a_bad_reply_changes_nothing_and_parks_nothing(replies: tuple[Any, ...]) -> None:
+    outcome = ask(view_of(LATE, BAKES), *replies).outcome
+    assert (outcome.decision, outcome.drafts, outcome.settled) == (Decision.WAITS, (), ())
+    assert "no JSON" in (outcome.reason or "")
