@@ -39,7 +39,8 @@ class Answer:
 class Asked:
     """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
 
-    `given`: the answer and what it was given, once the mode has ended.
+    `due`: of that, what is not metered yet, by operation. `given`: the answer and what it was given, once the
+    mode has ended.
     """
 
     tenant: str
@@ -48,15 +49,16 @@ class Asked:
     on_text: OnText | None
     say: Say | None = None
     call: Future[Completion] | None = None
-    spent: dict[str, Usage] = field(default_factory=dict)
-    metered: bool = False
+    spent: Usage = field(default_factory=Usage)
+    due: dict[str, Usage] = field(default_factory=dict)
     given: tuple[str, Found] | None = None
 
     def spend(self, usage: Usage) -> None:
         """What the last call has cost."""
         assert self.say is not None, "there was a call"
         operation = self.say.prompt.operation
-        self.spent[operation] = self.spent.get(operation, Usage()) + usage
+        self.spent += usage
+        self.due[operation] = self.due.get(operation, Usage()) + usage
 
 
 class Asking(ABC):
@@ -136,7 +138,7 @@ class Asking(ABC):
         text, found = asked.given
         if asked.say is not None and asked.say.answers:
             self._log_used(asked.tenant, found)
-        return Answer(text, found, sum(asked.spent.values(), Usage()))
+        return Answer(text, found, asked.spent)
 
     def _check_not_lost(self, asked: Asked) -> None:
         if self._llm is not None and self.server_lost:
@@ -199,14 +201,13 @@ class Asking(ABC):
         return self.journal.writable and self._failure is None and tenant.change_ahead is None
 
     def _meter_query(self, asked: Asked) -> None:
-        """Once."""
-        if asked.metered or not asked.spent:
+        if not asked.due:
             return
         of = self.tenants.existing(asked.tenant)
-        asked.metered = True
-        for operation, usage in asked.spent.items():
+        due, asked.due = asked.due, {}
+        for operation, usage in due.items():
             of.add_usage(operation, usage)
         if self.journal.writable:
-            body = orjson.dumps(usage_to_json(asked.spent))
+            body = orjson.dumps(usage_to_json(due))
             with self.trace.span("commit", rows=1):
                 self.journal.append([Row("usage", of.name, of.key, -1, body)])

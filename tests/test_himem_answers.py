@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from pydantic import ValidationError
 
 from undertow.bench.mock_llm import MockReplies
 from undertow.engine.answering import NOT_ANSWERABLE
+from undertow.engine.cluster.calls import Stamp
+from undertow.engine.cluster.housing import Parts
+from undertow.engine.cluster.shard import Shard
+from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
 from undertow.engine.model import Turn
@@ -19,6 +24,7 @@ from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
 from undertow.serving.limits import answer_tokens
 
+from .cluster_harness import begin, settings
 from .engine_harness import (
     ENCODER,
     MARKER,
@@ -30,9 +36,11 @@ from .engine_harness import (
     turn_of,
 )
 from .himem_harness import Judging
+from .llm_harness import wait_until
 from .policy_harness import lines_under
 
 QUESTION = "What does Ann do in the harbour?"
+SOON_S = 30.0
 BEST: dict[str, Any] = {"policy": "himem", "answer_mode": "best_effort"}
 
 
@@ -209,6 +217,30 @@ def test_an_answer_that_is_let_go_between_its_calls_asks_no_more_and_is_metered_
     with open_engine(tmp_path, **BEST) as engine:
         assert engine.usage("ann")["sufficiency"]["calls"] == 1
     assert missed(tmp_path) == []
+
+
+def test_a_whole_answer_that_is_called_off_between_its_calls_asks_no_more(tmp_path: Path) -> None:
+    llm = HeldLLM(Judging())
+    shard = Shard(begin(tmp_path, 1), "s0", settings(**BEST), Parts(llm=lambda _: llm))
+    try:
+        token = shard.hello("client", 1).result(SOON_S).token
+        shard.add(pack(sessions()[:3]), Stamp("client", token, 0, 1)).result(SOON_S)
+        flushed = shard.flush("ann")
+        while not flushed.done():
+            llm.release()
+            time.sleep(0.01)
+        before = len(llm.prompts["ann"])
+        answer = shard.answer("ann", QUESTION)
+        wait_until(lambda: len(llm.held) == 1)
+        llm.release()
+        wait_until(lambda: len(llm.held) == 1)
+        (_, _, second), *_ = llm.held
+        assert answer.cancel()
+        wait_until(second.cancelled)
+        assert shard.usage("ann").result(SOON_S)["sufficiency"]["calls"] == 1
+        assert [p.operation for p in llm.prompts["ann"][before:]] == ["sufficiency", "sufficiency"]
+    finally:
+        shard.close()
 
 
 def test_a_budget_has_room_for_every_call_of_an_answer() -> None:

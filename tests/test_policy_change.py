@@ -130,6 +130,24 @@ def test_a_tenant_begins_under_a_policy_of_its_own(tmp_path: Path) -> None:
         assert engine.get_all("ann") == expected
 
 
+def test_an_answer_is_given_what_the_tenants_own_policy_says(tmp_path: Path) -> None:
+    with opened(tmp_path, "recmem") as engine:
+        engine.set_policy("ann", "nemori")
+        for name in ("ann", "bob"):
+            ingest(engine, topical(name, 20), 20)
+            engine.flush(name)
+        given = engine.recall("ann", "harbour boat")
+        best = {seq for hit in given.episodes[:2] for seq in hit.source_seqs}
+        assert {seq for hit in given.turns for seq in hit.source_seqs} == best != set(), "the words of these"
+        assert given.episodes == engine.search("ann", "harbour boat").episodes
+        assert engine.recall("bob", "harbour boat") == engine.search("bob", "harbour boat")
+        assert len(engine.search("bob", "harbour boat").turns) == 10
+        engine.set_policy("ann", "recmem")
+        assert engine.recall("ann", "harbour boat") == given, "until the change is done"
+        assert engine.drain()
+        assert engine.recall("ann", "harbour boat") == engine.search("ann", "harbour boat")
+
+
 def test_what_is_no_change_leaves_no_record(tmp_path: Path) -> None:
     with opened(tmp_path, "recmem") as engine:
         engine.add_batch(topical("ann", 2))
