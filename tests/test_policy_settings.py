@@ -18,6 +18,7 @@ from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
 from undertow.engine.retrieval import Window
 from undertow.engine.store import DESCRIPTION, StoreError, read_info
+from undertow.engine.tenants import View
 
 from .engine_harness import (
     ALONE,
@@ -239,7 +240,8 @@ def test_an_episode_knows_its_messages_through_export_and_import(tmp_path: Path)
     with open_engine(tmp_path / "b", **NEMORI) as engine:
         engine.import_("ann", records)
         assert [m.source_messages for m in engine.get_all("ann") if m.kind == "episode"] == parts
-        assert engine.tenants.get("ann").open_turns(6) == []
+        ann = engine.tenants.get("ann")
+        assert View(ann, 6, ann.making).open_turns() == []
         assert bytes_hold(tmp_path / "b", "boat sails"), "so that its absence below tells something"
         assert engine.erase("ann", now=True) is not None
     assert not bytes_hold(tmp_path / "b", "boat sails")
