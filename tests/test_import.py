@@ -86,6 +86,9 @@ def place(record: Report) -> tuple[Any, ...]:
     return (at, record["kind"], *birth, record.get("state", ""))
 
 
+SPENT = {"llm_calls", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"}
+
+
 def seen(engine: Engine, tenant: str) -> list[Any]:
     """What the tenant's user can see."""
     found = engine.search(tenant, "harbour boat garden", k_sub=99, k_epi=99, k_sem=99)
@@ -94,13 +97,15 @@ def seen(engine: Engine, tenant: str) -> list[Any]:
     live = engine.tenants.get(tenant)
     jobs = [(job.seq, job.state, job.operation, job.cluster, job.reason) for job in live.jobs.values()]
     gates = (live.cursor, live.next_seq, live.waiting_count, sorted(live.keys), live.last_timestamp)
+    # what a job has cost that was given up when its store was closed is that store's; `explain` has the rest
+    stats = {name: count for name, count in engine.tenant_stats(tenant).items() if name not in SPENT}
     some = [item["id"] for item in listed.items if item["kind"] != "turn"][:4]
     histories = [version for memory_id in some for version in engine.history(memory_id, tenant=tenant)]
     return [
         nameless(listed.items, tenant),
         nameless(engine.explain(tenant), tenant),
         nameless(histories, tenant),
-        engine.tenant_stats(tenant),
+        stats,
         hits,
         jobs,
         gates,
@@ -152,6 +157,7 @@ BROKEN_OFF = [("delete turn", 4), CHANGE, ("add", 7), ("change policy", 0), ("ad
 
 @example(life=CHANGED, limit=1000, vectors=False)
 @example(life=BROKEN_OFF, limit=7, vectors=False)
+@example(life=[("add", 2), ("add", 4)], limit=1000, vectors=False)  # closed while a job is under way
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(life=LIVES, limit=st.sampled_from([1, 7, 1000]), vectors=st.booleans())
 def test_an_imported_tenant_is_as_the_one_that_was_exported(

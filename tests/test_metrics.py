@@ -16,7 +16,9 @@ import httpx2
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine.arrivals import Arrivals
+from undertow.engine.cluster.housing import Parts
 from undertow.engine.cluster.router import Router
 from undertow.engine.model import Usage
 from undertow.engine.tally import BOUNDS_S, Tally
@@ -51,7 +53,8 @@ def metrics_of(client: httpx2.Client) -> tuple[list[Metric], Samples]:
 
 
 def test_a_scrape_tells_what_was_done(tmp_path: Path) -> None:
-    with serving(tmp_path) as service:
+    sound = Parts(llm=lambda _: MockLLM(MockReplies()))  # no reply is bad, whatever the prompts' words are
+    with serving(tmp_path, parts=sound) as service:
         client = service.client()
         for tenant in TENANTS:
             for day in range(3):

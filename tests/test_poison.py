@@ -293,6 +293,7 @@ def test_what_it_has_written_is_fenced_when_it_is_shown_again(tmp_path: Path) ->
 HEADINGS = (
     *("Turns:", "Episode:", "Episodes:", "Facts:", "New turn:", "Stored episode:", "Stored facts:"),
     "none",
+    "Each list has the most relevant first.",
 )
 
 
