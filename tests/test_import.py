@@ -24,8 +24,10 @@ from undertow.engine.exporting import ExportBroken, Seal
 from undertow.engine.importing import Imported, TenantExists
 from undertow.engine.model import InputError, Message, Turn
 from undertow.engine.policy_change import PolicyConflict
+from undertow.engine.records import usage_from_json
 from undertow.engine.reports import Report
 from undertow.engine.tenants import UnknownTenant
+from undertow.prompts import QUERY_OPERATIONS
 
 from .cluster_harness import LocalShards, begin
 from .cluster_harness import settings as cluster_settings
@@ -86,7 +88,16 @@ def place(record: Report) -> tuple[Any, ...]:
     return (at, record["kind"], *birth, record.get("state", ""))
 
 
-SPENT = {"llm_calls", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"}
+def stats_of(engine: Engine, tenant: str) -> dict[str, int]:
+    """As tenant_stats, less what jobs have cost that were given up half-way: that is their store's."""
+    stats = engine.tenant_stats(tenant)
+    for row in engine.journal.read(kinds=["usage"]):
+        for operation, lost in usage_from_json(orjson.loads(row.payload)).items():
+            if row.tenant == tenant and operation not in QUERY_OPERATIONS:
+                stats["llm_calls"] -= lost.calls
+                for name in ("prompt_tokens", "cached_prompt_tokens", "completion_tokens"):
+                    stats[name] -= getattr(lost, name)
+    return stats
 
 
 def seen(engine: Engine, tenant: str) -> list[Any]:
@@ -97,15 +108,13 @@ def seen(engine: Engine, tenant: str) -> list[Any]:
     live = engine.tenants.get(tenant)
     jobs = [(job.seq, job.state, job.operation, job.cluster, job.reason) for job in live.jobs.values()]
     gates = (live.cursor, live.next_seq, live.waiting_count, sorted(live.keys), live.last_timestamp)
-    # what a job has cost that was given up when its store was closed is that store's; `explain` has the rest
-    stats = {name: count for name, count in engine.tenant_stats(tenant).items() if name not in SPENT}
     some = [item["id"] for item in listed.items if item["kind"] != "turn"][:4]
     histories = [version for memory_id in some for version in engine.history(memory_id, tenant=tenant)]
     return [
         nameless(listed.items, tenant),
         nameless(engine.explain(tenant), tenant),
         nameless(histories, tenant),
-        stats,
+        stats_of(engine, tenant),
         hits,
         jobs,
         gates,
