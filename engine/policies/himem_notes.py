@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from undertow.engine.model import Memory
-from undertow.engine.policies.base import Complete, Draft, Effect, Embed, deletion
+from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, deletion
 from undertow.engine.policies.work import Steps, Work
 from undertow.prompts import Prompt, ShownMemory, align_prompt, notes_prompt, traits_prompt
 from undertow.prompts.replies import (
@@ -96,16 +96,21 @@ def _store(work: Work, notes: Sequence[Note]) -> Steps:
         if (same := known.get(note.text)) is not None:
             known[note.text] = work.said_again(same, note.sources, vector)
             continue
-        draft = work.new(
-            "fact",
-            note.text,
-            vector,
-            note.sources,
-            note.version,
-            episode_id=episode_of(work, note.sources[0]),
-            fact_kind=note.kind,
-        )
-        known[note.text] = draft.memory
+        known[note.text] = add_note(work, note, vector).memory
+
+
+def add_note(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...] = ()) -> Draft:
+    """A note that was not there before."""
+    return work.new(
+        "fact",
+        note.text,
+        vector,
+        note.sources,
+        note.version,
+        episode_id=episode_of(work, note.sources[0]),
+        fact_kind=note.kind,
+        supersedes=supersedes,
+    )
 
 
 def living_notes(work: Work) -> list[Memory]:

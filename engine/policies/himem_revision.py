@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from undertow.engine.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Embed, Vector, deletion
-from undertow.engine.policies.himem_notes import Note, episode_of, living_notes
+from undertow.engine.policies.himem_notes import Note, add_note, living_notes
 from undertow.engine.policies.work import Steps, Work, as_shown
 from undertow.prompts import Prompt, ShownMemory, prompt_version, revise_prompt, supplement_prompt
 from undertow.prompts.replies import ReviseReply, Revision, SupplementReply
@@ -92,22 +92,9 @@ def _apply(
         elif old is not None and max(old.source_seqs) <= max(note.sources):
             del left[decision.note or 0]
             work.drafts.append(Draft(deletion(old, work.seq), None))
-            _add(work, note, given[note.text], supersedes=(old.id,))
+            add_note(work, note, given[note.text], supersedes=(old.id,))
         else:
-            _add(work, note, given[note.text])
-
-
-def _add(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...] = ()) -> None:
-    work.new(
-        "fact",
-        note.text,
-        vector,
-        note.sources,
-        note.version,
-        episode_id=episode_of(work, note.sources[0]),
-        fact_kind=note.kind,
-        supersedes=supersedes,
-    )
+            add_note(work, note, given[note.text])
 
 
 def _prompt(question: str, episodes: Sequence[Memory]) -> Prompt:
