@@ -186,6 +186,8 @@ class LocalVLLM:
         if self.threads is not None:
             kept["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{self.threads - 1}"
             kept["OMP_NUM_THREADS"] = str(self.threads)
+        # with its OpenMP layer numba, which drafts, leaves the model's thread with one core
+        kept["NUMBA_THREADING_LAYER"] = "workqueue"
         if isinstance(self.model, Path):
             kept["HF_HUB_OFFLINE"] = "1"
         if self.api_key is not None:  # not on the command line, which every user of the machine can read
