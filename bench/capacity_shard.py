@@ -35,7 +35,7 @@ from undertow.engine.policies.base import GateReading, Nearest, Scored, Threshol
 from undertow.engine.policies.recmem import KNOWN_FACTS
 from undertow.engine.readings import Readings
 from undertow.engine.scheduler import Scheduler
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 from undertow.kernels.arena import Arena
 from undertow.prompts import Prompt
 from undertow.prompts.replies import EpisodeDraft, EpisodesReply, FactDraft, FactsReply, MergeReply, Reply

@@ -17,7 +17,8 @@ from undertow.engine.records import Control, control_row, key_hash, turn_id, tur
 
 if TYPE_CHECKING:  # not imported by who only packs turns for a shard: torch takes seconds and memory
     from undertow.engine.policies.base import Thresholds
-    from undertow.engine.tenants import Tenant, Tenants
+    from undertow.engine.tenant import Tenant
+    from undertow.engine.tenants import Tenants
     from undertow.engine.text_cache import TenantTextCache
     from undertow.engine.trace import Trace
     from undertow.kernels.arena import Arena

@@ -22,7 +22,8 @@ from undertow.engine.model import NoLLM, UndertowError, Usage
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.records import Control, ControlKind, usage_to_json
 from undertow.engine.retrieval import Found
-from undertow.engine.tenants import Tenant, Tenants, UnknownTenant
+from undertow.engine.tenant import Tenant
+from undertow.engine.tenants import Tenants, UnknownTenant
 from undertow.engine.trace import Trace
 
 

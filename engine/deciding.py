@@ -25,7 +25,7 @@ from undertow.engine.policies.base import (
     rewording,
 )
 from undertow.engine.records import Control, usage_to_json
-from undertow.engine.tenants import Tenant, View
+from undertow.engine.tenant import Tenant, View
 
 
 def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:

@@ -3,55 +3,48 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-import orjson
 
 from undertow.engine.admission import Admission, Receipt, Ticket
 from undertow.engine.asking import Asking
 from undertow.engine.cluster.parking import forget as forget_parked
 from undertow.engine.config import Settings
+from undertow.engine.editing import Editing
 from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
-from undertow.engine.generations import is_change
 from undertow.engine.journal import Journal, JournalError, Row
 from undertow.engine.llm import LLMClient, OpenAILLM
-from undertow.engine.metadata import Where
 from undertow.engine.model import (
     BadInput,
     InputError,
-    Memory,
-    MemoryKind,
     Turn,
     UndertowError,
     dedupe_key,
-    unknown_memory,
 )
 from undertow.engine.pacing import Pace
 from undertow.engine.place import Place
 from undertow.engine.policies import Policies
-from undertow.engine.policies.base import PromptBudget, Thresholds, Tiers
-from undertow.engine.policy_change import check_editable
+from undertow.engine.policies.base import PromptBudget, Thresholds
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.readings import Readings
-from undertow.engine.records import Control, ControlKind, control_row, memory_of
-from undertow.engine.repeats import turns_by_key
-from undertow.engine.reports import Report, Reports
+from undertow.engine.records import Control, ControlKind, control_row
+from undertow.engine.reports import Reports
 from undertow.engine.residence import Residence, arena_of
-from undertow.engine.retrieval import ANY_TIME, EVERYWHERE, Found, Retrieval, Window, with_words
+from undertow.engine.retrieval import Retrieval
 from undertow.engine.scheduler import Scheduler, StepReport
+from undertow.engine.searching import Searching
 from undertow.engine.store import StoreError
 from undertow.engine.tenancy import Tenancy
-from undertow.engine.tenants import ArenaFull, Tenant, Tenants
+from undertow.engine.tenant import Tenant
+from undertow.engine.tenants import ArenaFull, Tenants
 from undertow.engine.text_cache import TenantTextCache
 from undertow.engine.timestamps import parse_timestamp
 from undertow.engine.trace import Trace
-from undertow.engine.updates import Updated, Wording, memory_text, replacement
 from undertow.kernels.gate import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
@@ -70,7 +63,7 @@ class Lag:
     blocked_tenants: int
 
 
-class Engine(Asking, Tenancy):
+class Engine(Searching, Editing, Asking, Tenancy):
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
@@ -372,186 +365,7 @@ class Engine(Asking, Tenancy):
         oldest_s = round(self.scheduler.arrivals.oldest_s, 3)
         return Lag(undecided, oldest_s, self.scheduler.running_count, len(self.scheduler.blocked))
 
-    # ---- reading
-
-    def search(
-        self,
-        tenant: str,
-        query: str,
-        *,
-        k_sub: int | None = None,
-        k_epi: int | None = None,
-        k_sem: int | None = None,
-        since: str | None = None,
-        until: str | None = None,
-        where: Mapping[str, Any] | None = None,
-    ) -> Found:
-        """The nearest turns, episodes and facts; counts default to the settings, then to the tenant's policy.
-
-        `where`: only turns whose metadata has this value of a key, or one of a list of them, and episodes
-        and facts that rest on such a turn. ValueError: see metadata.Where.of.
-        """
-        window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
-        own = self._tiers_of(tenant)
-        tiers = replace(
-            own,
-            k_sub=own.k_sub if k_sub is None else k_sub,
-            k_epi=own.k_epi if k_epi is None else k_epi,
-            k_sem=own.k_sem if k_sem is None else k_sem,
-            consolidated=True,
-        )
-        return self._search(tenant, query, tiers, window, Where.of(where))
-
-    def _search(
-        self, tenant: str, query: str, tiers: Tiers, window: Window = ANY_TIME, where: Where = EVERYWHERE
-    ) -> Found:
-        of = self._tenant(tenant)
-        if not query.strip():
-            raise ValueError("the query is empty. Give some words to search for.")
-        with self.trace.span("encode_query", texts=1):
-            vector = self._texts.encode([tenant], [query])[0]
-        with self.trace.span("rank", asks=1):
-            return self.retrieval.search(
-                of,
-                vector,
-                k_sub=tiers.k_sub,
-                k_epi=tiers.k_epi,
-                k_sem=tiers.k_sem,
-                window=window,
-                where=where,
-                words=query if self.settings.search == "hybrid" else "",
-                consolidated=tiers.consolidated,
-            )
-
-    def recall(self, tenant: str, question: str) -> Found:
-        """What an answer is given: the tiers as the policy wants them, see policies.base.Tiers."""
-        tiers = self._tiers_of(tenant)
-        found = self._search(tenant, question, tiers)
-        return with_words(self._tenant(tenant), found, tiers.raw_of_best)
-
-    def _tiers_of(self, tenant: str) -> Tiers:
-        return self._policies.tiers(self._policy_shown(tenant))
-
-    def _settings_of(self, tenant: str) -> Settings:
-        """The settings as they hold under the policy that has made what is searched."""
-        return self._policies.settings_of(self._policy_shown(tenant))
-
-    def _policy_shown(self, tenant: str) -> str:
-        return self._tenant(tenant).shown.policy or self.journal.info.policy
-
-    def is_ready(self, tenant: str) -> bool:
-        """Whether a search by words of this tenant has little to do first, as Retrieval.is_ready.
-
-        UnknownTenant.
-        """
-        return self.settings.search != "hybrid" or self.retrieval.is_ready(self._tenant(tenant))
-
-    def prepare(self, tenant: str) -> int:
-        """As Retrieval.prepare. UnknownTenant."""
-        return self.retrieval.prepare(self._tenant(tenant))
-
-    def get_all(self, tenant: str) -> list[Memory]:
-        """All current episodes and facts, in order of birth."""
-        of = self._tenant(tenant)
-        return [*of.current("episode"), *of.current("fact")]
-
-    def get(self, memory_id: str, *, tenant: str | None = None) -> Report:
-        """One turn, episode or fact as it stands, as plain data; if given only one of this tenant.
-
-        UndertowError: there is none of this id, or it was deleted; Moved, InTransit.
-        """
-        return self._reports.get(memory_id, self._stored(memory_id, tenant).tenant_key)
-
-    def history(self, memory_id: str, *, tenant: str | None = None) -> list[Report]:
-        """Every version of one memory, its deletion included, oldest first. As `get`, of deleted ones too.
-
-        Of a deleted turn nothing is left.
-        """
-        return self._reports.history(memory_id, self._stored(memory_id, tenant).tenant_key)
-
-    def turns_by_key(self, tenant: str, keys: Collection[str]) -> dict[str, Report]:
-        """As repeats.turns_by_key: of a call that is repeated, what the first one has stored."""
-        return turns_by_key(self._tenant(tenant), keys) if tenant in self.tenants else {}
-
-    # ---- what users do to their memories
-
-    def update(self, memory_id: str, text: Wording, *, tenant: str | None = None) -> Updated:
-        """Put other words in the place of a memory, if given only of one of this tenant's.
-
-        An episode or fact has a new version once the cursor reaches the record; until then it is out of
-        search. Its sources stay, and its history. A turn is deleted, and another one with its session, time
-        and metadata added at the log's end, in one commit: durable and searchable on return. `text` becomes
-        its one message; give messages, as to `add`, for an exchange. InputError; ArenaFull for a turn;
-        PolicyConflict for an episode or fact, see `set_policy`.
-        """
-        self._check_sound()
-        row = self._reports.row(memory_id, self._stored(memory_id, tenant).tenant_key)
-        if row.kind == "turn":
-            return self._replace_turn(row, text)
-        self._check_editable(row)
-        kind: MemoryKind = "episode" if row.kind == "episode" else "fact"
-        words = memory_text(kind, text)
-        self._log(row.tenant, "update", [{"memory_id": memory_id, "kind": kind, "text": words}])
-        return Updated(memory_id, kind)
-
-    def _replace_turn(self, row: Row, text: Wording) -> Updated:
-        turn = replacement(row, text, self.settings.max_message_bytes)
-        tenant = self._tenant(row.tenant)
-        receipt = self.scheduler.replace(tenant, _deletion(row), turn)
-        tenant.redact_turn(row.seq)
-        self.journal.delete_rows([row.lsn])
-        assert receipt.id is not None, "no turn had its key, which is made of the old turn's id"
-        return Updated(receipt.id, "turn")
-
-    def delete(self, memory_id: str, *, tenant: str | None = None) -> str:
-        """Delete a turn, an episode or a fact by id, if given only one of this tenant; returns its kind.
-
-        A turn's text and vector are gone from every answer at once; what rests on it is remade
-        when the cursor reaches the record. An episode or fact goes alone, out of search at once; its
-        history stays. PolicyConflict for one of these, see `set_policy`.
-        """
-        self._check_sound()
-        row = self._stored(memory_id, tenant)
-        if row.kind == "turn":
-            self._delete_turn(row)
-        else:
-            self._check_editable(row)
-            self._log(row.tenant, "delete", [{"memory_id": memory_id, "kind": row.kind}])
-        return row.kind
-
-    def row_of(self, memory_id: str, tenant: str | None = None) -> Row | None:
-        """A row of a turn, an episode or a fact by its id, where there is one; without its vector.
-
-        `tenant`: one of this tenant, which is found without looking through all others.
-        """
-        keys = None if tenant is None else [self.journal.info.tenant_key(tenant)]
-        kinds = ["turn", "episode", "fact"]
-        rows = self.journal.read(tenant_keys=keys, ids=[memory_id], kinds=kinds, vectors=False)
-        return next((row for row in rows if not self.tenants.buried(row)), None)
-
-    def _stored(self, memory_id: str, tenant: str | None) -> Row:
-        """As `row_of`, which must be there. UndertowError; Moved, InTransit: its tenant leaves."""
-        row = self.row_of(memory_id, tenant)
-        if row is None:
-            raise unknown_memory(memory_id, tenant)
-        self.tenants.require_here([row.tenant])
-        return row
-
-    def _check_editable(self, row: Row) -> None:
-        """PolicyConflict for an episode or fact that a change of policy replaces, or has replaced."""
-        try:
-            tenant = self._tenant(row.tenant)
-        except ArenaFull:
-            if any(is_change(control) for control in self.tenants.stored(row.tenant, "control")):
-                raise
-            return
-        check_editable(tenant, memory_of(row))
-
-    def _delete_turn(self, row: Row) -> None:
-        tenant = self._log(row.tenant, "delete", [_deletion(row)])
-        if tenant is not None:
-            tenant.redact_turn(row.seq)
-        self.journal.delete_rows([row.lsn])
+    # ---- jobs and tenants
 
     def replay_jobs(self) -> int:
         """Log a replay of every parked job; returns their number. Drain to have them run.
@@ -608,16 +422,6 @@ class Engine(Asking, Tenancy):
     def stats(self) -> dict[str, int]:
         """Counts over all tenants of the store."""
         return store_stats(self.tenants)
-
-    def _tenant(self, name: str) -> Tenant:
-        return self.tenants.existing(name)
-
-
-def _deletion(row: Row) -> dict[str, Any]:
-    """What the log still needs of a deleted turn: its dedupe key, and the time that later ones inherit."""
-    turn = orjson.loads(row.payload)
-    kept = {"key": turn["key"], "session": turn["session"], "timestamp": row.timestamp}
-    return {"turn_seq": row.seq, "id": row.id, **kept}
 
 
 def make_llm(settings: Settings) -> LLMClient | None:

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from itertools import islice
 
 from undertow.engine.model import Usage
-from undertow.engine.tenants import ArenaFull, Tenant, Tenants
+from undertow.engine.tenant import Tenant
+from undertow.engine.tenants import ArenaFull, Tenants
 from undertow.prompts import QUERY_OPERATIONS
 
 TENANTS_AT_A_TIME = 256

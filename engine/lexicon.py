@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.model import Memory, MemoryKind, spoken
 from undertow.engine.records import messages_of
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 from undertow.engine.terms import Terms, day_in_words
 from undertow.kernels.bm25 import Bm25, Float64s
 

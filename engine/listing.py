@@ -17,7 +17,7 @@ from undertow.engine.model import BadInput, InputError
 from undertow.engine.records import turn_id
 from undertow.engine.retrieval import HitKind, Rows, Window, rests_on, shows
 from undertow.engine.shown import Page, Report, memory_report, turn_report
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 
 __all__ = ["MAX_LISTED", "Page", "kinds_of", "list_page", "names_page"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 
 Scalar = str | int | float | bool
 # JSON tells true from 1, Python's equality does not

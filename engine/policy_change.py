@@ -7,7 +7,7 @@ from typing import get_args
 from undertow.engine.model import BadInput, InputError, Memory, PolicyName, UndertowError
 from undertow.engine.records import Control
 from undertow.engine.shown import Report
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.policies.base import GateReading, Nearest, Scored
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 from undertow.kernels.arena import Arena
 from undertow.kernels.gate import Gate as GateKernel
 from undertow.kernels.topk import top_k_many

@@ -8,7 +8,7 @@ import orjson
 
 from undertow.engine.records import key_hash, turn_id
 from undertow.engine.shown import Report
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 
 
 def turns_by_key(tenant: Tenant, keys: Collection[str]) -> dict[str, Report]:

@@ -12,7 +12,8 @@ import torch
 from undertow.engine.config import Settings
 from undertow.engine.model import UndertowError
 from undertow.engine.scheduler import Scheduler
-from undertow.engine.tenants import ArenaFull, Tenant, Tenants
+from undertow.engine.tenant import Tenant
+from undertow.engine.tenants import ArenaFull, Tenants
 from undertow.kernels.arena import Arena, make_arena
 from undertow.kernels.device import resolve
 

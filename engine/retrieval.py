@@ -17,7 +17,7 @@ from undertow.engine.metadata import MetadataIndex, Where
 from undertow.engine.model import Memory, time_key
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.records import turn_id
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 from undertow.engine.terms import Terms
 from undertow.engine.times import TimeIndex
 from undertow.kernels.arena import Arena

@@ -45,7 +45,8 @@ from undertow.engine.records import (
     outdated_updates,
     usage_to_json,
 )
-from undertow.engine.tenants import ArenaFull, Tenant
+from undertow.engine.tenant import Tenant
+from undertow.engine.tenants import ArenaFull
 from undertow.engine.trace import Trace
 from undertow.prompts import QUERY_OPERATIONS
 

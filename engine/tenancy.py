@@ -26,7 +26,8 @@ from undertow.engine.reports import Report, Reports
 from undertow.engine.retrieval import Retrieval, Window
 from undertow.engine.scheduler import Scheduler
 from undertow.engine.shown import Page
-from undertow.engine.tenants import Tenant, Tenants
+from undertow.engine.tenant import Tenant
+from undertow.engine.tenants import Tenants
 from undertow.engine.text_cache import TenantTextCache
 from undertow.engine.timestamps import parse_timestamp
 

@@ -10,7 +10,7 @@ import orjson
 from numpy.typing import NDArray
 
 from undertow.engine.model import time_key
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 
 # earlier than any moment
 UNDATED = -1

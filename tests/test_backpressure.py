@@ -22,7 +22,8 @@ from undertow.engine.ingest import Ingest
 from undertow.engine.journal import Row
 from undertow.engine.model import Turn
 from undertow.engine.scheduler import Scheduler, StepReport
-from undertow.engine.tenants import ArenaFull, Tenant
+from undertow.engine.tenant import Tenant
+from undertow.engine.tenants import ArenaFull
 
 from .cli_harness import turn_line, write_log
 from .engine_harness import (

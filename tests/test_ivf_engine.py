@@ -8,7 +8,7 @@ import numpy as np
 
 from undertow.engine.records import turn_id
 from undertow.engine.retrieval import Found, Window
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 
 from .cli_harness import run, turn_line, write_log
 from .engine_harness import ENCODER, NEVER, open_engine, turn_of

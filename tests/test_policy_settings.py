@@ -18,7 +18,7 @@ from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
 from undertow.engine.retrieval import Window
 from undertow.engine.store import DESCRIPTION, StoreError, read_info
-from undertow.engine.tenants import View
+from undertow.engine.tenant import View
 
 from .engine_harness import (
     ALONE,

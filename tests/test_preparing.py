@@ -19,7 +19,8 @@ from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
 from undertow.engine.retrieval import Found, Retrieval
-from undertow.engine.tenants import Tenant, UnknownTenant
+from undertow.engine.tenant import Tenant
+from undertow.engine.tenants import UnknownTenant
 
 from .cluster_harness import begin, settings
 from .engine_harness import NEVER, open_engine

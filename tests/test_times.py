@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from undertow.engine import times as times_module
 from undertow.engine.engine import Engine
 from undertow.engine.retrieval import Retrieval, Window
-from undertow.engine.tenants import Tenant
+from undertow.engine.tenant import Tenant
 from undertow.engine.timestamps import parse_timestamp
 from undertow.kernels.arena import Arena, make_arena
 from undertow.kernels.gate import make_gate
