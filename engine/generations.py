@@ -40,6 +40,12 @@ class Tier:
     def current(self) -> list[Memory]:
         return [m for m in self.rows if m is not None]
 
+    def find(self, memory_id: str) -> Memory | None:
+        """A memory as it stands, or the last version of a deleted one; None: there never was one."""
+        row = self.row_of.get(memory_id)
+        current = None if row is None else self.rows[row]
+        return current or self.ended.get(memory_id)
+
     def set(self, memory: Memory, vector: NDArray[np.float16] | None, arena: Arena) -> None:
         """A new version takes its memory's row; a first version gets a row of its own."""
         row = self.row_of.get(memory.id)

@@ -67,6 +67,7 @@ class MemoryRecord(RecordShape):
     ordinal: Seq
     source_seqs: list[Seq]
     source_messages: list[Annotated[list[Seq], Field(min_length=2, max_length=2)]] = []
+    shown_seqs: list[Seq] = []
     timestamp: Moment | None
     episode_id: Words | None
     fact_kind: Words | None

@@ -196,7 +196,8 @@ class Import:
         return turn_row(self.tenant, self.key, self.generation, record.seq, turn, record.timestamp)
 
     def _memory(self, record: MemoryRecord) -> Row:
-        self._checks.check_seqs("source_seqs", record.source_seqs, record.made_at_seq)
+        for field in ("source_seqs", "shown_seqs"):
+            self._checks.check_seqs(field, getattr(record, field), record.made_at_seq)
         if {seq for seq, _ in record.source_messages} - set(record.source_seqs):
             raise BadField("source_messages", "names a turn that source_seqs does not", EDITED)
         fields = record.model_dump(exclude={"vector", "superseded_at_seq"})
@@ -205,6 +206,7 @@ class Import:
             "tenant": self.tenant,
             "source_seqs": tuple(record.source_seqs),
             "source_messages": tuple((seq, line) for seq, line in record.source_messages),
+            "shown_seqs": tuple(record.shown_seqs),
             "supersedes": tuple(self._renamed("supersedes", i, "fact") for i in record.supersedes),
         }
         if record.episode_id is not None:

@@ -111,6 +111,7 @@ class Memory:
     first version. `superseded_at_seq` is known only once a later version (or a deletion) exists.
     `source_messages`, where it rests on parts of turns: (seq of the turn, which of its lines, from 0) of each
     message; () stands for all messages of `source_seqs`.
+    `shown_seqs`: turns that it does not name, whose words its writer saw: they may be in its own.
     `generation`: 1, and one more with each change of the tenant's policy before it.
     """
 
@@ -133,6 +134,12 @@ class Memory:
     superseded_at_seq: int | None = None
     source_messages: tuple[tuple[int, int], ...] = ()
     generation: int = 1
+    shown_seqs: tuple[int, ...] = ()
+
+    @property
+    def reach(self) -> frozenset[int]:
+        """The turns whose words it may hold."""
+        return frozenset((*self.source_seqs, *self.shown_seqs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,8 @@ def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | No
             body[name] = value
     if memory.source_messages:
         body["source_messages"] = memory.source_messages
+    if memory.shown_seqs:
+        body["shown_seqs"] = memory.shown_seqs
     if memory.supersedes:
         body["supersedes"] = memory.supersedes
     if memory.deleted:
@@ -141,6 +143,7 @@ def memory_of(row: Row) -> Memory:
         timestamp=row.timestamp,
         source_seqs=tuple(body.pop("source_seqs")),
         source_messages=tuple((seq, line) for seq, line in body.pop("source_messages", ())),
+        shown_seqs=tuple(body.pop("shown_seqs", ())),
         supersedes=tuple(body.pop("supersedes", ())),
         **body,
     )

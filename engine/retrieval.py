@@ -374,13 +374,21 @@ def most_said(shares: Float64s, count: int, allowed: Rows | None) -> Int64s:
 def shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
     """Whether a memory may be found or listed.
 
-    A deleted turn takes what rests on it along until that is remade; what a user has deleted or updated
-    is out until the cursor reaches that record.
+    A deleted turn takes along, until that is remade, what may hold its words: an episode, and the facts that
+    were written in sight of it. What a user has deleted or updated is out until the cursor reaches that
+    record.
     """
     return (
         window.allows(memory.timestamp)
         and not tenant.is_changing(memory)
-        and all(tenant.exists(seq) for seq in memory.source_seqs)
+        and _is_whole(tenant, memory)
+        and ((episode := tenant.episode_of(memory)) is None or _is_whole(tenant, episode))
+    )
+
+
+def _is_whole(tenant: Tenant, memory: Memory) -> bool:
+    return all(tenant.exists(seq) for seq in memory.source_seqs) and all(
+        tenant.exists(seq) for seq in memory.shown_seqs
     )
 
 

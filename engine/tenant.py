@@ -102,6 +102,12 @@ class Tenant:
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.tiers[kind].current()
 
+    def episode_of(self, fact: Memory) -> Memory | None:
+        """The episode that the fact was written in sight of, or its last version where it was deleted."""
+        if fact.episode_id is None:
+            return None
+        return self.tiers["episode"].find(fact.episode_id)
+
     def is_changing(self, memory: Memory) -> bool:
         """Whether a user has deleted or updated the memory, and the cursor has yet to come to it.
 

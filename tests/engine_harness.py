@@ -224,6 +224,7 @@ def _version(row: Row) -> OracleMemory:
         m.supersedes,
         m.episode_id,
         m.source_messages,
+        m.shown_seqs,
     )
 
 

@@ -64,6 +64,7 @@ class OracleMemory:
     supersedes: tuple[str, ...] = ()
     episode_id: str | None = None
     source_messages: tuple[tuple[int, int], ...] = ()
+    shown: tuple[int, ...] = ()
 
 
 def exact_dot(a: Whole, b: Whole) -> float:

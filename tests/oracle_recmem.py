@@ -110,6 +110,7 @@ class OracleRecMem(Oracle):
             born_at_seq=old.born_at_seq,
             ordinal=old.ordinal,
             timestamp=self._latest(sources),
+            shown=old.shown,
         )
         draft = _Draft([new])
         self._refine(seq, new, (seq,), draft)
@@ -137,6 +138,7 @@ class OracleRecMem(Oracle):
                 born_at_seq=seq,
                 ordinal=ordinal,
                 timestamp=self._latest(sources),
+                shown=tuple(sorted(set(cluster) - set(sources))),
             )
             draft.versions.append(episode)
             episodes.append(episode)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from undertow.bench.mock_llm import MockLLM, MockReplies
+from undertow.bench.mock_llm import MockLLM
+from undertow.bench.mock_replies import Messages, MockReplies
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
 
@@ -71,6 +73,41 @@ def test_a_deleted_turn_is_gone_at_once_and_what_rested_on_it_is_remade(tmp_path
         assert engine.add_batch([turn_of("ann", 1, "again")])[0].duplicate, "its key stays taken"
     with open_engine(tmp_path, **cluster) as engine:
         assert (engine.stats(), engine.get_all("ann"), engine.search("ann", "band")) == live
+
+
+class Misnaming(MockReplies):
+    """Tells the secret in an episode, which it says to rest on the first turn alone."""
+
+    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
+        told: dict[str, Any] = json.loads(super().reply(messages, schema))
+        if "episodes" in told and MARKER in messages[-1]["content"]:
+            told["episodes"] = [{"text": f"Ann spoke of {MARKER}.", "turns": [1]}]
+        return json.dumps(told)
+
+
+def test_words_in_an_episode_that_does_not_name_their_turn_go_with_the_turn(tmp_path: Path) -> None:
+    cluster: dict[str, Any] = {"theta_sim": 0.3, "theta_merge": 1.0, "theta_count": 3}
+    with open_engine(tmp_path, MockLLM(Misnaming(2)), **cluster) as engine:
+        said = [f"the band on friday {MARKER if n == 1 else n}" for n in range(3)]
+        receipts = engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(said)])
+        assert engine.drain()
+        (episode,) = [m for m in engine.get_all("ann") if m.kind == "episode"]
+        assert (episode.source_seqs, episode.shown_seqs) == ((0,), (1, 2))
+        assert MARKER in episode.text
+    with open_engine(tmp_path, None, **cluster) as engine:
+        assert receipts[1].id is not None
+        engine.delete(receipts[1].id)
+        assert not engine.drain(), "no LLM: what may hold its words is yet to be made anew"
+        found = engine.search("ann", MARKER)
+        assert found.turns and not found.episodes and not found.facts
+        assert MARKER not in repr((found, engine.list("ann")))
+    with open_engine(tmp_path, MockLLM(Misnaming(2)), **cluster) as engine:
+        engine.resume()
+        assert engine.drain()
+        (remade,) = [m for m in engine.get_all("ann") if m.kind == "episode"]
+        assert (remade.id, remade.version, remade.shown_seqs) == (episode.id, 2, ())
+        engine.purge()
+        assert not bytes_hold(tmp_path, MARKER)
 
 
 @pytest.mark.parametrize("replies_before_deletion", [0, 1])

@@ -66,7 +66,16 @@ def content(memories: Iterable[Memory]) -> list[tuple[object, ...]]:
     return [
         (
             *name[m.id],
-            *(m.version, m.made_at_seq, m.text, m.source_seqs, m.source_messages, m.timestamp, m.fact_kind),
+            *(
+                m.version,
+                m.made_at_seq,
+                m.text,
+                m.source_seqs,
+                m.source_messages,
+                m.shown_seqs,
+                m.timestamp,
+                m.fact_kind,
+            ),
             *(name.get(m.episode_id or ""), len(m.supersedes)),
         )
         for m in memories

@@ -311,6 +311,23 @@ def test_forgetting_a_turn_remakes_what_rests_on_it_from_the_other_turns() -> No
     assert [f.source_seqs for f in done.made("fact")] == [(1, 3)]
 
 
+def test_an_episode_that_was_shown_a_forgotten_turn_is_remade_though_it_does_not_name_it() -> None:
+    told = stored("episode", "Told of three.", 5, (1, 3), shown_seqs=(2, 4))
+    view = view_of(8, memories=[told])
+    del view.turns[2]
+    done = forget(view, 2, episodes(("Told of two.", [])), facts())
+    (remade,) = done.made("episode")
+    assert (remade.text, remade.source_seqs, remade.shown_seqs) == ("Told of two.", (1, 3), ())
+    assert len(lines_under(done.prompts[0], "Turns")) == 2
+
+
+def test_facts_written_in_sight_of_a_deleted_episode_go_with_a_turn_that_it_was_shown() -> None:
+    told = stored("episode", "Told.", 5, (1,), shown_seqs=(2,))
+    later = stored("fact", "Fact.", 6, (4,), episode_id=told.id)
+    done = forget(view_of(8, memories=[deletion(told, 7), later]), 2)
+    assert sorted(done.deleted()) == sorted([told.id, later.id])
+
+
 @pytest.mark.parametrize("replies", [(BAD,), (episodes(("Told.", [])), BAD)])
 def test_what_rests_on_a_forgotten_turn_goes_even_when_nothing_can_take_its_place(
     replies: tuple[Any, ...],

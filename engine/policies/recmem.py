@@ -108,12 +108,14 @@ class RecMem:
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remake what rests on a deleted turn from its other turns, or remove it where none is left."""
         work = _Work(seq, memory, self._budget, self._ablation)
-        shaken = [e for e in memory.current("episode") if turn_seq in e.source_seqs]
+        shaken = [e for e in memory.current("episode") if turn_seq in e.reach]
         loose = [f for f in memory.current("fact") if turn_seq in f.source_seqs]
-        touched = {e.id for e in shaken} | {f.episode_id for f in loose if f.episode_id is not None}
+        reached = {e.id for e in (*shaken, *memory.ended("episode")) if turn_seq in e.reach}
+        touched = reached | {f.episode_id for f in loose if f.episode_id is not None}
         facts = [f for f in memory.current("fact") if f in loose or f.episode_id in touched]
         # of those that users deleted, the history still has the words: a version of this record ends it
-        ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.source_seqs]
+        ended = [e for e in memory.ended("episode") if e.id in reached]
+        ended += [f for f in memory.ended("fact") if turn_seq in f.reach or f.episode_id in reached]
         work.drafts += [Draft(deletion(m, seq), None) for m in (*facts, *ended)]
         rest: set[int] = set()
         try:
@@ -168,7 +170,8 @@ class _Work(Work):
             vectors = yield Embed(tuple(e.text for e in reply.episodes))
             for written, vector in zip(reply.episodes, vectors, strict=True):
                 sources = _named(written.turns, part)
-                draft = self.new("episode", written.text, vector, sources, prompt.version)
+                unnamed = tuple(sorted(set(part) - set(sources)))
+                draft = self.new("episode", written.text, vector, sources, prompt.version, shown_seqs=unnamed)
                 made.append((draft, tuple(part)))
         for draft, part_seqs in made:
             yield from self._refine(draft, part_seqs)
@@ -178,7 +181,7 @@ class _Work(Work):
 
         It is removed when it has no other turn; left as it is when it did not rest on this one.
         """
-        if deleted not in episode.source_seqs:
+        if deleted not in episode.reach:
             (vector,) = yield Embed((episode.text,))
             yield from self._refine(Draft(episode, vector), self.by_time(turns))
             return
@@ -193,7 +196,7 @@ class _Work(Work):
         if not texts:
             self.drafts.append(Draft(deletion(episode, self.seq), None))
             return
-        yield from self._rewrite(episode, " ".join(texts), rest, version)
+        yield from self._rewrite(replace(episode, shown_seqs=()), " ".join(texts), rest, version)
         yield from self._refine(self.drafts[-1], self.by_time(turns))
 
     def extract(self, turns: Sequence[int]) -> Steps:
