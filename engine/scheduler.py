@@ -408,8 +408,8 @@ class Scheduler:
                 running = Running(tenant, seq, begin(self._policies, tenant, seq))
                 effect = self._resume(running, None)
                 begun.append((running, effect))
-                if not isinstance(effect, Gate | Outcome):
-                    break
+                if not isinstance(effect, Gate | Outcome) or isinstance(tenant.records[seq], Control):
+                    break  # those behind a control record may see something else for it
         return begun
 
     def _start(self, started: Sequence[tuple[Running, Effect]]) -> None:

@@ -227,6 +227,26 @@ def test_of_a_deleted_turn_no_byte_is_left_nor_of_what_questions_made_of_it(tmp_
     assert not bytes_hold(tmp_path, "harbour")
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_answer_counts_for_the_deletion_behind_it_whether_or_not_both_are_read_at_once(
+    streamed: bool, tmp_path: Path
+) -> None:
+    turns = [replace(turn_of("ann", n, f"Ann tells of book{n}"), session_id=f"s{n}") for n in range(4)]
+    with open_engine(tmp_path, MockLLM(MockReplies()), **HIMEM) as engine:
+        receipts = engine.add_batch(turns)
+        assert engine.flush("ann")
+        notes = [m for m in engine.get_all("ann") if m.kind == "fact"]
+    with open_engine(tmp_path, MockLLM(MockReplies()), **HIMEM, himem_max_notes=2) as engine:
+        engine._log("ann", "used", [{"fact_ids": [notes[0].id]}])
+        if streamed:
+            assert engine.drain()
+        assert receipts[3].id is not None
+        engine.delete(receipts[3].id)
+        assert engine.drain()
+        kept = [m.id for m in engine.get_all("ann") if m.kind == "fact"]
+    assert len(notes) > 3 and kept == [notes[0].id, notes[-2].id], "the oldest, as it was used"
+
+
 def test_an_export_with_questions_is_taken_in_again(streamed: tuple[Path, Run], tmp_path: Path) -> None:
     store, _ = streamed
     with open_engine(store, None, **BEST) as engine:
