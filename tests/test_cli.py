@@ -24,6 +24,7 @@ from .cli_harness import (
     PROGRAM,
     SUMMARY_KEYS,
     THETAS,
+    Ran,
     contents,
     conversation,
     run,
@@ -274,21 +275,24 @@ def test_a_deleted_turn_is_gone_and_its_memories_are_remade(store: Path, server:
     assert run("delete", turn["id"], "--store", store).code == 1
 
 
-def test_a_deletion_that_embeds_before_it_asks_needs_no_server(store: Path) -> None:
-    """An episode that does not rest on the turn has its facts written anew: it is embedded for that."""
-    found = contents(store, "ada")
-    facts, episodes = (
-        [m for m in found[kind] if m["superseded_at_seq"] is None] for kind in ("facts", "episodes")
-    )
+def test_a_deletion_that_embeds_before_it_asks_needs_no_server(store: Path, server: str) -> None:
+    """An episode that was never shown the turn has its facts written anew: it is embedded for that."""
 
-    def first_shaken(seq: int) -> dict[str, Any] | None:
-        touched = {f["episode_id"] for f in facts if seq in f["source_seqs"]}
-        return next((e for e in episodes if e["id"] in touched or seq in e["source_seqs"]), None)
+    def delete(seq: int, llm: str) -> Ran:
+        turn = next(t for t in contents(store, "ada")["turns"] if t["seq"] == seq)
+        return run("delete", turn["id"], "--store", store, "--llm", llm, "--json")
 
-    turn = next(
-        t for t in found["turns"] if (e := first_shaken(t["seq"])) and t["seq"] not in e["source_seqs"]
-    )
-    done = run("delete", turn["id"], "--store", store, "--llm", "off", "--json")
+    before = contents(store, "ada")
+    with_facts = {f["episode_id"] for f in before["facts"]}
+    told = next(e for e in before["episodes"] if e["shown_seqs"] and e["id"] in with_facts)
+    first, second = told["source_seqs"][0], told["shown_seqs"][0]
+    assert delete(first, server).doc["settled"], "the episode is told anew of the turns that it names"
+    after = contents(store, "ada")
+    (remade,) = [e for e in after["episodes"] if e["id"] == told["id"] and e["superseded_at_seq"] is None]
+    assert second not in {*remade["source_seqs"], *remade["shown_seqs"]}
+    resting = [f for f in after["facts"] if f["episode_id"] == told["id"] and second in f["source_seqs"]]
+    assert any(f["superseded_at_seq"] is None for f in resting), "facts are written of all turns"
+    done = delete(second, "off")
     assert (done.code, done.doc["deleted"], done.doc["settled"]) == (0, True, False), done.err
     assert "no LLM server" in done.err
 
@@ -367,6 +371,29 @@ def test_a_tenant_is_given_another_policy(store: Path, server: str) -> None:
     back = run("policy", "recmem", *of, "--llm", server, "--drop-edits")
     assert (back.code, back.doc) == (0, {**first, "generation": 3})
     assert run("policy", *of, "--drop-edits").code == 2
+
+
+def test_after_a_flush_no_turn_waits_for_others(tmp_path: Path, server: str) -> None:
+    log, store = tmp_path / "log.jsonl", tmp_path / "s"
+    lines = [turn_line(who, n, f"the boat by the quay {n}") for who in ("ada", "bo") for n in (1, 2)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNDERTOW_POLICY", "nemori")
+        assert run("ingest", log, "--store", store, "--llm", server).code == 0
+
+        def episodes(tenant: str) -> list[dict[str, Any]]:
+            return run("list", "--store", store, "--tenant", tenant, "--kind", "episodes", "--json").lines
+
+        assert episodes("ada") == episodes("bo") == []
+        waits = run("flush", "--store", store, "--tenant", "bo", "--llm", "off", "--json")
+        assert (waits.code, waits.doc) == (0, {"tenants": 1, "settled": False}), waits.err
+        done = run("flush", "--store", store, "--tenant", "bo", "--llm", server, "--json")
+        assert (done.code, done.doc) == (0, {"tenants": 1, "settled": True}), done.err
+        assert episodes("bo") and episodes("ada") == []
+        done = run("flush", "--store", store, "--llm", server, "--json")
+        assert (done.code, done.doc) == (0, {"tenants": 2, "settled": True}), done.err
+        assert episodes("ada")
+        assert run("flush", "--store", store, "--tenant", "nobody", "--llm", server).code == 1
 
 
 def test_search_by_metadata(tmp_path: Path) -> None:

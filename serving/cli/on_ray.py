@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from threading import Thread
@@ -51,6 +51,8 @@ MIN_STORE_BYTES = 100 << 20
 # of each file that had problems, how many stand in the summary
 FIRST_PROBLEMS = 5
 POLL_S = 0.5
+# tenants of a cluster that are flushed at a time
+FLUSHES = 64
 # Of what Ray says, this is none of the user's business: shards and workers that die are started again, and
 # what they were asked is repeated. Of a lack of memory, or a node that is lost, Ray tells in other lines.
 RESTARTED = "^A worker died or was killed while executing a task"
@@ -320,6 +322,14 @@ def set_policy_on_ray(
         opened.set_policy(tenant, policy, drop_edits=drop_edits)
         settled, code = decided(opened)
         return opened.policy(tenant), settled, code
+
+
+def flush_on_ray(root: Place, settings: Settings, address: str, tenants: Sequence[str]) -> tuple[bool, Exit]:
+    """`undertow flush --ray`: whether all that follows is decided, exit code."""
+    with open_cluster(root, settings, address) as opened:
+        with ThreadPoolExecutor(FLUSHES) as pool:  # each waits for its tenant's decisions
+            list(pool.map(opened.flush, tenants))
+        return decided(opened)
 
 
 def replay_on_ray(root: Place, settings: Settings, address: str) -> Exit:

@@ -1,4 +1,4 @@
-"""The command about what makes a tenant's memories: policy."""
+"""The commands about what makes memories, and when: policy, flush."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from undertow.serving.cli.opening import (
     settings_of,
 )
 from undertow.serving.cli.output import put_json, put_pairs
-from undertow.serving.cli.shards import refuse_root, store_of
+from undertow.serving.cli.shards import every_reports, refuse_root, store_of
 
 if TYPE_CHECKING:
     from undertow.engine.config import Settings
@@ -89,3 +89,49 @@ def _set(
         engine.set_policy(tenant, name, drop_edits=drop_edits)
         _, code = settle(engine)
         return engine.policy(tenant), code
+
+
+def flush(
+    store: Store,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose conversations have ended; left out: everybody's.")
+    ] = None,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have turns that wait for others to come consolidated now, as their conversation has ended.
+
+    NEMORI gathers turns until its window is full, HiMem until a session ends: after an ingest the last ones
+    of each tenant wait. Under RecMem and the eager policy no turn waits for others.
+    """
+    settings = settings_of(llm=llm, model=model, encoder=encoder)
+    if ray is None:
+        refuse_root(store, ADD_RAY)
+    names = [tenant] if tenant is not None else _tenants(store)
+    if ray is None:
+        settled, code = _flush(store, settings, names)
+    else:
+        from undertow.serving.cli.on_ray import flush_on_ray
+
+        settled, code = flush_on_ray(store, settings, ray, names)
+    if as_json:
+        put_json({"tenants": len(names), "settled": settled})
+    else:
+        put_pairs({"tenants": len(names), "settled": settled}, title=f"Flushed in {store}")
+    raise typer.Exit(code)
+
+
+def _tenants(store: Place) -> list[str]:
+    with every_reports(store) as shards:
+        return sorted({name for reports in shards for name in reports.tenants.names()})
+
+
+def _flush(store: Place, settings: Settings, tenants: list[str]) -> tuple[bool, Exit]:
+    with open_engine(store, settings) as engine:
+        engine.resume()
+        for tenant in tenants:
+            engine.log_flush(tenant)
+        return settle(engine)
