@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,17 +24,17 @@ from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import Completion, LLMClient
 from undertow.engine.model import Message, PolicyName, Turn
 from undertow.engine.pacing import MOST_TURNS
-from undertow.engine.records import memory_of
-from undertow.prompts import Prompt
+from undertow.engine.records import control_of, memory_of
+from undertow.prompts import QUERY_OPERATIONS, Prompt
 
-from .oracle import OracleDecision, OracleMemory
+from .oracle import Oracle, OracleDecision, OracleMemory
 from .oracle_eager import OracleEager
 from .oracle_himem import OracleHiMem
 from .oracle_nemori import OracleNemori
 from .oracle_recmem import OracleRecMem
 
 # each policy written once more, straight on
-ORACLES: Mapping[PolicyName, Callable[..., OracleEager | OracleHiMem | OracleNemori | OracleRecMem]] = {
+ORACLES: Mapping[PolicyName, Callable[..., Oracle]] = {
     "recmem": OracleRecMem,
     "eager": OracleEager,
     "nemori": OracleNemori,
@@ -176,6 +176,49 @@ def oracle_run(
         run.versions[tenant] = oracle.versions
         run.prompts[tenant] = oracle.prompts
     return run
+
+
+def oracle_of_log(
+    store: Path,
+    settings: Settings,
+    encoder: Encoder,
+    replies: MockReplies,
+    turns: Mapping[str, Sequence[Turn]],
+) -> Run:
+    """The logs of a store, decided once more by the oracle, record by record; `turns` are those in them."""
+    run = Run()
+    logged = rows_of(store, "turn", "control")
+    for tenant, of_tenant in turns.items():
+        oracle = ORACLES[settings.policy](tenant, encoder, MockLLM(replies), settings)
+        line = iter(of_tenant)
+        mine = [row for row in logged if row.tenant == tenant and row.seq >= 0]
+        for row in sorted(mine, key=lambda row: row.seq):
+            _take(oracle, row, line)
+        run.decisions[tenant] = oracle.decisions
+        run.versions[tenant] = oracle.versions
+        run.prompts[tenant] = oracle.prompts
+    return run
+
+
+def _take(oracle: Oracle, row: Row, turns: Iterator[Turn]) -> None:
+    if row.kind == "turn":
+        oracle.take(row.seq, next(turns))
+        return
+    control = control_of(row)
+    match control.kind:
+        case "flush":
+            oracle.flush(row.seq)
+        case "used":
+            oracle.used(row.seq, control.body["fact_ids"])
+        case "reconsolidate":
+            oracle.reconsolidate(row.seq, control.body["question"], control.body["episode_ids"])
+        case kind:
+            raise NotImplementedError(f"the oracles know no record {kind!r}")
+
+
+def construction(prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
+    """Without those of answers, which are in no log."""
+    return {name: [p for p in of if p.operation not in QUERY_OPERATIONS] for name, of in prompts.items()}
 
 
 def rows_of(store: Path, *kinds: str) -> list[Row]:

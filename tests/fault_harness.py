@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from undertow.engine.journal import Journal
-from undertow.engine.model import Turn
+from undertow.engine.model import PolicyName, Turn
 from undertow.engine.place import Place
 from undertow.engine.readers import read
 from undertow.engine.reports import Reports
@@ -39,7 +39,9 @@ TOPICS = (
 FILLER = ("well", "maybe", "today", "later", "again", "somehow", "never", "always", "morning", "evening")
 
 
-def write_log(path: Path, tenants: Sequence[str], turns: int, *, seed: int = 0) -> Path:
+def write_log(
+    path: Path, tenants: Sequence[str], turns: int, *, seed: int = 0, session_turns: int = 20
+) -> Path:
     """A `messages` log: `turns` exchanges of each tenant, interleaved, on a few recurring topics."""
     rng = random.Random(seed)
     with path.open("w") as file:
@@ -50,7 +52,7 @@ def write_log(path: Path, tenants: Sequence[str], turns: int, *, seed: int = 0) 
                 rng.shuffle(said)
                 line = {
                     "tenant": tenant,
-                    "session": f"s{n // 20}",
+                    "session": f"s{n // session_turns}",
                     "timestamp": f"2026-03-{1 + n // 24 % 28:02d}T{n % 24:02d}:00:00",
                     "messages": [
                         {"role": "user", "name": "Ada", "content": " ".join(said)},
@@ -113,6 +115,17 @@ def assert_same_state(state: State, expected: State) -> None:
         assert not differs, f"{tenant}: {len(differs)} records differ, among them {differs[0]:.600}"
         assert state.exports[tenant] == lines, tenant
     assert state.jobs == expected.jobs
+
+
+# in which every policy's windows close within a short log; nothing to those that have none
+WINDOWS: dict[str, Any] = {"window_messages": 8}
+# kinds of records and decisions that a log of `write_log` makes under each policy
+KINDS: Mapping[PolicyName, set[str]] = {
+    "recmem": {"merged", "fired", "waits", "episode", "fact"},
+    "eager": {"fired", "fact"},
+    "nemori": {"fired", "waits", "episode", "fact"},
+    "himem": {"fired", "waits", "episode", "fact"},
+}
 
 
 def stored_texts(store: Path, kind: str) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ engine's, because the test is that the same prompts are sent and the same memori
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -84,6 +85,25 @@ class Oracle:
         self._llm = llm
         self._last_time: dict[str, str | None] = {}  # by session
         self._embedded: dict[str, Whole] = {}
+
+    def take(self, seq: int, turn: Turn) -> None:
+        """Decide one turn."""
+        raise NotImplementedError
+
+    def flush(self, seq: int) -> None:
+        """A flush: here no turn waits for others to come."""
+        self._wait(seq)
+
+    def used(self, seq: int, fact_ids: Sequence[str]) -> None:
+        """An answer was given these facts."""
+        self._wait(seq)
+
+    def reconsolidate(self, seq: int, question: str, episode_ids: Sequence[str]) -> None:
+        """A question that these episodes covered and the facts did not; only HiMem learns from it."""
+        self._wait(seq)
+
+    def _wait(self, seq: int) -> None:
+        self.decisions.append(OracleDecision(seq, "waits", False, None, None, (), ()))
 
     def _dated(self, turn: Turn) -> Turn:
         """With its own time, or its session's previous one."""

@@ -5,6 +5,7 @@ As oracle: nothing of how the engine works, only its prompts' wording, encoder, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +45,7 @@ class OracleHiMem(Oracle):
         self._settings = settings
         self._turns: dict[int, Turn] = {}
         self._open: list[int] = []
+        self._uses: Counter[str] = Counter()  # of notes: how many answers they were given to
         # of the record at hand
         self._seq = 0
         self._made: list[OracleMemory] = []
@@ -76,8 +78,13 @@ class OracleHiMem(Oracle):
         except BadReply:
             self._decide(seq, "waits")
             return
+        self._forget()
         self.versions += self._made
         self._decide(seq, "fired")
+
+    def used(self, seq: int, fact_ids: Sequence[str]) -> None:
+        self._uses.update(fact_ids)
+        self._wait(seq)
 
     def current(self, kind: str) -> list[OracleMemory]:
         """The newest version of each memory of a kind that was not deleted, in order of birth."""
@@ -99,8 +106,16 @@ class OracleHiMem(Oracle):
         except BadReply:
             self._decide(seq, "parked", window)
             return
+        self._forget()
         self.versions += self._made
         self._decide(seq, "fired", window)
+
+    def _forget(self) -> None:
+        """Section 2.5: one note after the other, while there are too many."""
+        most = self._settings.himem_max_notes
+        while most is not None and len(notes := self.current("fact")) > most:
+            # of equals the oldest, and what this record has made or changed last
+            self._end(min(notes, key=lambda n: (n.made_at_seq == self._seq, self._uses[n.id])))
 
     def _write_episodes(self, window: list[int]) -> None:
         reply = self._ask(segment_prompt(self._shown(window)))
@@ -209,7 +224,7 @@ class OracleHiMem(Oracle):
                 self._again(old, note.sources, d.text or note.text)
             elif max(old.sources) <= max(note.sources):
                 changed.add(at)
-                self._made.append(replace(old, version=old.version + 1, made_at_seq=self._seq, text=""))
+                self._end(old)
                 self._born("fact", note.text, note.sources, (old.id,))
             else:
                 self._born("fact", note.text, note.sources)
@@ -244,6 +259,9 @@ class OracleHiMem(Oracle):
         time = self._turns[self._by_time(sources)[-1]].timestamp
         newer = replace(old, version=old.version + 1, made_at_seq=self._seq)
         self._made.append(replace(newer, text=text, sources=sources, timestamp=time))
+
+    def _end(self, old: OracleMemory) -> None:
+        self._made.append(replace(old, version=old.version + 1, made_at_seq=self._seq, text=""))
 
     def _by_time(self, seqs: Sequence[int]) -> list[int]:
         return sorted(seqs, key=lambda s: (time_key(self._turns[s].timestamp), s))

@@ -17,12 +17,14 @@ from undertow.prompts import (
     ShownMemory,
     ShownTurn,
     consolidate_prompt,
+    distil_direct_prompt,
     distil_prompt,
     integrate_prompt,
     narrate_prompt,
     partition_prompt,
     predict_prompt,
     select_prompt,
+    summarise_prompt,
 )
 from undertow.prompts.replies import (
     ConsolidateReply,
@@ -30,7 +32,9 @@ from undertow.prompts.replies import (
     NarrativeReply,
     PartitionReply,
     PredictionReply,
+    Reply,
     SelectReply,
+    SummaryReply,
 )
 
 from .oracle import Oracle, OracleDecision, OracleMemory, exact_dot
@@ -67,7 +71,7 @@ class OracleNemori(Oracle):
             self._buffer.append(said)
             self._every[seq, place] = said
         if len(self._buffer) < self.settings.window_messages:
-            self.decisions.append(OracleDecision(seq, "waits", False, None, None, (), ()))
+            self._wait(seq)
         else:
             self._window(seq)
 
@@ -76,7 +80,7 @@ class OracleNemori(Oracle):
         if self._buffer:
             self._window(seq)
         else:
-            self.decisions.append(OracleDecision(seq, "waits", False, None, None, (), ()))
+            self._wait(seq)
 
     def current(self, kind: str) -> list[OracleMemory]:
         """The newest version of each memory of `kind` that was not deleted, in order of birth."""
@@ -100,7 +104,7 @@ class OracleNemori(Oracle):
         self.decisions.append(OracleDecision(seq, decision, False, None, None, turns, turns))
 
     def _partitioned(self, window: list[_Said]) -> list[list[_Said]]:
-        if len(window) == 1:
+        if len(window) == 1 or self.settings.ablation == "fixed-chunks":
             return [window]
         reply = self._ask(partition_prompt(self._shown(window)))
         assert isinstance(reply, PartitionReply)
@@ -127,6 +131,9 @@ class OracleNemori(Oracle):
         return [[window[n - 1] for n in sorted(group)] for group in groups if group]
 
     def _remember(self, seq: int, group: list[_Said]) -> None:
+        if self.settings.ablation == "direct-extraction":
+            self._keep(seq, self._ask(distil_direct_prompt(self._shown(group))), group, None)
+            return
         told = self._told(narrate_prompt(self._shown(group)))
         turns = tuple(sorted({said.seq for said in group}))
         parts = tuple((said.seq, said.place) for said in group)
@@ -141,7 +148,8 @@ class OracleNemori(Oracle):
             told = self._told(integrate_prompt(shown))
             parts = (*older.source_messages, *parts)
             episode = self._next_version(seq, older, told, turns, source_messages=parts)
-        self._learn(seq, episode, [self._every[part] for part in parts])
+        if self.settings.ablation != "without-facts":
+            self._learn(seq, episode, [self._every[part] for part in parts])
 
     def _continued(self, told: str, turns: tuple[int, ...]) -> OracleMemory | None:
         nearest = [m for _, m in self._nearest("episode", told)[:EPISODES_SHOWN]]
@@ -155,27 +163,49 @@ class OracleNemori(Oracle):
         return nearest[reply.continues - 1]
 
     def _learn(self, seq: int, episode: OracleMemory, raw: list[_Said]) -> None:
-        evoked = [
-            m
-            for score, m in self._nearest("fact", episode.text)[:FACTS_EVOKED]
-            if score > self.settings.theta_evoke
-        ]
         cue = ShownMemory(1, episode.timestamp, episode.text.split("\n")[0])
-        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(evoked, 1)]
+        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(self._evoked(episode), 1)]
         guess = self._ask(predict_prompt(cue, shown))
         assert isinstance(guess, PredictionReply)
         prediction = ShownMemory(1, episode.timestamp, guess.prediction)
         reply = self._ask(distil_prompt(self._shown(raw), prediction))
+        self._keep(seq, reply, raw, episode.id)
+
+    def _evoked(self, episode: OracleMemory) -> list[OracleMemory]:
+        if self.settings.management == "summary":
+            return self.current("fact")
+        near = self._nearest("fact", episode.text)[:FACTS_EVOKED]
+        return [m for score, m in near if score > self.settings.theta_evoke]
+
+    def _keep(self, seq: int, reply: Reply | str, raw: list[_Said], episode_id: str | None) -> None:
+        """Give what was distilled to the management."""
         assert isinstance(reply, ExtractReply)
         turns = tuple(sorted({said.seq for said in raw}))
         texts: list[str] = []
         for fact in reply.facts:
             if fact.text not in texts:
                 texts.append(fact.text)
+        if self.settings.management == "summary" and texts:
+            self._summarise(seq, texts, turns)
+            return
         for text in texts:
-            self._consolidate(seq, text, turns, episode.id)
+            if self.settings.management == "append":
+                self._born(seq, "fact", text, turns, episode_id=episode_id)
+            else:
+                self._consolidate(seq, text, turns, episode_id)
 
-    def _consolidate(self, seq: int, text: str, turns: tuple[int, ...], episode_id: str) -> None:
+    def _summarise(self, seq: int, texts: list[str], turns: tuple[int, ...]) -> None:
+        """Appendix A.1: the one text that is all that is known, told anew."""
+        stored = self.current("fact")
+        new = [ShownMemory(n, self._latest(turns), text) for n, text in enumerate(texts, 1)]
+        reply = self._ask(summarise_prompt(new, [ShownMemory(1, m.timestamp, m.text) for m in stored]))
+        assert isinstance(reply, SummaryReply) and len(stored) < 2
+        if stored:
+            self._next_version(seq, stored[0], reply.summary, turns)
+        else:
+            self._born(seq, "fact", reply.summary, turns)
+
+    def _consolidate(self, seq: int, text: str, turns: tuple[int, ...], episode_id: str | None) -> None:
         similar = [m for _, m in self._nearest("fact", text)[:FACTS_COMPARED]]
         if not similar:
             self._born(seq, "fact", text, turns, episode_id=episode_id)

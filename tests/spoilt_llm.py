@@ -21,7 +21,8 @@ from undertow.bench.mock_replies import Messages, share
 from undertow.bench.mock_server import MockServer
 
 POISON = "wormwood"  # in every text of every bad reply
-TEXTS = ("text", "narrative", "prediction")
+TEXTS = ("text", "narrative", "prediction", "topic", "summary")
+LISTS = ("episodes", "facts", "decisions", "notes", "changes")
 CUT, WITHHELD = f"{POISON} cut", f"{POISON} withheld"
 
 
@@ -49,7 +50,7 @@ def _one_item_broken(reply: dict[str, Any]) -> dict[str, Any]:
 def _too_much(reply: dict[str, Any]) -> dict[str, Any]:
     name = next(iter(reply))
     if isinstance(reply[name], list):
-        return {name: (reply[name] or [{"text": POISON}]) * 11}
+        return {name: (reply[name] or [{"text": POISON}]) * 101}
     return {"same_story": True, "narrative": f"{POISON} " * 1000}
 
 
@@ -95,8 +96,8 @@ def _texts_in(reply: dict[str, Any]) -> Iterator[str]:
         yield f"{' '.join(reply['cue'].split())}\n{reply['narrative'].strip()}"
     if reply.get("action") == "merge":
         yield reply["text"].strip()
-    for item in [item for kind in ("episodes", "facts", "decisions") for item in reply.get(kind, [])]:
-        yield item["text"].strip()
+    for item in [item for kind in LISTS for item in reply.get(kind, [])]:
+        yield from (item[name].strip() for name in ("text", "topic", "summary") if name in item)
 
 
 class SpoiltServer(MockServer):
