@@ -275,6 +275,7 @@ def test_shards_are_added_and_removed(
     assert more.doc["moved_tenants"] == len(_tenants_of(root, "s0002")) >= 2
     assert everything(root) == expected
     _erase_and_delete(root, where, server)
+    _change_policy(root, where, server)
     less = run("cluster", "move", *where, "--shards", "1", "--llm", server, "--json")
     assert (less.code, less.doc["shards"]) == (0, ["s0001"])
     nothing = run("cluster", "move", *where, "--llm", server, "--json")
@@ -323,6 +324,25 @@ def _erase_and_delete(root: Path, where: tuple[str | Path, ...], server: str) ->
     assert (deleted.code, deleted.doc["kind"], deleted.doc["settled"]) == (0, "turn", True), deleted.err
     left = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines
     assert [t["id"] for t in left].count(turn["id"]) == 0 and len(left) == TURNS - 1
+
+
+def _change_policy(root: Path, where: tuple[str | Path, ...], server: str) -> None:
+    """Once the tenant has reworded a fact by hand, which stands against it."""
+    fact = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines[-1]
+    assert run("update", fact["id"], "Dee sails again.", *where, "--llm", server).code == 0
+    read = ("policy", "--tenant", "dee", "--store", root, "--json")
+    former = run(*read).doc
+    assert (former["policy"], former["generation"]) == ("recmem", 1)
+    command = ("policy", "eager", "--tenant", "dee", *where, "--llm", server, "--json")
+    refused = run(*command)
+    assert (refused.code, refused.out, "reworded or deleted" in refused.err) == (1, "", True), refused.err
+    assert run(*read).doc == former
+    changed = run(*command, "--drop-edits")
+    assert changed.code == 0, changed.err
+    assert changed.doc == {"tenant": "dee", "policy": "eager", "generation": 2, "change": None}
+    assert run(*read).doc == changed.doc, "it is stored with the shard that has the tenant"
+    listed = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines
+    assert listed and {fact["generation"] for fact in listed} == {2}
 
 
 def _tenants_of(root: Path, shard: str) -> list[str]:

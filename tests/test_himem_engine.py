@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,13 +13,11 @@ import numpy as np
 import orjson
 import pytest
 
-from undertow.bench.mock_llm import MockLLM, MockReplies
-from undertow.bench.mock_server import spawn_server
+from undertow.bench.mock_llm import MockReplies
 from undertow.engine.engine import Engine
 from undertow.engine.llm import BadReply
 from undertow.engine.model import Turn
 from undertow.engine.records import control_of
-from undertow.prompts import QUERY_OPERATIONS, Prompt
 
 from .engine_harness import (
     ENCODER,
@@ -29,24 +26,15 @@ from .engine_harness import (
     Run,
     assert_same,
     bytes_hold,
+    construction,
     open_engine,
+    oracle_of_log,
     read_back,
     rows_of,
     settings_of,
     turn_of,
 )
-from .fault_harness import (
-    PARKING,
-    RATES,
-    assert_prefix_stored,
-    assert_same_state,
-    end_state,
-    shared_driver,
-    turns_of,
-    write_log,
-)
 from .himem_harness import Judging
-from .oracle_himem import OracleHiMem
 
 HIMEM: dict[str, Any] = {"policy": "himem"}
 BEST = {**HIMEM, "answer_mode": "best_effort"}
@@ -69,34 +57,6 @@ def talk(tenant: str, count: int, seed: int, *, words: int = 0) -> list[Turn]:
             text = f"{topic} {int(rng.integers(3))} " + "and so on " * words
             turns.append(replace(turn_of(tenant, n, text, timestamp=stamp), session_id=f"s{session}"))
     return turns[:count]
-
-
-def construction(llm: RecordingLLM) -> dict[str, list[Prompt]]:
-    return {
-        name: [p for p in prompts if p.operation not in QUERY_OPERATIONS]
-        for name, prompts in llm.prompts.items()
-    }
-
-
-def oracle_of(store: Path, turns: dict[str, list[Turn]], **options: Any) -> Run:
-    """The log of a store, decided once more by the oracle."""
-    run = Run()
-    settings = settings_of(**options)
-    for name, of_tenant in turns.items():
-        oracle = OracleHiMem(name, ENCODER, MockLLM(REPLIES), settings)
-        controls = {r.seq: control_of(r) for r in rows_of(store, "control") if r.tenant == name}
-        line = iter(of_tenant)
-        for seq in range(1 + max(r.seq for r in rows_of(store, "turn", "control") if r.tenant == name)):
-            match controls.get(seq):
-                case None:
-                    oracle.take(seq, next(line))
-                case control if control.kind == "flush":
-                    oracle.flush(seq)
-                case control:
-                    oracle.reconsolidate(seq, control.body["question"], control.body["episode_ids"])
-        run.decisions[name], run.versions[name] = oracle.decisions, oracle.versions
-        run.prompts[name] = oracle.prompts
-    return run
 
 
 def talked(store: Path, turns: dict[str, list[Turn]], chunk: int) -> RecordingLLM:
@@ -123,7 +83,7 @@ def turns() -> dict[str, list[Turn]]:
 def streamed(turns: dict[str, list[Turn]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     store = tmp_path_factory.mktemp("streamed")
     llm = talked(store, turns, 3)
-    return store, read_back(store, construction(llm))
+    return store, read_back(store, construction(llm.prompts))
 
 
 def test_a_life_of_turns_questions_and_flushes_is_decided_as_the_oracle_does(
@@ -137,7 +97,7 @@ def test_a_life_of_turns_questions_and_flushes_is_decided_as_the_oracle_does(
     versions = [m for of_tenant in run.versions.values() for m in of_tenant]
     assert any(m.kind == "fact" and m.version > 1 and m.text for m in versions), "extended, or said again"
     assert any(m.supersedes for m in versions) and any(not m.text for m in versions), "contradicted"
-    assert_same(run, oracle_of(store, turns, **BEST))
+    assert_same(run, oracle_of_log(store, settings_of(**BEST), ENCODER, REPLIES, turns))
 
 
 def test_the_same_log_decided_all_at_once_gives_the_same(
@@ -151,7 +111,7 @@ def test_the_same_log_decided_all_at_once_gives_the_same(
     llm = RecordingLLM(REPLIES)
     with open_engine(tmp_path, llm, **BEST) as engine:
         assert engine.drain()
-    assert_same(read_back(tmp_path, construction(llm)), expected)
+    assert_same(read_back(tmp_path, construction(llm.prompts)), expected)
 
 
 def copy_log(engine: Engine, store: Path, name: str, turns: Sequence[Turn]) -> None:
@@ -173,9 +133,9 @@ def test_with_alignment_elsewhere_and_a_short_context(options: dict[str, Any], t
     with open_engine(tmp_path, llm, **every) as engine:
         engine.add_batch([replace(turn, session_id="one") for turn in turns["ann"]])
         assert engine.flush("ann")
-    run = read_back(tmp_path, construction(llm))
+    run = read_back(tmp_path, construction(llm.prompts))
     sessionless = {"ann": [replace(turn, session_id="one") for turn in turns["ann"]]}
-    assert_same(run, oracle_of(tmp_path, sessionless, **every))
+    assert_same(run, oracle_of_log(tmp_path, settings_of(**every), ENCODER, REPLIES, sessionless))
     fired = [d for d in run.decisions["ann"] if d.cluster]
     assert len(fired) > 2, "one session of several windows"
     assert [s for d in fired for s in d.cluster] == list(range(20))
@@ -260,23 +220,3 @@ def test_an_export_with_questions_is_taken_in_again(streamed: tuple[Path, Run], 
     ids = {row.id for row in rows_of(tmp_path, "episode")}
     named = [i for b in bodies if b["kind"] == "reconsolidate" for i in b["body"]["episode_ids"]]
     assert named and set(named) <= ids, "by their ids here"
-
-
-@pytest.mark.parametrize("kills", [((0.15, "append"), (0.4, "append"))])
-def test_killed_and_resumed_the_end_state_is_that_of_an_undisturbed_run(
-    kills: tuple[tuple[float, str], ...], tmp_path: Path
-) -> None:
-    log = write_log(tmp_path / "log.jsonl", ("ann", "bob"), 44)
-    driver = shared_driver()
-    with spawn_server(latency_ms=2, jitter_ms=2, **RATES, **PARKING) as url:
-        settings = {**HIMEM, "encoder": "hash:384", "batch_turns": 8, "llm_url": url}
-        task: dict[str, Any] = {"task": "ingest", "log": log, "settings": settings}
-        assert driver.run(store=tmp_path / "whole", **task).status == 0
-        for share, method in kills:
-            kill = {"method": method, "n": max(2, int(40 * share)), "after": share > 0.3}
-            outcome = driver.run(store=tmp_path / "cut", kill=kill, **task)
-            assert outcome.status == -signal.SIGKILL
-            assert_prefix_stored(tmp_path / "cut", turns_of(log), outcome.last("acked") or {})
-        assert driver.run(store=tmp_path / "cut", **task).status == 0
-    assert {"fired", "waits", "episode", "fact"} <= end_state(tmp_path / "whole").kinds()
-    assert_same_state(end_state(tmp_path / "cut"), end_state(tmp_path / "whole"))

@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from undertow.bench.mock_server import spawn_server
+from undertow.engine.model import PolicyName
 
 from .fault_harness import (
+    KINDS,
     PARKING,
     RATES,
     THETA,
@@ -38,7 +40,7 @@ BATCH_TURNS = 8
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, 28)
+    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, 28, session_turns=4)
 
 
 @pytest.fixture(scope="module")
@@ -133,20 +135,21 @@ def test_kills_at_the_edges_of_a_commit(
     assert_same_state(end_state(tmp_path), undisturbed[0])
 
 
-def test_windows_go_on_where_they_were_after_kills(
-    driver: Driver, task: dict[str, Any], log: Path, tmp_path: Path
+@pytest.mark.parametrize("policy", [name for name in get_args(PolicyName) if name != "recmem"])
+def test_other_policies_go_on_where_they_were_after_kills(
+    policy: PolicyName, driver: Driver, task: dict[str, Any], log: Path, tmp_path: Path
 ) -> None:
     """Turns that wait for their window to fill are undecided in no other way than by their records."""
-    windows = {**task, "settings": {**task["settings"], "policy": "nemori", "window_messages": 6}}
-    assert driver.run(store=tmp_path / "undisturbed", **windows).last("settled")
+    other = {**task, "settings": {**task["settings"], "policy": policy, "window_messages": 6}}
+    assert driver.run(store=tmp_path / "undisturbed", **other).last("settled")
     store = tmp_path / "killed"
     for kill in ({"method": "append", "n": 4, "after": True}, {"method": "append", "n": 9, "after": False}):
-        outcome = driver.run(store=store, kill=kill, **windows)
+        outcome = driver.run(store=store, kill=kill, **other)
         assert killed(outcome)
         check_prefix(store, log, outcome)
-    assert driver.run(store=store, **windows).last("settled")
+    assert driver.run(store=store, **other).last("settled")
     expected = end_state(tmp_path / "undisturbed")
-    assert {"waits", "fired", "parked", "episode", "fact"} <= expected.kinds()
+    assert KINDS[policy] | {"parked"} <= expected.kinds()
     assert_same_state(end_state(store), expected)
 
 
