@@ -192,11 +192,11 @@ def test_an_answer_counts_for_the_deletion_behind_it_whether_or_not_both_are_rea
     streamed: bool, tmp_path: Path
 ) -> None:
     turns = [replace(turn_of("ann", n, f"Ann tells of book{n}"), session_id=f"s{n}") for n in range(4)]
-    with open_engine(tmp_path, MockLLM(MockReplies()), **HIMEM) as engine:
+    with open_engine(tmp_path, RecordingLLM(MockReplies()), **HIMEM) as engine:
         receipts = engine.add_batch(turns)
         assert engine.flush("ann")
         notes = [m for m in engine.get_all("ann") if m.kind == "fact"]
-    with open_engine(tmp_path, MockLLM(MockReplies()), **HIMEM, himem_max_notes=2) as engine:
+    with open_engine(tmp_path, RecordingLLM(MockReplies()), **HIMEM, himem_max_notes=2) as engine:
         engine._log("ann", "used", [{"fact_ids": [notes[0].id]}])
         if streamed:
             assert engine.drain()
