@@ -2,20 +2,21 @@
 
     python -m undertow.bench.estimate_check --data locomo_dev.json --tokenizer FOLDER --out docs/results
 
-runs the engine over some conversations with a mock LLM that refuses various shares of merges, counts what
-it is asked and replies by the same tokenizer, and compares. With `--usage FILE` nothing is run: FILE is the
-`usage` of a real run, as `undertow stats --json` or a result of `undertow eval` has it.
+runs the engine over some conversations with a mock LLM, under RecMem one that refuses various shares of
+merges, counts what it is asked and replies by the same tokenizer, and compares. With `--usage FILE` nothing
+is run: FILE is the `usage` of a real run, as `undertow stats --json` or a result of `undertow eval` has it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import orjson
@@ -27,46 +28,100 @@ from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, make_encoder
 from undertow.engine.engine import Engine
-from undertow.engine.estimate import FIGURES, POLICIES, TOTAL, Ranges, TenantLog, estimate
-from undertow.engine.model import Usage
-from undertow.engine.policies.base import Thresholds
-from undertow.engine.reply_guess import EXPECTED
+from undertow.engine.estimate import FIGURES, TOTAL, Ranges, TenantLog, estimate
+from undertow.engine.guessed_replies import MESSAGES_PER_TURN, shown_in
+from undertow.engine.model import PolicyName, Usage
+from undertow.engine.reply_guess import EXPECTED, ReplyGuess
 from undertow.engine.token_count import TokenCount, token_count
-from undertow.prompts import QUERY_OPERATIONS, REPLIES
+from undertow.prompts import QUERY_OPERATIONS, REPLIES, system_message
 
 RATES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# what each operation makes memories of, by its heading in the prompt
+SHOWN = {
+    "partition": "Messages",
+    "distil": "Messages",
+    "distil_direct": "Messages",
+    "segment": "Turns",
+    "notes": "Turns",
+    "align": "Notes",
+}
 SAMPLES = ("conv-30", "conv-26")
 
 
 @dataclass(frozen=True, slots=True)
 class Counted(MockReplies):
-    """The mock's replies, with what is asked and replied counted by a tokenizer and by operation."""
+    """The mock's replies, with what is asked and replied counted by a tokenizer and by operation.
+
+    `shown`: how many lines those of `SHOWN` were shown of it. `listed`: how many things were replied.
+    """
 
     tokens: TokenCount | None = None
     spent: dict[str, Usage] = field(default_factory=dict)
+    shown: Counter[str] = field(default_factory=Counter)
+    listed: Counter[str] = field(default_factory=Counter)
 
     def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
         content = MockReplies.reply(self, messages, schema)
         assert self.tokens is not None, "made by `metered`"
         asked = self.tokens.template_tokens + sum(self.tokens.of_text(m["content"]) for m in messages)
-        operation = next(op for op, r in REPLIES.items() if r is not None and r.wire_schema() == schema)
+        operation = next(op for op in REPLIES if system_message(op) == messages[0]["content"])
         used = Usage(1, asked, 0, self.tokens.of_text(content))
         self.spent[operation] = self.spent.get(operation, Usage()) + used
+        if (heading := SHOWN.get(operation)) is not None:
+            self.shown[operation] += len(shown_in(messages[-1]["content"]).get(heading, ()))
+        self.listed[operation] += sum(len(v) for v in orjson.loads(content).values() if isinstance(v, list))
         return content
 
 
 @dataclass(frozen=True)
 class Run:
-    """A real run of the engine with a mock LLM: what it spent, and what became of the turns."""
+    """A real run of the engine with a mock LLM: what it spent and replied, and what became of the turns."""
 
-    spent: Mapping[str, Usage]
+    replies: Counted
     stats: Mapping[str, int]
+
+    @property
+    def spent(self) -> Mapping[str, Usage]:
+        return self.replies.spent
+
+    def told(self, policy: PolicyName) -> ReplyGuess:
+        """The guess that knows how much the mock has made of what; lengths are guessed as before."""
+        shown, listed = self.replies.shown, self.replies.listed
+        match policy:
+            case "recmem":
+                return replace(EXPECTED, merge_share=1 - self.replies.refusal_rate)
+            case "eager":
+                return replace(EXPECTED, facts=_mean(listed["extract"], self._calls("extract"), 0))
+            case "nemori":
+                distilled = "distil" if shown["distil"] else "distil_direct"  # NEMORI-s
+                return replace(
+                    EXPECTED,
+                    topic_messages=_mean(shown["partition"], listed["partition"], EXPECTED.topic_messages),
+                    continued_share=_mean(self._calls("integrate"), self._calls("select"), 0),
+                    facts_per_message=_mean(listed[distilled], shown[distilled], 0),
+                )
+            case "himem":
+                each = MESSAGES_PER_TURN * shown["segment"]
+                return replace(
+                    EXPECTED,
+                    topic_messages=_mean(each, listed["segment"], EXPECTED.topic_messages),
+                    notes_per_turn=_mean(listed["notes"], shown["notes"], 0),
+                    traits=_mean(listed["traits"], self._calls("traits"), 0),
+                    aligned_share=_mean(listed["align"], shown["align"], 0),
+                )
+
+    def _calls(self, operation: str) -> int:
+        return self.spent.get(operation, Usage()).calls
+
+
+def _mean(total: int, count: int, otherwise: float) -> float:
+    return total / count if count else otherwise
 
 
 def metered(
     samples: Sequence[Sample], settings: Settings, encoder: Encoder, tokens: TokenCount, refusal_rate: float
 ) -> Run:
-    """Consolidate the samples in a store that is thrown away."""
+    """Consolidate the samples, each to its end, in a store that is thrown away."""
     replies = Counted(refusal_rate=refusal_rate, tokens=tokens)
     with (
         TemporaryDirectory(prefix="undertow-metered-") as folder,
@@ -75,8 +130,9 @@ def metered(
     ):
         for sample in samples:
             engine.add_batch(sample.turns)
+            engine.log_flush(sample.tenant)
         engine.drain()
-        return Run(replies.spent, engine.stats())
+        return Run(replies, engine.stats())
 
 
 def compare(estimated: Ranges, spent: Mapping[str, Usage]) -> dict[str, dict[str, Any]]:
@@ -116,46 +172,53 @@ def logs_of(samples: Sequence[Sample], encoder: Encoder) -> list[TenantLog]:
     return [TenantLog(sample.turns, some) for sample, some in zip(samples, vectors, strict=True)]
 
 
-def thresholds_of(settings: Settings) -> Thresholds:
-    return Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
-
-
 def check(
     samples: Sequence[Sample], settings: Settings, encoder: Encoder, tokens: TokenCount
 ) -> list[dict[str, Any]]:
-    """Each refusal rate of the mock against the estimate as it is, and against one that is told the rate."""
-    logs, theta = logs_of(samples, encoder), thresholds_of(settings)
-    blind = estimate(logs, "recmem", theta, tokens)
+    """Each run of the mock against the estimate as it is, and against one that is told what the mock does.
+
+    Under RecMem a run for each refusal rate, else one.
+    """
+    logs = logs_of(samples, encoder)
+    blind = estimate(logs, settings, tokens)
     results = []
-    for rate in RATES:
+    for rate in RATES if settings.policy == "recmem" else RATES[:1]:
         run = metered(samples, settings, encoder, tokens, rate)
-        told = estimate(logs, "recmem", theta, tokens, replace(EXPECTED, merge_share=1 - rate))
+        told = run.told(settings.policy)
         counts = {name: run.stats[name] for name in ("consolidations", "merges", "merge_refusals")}
-        as_it_is, knowing = compare(blind, run.spent), compare(told, run.spent)
-        results.append({"refusal_rate": rate, **counts, "as_it_is": as_it_is, "told_the_rate": knowing})
+        knows = {name: value for name, value in asdict(told).items() if value != asdict(EXPECTED)[name]}
+        as_it_is = compare(blind, run.spent)
+        knowing = compare(estimate(logs, settings, tokens, told), run.spent)
+        results.append(
+            {"refusal_rate": rate, **counts, "as_it_is": as_it_is, "knows": knows, "told": knowing}
+        )
     return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _options(argv)
-    settings = Settings(device="cpu", llm_url=None)
+    settings = Settings(device="cpu", llm_url=None, policy=args.policy)
     encoder = KeptVectors(make_encoder(settings), args.vectors)
     tokens = token_count(settings, args.tokenizer)
     every = list(load(args.data, "locomo", settings.max_message_bytes))
     samples = [sample for sample in every if sample.tenant in args.sample]
-    theta = thresholds_of(settings)
     if args.usage is not None:
-        estimated = estimate(logs_of(samples, encoder), args.policy, theta, tokens)
+        estimated = estimate(logs_of(samples, encoder), settings, tokens)
         document: dict[str, Any] = {"compared": compare(estimated, usage_in(args.usage))}
     else:
         document = {s.tenant: check([s], settings, encoder, tokens) for s in samples}
     encoder.save()
-    about = {"encoder": settings.encoder, "theta_sim": theta.theta_sim, "theta_count": theta.theta_count}
+    about = {
+        "policy": settings.policy,
+        "encoder": settings.encoder,
+        "theta_sim": settings.similarity_threshold,
+        "theta_count": settings.recurrence_count,
+    }
     line = orjson.dumps({**about, "tokens": tokens.name, **document}, option=orjson.OPT_APPEND_NEWLINE)
     sys.stdout.buffer.write(line)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "estimate.json").write_bytes(line)
+        (args.out / f"estimate-{settings.policy}.json").write_bytes(line)
     return 0
 
 
@@ -166,8 +229,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vectors", type=Path, help="keep the vectors here")
     parser.add_argument("--tokenizer", type=Path, help="folder of the model whose tokens are counted")
     parser.add_argument("--usage", type=Path, help="a real run's usage by operation, instead of mock runs")
-    parser.add_argument("--policy", choices=POLICIES, default="recmem", help="whose run --usage is of")
-    parser.add_argument("--out", type=Path, help="folder for estimate.json")
+    parser.add_argument("--policy", choices=get_args(PolicyName), default="recmem", help="whose cost it is")
+    parser.add_argument("--out", type=Path, help="folder for estimate-POLICY.json")
     args = parser.parse_args(argv)
     args.sample = args.sample or list(SAMPLES)
     return args

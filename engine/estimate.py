@@ -1,8 +1,8 @@
 """What consolidation will cost, before any LLM call: calls and tokens by policy and operation.
 
-The gate is run over the real vectors as `calibrate` runs it, and the real prompts are built around stand-in
-memories, so what is left to assume is what an LLM would reply. That is in `LOW`, `EXPECTED` and `HIGH`, and
-nowhere else.
+RecMem's gate is run over the real vectors as `calibrate` runs it, NEMORI and HiMem are run themselves, and
+the real prompts are built around stand-in memories, so what is left to assume is what an LLM would reply.
+That is in `LOW`, `EXPECTED` and `HIGH`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from undertow.engine.calibrate import Step, Vectors, walk
+from undertow.engine.config import Settings
+from undertow.engine.estimate_driven import driven_usage
 from undertow.engine.estimate_eager import eager_usage
 from undertow.engine.estimate_recmem import recmem_usage
-from undertow.engine.model import PolicyName, Turn, Usage
+from undertow.engine.guessed_replies import GuessedReplies
+from undertow.engine.model import Turn, Usage
+from undertow.engine.policies import policy_of
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.reply_guess import EXPECTED, HIGH, LOW, Evenly, Guesser, ReplyGuess
 from undertow.engine.token_count import TokenCount
 
-# those whose calls can be told from the turns alone
-POLICIES: tuple[PolicyName, ...] = ("recmem", "eager")
 TOTAL = "total"
 FIGURES = ("calls", "prompt_tokens", "completion_tokens")
 
@@ -38,27 +40,38 @@ class TenantLog:
 
 
 def estimate(
-    logs: Sequence[TenantLog],
-    policy: PolicyName,
-    thresholds: Thresholds,
-    tokens: TokenCount,
-    expected: ReplyGuess = EXPECTED,
+    logs: Sequence[TenantLog], settings: Settings, tokens: TokenCount, expected: ReplyGuess = EXPECTED
 ) -> Ranges:
-    """Calls and tokens by operation, and their `total`.
+    """Calls and tokens by operation under the settings' policy, and their `total`.
 
-    `expected` is the middle one of the guesses. A range runs over short and over long replies, each with few
-    and with many merges granted: more of them mean fewer calls of one operation and more of another.
+    `expected` is the middle one of the guesses. A range runs over short and over long replies; RecMem's over
+    each with few and with many merges granted: more of them mean fewer calls of one operation and more of
+    another. ValueError: RecMem without a part of it, of which there is no estimate.
     """
-    if policy == "eager":
-        outcomes = {guess: _eager(logs, tokens, guess) for guess in (LOW, expected, HIGH)}
-    else:
-        corners = [
-            replace(size, merge_share=other.merge_share) for size in (LOW, HIGH) for other in (LOW, HIGH)
-        ]
-        guesses = (expected, *corners)
-        decided = {share: _decided(logs, thresholds, share) for share in {g.merge_share for g in guesses}}
-        outcomes = {g: _recmem(logs, decided[g.merge_share], tokens, g) for g in guesses}
+    match settings.policy:
+        case "recmem":
+            outcomes = _recmem_outcomes(logs, settings, tokens, expected)
+        case "eager":
+            outcomes = {guess: _eager(logs, tokens, guess) for guess in (LOW, expected, HIGH)}
+        case _:
+            outcomes = {guess: _driven(logs, settings, tokens, guess) for guess in (LOW, expected, HIGH)}
     return _ranges(outcomes[expected], list(outcomes.values()))
+
+
+def _recmem_outcomes(
+    logs: Sequence[TenantLog], settings: Settings, tokens: TokenCount, expected: ReplyGuess
+) -> dict[ReplyGuess, UsageByOperation]:
+    if settings.ablation is not None:
+        raise ValueError(f"the calls of RecMem's ablation {settings.ablation!r} are not estimated")
+    corners = [replace(size, merge_share=other.merge_share) for size in (LOW, HIGH) for other in (LOW, HIGH)]
+    guesses = (expected, *corners)
+    thresholds = thresholds_of(settings)
+    decided = {share: _decided(logs, thresholds, share) for share in {g.merge_share for g in guesses}}
+    return {g: _recmem(logs, decided[g.merge_share], tokens, g) for g in guesses}
+
+
+def thresholds_of(settings: Settings) -> Thresholds:
+    return Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
 
 
 def dated(turns: Iterable[Turn]) -> list[Turn]:
@@ -81,6 +94,13 @@ def expected_usage(logs: Sequence[TenantLog], thresholds: Thresholds, tokens: To
 def _eager(logs: Sequence[TenantLog], tokens: TokenCount, guess: ReplyGuess) -> UsageByOperation:
     guesser = Guesser(guess)
     return _sum(eager_usage(log.turns, tokens, guesser) for log in logs)
+
+
+def _driven(
+    logs: Sequence[TenantLog], settings: Settings, tokens: TokenCount, guess: ReplyGuess
+) -> UsageByOperation:
+    policy, replies = policy_of(settings), GuessedReplies(guess)
+    return _sum(driven_usage(policy, log.turns, tokens, replies, guess.evoked_facts) for log in logs)
 
 
 def _decided(logs: Sequence[TenantLog], theta: Thresholds, merge_share: float) -> list[list[Step]]:

@@ -341,14 +341,15 @@ def _block(template_name: str, block: str, **variables: Any) -> str:
 
 
 @cache
-def _system(operation: Operation) -> str:
+def system_message(operation: Operation) -> str:
+    """The fixed text of an operation, which no other has."""
     return _block(operation, "system")
 
 
 def _prompt(operation: Operation, **variables: Any) -> Prompt:
     return Prompt(
         operation,
-        _system(operation),
+        system_message(operation),
         _block(operation, "user", **variables),
         REPLIES[operation],
         prompt_version(operation),

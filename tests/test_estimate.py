@@ -6,19 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from undertow.bench.estimate_check import compare, metered, usage_in
+from undertow.bench.estimate_check import Run, compare, metered, usage_in
 from undertow.bench.quality.datasets import Sample
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Float16, HashingEncoder
-from undertow.engine.estimate import FIGURES, TOTAL, TenantLog, estimate, price
+from undertow.engine.estimate import FIGURES, TOTAL, Ranges, TenantLog, estimate, price
 from undertow.engine.estimate_eager import EagerShape, eager_usage
-from undertow.engine.model import Message, Turn, UndertowError
-from undertow.engine.policies.base import Thresholds
+from undertow.engine.model import Message, PolicyName, Turn, UndertowError
 from undertow.engine.reply_guess import EXPECTED, Evenly, Guesser, stand_in
 from undertow.engine.token_count import TokenCount, token_count
 from undertow.prompts import ShownTurn, episode_prompt
@@ -28,7 +28,6 @@ from .cli_harness import THETAS, conversation, run, write_log
 SETTINGS = Settings(
     encoder="hash:384", device="cpu", llm_url=None, theta_sim=0.5, theta_merge=0.55, theta_count=3
 )
-THETA = Thresholds(0.5, 0.55, 3)
 BYTES = TokenCount("bytes", lambda text: len(text.encode()), template_tokens=7)
 TURNS = 60
 
@@ -41,6 +40,10 @@ def turn(n: int, text: str, tenant: str = "ada") -> Turn:
 def talk() -> tuple[Turn, ...]:
     lines = conversation("ada", TURNS)
     return tuple(turn(n, line["messages"][0]["content"]) for n, line in enumerate(lines))
+
+
+def under(policy: PolicyName, **parts: Any) -> Settings:
+    return Settings(**{**SETTINGS.model_dump(exclude_unset=True), "policy": policy, **parts})
 
 
 def log_of(turns: tuple[Turn, ...]) -> TenantLog:
@@ -56,7 +59,7 @@ def test_without_merges_the_episode_prompts_are_those_that_an_engine_asks() -> N
     real = metered([sample], SETTINGS, HashingEncoder(384), BYTES, refusal_rate=1.0)
     assert real.stats["consolidations"] >= 10 and real.stats["merges"] == 0
     refusing = replace(EXPECTED, merge_share=0.0)
-    found = estimate([log_of(turns)], "recmem", THETA, BYTES, refusing)["episode"]
+    found = estimate([log_of(turns)], SETTINGS, BYTES, refusing)["episode"]
     assert found["calls"]["expected"] == real.spent["episode"].calls
     # to the byte: the same clusters in the same words
     assert found["prompt_tokens"]["expected"] == real.spent["episode"].prompt_tokens
@@ -66,10 +69,86 @@ def test_the_total_of_a_run_that_grants_half_the_merges_is_near() -> None:
     turns = talk()
     sample = Sample("ada", turns, ((),) * len(turns), ())
     real = metered([sample], SETTINGS, HashingEncoder(384), BYTES, refusal_rate=0.5)
-    rows = compare(estimate([log_of(turns)], "recmem", THETA, BYTES), real.spent)
+    rows = compare(estimate([log_of(turns)], SETTINGS, BYTES), real.spent)
     assert set(rows) == {"episode", "merge", "refine", TOTAL}
     assert rows[TOTAL]["prompt_tokens"]["metered"] == sum(u.prompt_tokens for u in real.spent.values())
     assert rows[TOTAL]["prompt_tokens"]["off"] == pytest.approx(0.245, abs=0.05)
+
+
+def run_of(settings: Settings) -> tuple[Run, Ranges]:
+    """A real run, and the estimate that knows how much was made of what in it."""
+    turns = tuple(replace(t, session_id=f"s{n // 25}") for n, t in enumerate(talk()))
+    real = metered([Sample("ada", turns, ((),) * TURNS, ())], settings, HashingEncoder(384), BYTES, 0.0)
+    return real, estimate([log_of(turns)], settings, BYTES, real.told(settings.policy))
+
+
+def assert_same(real: Run, found: Ranges, operation: str, *figures: str) -> None:
+    for figure in figures:
+        assert found[operation][figure]["expected"] == getattr(real.spent[operation], figure), operation
+
+
+def test_nemori_without_partitioning_is_told_to_the_byte_where_its_windows_are_shown() -> None:
+    real, found = run_of(under("nemori", ablation="fixed-chunks", window_messages=14))
+    # 120 messages in windows of 14, the last of eight
+    assert real.spent["narrate"].calls == 9 and "partition" not in {*real.spent, *found}
+    assert_same(real, found, "narrate", "calls", "prompt_tokens")
+    for operation in ("select", "predict", "distil", "integrate"):
+        assert_same(real, found, operation, "calls")
+
+
+def test_nemori_s_reads_what_each_group_holds_and_nothing_more() -> None:
+    real, found = run_of(under("nemori", ablation="direct-extraction"))
+    assert set(found) == {*real.spent, TOTAL} == {"partition", "distil_direct", "consolidate", TOTAL}
+    assert_same(real, found, "partition", "calls", "prompt_tokens")
+
+
+@pytest.mark.parametrize(("management", "operation"), [("append", None), ("summary", "summarise")])
+def test_another_management_of_nemori_asks_for_its_own_calls(management: str, operation: str | None) -> None:
+    ranges = estimate([log_of(talk())], under("nemori", management=management), BYTES)
+    expected = {"partition", "narrate", "select", "integrate", "predict", "distil", TOTAL}
+    assert set(ranges) == expected | ({operation} if operation else set())
+    if operation:
+        assert ranges[operation]["calls"]["expected"] == ranges["distil"]["calls"]["expected"]
+
+
+def test_himem_asks_four_times_a_session() -> None:
+    real, found = run_of(under("himem"))
+    assert {op: row["calls"]["expected"] for op, row in found.items()} == {
+        **dict.fromkeys(("segment", "notes", "traits", "align"), 3),
+        TOTAL: 12,
+    }
+    assert {op: used.calls for op, used in real.spent.items()} == dict.fromkeys(real.spent, 3)
+    for operation in ("segment", "notes"):
+        assert_same(real, found, operation, "prompt_tokens")
+
+
+def test_himem_splits_a_session_for_which_the_context_has_no_room() -> None:
+    settings = under("himem", context_tokens=2_048, himem_align_notes=False)
+    real, found = run_of(settings)
+    assert real.spent["segment"].calls > 3 and "align" not in {*real.spent, *found}
+    for operation in ("segment", "notes"):
+        assert_same(real, found, operation, "calls", "prompt_tokens")
+
+
+def test_himem_that_aligns_its_episodes_asks_once_more_for_each() -> None:
+    log = log_of(talk())
+    plain, aligned = (
+        estimate([log], under("himem", himem_align_episodes=aligned), BYTES)["align"]["calls"]["expected"]
+        for aligned in (False, True)
+    )
+    assert plain == 1 < aligned
+
+
+@pytest.mark.parametrize(("policy", "calls", "tokens"), [("nemori", 0.06, 0.45), ("himem", 0.0, 0.004)])
+def test_the_total_of_a_run_is_near_where_counts_are_known(
+    policy: PolicyName, calls: float, tokens: float
+) -> None:
+    """What is left is that the mock's narratives are shorter than an LLM's, and some of its facts alike."""
+    real, found = run_of(under(policy))
+    rows = compare(found, real.spent)
+    assert set(rows) == set(found), "every operation that is estimated is asked for, and no other"
+    assert rows[TOTAL]["calls"]["off"] == pytest.approx(calls, abs=0.03)
+    assert rows[TOTAL]["prompt_tokens"]["off"] == pytest.approx(tokens, abs=0.05)
 
 
 # ---- the figures
@@ -77,8 +156,8 @@ def test_the_total_of_a_run_that_grants_half_the_merges_is_near() -> None:
 
 def test_ranges_enclose_what_is_expected_and_totals_add_up() -> None:
     log = log_of(talk())
-    for policy in ("recmem", "eager"):
-        ranges = estimate([log, log], policy, THETA, BYTES)
+    for policy in get_args(PolicyName):
+        ranges = estimate([log, log], under(policy), BYTES)
         for figure in FIGURES:
             for row in ranges.values():
                 assert row[figure]["low"] <= row[figure]["expected"] <= row[figure]["high"]
@@ -118,6 +197,8 @@ def test_whole_numbers_keep_their_mean_over_many_tenants() -> None:
     assert [evenly.take() for _ in range(6)] == [1, 2, 1, 2, 1, 2]
     rarely = Evenly(0.1)
     assert sum(rarely.take() for _ in range(1000)) == 100
+    of_many = Evenly(0.46)
+    assert sum(of_many.take(7) for _ in range(100)) == 322
 
 
 def test_a_stand_in_has_its_length_whatever_it_is_made_of() -> None:
@@ -197,7 +278,12 @@ def test_the_command_reads_logs_and_stores_nothing(log: Path, tmp_path: Path) ->
     document = run("estimate", log, *THETAS, "--json").doc
     assert sorted(tmp_path.rglob("*")) == before
     assert (document["tenants"], document["turns"], document["theta_count"]) == (2, 2 * TURNS, 3)
-    assert set(document["policies"]) == {"recmem", "eager"}
+    assert set(document["policies"]) == set(get_args(PolicyName))
+    forms = [policies.values() for policies in document["policies"].values()]
+    assert all(set(row) == set(FIGURES) for rows in forms for row in rows)
+    # each tenant: six windows of twenty messages; one session
+    assert document["policies"]["nemori"]["partition"]["calls"]["expected"] == 2 * 6
+    assert document["policies"]["himem"]["segment"]["calls"]["expected"] == 2
     assert document["policies"]["eager"]["extract"]["calls"]["expected"] == 2 * TURNS
     recmem = document["policies"]["recmem"]
     assert recmem["episode"]["calls"]["expected"] > 0
@@ -247,16 +333,20 @@ def test_a_bad_line_is_told_and_the_rest_estimated(log: Path) -> None:
     assert "messages" in done.err
 
 
-def test_an_ablation_is_refused_with_the_cure(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ablation_of_recmem_is_refused_with_the_cure(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNDERTOW_ABLATION", "without-facts")
     done = run("estimate", log)
     assert (done.code, "unset UNDERTOW_ABLATION" in done.err) == (2, True)
 
 
-@pytest.mark.parametrize("policy", ["nemori", "himem"])
-def test_a_policy_whose_calls_cannot_be_told_is_refused(log: Path, policy: str) -> None:
-    done = run("estimate", log, "--policy", policy)
-    assert (done.code, f"{policy!r} cannot be told from the turns" in done.err) == (2, True)
+def test_one_policy_is_estimated_with_its_own_parts(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERTOW_ABLATION", "without-facts")
+    monkeypatch.setenv("UNDERTOW_WINDOW_MESSAGES", "40")
+    document = run("estimate", log, "--policy", "nemori", "--json").doc
+    assert (document["ablation"], document["window_messages"]) == ("without-facts", 40)
+    assert set(document["policies"]) == {"nemori"}
+    assert set(document["policies"]["nemori"]) == {"partition", "narrate", "select", "integrate", TOTAL}
+    assert document["policies"]["nemori"]["partition"]["calls"]["expected"] == 2 * 3
 
 
 def test_prices_come_in_pairs(log: Path) -> None:

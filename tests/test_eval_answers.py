@@ -126,6 +126,39 @@ def test_himem_is_asked_once_its_last_session_is_closed(tmp_path: Path, url: str
     assert shown["episodes"] and shown["facts"] and not shown["turns"]
 
 
+def best_effort(body: Any, number: int) -> tuple[int, Any]:
+    """Judges by the question: notes are enough for one, episodes for another, and of one it says nothing."""
+    asked = body["messages"][1]["content"]
+    usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+    if not asked.startswith(("Notes and turns:", "Episodes:")) or "Facts:" in asked:
+        return 200, completion("it was varnish", usage=usage)
+    enough = "pottery" in asked or ("canoes" in asked and asked.startswith("Episodes:"))
+    judged = "no JSON" if "Nothing was noted" in asked else json.dumps({"lines": [1], "sufficient": enough})
+    return 200, completion(judged, usage=usage)
+
+
+def test_best_effort_answers_from_the_notes_where_they_are_enough(tmp_path: Path, url: str) -> None:
+    path, out, best = talk_of_a_boat(tmp_path), tmp_path / "out", tmp_path / "best"
+    options = ("--policy", "himem", "--judge-llm", "off")
+    hybrid = evaluated(path, out, url, *options).doc
+    mode = {"UNDERTOW_ANSWER_MODE": "best_effort"}
+    assert f"--memories-of {out} that needs no new" in evaluated(path, out, url, *options, **mode).err
+    with odd_server(best_effort, models=("mock-llm",)) as judging:
+        again = (*options, "--memories-of", str(out))
+        told = evaluated(path, best, judging, *again, **mode).doc
+    lines = lines_of(best, "answers")
+    assert [line["tokens"]["calls"] for line in lines] == [2, 3, 5, 2], "a bad reply is asked to be repaired"
+    assert [line["tokens"]["prompt_tokens"] for line in lines] == [200, 300, 500, 200]
+    said = [line["answer"] for line in lines]
+    assert said == ["it was varnish"] * 3 + ["Not answerable from memory."]
+    assert all(line["material"]["facts"] for line in lines)
+    assert [bool(line["material"]["episodes"]) for line in lines] == [False, True, True, True]
+    assert (hybrid["answer_mode"], told["answer_mode"]) == ("hybrid", "best_effort")
+    assert (hybrid["query"]["calls_per_question"], told["query"]["calls_per_question"]) == (1, 3)
+    assert told["query"]["prompt_tokens_per_question"] == 300
+    assert told["built"] == hybrid["built"], "what the notes missed is not learnt from a question"
+
+
 def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(tmp_path: Path) -> None:
     seen: list[str] = []
 

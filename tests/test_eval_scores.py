@@ -165,5 +165,6 @@ def test_tokens_and_latency_of_a_question() -> None:
         answered("c", 1, "x", 0, tokens=used, llm_s=2.0),
     ]
     assert query_cost(lines)["prompt_tokens_per_question"] == 23.3
+    assert query_cost(lines)["calls_per_question"] == 1
     taken = latency([{**line, "retrieval_s": 0.5} for line in lines])
     assert (taken["llm_s_p50"], taken["llm_s_p95"], taken["retrieval_s_p95"]) == (2.0, 2.9, 0.5)

@@ -7,29 +7,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from undertow.bench.quality.asking import Asker
+from undertow.bench.quality.asking import Asker, Talk
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.lines import KeptLines, Key
 from undertow.bench.quality.overlap import bleu_1, f1
-from undertow.bench.quality.systems import Material, System
+from undertow.bench.quality.systems import Material, Steps, Stepwise, System
 from undertow.engine.config import Settings
-from undertow.engine.llm import BadReply, Completion
-from undertow.engine.model import UndertowError
+from undertow.engine.llm import BadReply
+from undertow.engine.model import UndertowError, Usage
 from undertow.engine.policies.base import PromptBudget
-from undertow.prompts import Prompt, answer_prompt
+from undertow.prompts import Prompt, answer_prompt, prompt_version
 
 Asked = tuple[Sample, Question]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    """A question that has been sent to the LLM."""
+class _Given:
+    """What came of a question: an answer, or why there is none; what that was given, and what it took.
 
-    run: int
-    question: Question
+    `llm_s` and `usage` are of all its calls together; `model` is None where there was no call.
+    """
+
     material: Material
-    prompt: Prompt
-    retrieval_s: float
+    usage: Usage
+    llm_s: float
+    model: str | None
+    answer: str = ""
+    error: str | None = None
 
 
 class Answering:
@@ -65,20 +69,43 @@ class Answering:
 
     def answer(self, asked: Sequence[Asked], runs: Sequence[int], on_answer: Callable[[], None]) -> None:
         """Every question in every run. ServerRefused: what was answered by then is kept."""
-        for pending, reply in self._asker.ask(self._prompts(asked, runs)):
-            self._lines.add(_line(pending, reply))
+        for (run, question), given in self._asker.hold(self._talks(asked, runs)):
+            self._lines.add(_line(run, question, given, self._first_s[question.id]))
             on_answer()
         self._lines.settle([(run, question.id) for run in runs for _, question in asked])
 
-    def _prompts(self, asked: Sequence[Asked], runs: Sequence[int]) -> Iterator[tuple[_Pending, Prompt]]:
+    def _talks(
+        self, asked: Sequence[Asked], runs: Sequence[int]
+    ) -> Iterator[tuple[tuple[int, Question], Talk[_Given]]]:
         for run in runs:
             for sample, question in asked:
-                key: Key = (run, question.id)
-                if self.is_answered(key):
-                    continue
-                material = self._material(sample, question)
-                prompt = prompt_of(question, material)
-                yield _Pending(run, question, material, prompt, self._first_s[question.id]), prompt
+                if not self.is_answered((run, question.id)):
+                    yield (run, question), self._talk(sample, question)
+
+    def _talk(self, sample: Sample, question: Question) -> Talk[_Given]:
+        """Ask what the system's steps ask; for a system without any, the one prompt."""
+        material = self._material(sample, question)
+        if isinstance(self._system, Stepwise):
+            steps = self._system.steps(sample, question)
+        else:
+            steps = _one_step(question, material)
+        usage, llm_s, model = Usage(), 0.0, None
+        try:
+            prompt = next(steps)
+            while True:
+                reply = yield prompt
+                assert reply is not None, "every prompt is sent its reply"
+                usage += reply.usage
+                if isinstance(reply, BadReply):
+                    prompt = steps.throw(reply)
+                else:
+                    llm_s, model = llm_s + reply.latency_s, reply.model
+                    prompt = steps.send(reply.reply)
+        except StopIteration as ended:
+            answer, material = ended.value
+            return _Given(material, usage, llm_s, model, answer)
+        except BadReply as bad:
+            return _Given(material, usage, llm_s, model, error=bad.reason)
 
     def _material(self, sample: Sample, question: Question) -> Material:
         began_s = time.perf_counter()
@@ -99,28 +126,33 @@ def prompt_of(question: Question, material: Material) -> Prompt:
     )
 
 
-def _line(pending: _Pending, reply: Completion | BadReply) -> dict[str, Any]:
+def _one_step(question: Question, material: Material) -> Steps:
+    reply = yield prompt_of(question, material)
+    return str(reply), material
+
+
+def _line(run: int, question: Question, given: _Given, retrieval_s: float) -> dict[str, Any]:
     """What is kept of a question; `answer` is absent where there is an `error`."""
-    question, material = pending.question, pending.material
+    material = given.material
     line = {
         "question_id": question.id,
-        "run": pending.run,
+        "run": run,
         "category": question.category,
         "question": question.text,
         "gold": question.answer,
-        "prompt_version": pending.prompt.version,
+        "prompt_version": prompt_version("answer"),
     }
-    if isinstance(reply, BadReply):
-        line["error"] = reply.reason
+    if given.error is not None:
+        line["error"] = given.error
     else:
-        text = str(reply.reply)
-        line |= {"answer": text, "model": reply.model}
-        line["f1"] = round(f1(text, question.answer, question.category), 4)
-        line["bleu_1"] = round(bleu_1(text, question.answer, question.category), 4)
-        line["llm_s"] = round(reply.latency_s, 4)
+        line["answer"] = given.answer
+        line["f1"] = round(f1(given.answer, question.answer, question.category), 4)
+        line["bleu_1"] = round(bleu_1(given.answer, question.answer, question.category), 4)
+        if given.model is not None:
+            line |= {"model": given.model, "llm_s": round(given.llm_s, 4)}
     return line | {
-        "tokens": asdict(reply.usage),
-        "retrieval_s": round(pending.retrieval_s, 4),
+        "tokens": asdict(given.usage),
+        "retrieval_s": round(retrieval_s, 4),
         "evidence": question.evidence,
         "is_scored": question.is_scored,
         "in_turns": material.in_turns,

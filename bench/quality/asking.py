@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import islice
 from typing import TypeVar
@@ -16,6 +16,9 @@ from undertow.engine.llm_server import ModelChoice, Server
 from undertow.prompts import Prompt
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
+# prompts one after the other, each of which is sent its reply
+Talk = Generator[Prompt, Completion | BadReply | None, Result]
 
 _LOOK_S = 0.25
 
@@ -30,25 +33,46 @@ class Asker:
         self._patience_s = settings.llm_patience_s
 
     def ask(self, prompts: Iterable[tuple[Item, Prompt]]) -> Iterator[tuple[Item, Completion | BadReply]]:
-        """Every item with its reply, in the order of the replies. Prompts are taken as there is room.
+        """Every item with its reply, as `hold` gives the results of talks of one prompt."""
+        return self.hold((item, _once(prompt)) for item, prompt in prompts)
 
-        ServerRefused: the server turns us away, or has been silent for `llm_patience_s`.
+    def hold(self, talks: Iterable[tuple[Item, Talk[Result]]]) -> Iterator[tuple[Item, Result]]:
+        """Every item with what came of its talk, in the order of the last replies.
+
+        Talks are begun as there is room. ServerRefused: the server turns us away, or has been silent for
+        `llm_patience_s`.
         """
-        waiting = iter(prompts)
-        asked: dict[Future[Completion], Item] = {}
+        waiting = iter(talks)
+        asked: dict[Future[Completion], tuple[Item, Talk[Result]]] = {}
         try:
             while True:
-                for item, prompt in islice(waiting, self._in_flight - len(asked)):
-                    asked[self._client.submit(prompt, tenant="eval")] = item
-                if not asked:
+                begun = list(islice(waiting, self._in_flight - len(asked)))
+                for item, talk in begun:
+                    yield from self._go_on(item, talk, None, asked)
+                if not begun and not asked:
                     return
                 done, _ = wait(asked, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield asked.pop(future), _reply(future)
+                    yield from self._go_on(*asked.pop(future), _reply(future), asked)
                 self._check_server()
         finally:
             for future in asked:
                 self._client.cancel(future)
+
+    def _go_on(
+        self,
+        item: Item,
+        talk: Talk[Result],
+        reply: Completion | BadReply | None,
+        asked: dict[Future[Completion], tuple[Item, Talk[Result]]],
+    ) -> Iterator[tuple[Item, Result]]:
+        """Send what the talk asks next, or give what has come of it."""
+        try:
+            prompt = talk.send(reply)
+        except StopIteration as ended:
+            yield item, ended.value
+        else:
+            asked[self._client.submit(prompt, tenant="eval")] = item, talk
 
     def _check_server(self) -> None:
         silent_s = self._client.unreachable_s
@@ -60,6 +84,12 @@ class Asker:
 
     def close(self) -> None:
         self._client.close()
+
+
+def _once(prompt: Prompt) -> Talk[Completion | BadReply]:
+    reply = yield prompt
+    assert reply is not None, "every prompt is sent its reply"
+    return reply
 
 
 def _reply(future: Future[Completion]) -> Completion | BadReply:

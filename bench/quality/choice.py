@@ -9,7 +9,7 @@ from typing import get_args
 from undertow.bench.peers.peer import PeerSystem
 from undertow.bench.peers.process import RUNNERS
 from undertow.bench.quality.baselines import FullContext, NaiveRAG
-from undertow.bench.quality.engine_system import EngineSystem
+from undertow.bench.quality.engine_system import engine_system
 from undertow.bench.quality.systems import Means, System
 from undertow.engine.model import PolicyName
 
@@ -20,7 +20,7 @@ CONSTRUCTING = (*POLICIES, *RUNNERS)
 """Systems that make memories: a run of them can answer from those of another one."""
 
 SYSTEMS: dict[str, Callable[[Means], System]] = {
-    **{name: partial(EngineSystem, name) for name in POLICIES},
+    **{name: partial(engine_system, name) for name in POLICIES},
     "full-context": FullContext,
     "naive-rag-2048": partial(NaiveRAG, 2048),
     "naive-rag-4096": partial(NaiveRAG, 4096),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.systems import Material, Means, OnProgress, each_once, shown
+from undertow.bench.quality.systems import Material, Means, OnProgress, Steps, System, each_once, shown
+from undertow.engine.answering import Question as Asked
+from undertow.engine.answering import answering
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.figures import store_usage
 from undertow.engine.ingest import obstacles
-from undertow.engine.llm import ServerRefused
+from undertow.engine.llm import BadReply, ServerRefused
 from undertow.engine.model import Usage
+from undertow.engine.policies.base import PromptBudget
 from undertow.engine.records import Control
-from undertow.engine.retrieval import Hit
+from undertow.engine.retrieval import Found, Hit
 from undertow.prompts import QUERY_OPERATIONS, ShownMemory
 
 
@@ -26,6 +30,7 @@ class EngineSystem:
         self.name = name
         self._encoder = means.encoder()
         llm = make_llm(means.settings)
+        self._settings = means.settings
         self._engine = Engine(means.folder, means.settings, self._encoder, llm=llm)
         self._holds: dict[str, dict[int, tuple[str, ...]]] = {}
 
@@ -63,7 +68,9 @@ class EngineSystem:
             )
 
     def material(self, sample: Sample, question: Question) -> Material:
-        found = self._engine.recall(sample.tenant, question.text)
+        return self._given(sample, self._engine.recall(sample.tenant, question.text))
+
+    def _given(self, sample: Sample, found: Found) -> Material:
         return Material(
             _shown(found.episodes),
             _shown(found.facts),
@@ -89,5 +96,37 @@ class EngineSystem:
         self._engine.close()
 
 
+class BestEffort(EngineSystem):
+    """The engine in its answer mode `best_effort`: the judgements are those of engine/answering.py.
+
+    No question changes a memory: what the notes missed is not logged, so that the order of the questions,
+    and where a run was stopped, does not matter.
+    """
+
+    def steps(self, sample: Sample, question: Question) -> Steps:
+        recall = partial(self._engine.recall, sample.tenant, question.text)
+        budget = PromptBudget(self._settings.context_tokens, self._settings.reply_tokens)
+        asking = answering("best_effort", Asked(question.text, question.asked_on, recall, budget))
+        reply: object = None
+        failed: BadReply | None = None
+        while True:
+            try:
+                say = asking.send(reply) if failed is None else asking.throw(failed)
+            except StopIteration as ended:
+                answer, found = ended.value
+                return answer, self._given(sample, found)
+            reply = failed = None
+            try:
+                reply = yield say.prompt
+            except BadReply as bad:
+                failed = bad
+
+
 def _shown(hits: Sequence[Hit]) -> tuple[ShownMemory, ...]:
     return shown([(hit.timestamp, hit.memory) for hit in hits])
+
+
+def engine_system(name: str, means: Means) -> System:
+    """The engine, in the answer mode that the settings name."""
+    made = BestEffort if means.settings.answer_mode == "best_effort" else EngineSystem
+    return made(name, means)

@@ -107,9 +107,9 @@ def _evidence_share(scored: Sequence[Line], place: str) -> float | None:
 
 
 def query_cost(answers: Sequence[Line]) -> dict[str, float | None]:
-    """Tokens a question, errors included: they cost too."""
+    """Calls and tokens a question, errors included: they cost too."""
     used = [line["tokens"] for line in answers]
-    names = ("prompt_tokens", "cached_prompt_tokens", "completion_tokens")
+    names = ("calls", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
     per_question = {name: mean([one[name] for one in used]) for name in names}
     return {f"{name}_per_question": value and round(value, 1) for name, value in per_question.items()}
 

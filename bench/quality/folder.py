@@ -17,6 +17,8 @@ from undertow.bench.quality.plan import construction
 from undertow.engine.model import UndertowError
 
 ABOUT, STORE = "run.json", "store"
+# what runs are about that were begun before this was written down
+_BEFORE = {"answer_mode": "hybrid"}
 
 
 @contextmanager
@@ -90,7 +92,7 @@ def _begun(folder: Path) -> dict[str, Any]:
         begun = None
     if not isinstance(begun, dict):
         raise UndertowError(f"{file} is not this command's. Name another --out.")
-    return begun
+    return _BEFORE | begun
 
 
 def _plain(about: Mapping[str, Any]) -> dict[str, Any]:

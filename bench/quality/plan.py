@@ -17,7 +17,7 @@ from undertow.engine.policies.base import Tiers
 from undertow.prompts import QUERY_OPERATIONS, REPLIES, prompt_version
 
 # what the memories and the prompts of a run hang on, of all settings; the first are those of answering alone
-_ANSWERING = ("retain_consolidated", "search")
+_ANSWERING = ("retain_consolidated", "search", "answer_mode")
 _TIERS = tuple(field.name for field in fields(Tiers))
 _SETTINGS = (
     *_ANSWERING,

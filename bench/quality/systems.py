@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.model import Usage
-from undertow.prompts import Order, ShownMemory
+from undertow.prompts import Order, Prompt, ShownMemory
 
 OnProgress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, of how much)."""
@@ -57,6 +57,19 @@ class Counting(Protocol):
     """A system that can say more of what it has built."""
 
     def counts(self) -> dict[str, int]: ...
+
+
+# prompts, each of which is sent its reply or thrown the BadReply; the answer and what that was given
+Steps = Generator[Prompt, Any, tuple[str, Material]]
+
+
+@runtime_checkable
+class Stepwise(Protocol):
+    """A system that asks the LLM before it gives material, if it does; the last prompt is the one of all."""
+
+    def steps(self, sample: Sample, question: Question) -> Steps:
+        """How the question is answered. All that an answer may be given is the system's `material`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

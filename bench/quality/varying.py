@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
+from undertow.engine.config import ABLATIONS as OF_CONSTRUCTION
 from undertow.engine.config import Ablation, Settings
+from undertow.engine.model import PolicyName
 from undertow.engine.policies import tiers_of
 
-# Those of `Settings.ablation` make other memories. The others leave out of an answer, or of a search, what
-# was made: they can be answered from the memories of the whole policy.
-ABLATIONS: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"ablation": name} for name in get_args(Ablation)},
-    "without-subconscious": {"k_sub": 0},
-    "without-episodic": {"k_epi": 0},
-    "without-semantic": {"k_sem": 0},
-    "without-consolidated": {"retain_consolidated": False},
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What an ablation sets, and the policies that have the part which it leaves out or replaces."""
+
+    of: tuple[PolicyName, ...]
+    changes: Mapping[str, Any]
+
+
+# Those of `Settings.ablation`, `management` and alignment make other memories. The others leave out of an
+# answer, or of a search, what was made: they can be answered from the memories of the whole policy.
+ABLATIONS: Mapping[str, Left] = {
+    **{name: Left(OF_CONSTRUCTION[name], {"ablation": name}) for name in get_args(Ablation)},
+    "append-management": Left(("nemori",), {"management": "append"}),
+    "summary-management": Left(("nemori",), {"management": "summary"}),
+    "without-alignment": Left(("himem",), {"himem_align_notes": False}),
+    "aligned-episodes": Left(("himem",), {"himem_align_episodes": True}),
+    "without-subconscious": Left(("recmem", "nemori"), {"k_sub": 0}),
+    "without-episodic": Left(("recmem", "nemori", "himem"), {"k_epi": 0}),
+    "without-semantic": Left(("recmem", "nemori", "himem"), {"k_sem": 0}),
+    "without-consolidated": Left(("recmem", "nemori"), {"retain_consolidated": False}),
+}
+# without a part that the environment may name: two at once are none of the papers'
+_WHOLE: Mapping[str, Any] = {
+    "ablation": None,
+    "management": "native",
+    "himem_align_notes": True,
+    "himem_align_episodes": False,
 }
 
 
@@ -25,9 +48,12 @@ def varied(settings: Settings, **changed: Any) -> Settings:
 
 
 def ablated(settings: Settings, name: str) -> Settings:
-    """The settings with one part left out, and no other part that `Settings.ablation` may have named.
+    """The settings with one part left out or replaced, and no other part of those that make memories.
 
     k_sem stays as it is where k_epi becomes 0. KeyError: there is no such ablation; ValueError: the policy
     has no such part.
     """
-    return varied(settings, **{"ablation": None, "k_sem": tiers_of(settings).k_sem, **ABLATIONS[name]})
+    left = ABLATIONS[name]
+    if settings.policy not in left.of:
+        raise ValueError(f"{name} is an ablation of {' or '.join(left.of)}, and not of {settings.policy}")
+    return varied(settings, **{**_WHOLE, "k_sem": tiers_of(settings).k_sem, **left.changes})

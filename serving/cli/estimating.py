@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -70,23 +70,19 @@ def estimate(
 ) -> None:
     """How many LLM calls and tokens these logs would need, before any is made. Stores nothing.
 
-    The gate is run over the logs' own vectors and the real prompts are built around stand-in memories. What
+    The gate is run over the logs' own vectors, and the real prompts are built around stand-in memories. What
     an LLM would reply is assumed: each figure is low, expected and high. Answers to questions cost extra.
     """
     if (price_in is None) != (price_out is None):
         raise WrongUsage("a price needs both: give --price-in and --price-out.")
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.encoder import make_encoder
-    from undertow.engine.estimate import POLICIES, assumptions, price
+    from undertow.engine.estimate import assumptions, price
     from undertow.engine.estimate import estimate as measure
-    from undertow.engine.policies.base import Thresholds
     from undertow.engine.token_count import token_count
 
-    if policy not in (*POLICIES, "all"):
-        raise WrongUsage(
-            f"the calls of the policy {policy!r} cannot be told from the turns: name {' or '.join(POLICIES)}."
-        )
     settings = settings_of(
+        policy=None if policy == "all" else policy,
         llm="off",
         encoder=encoder,
         profile=profile and profile.value,
@@ -95,9 +91,9 @@ def estimate(
         theta_count=theta_count,
     )
     check_settings(settings)
-    if settings.ablation is not None:
+    if settings.ablation is not None and settings.policy == "recmem":
         raise WrongUsage(
-            f"the calls of the ablation {settings.ablation!r} are not estimated: "
+            f"the calls of RecMem's ablation {settings.ablation!r} are not estimated: "
             "unset UNDERTOW_ABLATION, and the whole policy is."
         )
     tokens = token_count(settings, tokenizer)
@@ -105,16 +101,18 @@ def estimate(
     kept = KeptVectors(make_encoder(settings), vectors)
     logs = _logs(turns, kept, settings)
     kept.save()
-    theta = Thresholds(settings.similarity_threshold, settings.merge_threshold, settings.recurrence_count)
-    wanted = [name for name in POLICIES if policy in (name, "all")]
-    found = {name: measure(logs, name, theta, tokens) for name in wanted}
+    wanted = [name for name in get_args(PolicyName) if policy in (name, "all")]
+    found = {name: measure(logs, settings.under(name), tokens) for name in wanted}
     about = {
         "tenants": len(logs),
         "turns": sum(len(log.turns) for log in logs),
         "encoder": settings.encoder,
-        "theta_sim": theta.theta_sim,
-        "theta_merge": theta.theta_merge,
-        "theta_count": theta.theta_count,
+        "theta_sim": settings.similarity_threshold,
+        "theta_merge": settings.merge_threshold,
+        "theta_count": settings.recurrence_count,
+        "window_messages": settings.window_messages,
+        "management": settings.management,
+        "ablation": settings.ablation,
         "tokens": tokens.name,
         "errors": report.errors,
         "warnings": report.warnings,

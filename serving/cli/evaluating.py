@@ -198,11 +198,10 @@ def _known(policy: str | None) -> str:
 
 def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
     from undertow.bench.quality.varying import ABLATIONS, ablated
-    from undertow.engine.config import ABLATIONS as OF_CONSTRUCTION
 
     if ablation not in ABLATIONS:
         raise WrongUsage(f"--ablation {ablation!r:.80}: there are {', '.join(ABLATIONS)}.")
-    of = OF_CONSTRUCTION.get(ablation, ("recmem", "nemori"))
+    of = ABLATIONS[ablation].of
     if policy not in of:
         raise WrongUsage(
             f"--ablation {ablation} leaves out a part of {' or '.join(of)}; --policy is {policy}."
