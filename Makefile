@@ -52,6 +52,8 @@ hint = { echo "==> FAILED. $(1)" >&2; exit 1; }
 .DELETE_ON_ERROR:
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
+# images of containers often set it; each of the tests' many processes would compile anew all that it imports
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup setup-vllm setup-gpu setup-peers model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
 
 help: ## list the targets
