@@ -53,12 +53,18 @@ class OracleHiMem(Oracle):
         self._turns[seq] = self._dated(turn)
         window, grown = self._open, [*self._open, seq]
         same = bool(window) and self._turns[window[-1]].session_id == turn.session_id
-        if not window or (same and self._fits(segment_prompt(self._shown(grown)))):
+        if not window or (same and self._has_room(grown)):
             self._open = grown
             self._decide(seq, "waits")
             return
         self._open = [seq]
         self._close(seq, window)
+
+    def _has_room(self, window: list[int]) -> bool:
+        """Whether the turns take at most half of what a prompt can hold beside its fixed words."""
+        fixed = segment_prompt([]).size_tokens
+        whole = self._settings.context_tokens - self._settings.reply_tokens
+        return 2 * (segment_prompt(self._shown(window)).size_tokens - fixed) <= whole - fixed
 
     def flush(self, seq: int) -> None:
         """A flush: it closes the window."""
@@ -169,10 +175,11 @@ class OracleHiMem(Oracle):
     # ---- a question
 
     def _revise(self, question: str, episodes: list[OracleMemory]) -> None:
-        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(episodes, 1)]
-        while len(shown) > 1 and not self._fits(supplement_prompt(question, shown)):
-            del shown[-1]
-        seen = episodes[: len(shown)]
+        seen: list[OracleMemory] = []
+        for episode in episodes:
+            if not seen or self._fits(supplement_prompt(question, self._told([*seen, episode]))):
+                seen.append(episode)
+        shown = self._told(seen)
         found: list[Note] = []
         for draft in self._ask(supplement_prompt(question, shown)).notes:
             if draft.text not in [note.text for note in found]:
@@ -256,6 +263,9 @@ class OracleHiMem(Oracle):
         times = [self._turns[self._by_time(note.sources)[-1]].timestamp for note in notes]
         pairs = zip(times, notes, strict=True)
         return [ShownMemory(n, time, note.text) for n, (time, note) in enumerate(pairs, 1)]
+
+    def _told(self, memories: Sequence[OracleMemory]) -> list[ShownMemory]:
+        return [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(memories, 1)]
 
     def _ask(self, prompt: Prompt) -> Any:
         return super()._ask(prompt)  # whose fields are those of the prompt's reply

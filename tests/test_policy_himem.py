@@ -16,7 +16,7 @@ from undertow.engine.policies.himem import Alignment, HiMem
 from undertow.engine.policies.himem_episodes import cut
 from undertow.engine.policies.himem_notes import Note, settled
 from undertow.engine.records import Job
-from undertow.prompts import prompt_version
+from undertow.prompts import prompt_version, segment_prompt
 from undertow.prompts.replies import (
     AlignReply,
     NoteChange,
@@ -112,11 +112,12 @@ def test_a_flush_closes_the_window_and_does_nothing_where_none_is_open() -> None
     )
 
 
-def test_a_window_is_closed_by_the_turn_that_the_context_has_no_room_for() -> None:
+def test_a_window_is_closed_by_the_turn_with_which_it_takes_more_than_half_of_a_prompts_room() -> None:
     view = talk("aaaaaa", words=300)
     whole = himem(PromptBudget(8_192, 64))
     size = run(whole.flush(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS).prompts[0].size_tokens
-    tight = himem(PromptBudget(size + 64, 64))
+    fixed = segment_prompt(()).size_tokens
+    tight = himem(PromptBudget(fixed + 2 * (size - fixed) + 64, 64))
     assert run(tight.decide(2, at(view, 2)), view).outcome.decision is Decision.WAITS
     done = run(tight.decide(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS)
     assert done.outcome.settled == (0, 1, 2)

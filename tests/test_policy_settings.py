@@ -223,6 +223,7 @@ def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wa
         turns = {seq: engine.tenants.get("ann").turn(seq) for seq in best.source_seqs}
         assert said == [turns[seq].messages[line] for seq, line in sorted(best.source_messages)]
         assert {hit.score for hit in raw} == {found.episodes[0].score}
+        assert found.quoted == {*best.source_seqs}, "which are told from the turns that were found"
         engine.answer("ann", "Who sails?")
     asked = llm.prompts["ann"][-1]
     assert asked.operation == "answer" and all(line in asked.user for line in said)

@@ -8,9 +8,9 @@ the scheduler may start it ahead of time and throw it away.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from undertow.engine.model import Decision, Memory, MemoryKind
 from undertow.engine.records import Job
 from undertow.prompts import Prompt
 
+T = TypeVar("T")
 Vector = NDArray[np.float16]
 
 
@@ -244,8 +245,26 @@ class PromptBudget:
     context_tokens: int
     reply_tokens: int
 
+    @property
+    def prompt_tokens(self) -> int:
+        """What the reply leaves of the context."""
+        return self.context_tokens - self.reply_tokens
+
     def fits(self, prompt: Prompt) -> bool:
-        return prompt.size_tokens + self.reply_tokens <= self.context_tokens
+        return prompt.size_tokens <= self.prompt_tokens
+
+    def that_fit(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[T]:
+        """Each of the items, the first ones first, that there is room for beside those taken before it.
+
+        One that is too long is passed over: it takes no later one along.
+        """
+        if self.fits(prompt_of(items)):
+            return list(items)
+        kept: list[T] = []
+        for item in items:
+            if self.fits(prompt_of([*kept, item])):
+                kept.append(item)
+        return kept
 
 
 def cosine(a: Vector, b: Vector) -> float:

@@ -1,9 +1,9 @@
 """HiMem: a session becomes immutable episodes, and notes of what stays true (paper, section 2).
 
 The dialogue window is a session: it is closed by the first turn of another one, by a flush, or by the turn
-that would make it too long for the model's context. Turns of an open window wait; they are searchable.
-Episodes are in `himem_episodes`, the three stages of notes in `himem_notes`, what a question that found no
-notes brings about in `himem_revision`.
+that would make it take more than half of what a prompt has room for. Turns of an open window wait; they are
+searchable. Episodes are in `himem_episodes`, the three stages of notes in `himem_notes`, what a question that
+found no notes brings about in `himem_revision`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from undertow.engine.policies.base import (
     Tiers,
     deletion,
 )
-from undertow.engine.policies.himem_episodes import write_episodes
+from undertow.engine.policies.himem_episodes import has_room, write_episodes
 from undertow.engine.policies.himem_notes import forget_least_used, write_notes
 from undertow.engine.policies.himem_revision import revise_notes
 from undertow.engine.policies.work import Failed, Steps, Work, parked
 from undertow.engine.records import Job
-from undertow.prompts import segment_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,7 @@ class HiMem:
         """Whether the turn belongs to the open window, and the window has room for it."""
         if memory.turn(window[-1]).session != memory.turn(seq).session:
             return False
-        work = Work(seq, memory, self._budget)
-        return work.fits(segment_prompt(work.turns([*window, seq])))
+        return has_room(Work(seq, memory, self._budget).turns([*window, seq]), self._budget)
 
     def _close(self, window: Sequence[int], seq: int, memory: MemoryView) -> Decide:
         cluster = tuple(window)

@@ -27,9 +27,7 @@ def revise_notes(work: Work, question: str, episodes: Sequence[Memory]) -> Steps
     `episodes`: most relevant first; those that the model's context has no room for are left out. What is
     found rests on the turns of all that are shown: any of their words may be in it, and must go with them.
     """
-    shown = list(episodes)
-    while len(shown) > 1 and not work.fits(_prompt(question, shown)):
-        shown.pop()
+    shown = work.fitting(episodes, lambda some: _prompt(question, some)) or list(episodes[:1])
     prompt = work.checked(_prompt(question, shown))
     reply: SupplementReply = yield Complete(prompt)
     turns = tuple(sorted({s for episode in shown for s in episode.source_seqs}))

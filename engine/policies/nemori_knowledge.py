@@ -35,11 +35,13 @@ class NemoriWork(Work):
     def that_fit(
         self, memories: Sequence[Memory], prompt_of: Callable[[Sequence[ShownMemory]], Prompt]
     ) -> tuple[Prompt, Sequence[Memory]]:
-        """The prompt with as many of these, the first ones, as the model's context has room for; and they."""
-        lines = [as_shown(n, memory) for n, memory in enumerate(memories, 1)]
-        while lines and not self.fits(prompt_of(lines)):
-            lines.pop()
-        return prompt_of(lines), memories[: len(lines)]
+        """The prompt with those of these that the model's context has room for, see `fitting`; and they."""
+
+        def prompt_with(some: Sequence[Memory]) -> Prompt:
+            return prompt_of([as_shown(n, memory) for n, memory in enumerate(some, 1)])
+
+        kept = self.fitting(memories, prompt_with)
+        return prompt_with(kept), kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from undertow.engine.llm import BadReply
 from undertow.engine.model import Memory, MemoryKind, memory_id, time_key
@@ -22,6 +22,7 @@ from undertow.engine.policies.base import (
 )
 from undertow.prompts import Prompt, ShownMemory, ShownTurn
 
+T = TypeVar("T")
 Steps = Generator[Effect, Any, None]
 
 # what parks a job: a reply or a prompt that cannot be helped
@@ -139,6 +140,10 @@ class Work:
 
     def fits(self, prompt: Prompt) -> bool:
         return self._budget.fits(prompt)
+
+    def fitting(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[T]:
+        """As PromptBudget.that_fit."""
+        return self._budget.that_fit(items, prompt_of)
 
     def checked(self, prompt: Prompt) -> Prompt:
         """The prompt itself. PromptTooLong."""
