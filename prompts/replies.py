@@ -107,6 +107,19 @@ class ExtractReply(Reply):
     facts: list[ExtractDraft] = Field(max_length=CANDIDATES)
 
 
+class StatementDraft(Reply):
+    """`messages`: which of those shown say it."""
+
+    messages: list[LineNumber] = Field(max_length=100)
+    text: str = Field(min_length=1, max_length=FACT_CHARS)
+
+
+class StatementsReply(Reply):
+    """Reply to `distil` and `distil_direct`: K_new of NEMORI, section 3.3.2."""
+
+    facts: list[StatementDraft] = Field(max_length=CANDIDATES)
+
+
 class FactDecision(Reply):
     """What one candidate does to the stored facts; `text` counts only for an update."""
 
@@ -236,6 +249,9 @@ class SufficiencyReply(Reply):
 
 
 class SupplementDraft(Reply):
+    """`episodes`: which of those shown say it."""
+
+    episodes: list[LineNumber] = Field(max_length=20)
     text: str = Field(min_length=1, max_length=FACT_CHARS)
     kind: NoteKind
 

@@ -34,6 +34,7 @@ SIMILAR = 10
 class Note:
     text: str
     sources: list[int]
+    shown: tuple[int, ...] = ()
 
 
 class OracleHiMem(Oracle):
@@ -168,7 +169,7 @@ class OracleHiMem(Oracle):
     def _store(self, note: Note, supersedes: tuple[str, ...] = ()) -> None:
         same = [m for m in self.current("fact") if m.text == note.text]
         if not same or supersedes:
-            self._born("fact", note.text, note.sources, supersedes)
+            self._born("fact", note.text, note.sources, supersedes, note.shown)
         elif set(note.sources) - set(same[-1].sources):
             self._again(same[-1], note.sources, note.text)
 
@@ -183,7 +184,12 @@ class OracleHiMem(Oracle):
         found: list[Note] = []
         for draft in self._ask(supplement_prompt(question, shown)).notes:
             if draft.text not in [note.text for note in found]:
-                found.append(Note(draft.text, sorted({s for m in seen for s in m.sources})))
+                right = draft.episodes and all(1 <= n <= len(seen) for n in draft.episodes)
+                oldest = sorted(seen, key=lambda m: max(m.sources))[:1]
+                saying = [seen[n - 1] for n in draft.episodes] if right else oldest
+                sources = sorted({s for m in saying for s in m.sources})
+                beside = sorted({s for m in seen for s in m.sources} - set(sources))
+                found.append(Note(draft.text, sources, tuple(beside)))
         for known in self.current("fact"):
             for note in [n for n in found if n.text == known.text]:
                 found.remove(note)
@@ -208,22 +214,27 @@ class OracleHiMem(Oracle):
             d = decided.get(n)
             at = d.note if d is not None and d.relation != "independent" else None
             if d is None or at is None or not 1 <= at <= len(near) or at in changed:
-                self._born("fact", note.text, note.sources)
+                self._born("fact", note.text, note.sources, (), note.shown)
                 continue
             old = near[at - 1]
             if d.relation == "extendable":
                 changed.add(at)
-                self._again(old, note.sources, d.text or note.text)
+                self._again(old, note.sources, d.text or note.text, note.shown)
             elif max(old.sources) <= max(note.sources):
                 changed.add(at)
                 self._made.append(replace(old, version=old.version + 1, made_at_seq=self._seq, text=""))
-                self._born("fact", note.text, note.sources, (old.id,))
-            else:
-                self._born("fact", note.text, note.sources)
+                self._born("fact", note.text, note.sources, (old.id,), note.shown)
 
     # ---- helpers
 
-    def _born(self, kind: str, text: str, seqs: Sequence[int], supersedes: tuple[str, ...] = ()) -> None:
+    def _born(
+        self,
+        kind: str,
+        text: str,
+        seqs: Sequence[int],
+        supersedes: tuple[str, ...] = (),
+        shown: tuple[int, ...] = (),
+    ) -> None:
         ordinal = len({m.id for m in self._made if m.kind == kind and m.born_at_seq == self._seq})
         identity = memory_id(self.tenant, 1, self._seq, kind, ordinal)
         time = self._turns[self._by_time(seqs)[-1]].timestamp
@@ -243,14 +254,16 @@ class OracleHiMem(Oracle):
                 time,
                 supersedes,
                 holder,
+                shown=shown,
             )
         )
 
-    def _again(self, old: OracleMemory, seqs: Sequence[int], text: str) -> None:
+    def _again(self, old: OracleMemory, seqs: Sequence[int], text: str, shown: tuple[int, ...] = ()) -> None:
         sources = tuple(sorted({*old.sources, *seqs}))
+        beside = tuple(sorted({*old.shown, *shown} - set(sources)))
         time = self._turns[self._by_time(sources)[-1]].timestamp
         newer = replace(old, version=old.version + 1, made_at_seq=self._seq)
-        self._made.append(replace(newer, text=text, sources=sources, timestamp=time))
+        self._made.append(replace(newer, text=text, sources=sources, timestamp=time, shown=beside))
 
     def _by_time(self, seqs: Sequence[int]) -> list[int]:
         return sorted(seqs, key=lambda s: (time_key(self._turns[s].timestamp), s))

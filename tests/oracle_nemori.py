@@ -26,11 +26,11 @@ from undertow.prompts import (
 )
 from undertow.prompts.replies import (
     ConsolidateReply,
-    ExtractReply,
     NarrativeReply,
     PartitionReply,
     PredictionReply,
     SelectReply,
+    StatementsReply,
 )
 
 from .oracle import Oracle, OracleDecision, OracleMemory, exact_dot
@@ -166,19 +166,24 @@ class OracleNemori(Oracle):
         assert isinstance(guess, PredictionReply)
         prediction = ShownMemory(1, episode.timestamp, guess.prediction)
         reply = self._ask(distil_prompt(self._shown(raw), prediction))
-        assert isinstance(reply, ExtractReply)
-        turns = tuple(sorted({said.seq for said in raw}))
+        assert isinstance(reply, StatementsReply)
+        turns = {said.seq for said in raw}
         texts: list[str] = []
         for fact in reply.facts:
-            if fact.text not in texts:
-                texts.append(fact.text)
-        for text in texts:
-            self._consolidate(seq, text, turns, episode.id)
+            if fact.text in texts:
+                continue
+            texts.append(fact.text)
+            right = fact.messages and all(1 <= n <= len(raw) for n in fact.messages)
+            said_in = {raw[n - 1].seq for n in fact.messages} if right else {min(turns)}
+            beside = tuple(sorted(turns - said_in))
+            self._consolidate(seq, fact.text, tuple(sorted(said_in)), beside, episode.id)
 
-    def _consolidate(self, seq: int, text: str, turns: tuple[int, ...], episode_id: str) -> None:
+    def _consolidate(
+        self, seq: int, text: str, turns: tuple[int, ...], beside: tuple[int, ...], episode_id: str
+    ) -> None:
         similar = [m for _, m in self._nearest("fact", text)[:FACTS_COMPARED]]
         if not similar:
-            self._born(seq, "fact", text, turns, episode_id=episode_id)
+            self._born(seq, "fact", text, turns, episode_id=episode_id, beside=beside)
             return
         shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(similar, 1)]
         reply = self._ask(consolidate_prompt(ShownMemory(1, self._latest(turns), text), shown))
@@ -193,13 +198,16 @@ class OracleNemori(Oracle):
                 self._end(seq, other)
             gone = named[0].supersedes + tuple(m.id for m in named[1:])
             links = tuple(dict.fromkeys(gone))
-            self._next_version(seq, named[0], reply.text or text, sources, supersedes=links)
+            unnamed = beside + tuple(s for m in named for s in m.shown)
+            self._next_version(seq, named[0], reply.text or text, sources, supersedes=links, beside=unnamed)
             return
         untrue = [m for m in named if reply.action == "conflict" and m.sources[-1] <= turns[-1]]
         for other in untrue:
             self._end(seq, other)
+        if reply.action == "conflict" and len(untrue) < len(named):
+            return  # later words say otherwise
         links = tuple(m.id for m in untrue)
-        self._born(seq, "fact", text, turns, episode_id=episode_id, supersedes=links)
+        self._born(seq, "fact", text, turns, episode_id=episode_id, supersedes=links, beside=beside)
 
     # helpers
 
@@ -218,6 +226,7 @@ class OracleNemori(Oracle):
         episode_id: str | None = None,
         supersedes: tuple[str, ...] = (),
         source_messages: tuple[tuple[int, int], ...] = (),
+        beside: tuple[int, ...] = (),
     ) -> OracleMemory:
         ordinal = sum(m.kind == kind and m.version == 1 for m in self._made)
         memory = OracleMemory(
@@ -233,6 +242,7 @@ class OracleNemori(Oracle):
             supersedes,
             episode_id,
             source_messages,
+            beside,
         )
         self._made.append(memory)
         return memory
@@ -246,6 +256,7 @@ class OracleNemori(Oracle):
         *,
         supersedes: tuple[str, ...] | None = None,
         source_messages: tuple[tuple[int, int], ...] = (),
+        beside: tuple[int, ...] = (),
     ) -> OracleMemory:
         sources = tuple(sorted({*old.sources, *turns}))
         new = replace(
@@ -257,6 +268,7 @@ class OracleNemori(Oracle):
             timestamp=self._latest(sources),
             supersedes=old.supersedes if supersedes is None else supersedes,
             source_messages=source_messages,
+            shown=tuple(sorted(set(beside) - set(sources))),
         )
         self._made.append(new)
         return new

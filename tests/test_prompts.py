@@ -60,7 +60,9 @@ from undertow.prompts.replies import (
     ReviseReply,
     SegmentReply,
     SelectReply,
+    StatementsReply,
     SummaryReply,
+    SupplementReply,
     TraitsReply,
 )
 
@@ -224,6 +226,8 @@ REVISION = {"candidate": 1, "relation": "extendable", "note": 2, "text": "Ann hi
         (FactsReply, {"facts": [FACT] * 9}),
         (FactsReply, {"facts": [FACT | {"replaces": 4}]}),
         (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 10}),
+        (StatementsReply, {"facts": [{"messages": [1, 10**6], "text": "Ann hikes."}] * 10}),
+        (SupplementReply, {"notes": [{"episodes": [], "text": "Ann hikes.", "kind": "fact"}]}),
         (ReconcileReply, {"decisions": [DECISION] * 10}),
         (ReconcileReply, {"decisions": [DECISION | {"candidate": -1, "fact": 10**6}]}),
         (PartitionReply, {"groups": []}),
@@ -265,6 +269,8 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
         (FactsReply, {"facts": [{"text": "x", "kind": "user_event"}]}),
         (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 11}),
         (ExtractReply, {"facts": [{"text": " "}]}),
+        (StatementsReply, {"facts": [{"text": "Ann hikes."}]}),
+        (SupplementReply, {"notes": [{"text": "Ann hikes.", "kind": "fact"}]}),
         (ReconcileReply, {"decisions": [DECISION] * 11}),
         (ReconcileReply, {"decisions": [DECISION | {"action": "ADD"}]}),
         (ReconcileReply, {"decisions": [DECISION | {"text": "x" * 601}]}),

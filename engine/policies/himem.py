@@ -88,14 +88,12 @@ class HiMem:
         windows = {e.born_at_seq for e in every if turn_seq in e.source_seqs}
         reach = {turn_seq, *(s for e in every if e.born_at_seq in windows for s in e.source_seqs)}
         shaken = [e for e in memory.current("episode") if e.born_at_seq in windows]
-        notes = [n for n in memory.current("fact") if reach.intersection(n.source_seqs)]
+        notes = [n for n in memory.current("fact") if reach & n.reach]
         # of those deleted before, the history still has the words: a version of this record ends it
-        ended = [
-            m for m in (*memory.ended("episode"), *memory.ended("fact")) if reach.intersection(m.source_seqs)
-        ]
+        ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if reach & m.reach]
         gone = tuple(Draft(deletion(m, seq), None) for m in (*shaken, *notes, *ended))
         rest = sorted({s for e in shaken for s in e.source_seqs if memory.exists(s)} - {turn_seq})
-        others = sorted({s for n in notes for s in n.source_seqs if memory.exists(s)} - reach)
+        others = sorted({s for n in notes for s in n.reach if memory.exists(s)} - reach)
         work = Work(seq, memory, self._budget)
         work.drafts += gone
         try:

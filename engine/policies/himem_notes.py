@@ -28,12 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A note on its way through the stages. `sources`: seqs of turns, ascending."""
+    """A note on its way through the stages. `sources`, and `shown` beside them: seqs of turns, ascending."""
 
     text: str
     kind: str
     sources: tuple[int, ...]
     version: str
+    shown: tuple[int, ...] = ()
 
 
 def write_notes(work: Work, turns: Sequence[int], *, align: bool) -> Steps:
@@ -110,6 +111,7 @@ def add_note(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...]
         episode_id=episode_of(work, note.sources[0]),
         fact_kind=note.kind,
         supersedes=supersedes,
+        shown_seqs=note.shown,
     )
 
 

@@ -79,9 +79,9 @@ class Nemori:
         """
         work = self._job(seq, memory)
         shaken = [e for e in memory.current("episode") if turn_seq in e.source_seqs]
-        loose = [f for f in memory.current("fact") if turn_seq in f.source_seqs]
+        loose = [f for f in memory.current("fact") if turn_seq in f.reach]
         # of those deleted before, the history still has the words: a version of this record ends it
-        ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.source_seqs]
+        ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.reach]
         work.drafts += [Draft(deletion(m, seq), None) for m in (*loose, *ended)]
         lost = _others(loose, turn_seq, memory)
         try:
@@ -103,6 +103,6 @@ class Nemori:
 
 
 def _others(memories: Sequence[Memory], turn_seq: int, view: MemoryView) -> tuple[int, ...]:
-    """The turns that these rest on beside a deleted one."""
-    turns = {s for m in memories for s in m.source_seqs if s != turn_seq and view.exists(s)}
+    """The turns whose words these may hold beside those of a deleted one."""
+    turns = {s for m in memories for s in m.reach if s != turn_seq and view.exists(s)}
     return tuple(sorted(turns))

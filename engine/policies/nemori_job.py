@@ -19,7 +19,7 @@ from undertow.engine.policies.base import (
     Vector,
     deletion,
 )
-from undertow.engine.policies.nemori_knowledge import Management, NemoriWork, Origin
+from undertow.engine.policies.nemori_knowledge import Management, NemoriWork, Origin, Statement
 from undertow.engine.policies.nemori_partition import MessageRef, messages_of, partition_of
 from undertow.engine.policies.work import Steps, as_shown
 from undertow.prompts import (
@@ -35,11 +35,12 @@ from undertow.prompts import (
     select_prompt,
 )
 from undertow.prompts.replies import (
-    ExtractReply,
     NarrativeReply,
     PartitionReply,
     PredictionReply,
     SelectReply,
+    StatementDraft,
+    StatementsReply,
 )
 
 # K_e of section 4.1
@@ -173,10 +174,13 @@ class NemoriJob(NemoriWork):
     def _distil(self, messages: Sequence[MessageRef], prompt_of: PromptOf, episode_id: str | None) -> Steps:
         for part in self._message_parts(messages, prompt_of):
             prompt = prompt_of(self._lines(part))
-            reply: ExtractReply = yield from self.ask(prompt)
-            if texts := tuple(dict.fromkeys(fact.text for fact in reply.facts)):
+            reply: StatementsReply = yield from self.ask(prompt)
+            found: dict[str, Statement] = {}
+            for draft in reply.facts:
+                found.setdefault(draft.text, Statement(draft.text, _said_in(draft, part)))
+            if found:
                 origin = Origin(_turns_of(part), episode_id, prompt.version)
-                yield from self._management.consolidate(self, texts, origin)
+                yield from self._management.consolidate(self, tuple(found.values()), origin)
 
     # ---- what is made again
 
@@ -234,6 +238,12 @@ def _messages_in(episode: Memory, view: MemoryView) -> tuple[MessageRef, ...]:
 
 def _turns_of(messages: Sequence[MessageRef]) -> tuple[int, ...]:
     return tuple(sorted({seq for seq, _ in messages}))
+
+
+def _said_in(draft: StatementDraft, shown: Sequence[MessageRef]) -> tuple[int, ...]:
+    """The turns of the messages that say a fact; the oldest where none is named, or one that is not there."""
+    right = draft.messages and all(1 <= n <= len(shown) for n in draft.messages)
+    return _turns_of([shown[n - 1] for n in draft.messages] if right else [min(shown)])
 
 
 def _text_of(reply: NarrativeReply) -> str:

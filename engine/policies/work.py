@@ -71,6 +71,7 @@ class Work:
             made_at_seq=self.seq,
             source_seqs=sources,
             timestamp=self.latest(sources),
+            shown_seqs=apart(fact.shown_seqs, sources),
         )
         self.drafts.append(Draft(again, vector))
         return again
@@ -160,6 +161,11 @@ class Work:
     def turns(self, seqs: Sequence[int]) -> list[ShownTurn]:
         views = [self.view.turn(s) for s in seqs]
         return [ShownTurn(n, v.timestamp, v.text) for n, v in enumerate(views, 1)]
+
+
+def apart(shown: Iterable[int], sources: Iterable[int]) -> tuple[int, ...]:
+    """The turns that a writer saw and does not name, ascending: see Memory.shown_seqs."""
+    return tuple(sorted(set(shown) - set(sources)))
 
 
 def as_shown(number: int, memory: Memory) -> ShownMemory:
