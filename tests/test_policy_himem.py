@@ -357,6 +357,31 @@ def test_what_rested_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place
     assert (sorted(done.deleted()), done.made("episode")) == (sorted([one.id, note.id]), [])
 
 
+def parked_and_replayed(view: View, turn_seq: int, *replies: Reply | BadReply) -> Driven:
+    parked = forget(view, turn_seq, BAD)
+    assert parked.outcome.decision is Decision.PARKED
+    view.take_in(parked.outcome)
+    job = Job("j", 12, "parked", "segment", parked.outcome.cluster)
+    return run(himem().replay(13, job, view), view, *replies)
+
+
+def test_an_episode_that_a_user_deleted_is_not_made_again_where_a_deletion_was_parked() -> None:
+    here, there = made("episode", "Here.", 4, 0), made("episode", "There.", 7, 1, 2)
+    both = made("fact", "Both.", 8, 0, 1, 2)
+    replies = notes(("Anew.", "fact", [1])), NO_TRAITS, SAME
+    done = parked_and_replayed(talk("abbc", [here, deletion(there, 9), both]), 0, *replies)
+    assert operations(done) == ["notes", "traits", "align"]
+    assert (done.made("episode"), [m.text for m in done.made("fact")]) == ([], ["Anew."])
+
+
+def test_an_episode_that_went_with_a_turn_is_made_again_where_its_deletion_was_parked() -> None:
+    view = talk("aaab", [made("episode", "Shaken.", 4, 0, 1, 2)])
+    done = forget(view, 0, pieces(1), NONE, NO_TRAITS)
+    view.take_in(done.outcome)
+    done = parked_and_replayed(view, 1, pieces(1), NONE, NO_TRAITS)
+    assert [m.source_seqs for m in done.made("episode")] == [(2,)]
+
+
 # ---- forgetting by use
 
 

@@ -524,3 +524,33 @@ def test_what_rests_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place(
     assert (outcome.outcome.decision, outcome.outcome.cluster) == (Decision.PARKED, (3, 4))
     assert sorted(outcome.deleted()) == sorted([both.id, lost.id])
     assert not outcome.made("fact") and not outcome.made("episode")
+
+
+def parked_and_replayed(view: View, turn_seq: int, *replies: Reply | BadReply) -> Driven:
+    parked = forget(view, turn_seq, BAD)
+    assert parked.outcome.decision is Decision.PARKED
+    view.take_in(parked.outcome)
+    return replay(view, *replies, cluster=parked.outcome.cluster)
+
+
+def test_an_episode_that_a_user_deleted_is_not_made_again_where_a_deletion_was_parked() -> None:
+    dropped = deletion(episode("Dropped\nx", 3, (1, 0), (1, 1), (2, 0), (2, 1)), 4)
+    lost = fact("Lost.", 3, 1, 2, 7)
+    done = parked_and_replayed(view_of(9, memories=[dropped, lost]), 7, facts("Anew."))
+    assert operations(done) == ["distil_direct"]
+    assert (done.made("episode"), [m.text for m in done.made("fact")]) == ([], ["Anew."])
+
+
+def test_one_that_a_user_deleted_is_not_made_again_where_its_own_turn_was_deleted_and_that_parked() -> None:
+    dropped = deletion(episode("Dropped\nx", 3, (1, 0), (2, 0)), 4)
+    view = view_of(9, memories=[dropped, fact("Lost.", 3, 1, 2)])
+    done = parked_and_replayed(view, 1, facts("Anew."), told("Half"), GUESS, NOTHING)
+    assert operations(done) == ["distil_direct", "narrate", "predict", "distil"]
+    assert [m.source_messages for m in done.made("episode")] == [((2, 1),)], "which was in none"
+
+
+def test_an_episode_that_went_with_a_turn_is_made_again_where_its_deletion_was_parked() -> None:
+    shaken = episode("Shaken\nx", 1, (2, 0), (3, 0), (3, 1))
+    again = grouped([1, 2]), told("Again"), GUESS, NOTHING
+    done = parked_and_replayed(view_of(9, memories=[shaken]), 2, *again)
+    assert [m.source_messages for m in done.made("episode")] == [((3, 0), (3, 1))]

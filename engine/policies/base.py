@@ -183,7 +183,7 @@ class MemoryView(Protocol):
         ...
 
     def ended(self, kind: MemoryKind) -> Sequence[Memory]:
-        """The last, empty versions of the deleted memories of a kind."""
+        """The last, empty versions of the deleted memories of a kind; `forgotten` ones rest on nothing."""
         ...
 
 
@@ -287,3 +287,11 @@ def rewording(memory: Memory, text: str, seq: int) -> Memory:
 def deletion(memory: Memory, seq: int) -> Memory:
     """The version that ends a memory."""
     return replace(memory, text="", version=memory.version + 1, made_at_seq=seq, deleted=True)
+
+
+def forgotten(memory: Memory, seq: int) -> Memory:
+    """The version that ends a memory with a turn whose words it may hold: it rests on nothing any more.
+
+    So the turns of a deleted memory are those of one that a user has deleted, which no replay makes again.
+    """
+    return replace(deletion(memory, seq), source_seqs=(), source_messages=(), shown_seqs=())

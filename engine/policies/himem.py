@@ -20,6 +20,7 @@ from undertow.engine.policies.base import (
     PromptBudget,
     Tiers,
     deletion,
+    forgotten,
 )
 from undertow.engine.policies.himem_episodes import has_room, write_episodes
 from undertow.engine.policies.himem_notes import forget_least_used, write_notes
@@ -64,12 +65,13 @@ class HiMem:
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         """What a parked window, or the rest of one, could not be made into.
 
-        Of turns that an episode holds already, only the notes.
+        Of turns that an episode holds already, or one that a user has deleted, only the notes.
         """
         turns = [s for s in job.cluster if memory.exists(s)]
         if not turns:
             return Outcome(Decision.WAITS, reason="all its turns were deleted")
-        held = {s for episode in memory.current("episode") for s in episode.source_seqs}
+        every = [*memory.current("episode"), *memory.ended("episode")]
+        held = {s for episode in every for s in episode.source_seqs}
         work = Work(seq, memory, self._budget)
         try:
             yield from self._remember(work, [s for s in turns if s not in held])
@@ -91,7 +93,8 @@ class HiMem:
         notes = [n for n in memory.current("fact") if reach & n.reach]
         # of those deleted before, the history still has the words: a version of this record ends it
         ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if reach & m.reach]
-        gone = tuple(Draft(deletion(m, seq), None) for m in (*shaken, *notes, *ended))
+        dead = [forgotten(m, seq) for m in (*shaken, *notes)] + [deletion(m, seq) for m in ended]
+        gone = tuple(Draft(m, None) for m in dead)
         rest = sorted({s for e in shaken for s in e.source_seqs if memory.exists(s)} - {turn_seq})
         others = sorted({s for n in notes for s in n.reach if memory.exists(s)} - reach)
         work = Work(seq, memory, self._budget)

@@ -8,11 +8,20 @@ distilled. What the paper leaves open is in docs/decisions.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from undertow.engine.config import Ablation
 from undertow.engine.model import Decision, Memory
-from undertow.engine.policies.base import Decide, Draft, MemoryView, Outcome, PromptBudget, Tiers, deletion
+from undertow.engine.policies.base import (
+    Decide,
+    Draft,
+    MemoryView,
+    Outcome,
+    PromptBudget,
+    Tiers,
+    deletion,
+    forgotten,
+)
 from undertow.engine.policies.nemori_job import NemoriJob
 from undertow.engine.policies.nemori_knowledge import Management
 from undertow.engine.policies.nemori_partition import messages_of, window
@@ -58,7 +67,11 @@ class Nemori:
         return work.outcome(turns, settled=turns)
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
-        """What episodes hold of these turns is distilled again, the rest is a window of its own."""
+        """What episodes hold of these turns is distilled again, the rest is a window of its own.
+
+        Where a deletion was parked, its turns may be of an episode that a user has deleted: that stays away,
+        and only facts come back.
+        """
         turns = tuple(s for s in job.cluster if memory.exists(s))
         if not turns:
             return Outcome(Decision.WAITS, reason="all its turns were deleted")
@@ -66,7 +79,9 @@ class Nemori:
         try:
             for episode in memory.current("episode"):
                 yield from work.relearn(episode, turns)
-            yield from work.take(work.unheld(turns))
+            dropped = work.dropped()
+            yield from work.distil_direct([ref for ref in work.unheld(turns) if ref in dropped])
+            yield from work.take([ref for ref in work.unheld(turns) if ref not in dropped])
         except Failed as error:
             return parked(error, work.operation, turns, Outcome(Decision.PARKED))
         return work.outcome(turns)
@@ -82,7 +97,8 @@ class Nemori:
         loose = [f for f in memory.current("fact") if turn_seq in f.reach]
         # of those deleted before, the history still has the words: a version of this record ends it
         ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.reach]
-        work.drafts += [Draft(deletion(m, seq), None) for m in (*loose, *ended)]
+        work.drafts += [Draft(forgotten(f, seq), None) for f in loose]
+        work.drafts += [Draft(deletion(m, seq), None) for m in ended]
         lost = _others(loose, turn_seq, memory)
         try:
             for episode in memory.current("episode"):
@@ -93,9 +109,10 @@ class Nemori:
             yield from work.distil_direct(work.unheld(lost))
         except Failed as error:
             # What rested on the deleted turn must go even where nothing takes its place yet.
-            gone = tuple(Draft(deletion(m, seq), None) for m in (*loose, *shaken, *ended))
+            gone = [forgotten(m, seq) for m in (*loose, *shaken)] + [deletion(m, seq) for m in ended]
             rest = tuple(sorted({*lost, *_others(shaken, turn_seq, memory)}))
-            return replace(parked(error, work.operation, rest, Outcome(Decision.PARKED)), drafts=gone)
+            outcome = Outcome(Decision.PARKED, drafts=tuple(Draft(m, None) for m in gone))
+            return parked(error, work.operation, rest, outcome)
         return work.outcome(())
 
     def _job(self, seq: int, memory: MemoryView) -> NemoriJob:

@@ -17,7 +17,7 @@ from undertow.engine.policies.base import (
     PromptBudget,
     TurnView,
     Vector,
-    deletion,
+    forgotten,
 )
 from undertow.engine.policies.nemori_knowledge import Management, NemoriWork, Origin, Statement
 from undertow.engine.policies.nemori_partition import MessageRef, messages_of, partition_of
@@ -195,7 +195,7 @@ class NemoriJob(NemoriWork):
         """An episode without its deleted turns, distilled again where facts of it were `lost`."""
         group = self._present(_messages_in(episode, self.view))
         if not group:
-            self.drafts.append(Draft(deletion(episode, self.seq), None))
+            self.drafts.append(Draft(forgotten(episode, self.seq), None))
             return
         told, version = yield from self._narrate(group)
         (vector,) = yield Embed((told,))
@@ -206,6 +206,10 @@ class NemoriJob(NemoriWork):
         """The messages of these turns that are in no episode."""
         held = {ref for e in self.view.current("episode") for ref in _messages_in(e, self.view)}
         return tuple(ref for ref in messages_of(turns, self.view) if ref not in held)
+
+    def dropped(self) -> frozenset[MessageRef]:
+        """The messages of the episodes that a user has deleted."""
+        return frozenset(ref for e in self.view.ended("episode") for ref in _messages_in(e, self.view))
 
     # ---- messages
 
