@@ -220,6 +220,9 @@ def test_a_repair_is_counted_in_the_decision() -> None:
     done = decide(view_of(2), 1, grouped([1, 2, 2, 7]), told("Cue"), GUESS, NOTHING)
     assert done.made("episode")[0].source_messages == ((0, 0), (0, 1), (1, 0), (1, 1))
     assert done.outcome.reason == "the partition was repaired: 2 missing, 1 repeated, 1 invented"
+    assert done.outcome.repairs == 4
+    parked = decide(view_of(2), 1, grouped([1, 2, 2, 7]), BAD).outcome
+    assert (parked.decision, parked.repairs) == (Decision.PARKED, 4), "though the reason is another"
 
 
 def test_an_episode_that_goes_on_is_told_anew_and_learnt_from_as_a_whole() -> None:

@@ -134,7 +134,8 @@ class Outcome:
     """What a policy decided for one record. All of it is committed at once.
 
     `settled` are the turns that leave the gates (consolidated or parked); `revived` come back. `shed` are
-    deletions in generations that are no longer made; no policy sets it.
+    deletions in generations that are no longer made; no policy sets it. `repairs`: how many numbers in
+    replies had to be put right (NEMORI's partitions).
     """
 
     decision: Decision
@@ -147,6 +148,7 @@ class Outcome:
     shed: tuple[Draft, ...] = ()
     reason: str | None = None
     operation: str | None = None
+    repairs: int = 0
 
 
 class MemoryView(Protocol):

@@ -25,7 +25,7 @@ from undertow.engine.policies.base import (
 from undertow.engine.policies.nemori_job import NemoriJob
 from undertow.engine.policies.nemori_knowledge import Management
 from undertow.engine.policies.nemori_partition import messages_of, window
-from undertow.engine.policies.work import Failed, parked
+from undertow.engine.policies.work import Failed
 from undertow.engine.records import Job
 
 
@@ -63,7 +63,7 @@ class Nemori:
         try:
             yield from work.take(messages_of(turns, memory))
         except Failed as error:
-            return parked(error, work.operation, turns, Outcome(Decision.PARKED))
+            return work.parked(error, turns)
         return work.outcome(turns, settled=turns)
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
@@ -83,7 +83,7 @@ class Nemori:
             yield from work.distil_direct([ref for ref in work.unheld(turns) if ref in dropped])
             yield from work.take([ref for ref in work.unheld(turns) if ref not in dropped])
         except Failed as error:
-            return parked(error, work.operation, turns, Outcome(Decision.PARKED))
+            return work.parked(error, turns)
         return work.outcome(turns)
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
@@ -111,8 +111,7 @@ class Nemori:
             # What rested on the deleted turn must go even where nothing takes its place yet.
             gone = [forgotten(m, seq) for m in (*loose, *shaken)] + [deletion(m, seq) for m in ended]
             rest = tuple(sorted({*lost, *_others(shaken, turn_seq, memory)}))
-            outcome = Outcome(Decision.PARKED, drafts=tuple(Draft(m, None) for m in gone))
-            return parked(error, work.operation, rest, outcome)
+            return work.parked(error, rest, tuple(Draft(m, None) for m in gone))
         return work.outcome(())
 
     def _job(self, seq: int, memory: MemoryView) -> NemoriJob:

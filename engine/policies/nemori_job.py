@@ -21,7 +21,7 @@ from undertow.engine.policies.base import (
 )
 from undertow.engine.policies.nemori_knowledge import Management, NemoriWork, Origin, Statement
 from undertow.engine.policies.nemori_partition import MessageRef, messages_of, partition_of
-from undertow.engine.policies.work import Steps, as_shown
+from undertow.engine.policies.work import Steps, as_shown, parked
 from undertow.prompts import (
     Prompt,
     ShownMemory,
@@ -63,17 +63,29 @@ class NemoriJob(NemoriWork):
         super().__init__(seq, view, budget)
         self._management = management
         self._ablation = ablation
-        self._repairs: Counter[str] = Counter()
+        # how many numbers of partitions had to be put right; and in which way
+        self.repairs = 0
+        self._repaired: Counter[str] = Counter()
         # as they were when the job began: what is deleted meanwhile is forgotten afterwards
         self._turns: dict[int, TurnView] = {}
 
     def outcome(self, cluster: tuple[int, ...], settled: tuple[int, ...] = ()) -> Outcome:
         """What was made; with the count of what a reply's partition had to be repaired by."""
-        counts = ", ".join(f"{count} {what}" for what, count in self._repairs.items() if count)
+        counts = ", ".join(f"{count} {what}" for what, count in self._repaired.items() if count)
         reason = f"the partition was repaired: {counts}" if counts else None
         return Outcome(
-            Decision.FIRED, cluster=cluster, settled=settled, drafts=tuple(self.drafts), reason=reason
+            Decision.FIRED,
+            cluster=cluster,
+            settled=settled,
+            drafts=tuple(self.drafts),
+            reason=reason,
+            repairs=self.repairs,
         )
+
+    def parked(self, error: Exception, cluster: tuple[int, ...], gone: tuple[Draft, ...] = ()) -> Outcome:
+        """What failed, with the repairs until then; `gone`: what must go all the same."""
+        outcome = Outcome(Decision.PARKED, drafts=gone, repairs=self.repairs)
+        return parked(error, self.operation, cluster, outcome)
 
     # ---- episodes (section 3.2)
 
@@ -96,7 +108,8 @@ class NemoriJob(NemoriWork):
         for part in self._message_parts(window, partition_prompt):
             reply: PartitionReply = yield from self.ask(partition_prompt(self._lines(part)))
             found = partition_of([group.messages for group in reply.groups], len(part))
-            self._repairs.update(missing=found.missing, repeated=found.repeated, invented=found.invented)
+            self.repairs += found.repairs
+            self._repaired.update(missing=found.missing, repeated=found.repeated, invented=found.invented)
             groups += [tuple(part[n - 1] for n in numbers) for numbers in found.groups]
         return groups
 
