@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -334,6 +335,44 @@ def test_a_note_of_several_windows_is_written_anew_of_each_other_window_by_itsel
     assert ["turn1" in p.user for p in done.prompts] == [True, True, False, False, False]
     (note,) = done.made("fact")
     assert (note.source_seqs, note.episode_id) == ((4,), episodes[2].id)
+
+
+BAKES = made("fact", "Ann bakes bread.", 7, 1)
+SAILS = made("fact", "Ann sails a red boat to Malta.", 9, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "restored"),
+    [
+        (["Bread is what Ann bakes.", "Ann sails a boat to Malta."], ["Ann sails a boat to Malta."]),
+        (["Bread is what Ann bakes."], []),
+        ([BAKES.text], []),
+        ([], []),
+    ],
+)
+def test_of_another_window_the_lost_note_alone_is_restored(written: list[str], restored: list[str]) -> None:
+    """The window's own notes stand: in other words they would be there twice."""
+    here, there = made("episode", "Here.", 4, 0), made("episode", "There.", 7, 1)
+    said = notes(*((text, "fact", [1]) for text in written))
+    replies = [said, NO_TRAITS, SAME] if written else [said, NO_TRAITS]
+    done = forget(talk("abc", [here, there, BAKES, SAILS]), 0, *replies)
+    assert sorted(done.deleted()) == sorted([here.id, SAILS.id])
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [(text, (1,)) for text in restored]
+
+
+def test_a_turn_that_was_merely_shown_for_a_lost_note_gives_none_in_its_place() -> None:
+    lost = made("fact", "Ann sails.", 9, 0)
+    view = talk("abc", [made("episode", "Here.", 4, 0), made("episode", "There.", 7, 1), BAKES])
+    view.memories.append(replace(lost, shown_seqs=(1,)))
+    done = forget(view, 0)
+    assert (lost.id in done.deleted(), done.prompts) == (True, [])
+
+
+def test_of_a_parked_deletion_nothing_is_written_of_a_window_that_has_notes() -> None:
+    """The lost note's words are gone by then, so what doubles one that stands could not be told."""
+    view = talk("abc", [made("episode", "Here.", 4, 0), made("episode", "There.", 7, 1), BAKES, SAILS])
+    done = parked_and_replayed(view, 0)
+    assert (done.outcome.decision, done.prompts, done.outcome.drafts) == (Decision.FIRED, [], ())
 
 
 def test_what_a_user_deleted_does_not_come_back_and_gives_up_its_history() -> None:

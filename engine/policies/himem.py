@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from undertow.engine.model import Decision
+from undertow.engine.model import Decision, Memory
 from undertow.engine.policies.base import (
     Decide,
     Draft,
@@ -23,7 +23,7 @@ from undertow.engine.policies.base import (
     forgotten,
 )
 from undertow.engine.policies.himem_episodes import has_room, write_episodes
-from undertow.engine.policies.himem_notes import forget_least_used, write_notes
+from undertow.engine.policies.himem_notes import forget_least_used, restore_notes, write_notes
 from undertow.engine.policies.himem_revision import revise_notes
 from undertow.engine.policies.work import Failed, Steps, Work, parked
 from undertow.engine.records import Job
@@ -84,7 +84,8 @@ class HiMem:
         """Remove all that was made of the deleted turn's window, and make it anew of its other turns.
 
         One pass cut the window and its notes were written in sight of all of it, so the turn's words may be
-        in any of that. A note that rests on other windows too is written anew of their turns as well.
+        in any of that. A note that rests on other windows too is written anew of their turns; their own notes
+        stand.
         """
         every = [*memory.current("episode"), *memory.ended("episode")]
         windows = {e.born_at_seq for e in every if turn_seq in e.source_seqs}
@@ -96,12 +97,12 @@ class HiMem:
         dead = [forgotten(m, seq) for m in (*shaken, *notes)] + [deletion(m, seq) for m in ended]
         gone = tuple(Draft(m, None) for m in dead)
         rest = sorted({s for e in shaken for s in e.source_seqs if memory.exists(s)} - {turn_seq})
-        others = sorted({s for n in notes for s in n.reach if memory.exists(s)} - reach)
+        others = sorted({s for n in notes for s in n.source_seqs if memory.exists(s)} - reach)
         work = Work(seq, memory, self._budget)
         work.drafts += gone
         try:
             yield from self._remember(work, rest)
-            yield from self._note(work, others)
+            yield from self._note(work, others, notes)
         except Failed as error:
             # They must go even where nothing takes their place yet.
             outcome = Outcome(Decision.PARKED, drafts=gone)
@@ -143,15 +144,16 @@ class HiMem:
             return parked(error, "segment", cluster, Outcome(Decision.PARKED))
         return self._done(work, Outcome(Decision.FIRED, cluster=cluster, settled=cluster))
 
-    def _note(self, work: Work, turns: Sequence[int]) -> Steps:
-        """Notes of turns that have their episodes: a window at a time, as deletions go by windows."""
+    def _note(self, work: Work, turns: Sequence[int], lost: Sequence[Memory] = ()) -> Steps:
+        """Lost notes of turns that have their episodes: a window at a time, as deletions go by windows."""
         episodes = [*work.view.ended("episode"), *work.view.current("episode")]
         born = {s: e.born_at_seq for e in episodes for s in e.source_seqs}
         windows: dict[int | None, list[int]] = {}
         for turn_seq in turns:
             windows.setdefault(born.get(turn_seq), []).append(turn_seq)
         for window in windows.values():
-            yield from write_notes(work, window, align=self._alignment.notes)
+            of_window = [note for note in lost if set(window).intersection(note.source_seqs)]
+            yield from restore_notes(work, window, of_window, align=self._alignment.notes)
 
     def _remember(self, work: Work, window: Sequence[int]) -> Steps:
         """Episodes of a window, and then its notes."""
