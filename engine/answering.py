@@ -61,7 +61,8 @@ def best_effort(question: Question) -> Answering:
     """From notes, and turns that no episode holds yet; from episodes only where those are not sufficient.
 
     Where neither is, the question is not answerable, and no answer is written. A judgement without a usable
-    reply decides nothing: the next tier is looked at, or the answer left to the answering prompt.
+    reply decides nothing, nor does one that no prompt has room for: the next tier is looked at, or the answer
+    left to the answering prompt.
     """
     found = question.search()
     near = replace(found, episodes=())
@@ -71,7 +72,7 @@ def best_effort(question: Question) -> Answering:
         return (yield _answer(question, near)), near
     found = question.search()
     shown = _fitting(question, "Episodes", found.episodes)
-    seen = yield from _judged(question, "Episodes", shown)
+    seen = yield from _judged(question, "Episodes", found.episodes)
     if seen is not None and not seen.sufficient:
         return NOT_ANSWERABLE, found
     supporting = () if judged is None or seen is None else _supporting(seen, shown)
@@ -87,10 +88,12 @@ def _answer(question: Question, found: Found, missed: tuple[str, ...] = ()) -> S
 def _judged(
     question: Question, heading: str, hits: Sequence[Hit]
 ) -> Generator[Say, Any, SufficiencyReply | None]:
-    """Whether these are enough; without any, not. None: no usable reply."""
+    """Whether these are enough; without any, not. None: no usable reply, or none that can be shown."""
+    if not hits:
+        return SufficiencyReply(lines=[], sufficient=False)
     shown = _fitting(question, heading, hits)
     if not shown:
-        return SufficiencyReply(lines=[], sufficient=False)
+        return None
     try:
         reply: SufficiencyReply = yield Say(_judging(question, heading, shown))
     except BadReply:
@@ -99,11 +102,9 @@ def _judged(
 
 
 def _fitting(question: Question, heading: str, hits: Sequence[Hit]) -> Sequence[Hit]:
-    """As many of them as one prompt has room for, the nearest first."""
+    """Those that one prompt has room for, the nearest first."""
     ranked = sorted(hits, key=lambda hit: -hit.score)
-    while ranked and not question.budget.fits(_judging(question, heading, ranked)):
-        ranked.pop()
-    return ranked
+    return question.budget.that_fit(ranked, lambda shown: _judging(question, heading, shown))
 
 
 def _judging(question: Question, heading: str, hits: Sequence[Hit]) -> Prompt:

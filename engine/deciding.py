@@ -128,7 +128,7 @@ def decision_body(outcome: Outcome, usage: dict[str, Usage]) -> dict[str, Any]:
         body["merge_asked"] = True
     if outcome.cluster:
         body["cluster_seqs"] = outcome.cluster
-    for name in ("settled", "revived", "reason", "operation"):
+    for name in ("settled", "revived", "reason", "operation", "repairs"):
         if value := getattr(outcome, name):
             body[name] = value
     for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):

@@ -98,6 +98,7 @@ class DecisionRecord(RecordShape):
     revived: list[Seq] = []
     reason: Words | None = None
     operation: Words | None = None
+    repairs: Seq = 0
     episode_ids: list[Words] = []
     fact_ids: list[Words] = []
     usage: dict[str, Spent] = {}

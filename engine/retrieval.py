@@ -107,12 +107,14 @@ class Found:
     """What a search found, tier by tier, each nearest first (ties: the older first).
 
     `turn_recall`: the measured recall of the index that found the turns; 1.0 where the search was exact.
+    `quoted`: seqs of the turns that were not found, but are the words of episodes that were.
     """
 
     episodes: tuple[Hit, ...]
     facts: tuple[Hit, ...]
     turns: tuple[Hit, ...]
     turn_recall: float = 1.0
+    quoted: frozenset[int] = frozenset()
 
     def ranked(self, k: int | None = None) -> list[Hit]:
         """All tiers as one list, nearest first."""
@@ -324,7 +326,8 @@ def with_words(tenant: Tenant, found: Found, best: int) -> Found:
     """
     whole = {seq for hit in found.turns for seq in hit.source_seqs}
     raw = [hit for episode in found.episodes[:best] for hit in _words_of(tenant, episode, whole)]
-    return replace(found, turns=tuple(sorted((*raw, *found.turns), key=lambda hit: -hit.score)))
+    turns = tuple(sorted((*raw, *found.turns), key=lambda hit: -hit.score))
+    return replace(found, turns=turns, quoted=frozenset(seq for hit in raw for seq in hit.source_seqs))
 
 
 def _words_of(tenant: Tenant, episode: Hit, left_out: Set[int]) -> list[Hit]:
@@ -400,21 +403,22 @@ def rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
 def question_prompt(question: str, found: Found, as_of: str | None, budget: PromptBudget) -> Prompt:
     """The answering prompt over what was found, each tier sorted by relevance, each line dated.
 
-    Where it does not fit the model's context, the least relevant items are left out. PromptTooLong
-    when the question alone does not fit.
+    Where it does not fit the model's context, it has the most relevant items that do, and the words of
+    episodes only where all else has found room. PromptTooLong when the question alone does not fit.
     """
-    kept = found.ranked()
-    while True:
+
+    def prompt_of(kept: Sequence[Hit]) -> Prompt:
         episodes, facts, turns = (
             _shown([hit for hit in tier if hit in kept])
             for tier in (found.episodes, found.facts, found.turns)
         )
-        prompt = answer_prompt(question, episodes, facts, turns, as_of)
-        if budget.fits(prompt):
-            return prompt
-        if not kept:
-            raise PromptTooLong(f"the question alone needs about {prompt.size_tokens} tokens")
-        kept.pop()
+        return answer_prompt(question, episodes, facts, turns, as_of)
+
+    ranked = sorted(found.ranked(), key=lambda hit: hit.kind == "turn" and hit.source_seqs[0] in found.quoted)
+    prompt = prompt_of(budget.that_fit(ranked, prompt_of))
+    if not budget.fits(prompt):
+        raise PromptTooLong(f"the question alone needs about {prompt.size_tokens} tokens")
+    return prompt
 
 
 def _shown(hits: Sequence[Hit]) -> list[ShownMemory]:

@@ -30,7 +30,7 @@ from undertow.engine.records import (
 from undertow.kernels.arena import Arena
 
 # what `counts` has of the decisions of the generation that the cursor makes
-DECISION_COUNTS = ("merges", "merge_refusals", "consolidations")
+DECISION_COUNTS = ("merges", "merge_refusals", "consolidations", "partition_repairs")
 NO_ROW = -1
 NO_SEQ = -1
 
@@ -298,6 +298,7 @@ class Tenant:
             self.counts["merge_refusals"] += 1
         if decision == Decision.FIRED and body.get("cluster_seqs"):
             self.counts["consolidations"] += 1
+        self.counts["partition_repairs"] += body.get("repairs", 0)
 
     def add_usage(self, operation: str, usage: Usage) -> None:
         self.meter[operation] = self.meter.get(operation, Usage()) + usage

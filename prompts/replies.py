@@ -23,7 +23,7 @@ CANDIDATES = 10
 CUE_CHARS = 200
 NARRATIVE_CHARS = EPISODE_CHARS - CUE_CHARS - 1
 # of the one summary that can take the place of facts
-SUMMARY_CHARS = 3500
+FACTS_SUMMARY_CHARS = 3500
 
 _LINE_NUMBER = {"type": "integer", "minimum": 1, "maximum": 9999}
 LineNumber = Annotated[int, WithJsonSchema(_LINE_NUMBER)]
@@ -107,6 +107,19 @@ class ExtractReply(Reply):
     facts: list[ExtractDraft] = Field(max_length=CANDIDATES)
 
 
+class StatementDraft(Reply):
+    """`messages`: which of those shown say it."""
+
+    messages: list[LineNumber] = Field(max_length=100)
+    text: str = Field(min_length=1, max_length=FACT_CHARS)
+
+
+class StatementsReply(Reply):
+    """Reply to `distil` and `distil_direct`: K_new of NEMORI, section 3.3.2."""
+
+    facts: list[StatementDraft] = Field(max_length=CANDIDATES)
+
+
 class FactDecision(Reply):
     """What one candidate does to the stored facts; `text` counts only for an update."""
 
@@ -162,7 +175,7 @@ class ConsolidateReply(Reply):
 class SummaryReply(Reply):
     """Reply to `summarise`: S_sum of NEMORI, appendix A.1."""
 
-    summary: str = Field(min_length=1, max_length=SUMMARY_CHARS)
+    summary: str = Field(min_length=1, max_length=FACTS_SUMMARY_CHARS)
 
 
 # ---- the policy HiMem
@@ -170,7 +183,7 @@ class SummaryReply(Reply):
 NoteKind = Literal["fact", "preference", "profile"]
 
 TOPIC_CHARS = 120
-SUMMARY_CHARS = 500
+TOPIC_SUMMARY_CHARS = 500
 # the most notes that one part of a conversation gives in stages 1 and 2
 STATED_NOTES = 20
 IMPLIED_NOTES = 10
@@ -181,7 +194,7 @@ class SegmentDraft(Reply):
 
     first: LineNumber
     topic: str = Field(min_length=1, max_length=TOPIC_CHARS)
-    summary: str = Field(min_length=1, max_length=SUMMARY_CHARS)
+    summary: str = Field(min_length=1, max_length=TOPIC_SUMMARY_CHARS)
 
 
 class SegmentReply(Reply):
@@ -236,6 +249,9 @@ class SufficiencyReply(Reply):
 
 
 class SupplementDraft(Reply):
+    """`episodes`: which of those shown say it."""
+
+    episodes: list[LineNumber] = Field(max_length=20)
     text: str = Field(min_length=1, max_length=FACT_CHARS)
     kind: NoteKind
 

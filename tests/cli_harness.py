@@ -26,6 +26,7 @@ SUMMARY_KEYS = [
     "merges",
     "merge_refusals",
     "consolidations",
+    "partition_repairs",
     "waiting_turns",
     "undecided_turns",
     "pending_jobs",

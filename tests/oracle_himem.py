@@ -35,6 +35,7 @@ SIMILAR = 10
 class Note:
     text: str
     sources: list[int]
+    shown: tuple[int, ...] = ()
 
 
 class OracleHiMem(Oracle):
@@ -55,12 +56,18 @@ class OracleHiMem(Oracle):
         self._turns[seq] = self._dated(turn)
         window, grown = self._open, [*self._open, seq]
         same = bool(window) and self._turns[window[-1]].session_id == turn.session_id
-        if not window or (same and self._fits(segment_prompt(self._shown(grown)))):
+        if not window or (same and self._has_room(grown)):
             self._open = grown
             self._decide(seq, "waits")
             return
         self._open = [seq]
         self._close(seq, window)
+
+    def _has_room(self, window: list[int]) -> bool:
+        """Whether the turns take at most half of what a prompt can hold beside its fixed words."""
+        fixed = segment_prompt([]).size_tokens
+        whole = self._settings.context_tokens - self._settings.reply_tokens
+        return 2 * (segment_prompt(self._shown(window)).size_tokens - fixed) <= whole - fixed
 
     def flush(self, seq: int) -> None:
         """A flush: it closes the window."""
@@ -177,21 +184,27 @@ class OracleHiMem(Oracle):
     def _store(self, note: Note, supersedes: tuple[str, ...] = ()) -> None:
         same = [m for m in self.current("fact") if m.text == note.text]
         if not same or supersedes:
-            self._born("fact", note.text, note.sources, supersedes)
+            self._born("fact", note.text, note.sources, supersedes, note.shown)
         elif set(note.sources) - set(same[-1].sources):
             self._again(same[-1], note.sources, note.text)
 
     # ---- a question
 
     def _revise(self, question: str, episodes: list[OracleMemory]) -> None:
-        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(episodes, 1)]
-        while len(shown) > 1 and not self._fits(supplement_prompt(question, shown)):
-            del shown[-1]
-        seen = episodes[: len(shown)]
+        seen: list[OracleMemory] = []
+        for episode in episodes:
+            if not seen or self._fits(supplement_prompt(question, self._told([*seen, episode]))):
+                seen.append(episode)
+        shown = self._told(seen)
         found: list[Note] = []
         for draft in self._ask(supplement_prompt(question, shown)).notes:
             if draft.text not in [note.text for note in found]:
-                found.append(Note(draft.text, sorted({s for m in seen for s in m.sources})))
+                right = draft.episodes and all(1 <= n <= len(seen) for n in draft.episodes)
+                oldest = sorted(seen, key=lambda m: max(m.sources))[:1]
+                saying = [seen[n - 1] for n in draft.episodes] if right else oldest
+                sources = sorted({s for m in saying for s in m.sources})
+                beside = sorted({s for m in seen for s in m.sources} - set(sources))
+                found.append(Note(draft.text, sources, tuple(beside)))
         for known in self.current("fact"):
             for note in [n for n in found if n.text == known.text]:
                 found.remove(note)
@@ -216,22 +229,27 @@ class OracleHiMem(Oracle):
             d = decided.get(n)
             at = d.note if d is not None and d.relation != "independent" else None
             if d is None or at is None or not 1 <= at <= len(near) or at in changed:
-                self._born("fact", note.text, note.sources)
+                self._born("fact", note.text, note.sources, (), note.shown)
                 continue
             old = near[at - 1]
             if d.relation == "extendable":
                 changed.add(at)
-                self._again(old, note.sources, d.text or note.text)
+                self._again(old, note.sources, d.text or note.text, note.shown)
             elif max(old.sources) <= max(note.sources):
                 changed.add(at)
                 self._end(old)
-                self._born("fact", note.text, note.sources, (old.id,))
-            else:
-                self._born("fact", note.text, note.sources)
+                self._born("fact", note.text, note.sources, (old.id,), note.shown)
 
     # ---- helpers
 
-    def _born(self, kind: str, text: str, seqs: Sequence[int], supersedes: tuple[str, ...] = ()) -> None:
+    def _born(
+        self,
+        kind: str,
+        text: str,
+        seqs: Sequence[int],
+        supersedes: tuple[str, ...] = (),
+        shown: tuple[int, ...] = (),
+    ) -> None:
         ordinal = len({m.id for m in self._made if m.kind == kind and m.born_at_seq == self._seq})
         identity = memory_id(self.tenant, 1, self._seq, kind, ordinal)
         time = self._turns[self._by_time(seqs)[-1]].timestamp
@@ -251,14 +269,16 @@ class OracleHiMem(Oracle):
                 time,
                 supersedes,
                 holder,
+                shown=shown,
             )
         )
 
-    def _again(self, old: OracleMemory, seqs: Sequence[int], text: str) -> None:
+    def _again(self, old: OracleMemory, seqs: Sequence[int], text: str, shown: tuple[int, ...] = ()) -> None:
         sources = tuple(sorted({*old.sources, *seqs}))
+        beside = tuple(sorted({*old.shown, *shown} - set(sources)))
         time = self._turns[self._by_time(sources)[-1]].timestamp
         newer = replace(old, version=old.version + 1, made_at_seq=self._seq)
-        self._made.append(replace(newer, text=text, sources=sources, timestamp=time))
+        self._made.append(replace(newer, text=text, sources=sources, timestamp=time, shown=beside))
 
     def _end(self, old: OracleMemory) -> None:
         self._made.append(replace(old, version=old.version + 1, made_at_seq=self._seq, text=""))
@@ -274,6 +294,9 @@ class OracleHiMem(Oracle):
         times = [self._turns[self._by_time(note.sources)[-1]].timestamp for note in notes]
         pairs = zip(times, notes, strict=True)
         return [ShownMemory(n, time, note.text) for n, (time, note) in enumerate(pairs, 1)]
+
+    def _told(self, memories: Sequence[OracleMemory]) -> list[ShownMemory]:
+        return [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(memories, 1)]
 
     def _ask(self, prompt: Prompt) -> Any:
         return super()._ask(prompt)  # whose fields are those of the prompt's reply

@@ -28,12 +28,12 @@ from undertow.prompts import (
 )
 from undertow.prompts.replies import (
     ConsolidateReply,
-    ExtractReply,
     NarrativeReply,
     PartitionReply,
     PredictionReply,
     Reply,
     SelectReply,
+    StatementsReply,
     SummaryReply,
 )
 
@@ -179,36 +179,42 @@ class OracleNemori(Oracle):
 
     def _keep(self, seq: int, reply: Reply | str, raw: list[_Said], episode_id: str | None) -> None:
         """Give what was distilled to the management."""
-        assert isinstance(reply, ExtractReply)
-        turns = tuple(sorted({said.seq for said in raw}))
-        texts: list[str] = []
+        assert isinstance(reply, StatementsReply)
+        turns = {said.seq for said in raw}
+        said_in: dict[str, tuple[int, ...]] = {}
         for fact in reply.facts:
-            if fact.text not in texts:
-                texts.append(fact.text)
-        if self.settings.management == "summary" and texts:
-            self._summarise(seq, texts, turns)
+            right = fact.messages and all(1 <= n <= len(raw) for n in fact.messages)
+            named = {raw[n - 1].seq for n in fact.messages} if right else {min(turns)}
+            said_in.setdefault(fact.text, tuple(sorted(named)))
+        if self.settings.management == "summary" and said_in:
+            self._summarise(seq, said_in, turns)
             return
-        for text in texts:
+        for text, said in said_in.items():
+            beside = tuple(sorted(turns - set(said)))
             if self.settings.management == "append":
-                self._born(seq, "fact", text, turns, episode_id=episode_id)
+                self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside)
             else:
-                self._consolidate(seq, text, turns, episode_id)
+                self._consolidate(seq, text, said, beside, episode_id)
 
-    def _summarise(self, seq: int, texts: list[str], turns: tuple[int, ...]) -> None:
+    def _summarise(self, seq: int, said_in: dict[str, tuple[int, ...]], turns: set[int]) -> None:
         """Appendix A.1: the one text that is all that is known, told anew."""
         stored = self.current("fact")
-        new = [ShownMemory(n, self._latest(turns), text) for n, text in enumerate(texts, 1)]
+        new = [ShownMemory(n, self._latest(said), text) for n, (text, said) in enumerate(said_in.items(), 1)]
         reply = self._ask(summarise_prompt(new, [ShownMemory(1, m.timestamp, m.text) for m in stored]))
         assert isinstance(reply, SummaryReply) and len(stored) < 2
+        sources = tuple(sorted({s for said in said_in.values() for s in said}))
         if stored:
-            self._next_version(seq, stored[0], reply.summary, turns)
+            beside = (*turns, *stored[0].shown)
+            self._next_version(seq, stored[0], reply.summary, sources, beside=beside)
         else:
-            self._born(seq, "fact", reply.summary, turns)
+            self._born(seq, "fact", reply.summary, sources, beside=tuple(sorted(turns - set(sources))))
 
-    def _consolidate(self, seq: int, text: str, turns: tuple[int, ...], episode_id: str | None) -> None:
+    def _consolidate(
+        self, seq: int, text: str, turns: tuple[int, ...], beside: tuple[int, ...], episode_id: str | None
+    ) -> None:
         similar = [m for _, m in self._nearest("fact", text)[:FACTS_COMPARED]]
         if not similar:
-            self._born(seq, "fact", text, turns, episode_id=episode_id)
+            self._born(seq, "fact", text, turns, episode_id=episode_id, beside=beside)
             return
         shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(similar, 1)]
         reply = self._ask(consolidate_prompt(ShownMemory(1, self._latest(turns), text), shown))
@@ -223,13 +229,16 @@ class OracleNemori(Oracle):
                 self._end(seq, other)
             gone = named[0].supersedes + tuple(m.id for m in named[1:])
             links = tuple(dict.fromkeys(gone))
-            self._next_version(seq, named[0], reply.text or text, sources, supersedes=links)
+            unnamed = beside + tuple(s for m in named for s in m.shown)
+            self._next_version(seq, named[0], reply.text or text, sources, supersedes=links, beside=unnamed)
             return
         untrue = [m for m in named if reply.action == "conflict" and m.sources[-1] <= turns[-1]]
         for other in untrue:
             self._end(seq, other)
+        if reply.action == "conflict" and len(untrue) < len(named):
+            return  # later words say otherwise
         links = tuple(m.id for m in untrue)
-        self._born(seq, "fact", text, turns, episode_id=episode_id, supersedes=links)
+        self._born(seq, "fact", text, turns, episode_id=episode_id, supersedes=links, beside=beside)
 
     # helpers
 
@@ -248,6 +257,7 @@ class OracleNemori(Oracle):
         episode_id: str | None = None,
         supersedes: tuple[str, ...] = (),
         source_messages: tuple[tuple[int, int], ...] = (),
+        beside: tuple[int, ...] = (),
     ) -> OracleMemory:
         ordinal = sum(m.kind == kind and m.version == 1 for m in self._made)
         memory = OracleMemory(
@@ -263,6 +273,7 @@ class OracleNemori(Oracle):
             supersedes,
             episode_id,
             source_messages,
+            beside,
         )
         self._made.append(memory)
         return memory
@@ -276,6 +287,7 @@ class OracleNemori(Oracle):
         *,
         supersedes: tuple[str, ...] | None = None,
         source_messages: tuple[tuple[int, int], ...] = (),
+        beside: tuple[int, ...] = (),
     ) -> OracleMemory:
         sources = tuple(sorted({*old.sources, *turns}))
         new = replace(
@@ -287,6 +299,7 @@ class OracleNemori(Oracle):
             timestamp=self._latest(sources),
             supersedes=old.supersedes if supersedes is None else supersedes,
             source_messages=source_messages,
+            shown=tuple(sorted(set(beside) - set(sources))),
         )
         self._made.append(new)
         return new

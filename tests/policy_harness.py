@@ -66,6 +66,12 @@ class View:
     def ended(self, kind: MemoryKind) -> list[Memory]:
         return [m for m in self.memories if m.kind == kind and m.deleted]
 
+    def take_in(self, outcome: Outcome) -> None:
+        """What was decided, as it stands when the next record is."""
+        made = {d.memory.id: d.memory for d in outcome.drafts}
+        kept = {m.id: m for m in self.memories}
+        self.memories = list((kept | made).values())
+
 
 @dataclass
 class Driven:

@@ -27,8 +27,10 @@ def view_of(*memories: Memory) -> View:
     return View(turns, list(memories))
 
 
-def missing(*texts: str) -> SupplementReply:
-    return SupplementReply(notes=[SupplementDraft(text=text, kind="profile") for text in texts])
+def missing(*texts: str, said_by: tuple[int, ...] = (1,)) -> SupplementReply:
+    """Said by the first episode that is shown, or by `said_by`."""
+    drafts = [SupplementDraft(episodes=list(said_by), text=text, kind="profile") for text in texts]
+    return SupplementReply(notes=drafts)
 
 
 def related(*given: tuple[int, Any, int | None, str]) -> ReviseReply:
@@ -41,16 +43,17 @@ def ask(view: View, *replies: Reply | BadReply, budget: PromptBudget = ROOMY, **
     return drive(steps, view, replies=replies)
 
 
-def test_only_the_question_and_its_episodes_are_shown_and_what_is_found_rests_on_their_turns() -> None:
+def test_only_the_question_and_its_episodes_are_shown_and_what_is_found_rests_on_those_that_say_it() -> None:
     view = view_of(EARLY, LATE, BAKES)
-    done = ask(view, missing("Ann lives in Paris.", "Ann moves."), related())
+    said = *missing("Ann lives in Paris.").notes, *missing("Ann moves.", said_by=(2, 1)).notes
+    done = ask(view, SupplementReply(notes=list(said)), related())
     assert [p.operation for p in done.prompts] == ["supplement", "revise"]
     assert QUESTION in done.prompts[0].user and "turn0" not in done.prompts[0].user
     assert [LATE.text in line for line in lines_under(done.prompts[0], "Episodes")] == [True, False]
-    assert [(m.text, m.source_seqs, m.fact_kind, m.episode_id) for m in done.made("fact")] == [
-        ("Ann lives in Paris.", (0, 1, 3, 4), "profile", EARLY.id),
-        ("Ann moves.", (0, 1, 3, 4), "profile", EARLY.id),
-    ]
+    one, both = done.made("fact")
+    assert (one.text, one.source_seqs, one.shown_seqs) == ("Ann lives in Paris.", (3, 4), (0, 1))
+    assert (both.text, both.source_seqs, both.shown_seqs) == ("Ann moves.", (0, 1, 3, 4), ())
+    assert [(m.fact_kind, m.episode_id) for m in (one, both)] == [("profile", LATE.id), ("profile", EARLY.id)]
     assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (Decision.FIRED, (), ())
 
 
@@ -76,7 +79,8 @@ def test_independent_adds_extendable_updates_contradictory_replaces() -> None:
     added, updated, replaced = done.made("fact")
     assert (added.text, added.version, added.supersedes) == ("Ann sails.", 1, ())
     assert (updated.id, updated.version, updated.text) == (BAKES.id, 2, "Ann bakes bread, also of rye.")
-    assert (updated.source_seqs, updated.prompt_version) == ((0, 1, 3, 4), prompt_version("revise"))
+    assert (updated.source_seqs, updated.shown_seqs) == ((3, 4), (0, 1))
+    assert updated.prompt_version == prompt_version("revise")
     assert (replaced.text, replaced.supersedes) == ("Ann lives in Paris.", (LIVES.id,))
     assert done.deleted() == [LIVES.id], "a last, empty version: its history stays"
 
@@ -100,17 +104,40 @@ def test_a_note_is_changed_once_and_a_candidate_decided_once() -> None:
     assert not done.deleted()
 
 
-def test_older_words_contradict_no_later_note() -> None:
-    view = view_of(EARLY, LATE, BAKES)
-    replies = missing("Ann never bakes."), related((1, "contradictory", 1, ""))
-    done = ask(view, *replies, episodes=(EARLY.id,))
-    assert (done.deleted(), [m.supersedes for m in done.made("fact")]) == ([], [()])
+IN_OSLO = stored("fact", "Ann lives in Oslo.", 3, (2,), fact_kind="profile")
+
+
+@pytest.mark.parametrize("said_by", [(2,), (), (3,)])
+def test_older_words_contradict_no_later_note_and_do_not_stand_beside_it(said_by: tuple[int, ...]) -> None:
+    """However late a turn is that was shown with them; without a usable number, the oldest say it."""
+    view = view_of(EARLY, LATE, IN_OSLO)
+    found = missing("Ann lives in Berlin.", said_by=said_by)
+    done = ask(view, found, related((1, "contradictory", 1, "")))
+    assert (done.deleted(), done.made("fact")) == ([], [])
+    (date,) = lines_under(done.prompts[1], "Candidates")
+    assert '"2026-03-02"' in date, "of the turn that said it"
+
+
+def test_later_words_contradict_a_note_that_was_found_beside_still_later_ones() -> None:
+    old = stored("fact", "Ann lives in Berlin.", 5, (0, 1), shown_seqs=(3, 4, 5), fact_kind="profile")
+    view = view_of(EARLY, LATE, old)
+    done = ask(view, missing("Ann lives in Paris."), related((1, "contradictory", 1, "")))
+    assert done.deleted() == [old.id]
+    (new,) = done.made("fact")
+    assert (new.text, new.timestamp, new.supersedes) == ("Ann lives in Paris.", "2026-03-05", (old.id,))
+
+
+def test_what_was_found_goes_with_every_turn_that_was_shown_for_it() -> None:
+    note = stored("fact", "Ann lives in Paris.", 7, (3, 4), shown_seqs=(0, 1), fact_kind="profile")
+    view = view_of(EARLY, LATE, note)
+    del view.turns[0]
+    assert note.id in drive(HiMem(ROOMY, Alignment()).forget(9, 0, view), view, replies=[BAD]).deleted()
 
 
 def test_what_is_stored_word_for_word_is_not_asked_about() -> None:
     done = ask(view_of(EARLY, LATE, LIVES), missing(LIVES.text))
     (again,) = done.made("fact")
-    assert (again.id, again.version, again.source_seqs) == (LIVES.id, 2, (0, 1, 3, 4))
+    assert (again.id, again.version, again.source_seqs) == (LIVES.id, 2, (1, 3, 4))
 
 
 def test_episodes_that_are_gone_or_rest_on_a_deleted_turn_are_left_out() -> None:

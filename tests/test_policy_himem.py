@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from undertow.engine.policies.himem import Alignment, HiMem
 from undertow.engine.policies.himem_episodes import cut
 from undertow.engine.policies.himem_notes import Note, settled
 from undertow.engine.records import Job
-from undertow.prompts import prompt_version
+from undertow.prompts import prompt_version, segment_prompt
 from undertow.prompts.replies import (
     AlignReply,
     NoteChange,
@@ -112,11 +113,12 @@ def test_a_flush_closes_the_window_and_does_nothing_where_none_is_open() -> None
     )
 
 
-def test_a_window_is_closed_by_the_turn_that_the_context_has_no_room_for() -> None:
+def test_a_window_is_closed_by_the_turn_with_which_it_takes_more_than_half_of_a_prompts_room() -> None:
     view = talk("aaaaaa", words=300)
     whole = himem(PromptBudget(8_192, 64))
     size = run(whole.flush(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS).prompts[0].size_tokens
-    tight = himem(PromptBudget(size + 64, 64))
+    fixed = segment_prompt(()).size_tokens
+    tight = himem(PromptBudget(fixed + 2 * (size - fixed) + 64, 64))
     assert run(tight.decide(2, at(view, 2)), view).outcome.decision is Decision.WAITS
     done = run(tight.decide(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS)
     assert done.outcome.settled == (0, 1, 2)
@@ -335,6 +337,44 @@ def test_a_note_of_several_windows_is_written_anew_of_each_other_window_by_itsel
     assert (note.source_seqs, note.episode_id) == ((4,), episodes[2].id)
 
 
+BAKES = made("fact", "Ann bakes bread.", 7, 1)
+SAILS = made("fact", "Ann sails a red boat to Malta.", 9, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "restored"),
+    [
+        (["Bread is what Ann bakes.", "Ann sails a boat to Malta."], ["Ann sails a boat to Malta."]),
+        (["Bread is what Ann bakes."], []),
+        ([BAKES.text], []),
+        ([], []),
+    ],
+)
+def test_of_another_window_the_lost_note_alone_is_restored(written: list[str], restored: list[str]) -> None:
+    """The window's own notes stand: in other words they would be there twice."""
+    here, there = made("episode", "Here.", 4, 0), made("episode", "There.", 7, 1)
+    said = notes(*((text, "fact", [1]) for text in written))
+    replies = [said, NO_TRAITS, SAME] if written else [said, NO_TRAITS]
+    done = forget(talk("abc", [here, there, BAKES, SAILS]), 0, *replies)
+    assert sorted(done.deleted()) == sorted([here.id, SAILS.id])
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [(text, (1,)) for text in restored]
+
+
+def test_a_turn_that_was_merely_shown_for_a_lost_note_gives_none_in_its_place() -> None:
+    lost = made("fact", "Ann sails.", 9, 0)
+    view = talk("abc", [made("episode", "Here.", 4, 0), made("episode", "There.", 7, 1), BAKES])
+    view.memories.append(replace(lost, shown_seqs=(1,)))
+    done = forget(view, 0)
+    assert (lost.id in done.deleted(), done.prompts) == (True, [])
+
+
+def test_of_a_parked_deletion_nothing_is_written_of_a_window_that_has_notes() -> None:
+    """The lost note's words are gone by then, so what doubles one that stands could not be told."""
+    view = talk("abc", [made("episode", "Here.", 4, 0), made("episode", "There.", 7, 1), BAKES, SAILS])
+    done = parked_and_replayed(view, 0)
+    assert (done.outcome.decision, done.prompts, done.outcome.drafts) == (Decision.FIRED, [], ())
+
+
 def test_what_a_user_deleted_does_not_come_back_and_gives_up_its_history() -> None:
     kept, gone = made("episode", "Kept.", 4, 0, 1), made("episode", "Gone.", 4, 2, 3, ordinal=1)
     done = forget(talk("aaaab", [kept, deletion(gone, 6)]), 1, pieces(1), NONE, NO_TRAITS)
@@ -354,6 +394,31 @@ def test_what_rested_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place
     done = forget(view, 1, pieces(1), BAD)
     assert (done.outcome.decision, done.outcome.cluster) == (Decision.PARKED, (0, 5))
     assert (sorted(done.deleted()), done.made("episode")) == (sorted([one.id, note.id]), [])
+
+
+def parked_and_replayed(view: View, turn_seq: int, *replies: Reply | BadReply) -> Driven:
+    parked = forget(view, turn_seq, BAD)
+    assert parked.outcome.decision is Decision.PARKED
+    view.take_in(parked.outcome)
+    job = Job("j", 12, "parked", "segment", parked.outcome.cluster)
+    return run(himem().replay(13, job, view), view, *replies)
+
+
+def test_an_episode_that_a_user_deleted_is_not_made_again_where_a_deletion_was_parked() -> None:
+    here, there = made("episode", "Here.", 4, 0), made("episode", "There.", 7, 1, 2)
+    both = made("fact", "Both.", 8, 0, 1, 2)
+    replies = notes(("Anew.", "fact", [1])), NO_TRAITS, SAME
+    done = parked_and_replayed(talk("abbc", [here, deletion(there, 9), both]), 0, *replies)
+    assert operations(done) == ["notes", "traits", "align"]
+    assert (done.made("episode"), [m.text for m in done.made("fact")]) == ([], ["Anew."])
+
+
+def test_an_episode_that_went_with_a_turn_is_made_again_where_its_deletion_was_parked() -> None:
+    view = talk("aaab", [made("episode", "Shaken.", 4, 0, 1, 2)])
+    done = forget(view, 0, pieces(1), NONE, NO_TRAITS)
+    view.take_in(done.outcome)
+    done = parked_and_replayed(view, 1, pieces(1), NONE, NO_TRAITS)
+    assert [m.source_seqs for m in done.made("episode")] == [(2,)]
 
 
 # ---- forgetting by use

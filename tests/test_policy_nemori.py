@@ -21,14 +21,14 @@ from undertow.engine.policies.nemori_partition import Partition, partition_of
 from undertow.engine.records import Job
 from undertow.prompts.replies import (
     ConsolidateReply,
-    ExtractDraft,
-    ExtractReply,
     MessageGroup,
     NarrativeReply,
     PartitionReply,
     PredictionReply,
     Reply,
     SelectReply,
+    StatementDraft,
+    StatementsReply,
     SummaryReply,
 )
 
@@ -85,8 +85,9 @@ def told(cue: str, narrative: str = "It happened.") -> NarrativeReply:
     return NarrativeReply(cue=cue, narrative=narrative)
 
 
-def facts(*texts: str) -> ExtractReply:
-    return ExtractReply(facts=[ExtractDraft(text=text) for text in texts])
+def facts(*texts: str, said_in: Sequence[int] = (1, 2)) -> StatementsReply:
+    """`said_in`: by number, the messages that say them."""
+    return StatementsReply(facts=[StatementDraft(text=text, messages=list(said_in)) for text in texts])
 
 
 def decided(action: Any, *targets: int, text: str = "") -> ConsolidateReply:
@@ -219,13 +220,16 @@ def test_a_repair_is_counted_in_the_decision() -> None:
     done = decide(view_of(2), 1, grouped([1, 2, 2, 7]), told("Cue"), GUESS, NOTHING)
     assert done.made("episode")[0].source_messages == ((0, 0), (0, 1), (1, 0), (1, 1))
     assert done.outcome.reason == "the partition was repaired: 2 missing, 1 repeated, 1 invented"
+    assert done.outcome.repairs == 4
+    parked = decide(view_of(2), 1, grouped([1, 2, 2, 7]), BAD).outcome
+    assert (parked.decision, parked.repairs) == (Decision.PARKED, 4), "though the reason is another"
 
 
 def test_an_episode_that_goes_on_is_told_anew_and_learnt_from_as_a_whole() -> None:
     old = episode("Old cue\nOld story.", 1, (0, 1), (1, 0))
     view = view_of(4, memories=[old], open_from=2)
     replies = [grouped([1, 2, 3, 4]), told("New cue"), FIRST, told("Joined cue", "All of it."), GUESS]
-    done = decide(view, 3, *replies, facts("Learnt."))
+    done = decide(view, 3, *replies, facts("Learnt.", said_in=(1, 2, 3, 5)))
     (joined,) = done.made("episode")
     assert (joined.id, joined.version, joined.text) == (old.id, 2, "Joined cue\nAll of it.")
     assert (joined.born_at_seq, joined.made_at_seq, joined.source_seqs) == (1, 3, (0, 1, 2, 3))
@@ -288,7 +292,7 @@ SAILS, ROWS = fact("Ann sails.", 0, 0), fact("Ann rows.", 1, 1)
 
 
 def consolidated(reply: ConsolidateReply, *known: Memory, text: str = "Ann swims.") -> Driven:
-    return window(view_of(10, memories=known or (SAILS, ROWS)), GUESS, facts(text), reply)
+    return window(view_of(10, memories=known or (SAILS, ROWS)), GUESS, facts(text, said_in=(1, 4)), reply)
 
 
 def shown_at(done: Driven, known: Memory) -> int:
@@ -324,7 +328,45 @@ def test_a_conflict_ends_the_old_fact_and_inserts_the_new_one() -> None:
 def test_what_a_later_turn_told_is_not_made_untrue_by_one_that_is_read_late() -> None:
     later = fact("Ann lives in Berlin.", 12, 12)
     done = consolidated(decided("conflict", 1), later)
-    assert (done.deleted(), len(done.made("fact"))) == ([], 1)
+    assert (done.deleted(), done.made("fact")) == ([], []), "nor does the older one stand beside it"
+
+
+def test_of_several_that_it_is_in_conflict_with_the_older_ones_end_and_one_later_one_keeps_it_out() -> None:
+    later = fact("Ann dives.", 12, 12)
+    first = shown_at(consolidated(decided("new"), SAILS, later), SAILS)
+    done = consolidated(decided("conflict", first, 3 - first), SAILS, later)
+    assert (done.deleted(), done.made("fact")) == ([SAILS.id], [])
+
+
+def gone_on(*replies: Reply | BadReply, said_in: Sequence[int], known: Memory) -> Driven:
+    """Turns 8 and 9 go on with the episode of turn 0; what is distilled of all of it is "Rome."."""
+    home = episode("Home\nAnn lives in Rome.", 1, (0, 0), (0, 1))
+    view = view_of(10, memories=[home, known], open_from=8)
+    joined = [grouped([1, 2, 3, 4]), told("Flat"), FIRST, told("Home"), GUESS]
+    return decide(view, 9, *joined, facts("Rome.", said_in=said_in), *replies)
+
+
+@pytest.mark.parametrize("said_in", [(1,), (2, 1), (), (9,)])
+def test_what_an_episode_told_before_it_went_on_is_dated_by_its_own_words(said_in: tuple[int, ...]) -> None:
+    """Without a usable number, the oldest message says it."""
+    oslo = fact("Ann lives in Oslo.", 5, 5)
+    done = gone_on(decided("conflict", 1), said_in=said_in, known=oslo)
+    assert (done.deleted(), done.made("fact")) == ([], [])
+    assert '"2026-03-01"' in lines_under(done.prompts[-1], "New fact")[0]
+    (new,) = gone_on(decided("new"), said_in=said_in, known=oslo).made("fact")
+    assert (new.source_seqs, new.shown_seqs, new.timestamp) == ((0,), (8, 9), "2026-03-01")
+
+
+def test_a_fact_that_was_distilled_beside_later_words_gives_way_to_what_was_said_between() -> None:
+    rome = fact("Ann lives in Rome.", 3, 0, shown_seqs=(12,))
+    done = gone_on(decided("conflict", 1), said_in=(3,), known=rome)
+    assert done.deleted() == [rome.id] and done.made("fact")[0].supersedes == (rome.id,)
+
+
+def test_a_merge_keeps_apart_who_said_it_and_what_was_shown() -> None:
+    known = fact("Ann lived in Rome.", 3, 5, shown_seqs=(0, 6))
+    (merged,) = gone_on(decided("merge", 1), said_in=(1,), known=known).made("fact")
+    assert (merged.source_seqs, merged.shown_seqs, merged.timestamp) == ((0, 5), (6, 8, 9), "2026-03-06")
 
 
 @pytest.mark.parametrize("reply", [decided("merge"), decided("conflict", 9), decided("merge", 0, 3)])
@@ -350,14 +392,15 @@ def test_append_adds_and_asks_nothing() -> None:
 
 def test_summary_keeps_one_text_that_is_all_that_is_evoked() -> None:
     view = view_of(10)
-    replies = [GUESS, facts("Ann sails.", "Bo bakes."), SummaryReply(summary="All.")]
+    replies = [GUESS, facts("Ann sails.", "Bo bakes.", said_in=(1, 4)), SummaryReply(summary="All.")]
     done = window(view, *replies, management="summary")
     (first,) = done.made("fact")
     assert (first.text, first.source_seqs, first.version) == ("All.", (8, 9), 1)
     assert len(lines_under(done.prompts[-1], "New facts")) == 2
     old = replace(first, source_seqs=(0,))
     view = view_of(10, memories=[old])
-    done = window(view, GUESS, facts("Ann rows."), SummaryReply(summary="More."), management="summary")
+    replies = [GUESS, facts("Ann rows.", said_in=(1, 4)), SummaryReply(summary="More.")]
+    done = window(view, *replies, management="summary")
     assert "All." in lines_under(done.prompts[2], "Stored facts")[0]
     (again,) = done.made("fact")
     assert (again.id, again.text, again.version, again.source_seqs) == (old.id, "More.", 2, (0, 8, 9))
@@ -457,6 +500,14 @@ def test_an_episode_beside_the_turn_is_left_and_its_lost_facts_are_distilled_aga
     ]
 
 
+def test_a_fact_goes_with_a_turn_that_was_shown_with_those_that_said_it() -> None:
+    told_of = fact("Told.", 1, 3, shown_seqs=(2,))
+    assert forget(view_of(9, memories=[told_of]), 2, NOTHING).deleted() == [told_of.id]
+    ended = deletion(told_of, 6)
+    (again,) = forget(view_of(9, memories=[ended]), 2).outcome.drafts
+    assert (again.memory.id, again.memory.made_at_seq) == (ended.id, 9)
+
+
 def test_facts_without_an_episode_are_read_again_directly() -> None:
     loose = fact("Loose.", 1, 2, 3)
     done = forget(view_of(9, memories=[loose]), 2, facts("Anew."), ablation="direct-extraction")
@@ -476,3 +527,33 @@ def test_what_rests_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place(
     assert (outcome.outcome.decision, outcome.outcome.cluster) == (Decision.PARKED, (3, 4))
     assert sorted(outcome.deleted()) == sorted([both.id, lost.id])
     assert not outcome.made("fact") and not outcome.made("episode")
+
+
+def parked_and_replayed(view: View, turn_seq: int, *replies: Reply | BadReply) -> Driven:
+    parked = forget(view, turn_seq, BAD)
+    assert parked.outcome.decision is Decision.PARKED
+    view.take_in(parked.outcome)
+    return replay(view, *replies, cluster=parked.outcome.cluster)
+
+
+def test_an_episode_that_a_user_deleted_is_not_made_again_where_a_deletion_was_parked() -> None:
+    dropped = deletion(episode("Dropped\nx", 3, (1, 0), (1, 1), (2, 0), (2, 1)), 4)
+    lost = fact("Lost.", 3, 1, 2, 7)
+    done = parked_and_replayed(view_of(9, memories=[dropped, lost]), 7, facts("Anew."))
+    assert operations(done) == ["distil_direct"]
+    assert (done.made("episode"), [m.text for m in done.made("fact")]) == ([], ["Anew."])
+
+
+def test_one_that_a_user_deleted_is_not_made_again_where_its_own_turn_was_deleted_and_that_parked() -> None:
+    dropped = deletion(episode("Dropped\nx", 3, (1, 0), (2, 0)), 4)
+    view = view_of(9, memories=[dropped, fact("Lost.", 3, 1, 2)])
+    done = parked_and_replayed(view, 1, facts("Anew."), told("Half"), GUESS, NOTHING)
+    assert operations(done) == ["distil_direct", "narrate", "predict", "distil"]
+    assert [m.source_messages for m in done.made("episode")] == [((2, 1),)], "which was in none"
+
+
+def test_an_episode_that_went_with_a_turn_is_made_again_where_its_deletion_was_parked() -> None:
+    shaken = episode("Shaken\nx", 1, (2, 0), (3, 0), (3, 1))
+    again = grouped([1, 2]), told("Again"), GUESS, NOTHING
+    done = parked_and_replayed(view_of(9, memories=[shaken]), 2, *again)
+    assert [m.source_messages for m in done.made("episode")] == [((3, 0), (3, 1))]

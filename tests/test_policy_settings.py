@@ -172,6 +172,26 @@ def test_a_flush_is_a_record_that_decides_what_is_left(tmp_path: Path) -> None:
     assert told == {0: 2, 1: 2, 2: 2, 3: 5, 4: 5, 6: 8, 7: 8, 8: 8, 9: None, 10: None}
 
 
+def test_repairs_of_partitions_are_counted_wherever_the_log_is_read_from(tmp_path: Path) -> None:
+    """Each reply misses a message, names one twice, and one that is not there; some windows are parked."""
+    replies = MockReplies(6, refusal_rate=1.0, malformed_rate=0.1, malformed_sticky=True)
+    with open_engine(tmp_path / "a", RecordingLLM(replies), **NEMORI) as engine:
+        engine.add_batch(turns_of("ann", 24, text="the boat sails {n} miles"))
+        assert engine.drain()
+        stats = engine.stats()
+        records = engine.export_page("ann").items
+    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path / "a", "decision")]
+    repairs = [(body["decision"], body["repairs"]) for body in bodies if body.get("repairs")]
+    assert {decision for decision, _ in repairs} == {"fired", "parked"}
+    assert min(count for _, count in repairs) >= 3
+    assert stats["partition_repairs"] == sum(count for _, count in repairs)
+    with open_engine(tmp_path / "a", **NEMORI) as engine:
+        assert engine.stats() == stats
+    with open_engine(tmp_path / "b", **NEMORI) as engine:
+        engine.import_("bob", records)
+        assert engine.stats("bob")["partition_repairs"] == stats["partition_repairs"]
+
+
 EPISODES = {"partition", "narrate", "select", "integrate"}
 
 
@@ -223,6 +243,7 @@ def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wa
         turns = {seq: engine.tenants.get("ann").turn(seq) for seq in best.source_seqs}
         assert said == [turns[seq].messages[line] for seq, line in sorted(best.source_messages)]
         assert {hit.score for hit in raw} == {found.episodes[0].score}
+        assert found.quoted == {*best.source_seqs}, "which are told from the turns that were found"
         engine.answer("ann", "Who sails?")
     asked = llm.prompts["ann"][-1]
     assert asked.operation == "answer" and all(line in asked.user for line in said)

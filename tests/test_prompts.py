@@ -1,6 +1,9 @@
 """Prompts: fixed text first, material fenced, replies strict."""
 
+import ast
 import json
+from collections import Counter
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -32,6 +35,7 @@ from undertow.prompts import (
     reconcile_prompt,
     refine_prompt,
     repair_messages,
+    replies,
     revise_prompt,
     segment_prompt,
     select_prompt,
@@ -56,7 +60,9 @@ from undertow.prompts.replies import (
     ReviseReply,
     SegmentReply,
     SelectReply,
+    StatementsReply,
     SummaryReply,
+    SupplementReply,
     TraitsReply,
 )
 
@@ -220,6 +226,8 @@ REVISION = {"candidate": 1, "relation": "extendable", "note": 2, "text": "Ann hi
         (FactsReply, {"facts": [FACT] * 9}),
         (FactsReply, {"facts": [FACT | {"replaces": 4}]}),
         (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 10}),
+        (StatementsReply, {"facts": [{"messages": [1, 10**6], "text": "Ann hikes."}] * 10}),
+        (SupplementReply, {"notes": [{"episodes": [], "text": "Ann hikes.", "kind": "fact"}]}),
         (ReconcileReply, {"decisions": [DECISION] * 10}),
         (ReconcileReply, {"decisions": [DECISION | {"candidate": -1, "fact": 10**6}]}),
         (PartitionReply, {"groups": []}),
@@ -228,7 +236,7 @@ REVISION = {"candidate": 1, "relation": "extendable", "note": 2, "text": "Ann hi
         (SelectReply, {"continues": None}),
         (PredictionReply, {"prediction": "Ann hiked."}),
         (ConsolidateReply, {"action": "merge", "targets": [10**6], "text": ""}),
-        (SummaryReply, {"summary": "Ann hikes."}),
+        (SummaryReply, {"summary": "x" * 3500}),
         (SegmentReply, {"episodes": [PIECE] * 12}),
         (SegmentReply, {"episodes": [PIECE | {"first": -3}]}),  # the policy's business
         (NotesReply, {"notes": [NOTE] * 20}),
@@ -261,6 +269,8 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
         (FactsReply, {"facts": [{"text": "x", "kind": "user_event"}]}),
         (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 11}),
         (ExtractReply, {"facts": [{"text": " "}]}),
+        (StatementsReply, {"facts": [{"text": "Ann hikes."}]}),
+        (SupplementReply, {"notes": [{"text": "Ann hikes.", "kind": "fact"}]}),
         (ReconcileReply, {"decisions": [DECISION] * 11}),
         (ReconcileReply, {"decisions": [DECISION | {"action": "ADD"}]}),
         (ReconcileReply, {"decisions": [DECISION | {"text": "x" * 601}]}),
@@ -274,6 +284,7 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
         (ConsolidateReply, {"action": "new", "targets": [1] * 11, "text": ""}),
         (SummaryReply, {"summary": "x" * 3501}),
         (SegmentReply, {"episodes": []}),
+        (SegmentReply, {"episodes": [PIECE | {"summary": "x" * 501}]}),
         (SegmentReply, {"episodes": [PIECE | {"summary": " "}]}),
         (NotesReply, {"notes": [NOTE | {"kind": "gossip"}]}),
         (TraitsReply, {"notes": [NOTE | {"kind": "fact"}]}),  # stage 2 adds no facts
@@ -283,6 +294,15 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
 def test_invalid_replies(reply: type[Reply], value: Any) -> None:
     with pytest.raises(ValidationError):
         reply.model_validate_json(json.dumps(value))
+
+
+def test_no_bound_of_a_reply_takes_the_name_of_another() -> None:
+    """Which of two a class had would hang on where it stands."""
+    assert replies.__file__ is not None
+    tree = ast.parse(Path(replies.__file__).read_text())
+    assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    names = Counter(target.id for target in assigned if isinstance(target, ast.Name))
+    assert names["FACT_CHARS"] == 1 and [name for name, count in names.items() if count > 1] == []
 
 
 def nodes(schema: Any) -> list[dict[str, Any]]:

@@ -8,9 +8,9 @@ the scheduler may start it ahead of time and throw it away.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from undertow.engine.model import Decision, Memory, MemoryKind
 from undertow.engine.records import Job
 from undertow.prompts import Prompt
 
+T = TypeVar("T")
 Vector = NDArray[np.float16]
 
 
@@ -133,7 +134,8 @@ class Outcome:
     """What a policy decided for one record. All of it is committed at once.
 
     `settled` are the turns that leave the gates (consolidated or parked); `revived` come back. `shed` are
-    deletions in generations that are no longer made; no policy sets it.
+    deletions in generations that are no longer made; no policy sets it. `repairs`: how many numbers in
+    replies had to be put right (NEMORI's partitions).
     """
 
     decision: Decision
@@ -146,6 +148,7 @@ class Outcome:
     shed: tuple[Draft, ...] = ()
     reason: str | None = None
     operation: str | None = None
+    repairs: int = 0
 
 
 class MemoryView(Protocol):
@@ -182,7 +185,7 @@ class MemoryView(Protocol):
         ...
 
     def ended(self, kind: MemoryKind) -> Sequence[Memory]:
-        """The last, empty versions of the deleted memories of a kind."""
+        """The last, empty versions of the deleted memories of a kind; `forgotten` ones rest on nothing."""
         ...
 
 
@@ -244,8 +247,26 @@ class PromptBudget:
     context_tokens: int
     reply_tokens: int
 
+    @property
+    def prompt_tokens(self) -> int:
+        """What the reply leaves of the context."""
+        return self.context_tokens - self.reply_tokens
+
     def fits(self, prompt: Prompt) -> bool:
-        return prompt.size_tokens + self.reply_tokens <= self.context_tokens
+        return prompt.size_tokens <= self.prompt_tokens
+
+    def that_fit(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[T]:
+        """Each of the items, the first ones first, that there is room for beside those taken before it.
+
+        One that is too long is passed over: it takes no later one along.
+        """
+        if self.fits(prompt_of(items)):
+            return list(items)
+        kept: list[T] = []
+        for item in items:
+            if self.fits(prompt_of([*kept, item])):
+                kept.append(item)
+        return kept
 
 
 def cosine(a: Vector, b: Vector) -> float:
@@ -268,3 +289,11 @@ def rewording(memory: Memory, text: str, seq: int) -> Memory:
 def deletion(memory: Memory, seq: int) -> Memory:
     """The version that ends a memory."""
     return replace(memory, text="", version=memory.version + 1, made_at_seq=seq, deleted=True)
+
+
+def forgotten(memory: Memory, seq: int) -> Memory:
+    """The version that ends a memory with a turn whose words it may hold: it rests on nothing any more.
+
+    So the turns of a deleted memory are those of one that a user has deleted, which no replay makes again.
+    """
+    return replace(deletion(memory, seq), source_seqs=(), source_messages=(), shown_seqs=())

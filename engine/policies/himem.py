@@ -1,9 +1,9 @@
 """HiMem: a session becomes immutable episodes, and notes of what stays true (paper, section 2).
 
 The dialogue window is a session: it is closed by the first turn of another one, by a flush, or by the turn
-that would make it too long for the model's context. Turns of an open window wait; they are searchable.
-Episodes are in `himem_episodes`, the three stages of notes in `himem_notes`, what a question that found no
-notes brings about in `himem_revision`.
+that would make it take more than half of what a prompt has room for. Turns of an open window wait; they are
+searchable. Episodes are in `himem_episodes`, the three stages of notes in `himem_notes`, what a question that
+found no notes brings about in `himem_revision`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from undertow.engine.model import Decision
+from undertow.engine.model import Decision, Memory
 from undertow.engine.policies.base import (
     Decide,
     Draft,
@@ -20,13 +20,13 @@ from undertow.engine.policies.base import (
     PromptBudget,
     Tiers,
     deletion,
+    forgotten,
 )
-from undertow.engine.policies.himem_episodes import write_episodes
-from undertow.engine.policies.himem_notes import forget_least_used, write_notes
+from undertow.engine.policies.himem_episodes import has_room, write_episodes
+from undertow.engine.policies.himem_notes import forget_least_used, restore_notes, write_notes
 from undertow.engine.policies.himem_revision import revise_notes
 from undertow.engine.policies.work import Failed, Steps, Work, parked
 from undertow.engine.records import Job
-from undertow.prompts import segment_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,13 @@ class HiMem:
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         """What a parked window, or the rest of one, could not be made into.
 
-        Of turns that an episode holds already, only the notes.
+        Of turns that an episode holds already, or one that a user has deleted, only the notes.
         """
         turns = [s for s in job.cluster if memory.exists(s)]
         if not turns:
             return Outcome(Decision.WAITS, reason="all its turns were deleted")
-        held = {s for episode in memory.current("episode") for s in episode.source_seqs}
+        every = [*memory.current("episode"), *memory.ended("episode")]
+        held = {s for episode in every for s in episode.source_seqs}
         work = Work(seq, memory, self._budget)
         try:
             yield from self._remember(work, [s for s in turns if s not in held])
@@ -83,25 +84,25 @@ class HiMem:
         """Remove all that was made of the deleted turn's window, and make it anew of its other turns.
 
         One pass cut the window and its notes were written in sight of all of it, so the turn's words may be
-        in any of that. A note that rests on other windows too is written anew of their turns as well.
+        in any of that. A note that rests on other windows too is written anew of their turns; their own notes
+        stand.
         """
         every = [*memory.current("episode"), *memory.ended("episode")]
         windows = {e.born_at_seq for e in every if turn_seq in e.source_seqs}
         reach = {turn_seq, *(s for e in every if e.born_at_seq in windows for s in e.source_seqs)}
         shaken = [e for e in memory.current("episode") if e.born_at_seq in windows]
-        notes = [n for n in memory.current("fact") if reach.intersection(n.source_seqs)]
+        notes = [n for n in memory.current("fact") if reach & n.reach]
         # of those deleted before, the history still has the words: a version of this record ends it
-        ended = [
-            m for m in (*memory.ended("episode"), *memory.ended("fact")) if reach.intersection(m.source_seqs)
-        ]
-        gone = tuple(Draft(deletion(m, seq), None) for m in (*shaken, *notes, *ended))
+        ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if reach & m.reach]
+        dead = [forgotten(m, seq) for m in (*shaken, *notes)] + [deletion(m, seq) for m in ended]
+        gone = tuple(Draft(m, None) for m in dead)
         rest = sorted({s for e in shaken for s in e.source_seqs if memory.exists(s)} - {turn_seq})
         others = sorted({s for n in notes for s in n.source_seqs if memory.exists(s)} - reach)
         work = Work(seq, memory, self._budget)
         work.drafts += gone
         try:
             yield from self._remember(work, rest)
-            yield from self._note(work, others)
+            yield from self._note(work, others, notes)
         except Failed as error:
             # They must go even where nothing takes their place yet.
             outcome = Outcome(Decision.PARKED, drafts=gone)
@@ -132,8 +133,7 @@ class HiMem:
         """Whether the turn belongs to the open window, and the window has room for it."""
         if memory.turn(window[-1]).session != memory.turn(seq).session:
             return False
-        work = Work(seq, memory, self._budget)
-        return work.fits(segment_prompt(work.turns([*window, seq])))
+        return has_room(Work(seq, memory, self._budget).turns([*window, seq]), self._budget)
 
     def _close(self, window: Sequence[int], seq: int, memory: MemoryView) -> Decide:
         cluster = tuple(window)
@@ -144,15 +144,16 @@ class HiMem:
             return parked(error, "segment", cluster, Outcome(Decision.PARKED))
         return self._done(work, Outcome(Decision.FIRED, cluster=cluster, settled=cluster))
 
-    def _note(self, work: Work, turns: Sequence[int]) -> Steps:
-        """Notes of turns that have their episodes: a window at a time, as deletions go by windows."""
+    def _note(self, work: Work, turns: Sequence[int], lost: Sequence[Memory] = ()) -> Steps:
+        """Lost notes of turns that have their episodes: a window at a time, as deletions go by windows."""
         episodes = [*work.view.ended("episode"), *work.view.current("episode")]
         born = {s: e.born_at_seq for e in episodes for s in e.source_seqs}
         windows: dict[int | None, list[int]] = {}
         for turn_seq in turns:
             windows.setdefault(born.get(turn_seq), []).append(turn_seq)
         for window in windows.values():
-            yield from write_notes(work, window, align=self._alignment.notes)
+            of_window = [note for note in lost if set(window).intersection(note.source_seqs)]
+            yield from restore_notes(work, window, of_window, align=self._alignment.notes)
 
     def _remember(self, work: Work, window: Sequence[int]) -> Steps:
         """Episodes of a window, and then its notes."""

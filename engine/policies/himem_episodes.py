@@ -6,11 +6,25 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from undertow.engine.model import UNDATED
-from undertow.engine.policies.base import Complete, Effect, Embed
+from undertow.engine.policies.base import Complete, Effect, Embed, PromptBudget
 from undertow.engine.policies.himem_notes import Note, aligned_notes
 from undertow.engine.policies.work import Steps, Work
-from undertow.prompts import prompt_version, segment_prompt
+from undertow.prompts import ShownTurn, prompt_version, segment_prompt
 from undertow.prompts.replies import SegmentDraft, SegmentReply
+
+# of the room that a prompt has for material, how much one window may take
+WINDOW_SHARE = 0.5
+
+
+def has_room(turns: Sequence[ShownTurn], budget: PromptBudget) -> bool:
+    """Whether these may be one window.
+
+    On one topic it becomes one episode, with all of its words: the prompts that judge it, answer from it and
+    add to the notes by it must have room for it, the question, and what else was found.
+    """
+    fixed_tokens = segment_prompt(()).size_tokens
+    taken_tokens = segment_prompt(turns).size_tokens - fixed_tokens
+    return taken_tokens <= WINDOW_SHARE * (budget.prompt_tokens - fixed_tokens)
 
 
 def write_episodes(work: Work, window: Sequence[int], *, align: bool) -> Steps:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from undertow.engine.model import Memory
-from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, deletion
+from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, cosine, deletion
 from undertow.engine.policies.work import Steps, Work
 from undertow.prompts import Prompt, ShownMemory, align_prompt, notes_prompt, traits_prompt
 from undertow.prompts.replies import (
@@ -28,22 +28,62 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A note on its way through the stages. `sources`: seqs of turns, ascending."""
+    """A note on its way through the stages. `sources`, and `shown` beside them: seqs of turns, ascending."""
 
     text: str
     kind: str
     sources: tuple[int, ...]
     version: str
+    shown: tuple[int, ...] = ()
 
 
 def write_notes(work: Work, turns: Sequence[int], *, align: bool) -> Steps:
     """The notes of these turns; `align`: with stage 3. PromptTooLong."""
     for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
-        notes = yield from _stated(work, part)
-        notes += yield from _implied(work, part, notes)
-        if align and notes:
-            notes = yield from aligned_notes(work, part, notes)
+        notes = yield from _written(work, part, align=align)
         yield from _store(work, notes)
+
+
+def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], *, align: bool) -> Steps:
+    """Of the notes of these turns those again that were `lost`; the others stand. PromptTooLong.
+
+    Without a lost note to tell by (its words are gone, where its deletion was parked) nothing is written of
+    turns that have notes: it would double them.
+    """
+    if not lost and any(note.reach.intersection(turns) for note in living_notes(work)):
+        return
+    notes: list[Note] = []
+    for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
+        notes += yield from _written(work, part, align=align)
+    if lost and notes:
+        notes = yield from _in_place_of(work, lost, notes)
+    yield from _store(work, notes)
+
+
+def _in_place_of(
+    work: Work, lost: Sequence[Memory], notes: Sequence[Note]
+) -> Generator[Effect, Any, list[Note]]:
+    """For each lost note the one that is nearest to it, but none to which a note that stands is nearer."""
+    wanted = yield Embed(tuple(note.text for note in lost))
+    vectors = yield Embed(tuple(note.text for note in notes))
+    said = {note.text for note in living_notes(work)}
+    found: dict[int, Note] = {}
+    for vector in wanted:
+        nth = max(range(len(notes)), key=lambda n: cosine(vector, vectors[n]))
+        nearest = yield from work.known("fact", vectors[nth], 1)
+        doubles = any(known.score >= cosine(vector, vectors[nth]) for known in nearest)
+        if notes[nth].text in said or not doubles:
+            found[nth] = notes[nth]
+    return list(found.values())
+
+
+def _written(work: Work, part: Sequence[int], *, align: bool) -> Generator[Effect, Any, list[Note]]:
+    """What the stages make of turns that one prompt holds."""
+    notes = yield from _stated(work, part)
+    notes += yield from _implied(work, part, notes)
+    if align and notes:
+        notes = yield from aligned_notes(work, part, notes)
+    return notes
 
 
 def _stated(work: Work, part: Sequence[int]) -> Generator[Effect, Any, list[Note]]:
@@ -110,6 +150,7 @@ def add_note(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...]
         episode_id=episode_of(work, note.sources[0]),
         fact_kind=note.kind,
         supersedes=supersedes,
+        shown_seqs=note.shown,
     )
 
 

@@ -1,7 +1,9 @@
 """HiMem's reconsolidation: what a question missed among the notes is taken over from episodes (section 2.4).
 
 The relation of what is found to the stored notes decides: independent adds a note, extendable makes a new
-version of one, contradictory deletes one, whose history stays, and adds its successor.
+version of one, contradictory deletes one, whose history stays, and adds its successor. What was said last
+holds, by the turns of the episodes that say it: these are its sources. The turns of the other episodes that
+were shown are beside those, as any of their words may be in it, and must go with them.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from collections.abc import Sequence
 from undertow.engine.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Embed, Vector, deletion
 from undertow.engine.policies.himem_notes import Note, add_note, living_notes
-from undertow.engine.policies.work import Steps, Work, as_shown
+from undertow.engine.policies.work import Steps, Work, apart, as_shown
 from undertow.prompts import Prompt, ShownMemory, prompt_version, revise_prompt, supplement_prompt
-from undertow.prompts.replies import ReviseReply, Revision, SupplementReply
+from undertow.prompts.replies import ReviseReply, Revision, SupplementDraft, SupplementReply
 
 # of each candidate, as many as the eager policy shows
 SIMILAR_NOTES = 10
@@ -24,18 +26,14 @@ _INDEPENDENT = Revision(candidate=1, relation="independent", note=None, text="")
 def revise_notes(work: Work, question: str, episodes: Sequence[Memory]) -> Steps:
     """Extract what the question missed, compare it with the notes, and change those. PromptTooLong.
 
-    `episodes`: most relevant first; those that the model's context has no room for are left out. What is
-    found rests on the turns of all that are shown: any of their words may be in it, and must go with them.
+    `episodes`: most relevant first; those that the model's context has no room for are left out.
     """
-    shown = list(episodes)
-    while len(shown) > 1 and not work.fits(_prompt(question, shown)):
-        shown.pop()
+    shown = work.fitting(episodes, lambda some: _prompt(question, some)) or list(episodes[:1])
     prompt = work.checked(_prompt(question, shown))
     reply: SupplementReply = yield Complete(prompt)
-    turns = tuple(sorted({s for episode in shown for s in episode.source_seqs}))
     found: dict[str, Note] = {}
     for draft in reply.notes:
-        found.setdefault(draft.text, Note(draft.text, draft.kind, turns, prompt.version))
+        found.setdefault(draft.text, _note(draft, shown, prompt.version))
     if not found:
         return
     vectors = yield Embed(tuple(found))
@@ -76,7 +74,8 @@ def _apply(
     """Carry the decisions out in the candidates' order.
 
     A candidate without one is added, and so is one whose decision names no shown note, or one that an earlier
-    decision has changed. Nor is a note contradicted by older words than its own: what was said last holds.
+    decision has changed. One that contradicts a note of later words than its own is left: it holds no more,
+    and stays told by its episode.
     """
     first = {decision.candidate: decision for decision in reversed(decisions)}
     left = dict(enumerate(known, 1))
@@ -88,13 +87,27 @@ def _apply(
             text = decision.text or note.text
             (vector,) = yield Embed((text,))
             sources = tuple(sorted({*old.source_seqs, *note.sources}))
-            work.revise(old, text, vector, sources, prompt_version("revise"))
-        elif old is not None and max(old.source_seqs) <= max(note.sources):
+            beside = apart({*old.shown_seqs, *note.shown}, sources)
+            work.revise(old, text, vector, sources, prompt_version("revise"), shown_seqs=beside)
+        elif old is not None:
+            if max(old.source_seqs) > max(note.sources):
+                continue
             del left[decision.note or 0]
             work.drafts.append(Draft(deletion(old, work.seq), None))
             add_note(work, note, given[note.text], supersedes=(old.id,))
         else:
             add_note(work, note, given[note.text])
+
+
+def _note(draft: SupplementDraft, shown: Sequence[Memory], version: str) -> Note:
+    """Said by the episodes that the draft names; where it names none, or what is not there, by the oldest."""
+    numbers = dict.fromkeys(draft.episodes)
+    right = numbers and all(1 <= n <= len(shown) for n in numbers)
+    oldest = min(shown, key=lambda episode: max(episode.source_seqs))
+    saying = [shown[n - 1] for n in numbers] if right else [oldest]
+    sources = tuple(sorted({s for episode in saying for s in episode.source_seqs}))
+    beside = apart((s for episode in shown for s in episode.source_seqs), sources)
+    return Note(draft.text, draft.kind, sources, version, beside)
 
 
 def _prompt(question: str, episodes: Sequence[Memory]) -> Prompt:

@@ -8,15 +8,24 @@ distilled. What the paper leaves open is in docs/decisions.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from undertow.engine.config import Ablation
 from undertow.engine.model import Decision, Memory
-from undertow.engine.policies.base import Decide, Draft, MemoryView, Outcome, PromptBudget, Tiers, deletion
+from undertow.engine.policies.base import (
+    Decide,
+    Draft,
+    MemoryView,
+    Outcome,
+    PromptBudget,
+    Tiers,
+    deletion,
+    forgotten,
+)
 from undertow.engine.policies.nemori_job import NemoriJob
 from undertow.engine.policies.nemori_knowledge import Management
 from undertow.engine.policies.nemori_partition import messages_of, window
-from undertow.engine.policies.work import Failed, parked
+from undertow.engine.policies.work import Failed
 from undertow.engine.records import Job
 
 
@@ -54,11 +63,15 @@ class Nemori:
         try:
             yield from work.take(messages_of(turns, memory))
         except Failed as error:
-            return parked(error, work.operation, turns, Outcome(Decision.PARKED))
+            return work.parked(error, turns)
         return work.outcome(turns, settled=turns)
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
-        """What episodes hold of these turns is distilled again, the rest is a window of its own."""
+        """What episodes hold of these turns is distilled again, the rest is a window of its own.
+
+        Where a deletion was parked, its turns may be of an episode that a user has deleted: that stays away,
+        and only facts come back.
+        """
         turns = tuple(s for s in job.cluster if memory.exists(s))
         if not turns:
             return Outcome(Decision.WAITS, reason="all its turns were deleted")
@@ -66,9 +79,11 @@ class Nemori:
         try:
             for episode in memory.current("episode"):
                 yield from work.relearn(episode, turns)
-            yield from work.take(work.unheld(turns))
+            dropped = work.dropped()
+            yield from work.distil_direct([ref for ref in work.unheld(turns) if ref in dropped])
+            yield from work.take([ref for ref in work.unheld(turns) if ref not in dropped])
         except Failed as error:
-            return parked(error, work.operation, turns, Outcome(Decision.PARKED))
+            return work.parked(error, turns)
         return work.outcome(turns)
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
@@ -79,10 +94,11 @@ class Nemori:
         """
         work = self._job(seq, memory)
         shaken = [e for e in memory.current("episode") if turn_seq in e.source_seqs]
-        loose = [f for f in memory.current("fact") if turn_seq in f.source_seqs]
+        loose = [f for f in memory.current("fact") if turn_seq in f.reach]
         # of those deleted before, the history still has the words: a version of this record ends it
-        ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.source_seqs]
-        work.drafts += [Draft(deletion(m, seq), None) for m in (*loose, *ended)]
+        ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.reach]
+        work.drafts += [Draft(forgotten(f, seq), None) for f in loose]
+        work.drafts += [Draft(deletion(m, seq), None) for m in ended]
         lost = _others(loose, turn_seq, memory)
         try:
             for episode in memory.current("episode"):
@@ -93,9 +109,9 @@ class Nemori:
             yield from work.distil_direct(work.unheld(lost))
         except Failed as error:
             # What rested on the deleted turn must go even where nothing takes its place yet.
-            gone = tuple(Draft(deletion(m, seq), None) for m in (*loose, *shaken, *ended))
+            gone = [forgotten(m, seq) for m in (*loose, *shaken)] + [deletion(m, seq) for m in ended]
             rest = tuple(sorted({*lost, *_others(shaken, turn_seq, memory)}))
-            return replace(parked(error, work.operation, rest, Outcome(Decision.PARKED)), drafts=gone)
+            return work.parked(error, rest, tuple(Draft(m, None) for m in gone))
         return work.outcome(())
 
     def _job(self, seq: int, memory: MemoryView) -> NemoriJob:
@@ -103,6 +119,6 @@ class Nemori:
 
 
 def _others(memories: Sequence[Memory], turn_seq: int, view: MemoryView) -> tuple[int, ...]:
-    """The turns that these rest on beside a deleted one."""
-    turns = {s for m in memories for s in m.source_seqs if s != turn_seq and view.exists(s)}
+    """The turns whose words these may hold beside those of a deleted one."""
+    turns = {s for m in memories for s in m.reach if s != turn_seq and view.exists(s)}
     return tuple(sorted(turns))

@@ -17,11 +17,11 @@ from undertow.engine.policies.base import (
     PromptBudget,
     TurnView,
     Vector,
-    deletion,
+    forgotten,
 )
-from undertow.engine.policies.nemori_knowledge import Management, NemoriWork, Origin
+from undertow.engine.policies.nemori_knowledge import Management, NemoriWork, Origin, Statement
 from undertow.engine.policies.nemori_partition import MessageRef, messages_of, partition_of
-from undertow.engine.policies.work import Steps, as_shown
+from undertow.engine.policies.work import Steps, as_shown, parked
 from undertow.prompts import (
     Prompt,
     ShownMemory,
@@ -35,11 +35,12 @@ from undertow.prompts import (
     select_prompt,
 )
 from undertow.prompts.replies import (
-    ExtractReply,
     NarrativeReply,
     PartitionReply,
     PredictionReply,
     SelectReply,
+    StatementDraft,
+    StatementsReply,
 )
 
 # K_e of section 4.1
@@ -62,17 +63,29 @@ class NemoriJob(NemoriWork):
         super().__init__(seq, view, budget)
         self._management = management
         self._ablation = ablation
-        self._repairs: Counter[str] = Counter()
+        # how many numbers of partitions had to be put right; and in which way
+        self.repairs = 0
+        self._repaired: Counter[str] = Counter()
         # as they were when the job began: what is deleted meanwhile is forgotten afterwards
         self._turns: dict[int, TurnView] = {}
 
     def outcome(self, cluster: tuple[int, ...], settled: tuple[int, ...] = ()) -> Outcome:
         """What was made; with the count of what a reply's partition had to be repaired by."""
-        counts = ", ".join(f"{count} {what}" for what, count in self._repairs.items() if count)
+        counts = ", ".join(f"{count} {what}" for what, count in self._repaired.items() if count)
         reason = f"the partition was repaired: {counts}" if counts else None
         return Outcome(
-            Decision.FIRED, cluster=cluster, settled=settled, drafts=tuple(self.drafts), reason=reason
+            Decision.FIRED,
+            cluster=cluster,
+            settled=settled,
+            drafts=tuple(self.drafts),
+            reason=reason,
+            repairs=self.repairs,
         )
+
+    def parked(self, error: Exception, cluster: tuple[int, ...], gone: tuple[Draft, ...] = ()) -> Outcome:
+        """What failed, with the repairs until then; `gone`: what must go all the same."""
+        outcome = Outcome(Decision.PARKED, drafts=gone, repairs=self.repairs)
+        return parked(error, self.operation, cluster, outcome)
 
     # ---- episodes (section 3.2)
 
@@ -95,7 +108,8 @@ class NemoriJob(NemoriWork):
         for part in self._message_parts(window, partition_prompt):
             reply: PartitionReply = yield from self.ask(partition_prompt(self._lines(part)))
             found = partition_of([group.messages for group in reply.groups], len(part))
-            self._repairs.update(missing=found.missing, repeated=found.repeated, invented=found.invented)
+            self.repairs += found.repairs
+            self._repaired.update(missing=found.missing, repeated=found.repeated, invented=found.invented)
             groups += [tuple(part[n - 1] for n in numbers) for numbers in found.groups]
         return groups
 
@@ -173,10 +187,13 @@ class NemoriJob(NemoriWork):
     def _distil(self, messages: Sequence[MessageRef], prompt_of: PromptOf, episode_id: str | None) -> Steps:
         for part in self._message_parts(messages, prompt_of):
             prompt = prompt_of(self._lines(part))
-            reply: ExtractReply = yield from self.ask(prompt)
-            if texts := tuple(dict.fromkeys(fact.text for fact in reply.facts)):
+            reply: StatementsReply = yield from self.ask(prompt)
+            found: dict[str, Statement] = {}
+            for draft in reply.facts:
+                found.setdefault(draft.text, Statement(draft.text, _said_in(draft, part)))
+            if found:
                 origin = Origin(_turns_of(part), episode_id, prompt.version)
-                yield from self._management.consolidate(self, texts, origin)
+                yield from self._management.consolidate(self, tuple(found.values()), origin)
 
     # ---- what is made again
 
@@ -191,7 +208,7 @@ class NemoriJob(NemoriWork):
         """An episode without its deleted turns, distilled again where facts of it were `lost`."""
         group = self._present(_messages_in(episode, self.view))
         if not group:
-            self.drafts.append(Draft(deletion(episode, self.seq), None))
+            self.drafts.append(Draft(forgotten(episode, self.seq), None))
             return
         told, version = yield from self._narrate(group)
         (vector,) = yield Embed((told,))
@@ -202,6 +219,10 @@ class NemoriJob(NemoriWork):
         """The messages of these turns that are in no episode."""
         held = {ref for e in self.view.current("episode") for ref in _messages_in(e, self.view)}
         return tuple(ref for ref in messages_of(turns, self.view) if ref not in held)
+
+    def dropped(self) -> frozenset[MessageRef]:
+        """The messages of the episodes that a user has deleted."""
+        return frozenset(ref for e in self.view.ended("episode") for ref in _messages_in(e, self.view))
 
     # ---- messages
 
@@ -234,6 +255,12 @@ def _messages_in(episode: Memory, view: MemoryView) -> tuple[MessageRef, ...]:
 
 def _turns_of(messages: Sequence[MessageRef]) -> tuple[int, ...]:
     return tuple(sorted({seq for seq, _ in messages}))
+
+
+def _said_in(draft: StatementDraft, shown: Sequence[MessageRef]) -> tuple[int, ...]:
+    """The turns of the messages that say a fact; the oldest where none is named, or one that is not there."""
+    right = draft.messages and all(1 <= n <= len(shown) for n in draft.messages)
+    return _turns_of([shown[n - 1] for n in draft.messages] if right else [min(shown)])
 
 
 def _text_of(reply: NarrativeReply) -> str:

@@ -7,13 +7,13 @@ prediction missed.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from undertow.engine.config import ManagementName
 from undertow.engine.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, deletion
-from undertow.engine.policies.work import Steps, Work, as_shown
+from undertow.engine.policies.work import Steps, Work, apart, as_shown
 from undertow.prompts import Prompt, ShownMemory, consolidate_prompt, summarise_prompt
 from undertow.prompts.replies import ConsolidateReply, SummaryReply
 
@@ -35,16 +35,30 @@ class NemoriWork(Work):
     def that_fit(
         self, memories: Sequence[Memory], prompt_of: Callable[[Sequence[ShownMemory]], Prompt]
     ) -> tuple[Prompt, Sequence[Memory]]:
-        """The prompt with as many of these, the first ones, as the model's context has room for; and they."""
-        lines = [as_shown(n, memory) for n, memory in enumerate(memories, 1)]
-        while lines and not self.fits(prompt_of(lines)):
-            lines.pop()
-        return prompt_of(lines), memories[: len(lines)]
+        """The prompt with those of these that the model's context has room for, see `fitting`; and they."""
+
+        def prompt_with(some: Sequence[Memory]) -> Prompt:
+            return prompt_of([as_shown(n, memory) for n, memory in enumerate(some, 1)])
+
+        kept = self.fitting(memories, prompt_with)
+        return prompt_with(kept), kept
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A fact on its way, and the turns that say it, ascending.
+
+    Of two facts in conflict the later words hold, so these are its sources. What else was shown is beside
+    them: an episode that goes on is read as a whole, with all that was said long before.
+    """
+
+    text: str
+    said: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where facts come from: the turns whose messages were read, their episode, and the prompt's version."""
+    """Where facts come from: the turns whose messages were shown, their episode, and the prompt's version."""
 
     turns: tuple[int, ...]
     episode_id: str | None
@@ -58,7 +72,7 @@ class Management(Protocol):
         """What is known of the episode with this vector, nearest first."""
         ...
 
-    def consolidate(self, job: NemoriWork, texts: Sequence[str], origin: Origin) -> Steps:
+    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
         """Take in facts, each text once."""
         ...
 
@@ -73,36 +87,38 @@ class Append:
         found = yield from job.known("fact", vector, EVOKED_FACTS)
         return [s.memory for s in found if s.score > self.theta_evoke]
 
-    def consolidate(self, job: NemoriWork, texts: Sequence[str], origin: Origin) -> Steps:
-        vectors = yield Embed(tuple(texts))
-        for text, vector in zip(texts, vectors, strict=True):
-            _add(job, text, vector, origin)
+    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+        vectors = yield Embed(tuple(fact.text for fact in facts))
+        for fact, vector in zip(facts, vectors, strict=True):
+            _add(job, fact, vector, origin)
 
 
 @dataclass(frozen=True, slots=True)
 class Native(Append):
     """Section 3.3.3: each fact is compared with those most like it, and is new, a merge or a conflict."""
 
-    def consolidate(self, job: NemoriWork, texts: Sequence[str], origin: Origin) -> Steps:
-        vectors = yield Embed(tuple(texts))
-        for text, vector in zip(texts, vectors, strict=True):
-            yield from self._consolidate(job, text, vector, origin)
+    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+        vectors = yield Embed(tuple(fact.text for fact in facts))
+        for fact, vector in zip(facts, vectors, strict=True):
+            yield from self._consolidate(job, fact, vector, origin)
 
-    def _consolidate(self, job: NemoriWork, text: str, vector: Vector, origin: Origin) -> Steps:
+    def _consolidate(self, job: NemoriWork, fact: Statement, vector: Vector, origin: Origin) -> Steps:
         found = yield from job.known_facts(vector, SIMILAR_FACTS)
-        fact = ShownMemory(1, job.latest(origin.turns), text)
-        prompt, similar = job.that_fit(found, lambda known: consolidate_prompt(fact, known))
+        new = ShownMemory(1, job.latest(fact.said), fact.text)
+        prompt, similar = job.that_fit(found, lambda known: consolidate_prompt(new, known))
         if not similar:
-            _add(job, text, vector, origin)
+            _add(job, fact, vector, origin)
             return
         reply: ConsolidateReply = yield from job.ask(prompt)
         targets = [similar[n - 1] for n in dict.fromkeys(reply.targets) if 1 <= n <= len(similar)]
         if reply.action == "merge" and targets:
-            yield from _merge(job, targets, reply.text or text, origin.turns, prompt.version)
+            yield from _merge(
+                job, targets, replace(fact, text=reply.text or fact.text), origin, prompt.version
+            )
         elif reply.action == "conflict":
-            _replace(job, [t for t in targets if _not_newer(t, origin)], text, vector, origin)
+            _replace(job, targets, fact, vector, origin)
         else:
-            _add(job, text, vector, origin)
+            _add(job, fact, vector, origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +129,20 @@ class Summary:
         return _summary(job)
         yield
 
-    def consolidate(self, job: NemoriWork, texts: Sequence[str], origin: Origin) -> Steps:
+    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
         stored = _summary(job)
-        date = job.latest(origin.turns)
-        facts = [ShownMemory(n, date, text) for n, text in enumerate(texts, 1)]
-        prompt = summarise_prompt(facts, [as_shown(1, memory) for memory in stored])
+        lines = [ShownMemory(n, job.latest(fact.said), fact.text) for n, fact in enumerate(facts, 1)]
+        prompt = summarise_prompt(lines, [as_shown(1, memory) for memory in stored])
         reply: SummaryReply = yield from job.ask(prompt)
         (vector,) = yield Embed((reply.summary,))
-        if not stored:
-            job.new("fact", reply.summary, vector, origin.turns, prompt.version)
-            return
-        sources = tuple(sorted({*stored[0].source_seqs, *origin.turns}))
-        job.revise(stored[0], reply.summary, vector, sources, prompt.version)
+        told = {seq for memory in stored for seq in memory.source_seqs}
+        sources = tuple(sorted(told.union(*(fact.said for fact in facts))))
+        seen = {seq for memory in stored for seq in memory.shown_seqs}
+        beside = apart(seen.union(origin.turns), sources)
+        if stored:
+            job.revise(stored[0], reply.summary, vector, sources, prompt.version, shown_seqs=beside)
+        else:
+            job.new("fact", reply.summary, vector, sources, prompt.version, shown_seqs=beside)
 
 
 def management_of(name: ManagementName, theta_evoke: float) -> Management:
@@ -145,36 +163,42 @@ def _summary(job: NemoriWork) -> list[Memory]:
     return [memory for memory in newest.values() if not memory.deleted][:1]
 
 
-def _add(job: NemoriWork, text: str, vector: Vector, origin: Origin, replaced: tuple[str, ...] = ()) -> None:
+def _add(
+    job: NemoriWork, fact: Statement, vector: Vector, origin: Origin, replaced: tuple[str, ...] = ()
+) -> None:
     job.new(
         "fact",
-        text,
+        fact.text,
         vector,
-        origin.turns,
+        fact.said,
         origin.version,
         episode_id=origin.episode_id,
         supersedes=replaced,
+        shown_seqs=apart(origin.turns, fact.said),
     )
 
 
 def _merge(
-    job: NemoriWork, targets: Sequence[Memory], text: str, turns: Sequence[int], version: str
+    job: NemoriWork, targets: Sequence[Memory], merged: Statement, origin: Origin, version: str
 ) -> Steps:
     """One canonical text in the place of the targets: a version of the first; the others give way."""
     kept, *others = targets
-    (vector,) = yield Embed((text,))
-    sources = tuple(sorted({*turns, *(seq for fact in targets for seq in fact.source_seqs)}))
+    (vector,) = yield Embed((merged.text,))
+    sources = tuple(sorted({*merged.said, *(seq for fact in targets for seq in fact.source_seqs)}))
+    beside = apart({*origin.turns, *(seq for fact in targets for seq in fact.shown_seqs)}, sources)
     replaced = tuple(dict.fromkeys((*kept.supersedes, *(fact.id for fact in others))))
     job.drafts += [Draft(deletion(fact, job.seq), None) for fact in others]
-    job.revise(kept, text, vector, sources, version, supersedes=replaced)
+    job.revise(kept, merged.text, vector, sources, version, supersedes=replaced, shown_seqs=beside)
 
 
-def _replace(job: NemoriWork, untrue: Sequence[Memory], text: str, vector: Vector, origin: Origin) -> None:
-    """The new fact in the place of those that it makes untrue: they keep their history, out of search."""
-    job.drafts += [Draft(deletion(fact, job.seq), None) for fact in untrue]
-    _add(job, text, vector, origin, tuple(fact.id for fact in untrue))
+def _replace(
+    job: NemoriWork, targets: Sequence[Memory], fact: Statement, vector: Vector, origin: Origin
+) -> None:
+    """The fact in the place of those that it makes untrue: they keep their history, out of search.
 
-
-def _not_newer(fact: Memory, origin: Origin) -> bool:
-    """What is read late, again after a deletion say, makes nothing untrue that later turns have told."""
-    return max(fact.source_seqs) <= max(origin.turns)
+    What later words told stays, and then the fact itself holds no more: its episode alone tells it.
+    """
+    untrue = [target for target in targets if max(target.source_seqs) <= max(fact.said)]
+    job.drafts += [Draft(deletion(target, job.seq), None) for target in untrue]
+    if len(untrue) == len(targets):
+        _add(job, fact, vector, origin, tuple(target.id for target in untrue))

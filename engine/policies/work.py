@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from undertow.engine.llm import BadReply
 from undertow.engine.model import Memory, MemoryKind, memory_id, time_key
@@ -22,6 +22,7 @@ from undertow.engine.policies.base import (
 )
 from undertow.prompts import Prompt, ShownMemory, ShownTurn
 
+T = TypeVar("T")
 Steps = Generator[Effect, Any, None]
 
 # what parks a job: a reply or a prompt that cannot be helped
@@ -70,6 +71,7 @@ class Work:
             made_at_seq=self.seq,
             source_seqs=sources,
             timestamp=self.latest(sources),
+            shown_seqs=apart(fact.shown_seqs, sources),
         )
         self.drafts.append(Draft(again, vector))
         return again
@@ -140,6 +142,10 @@ class Work:
     def fits(self, prompt: Prompt) -> bool:
         return self._budget.fits(prompt)
 
+    def fitting(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[T]:
+        """As PromptBudget.that_fit."""
+        return self._budget.that_fit(items, prompt_of)
+
     def checked(self, prompt: Prompt) -> Prompt:
         """The prompt itself. PromptTooLong."""
         if not self.fits(prompt):
@@ -155,6 +161,11 @@ class Work:
     def turns(self, seqs: Sequence[int]) -> list[ShownTurn]:
         views = [self.view.turn(s) for s in seqs]
         return [ShownTurn(n, v.timestamp, v.text) for n, v in enumerate(views, 1)]
+
+
+def apart(shown: Iterable[int], sources: Iterable[int]) -> tuple[int, ...]:
+    """The turns that a writer saw and does not name, ascending: see Memory.shown_seqs."""
+    return tuple(sorted(set(shown) - set(sources)))
 
 
 def as_shown(number: int, memory: Memory) -> ShownMemory:
