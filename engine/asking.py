@@ -40,11 +40,12 @@ class Answer:
 class Asked:
     """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
 
-    `due`: of that, what is not metered yet, by operation. `given`: the answer and what it was given, once the
-    mode has ended.
+    `life`: the one of the tenant that was asked; no other is to hear of it. `due`: of the cost, what is not
+    metered yet, by operation. `given`: the answer and what it was given, once the mode has ended.
     """
 
     tenant: str
+    life: int
     question: str
     steps: Answering
     on_text: OnText | None
@@ -87,7 +88,7 @@ class Asking(ABC):
     def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
 
     def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
-        """Answer from memory, as `answer_mode` says; metered as a query. BadReply, ServerRefused."""
+        """Answer from memory, as `answer_mode` says; metered as a query. As `ask` and `heard`."""
         asked = self.ask(tenant, question, as_of=as_of)
         while (answer := self.heard(asked)) is None:
             time.sleep(0.01)
@@ -99,21 +100,22 @@ class Asking(ABC):
         """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
 
         `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
-        BrokenOff too. `let_go` gives the call up.
+        BrokenOff too. `let_go` gives the call up. NoLLM, UnknownTenant.
         """
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         recall = partial(self.recall, tenant, question)
         mode = self._settings_of(tenant).answer_mode
         steps = answering(mode, Question(question, as_of, recall, self._budget))
-        asked = Asked(tenant, question, steps, on_text)
+        asked = Asked(tenant, self.tenants.life(tenant), question, steps, on_text)
         self._go_on(asked)
         return asked
 
     def let_go(self, asked: Asked) -> None:
         """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more.
 
-        What earlier calls for it have cost is metered, where the tenant is still here and may be written to.
+        What earlier calls for it have cost is metered, where the tenant is still here, in the life that was
+        asked, and may be written to.
         """
         if self._llm is not None and asked.call is not None:
             self._llm.cancel(asked.call)
@@ -124,8 +126,10 @@ class Asking(ABC):
     def heard(self, asked: Asked) -> Answer | None:
         """The answer to what was asked; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
 
-        Metered, also where no answer came of it.
+        Metered, also where no answer came of it. UnknownTenant: it was erased meanwhile, and the LLM call is
+        given up; what replies there were are dropped, also where the name has begun anew.
         """
+        self._check_lives(asked)
         try:
             while asked.given is None:
                 assert asked.call is not None, "a mode that has not ended waits for a call"
@@ -140,6 +144,14 @@ class Asking(ABC):
         if asked.say is not None and asked.say.answers:
             self._log_used(asked.tenant, found)
         return Answer(text, found, asked.spent)
+
+    def _check_lives(self, asked: Asked) -> None:
+        """UnknownTenant; Moved, InTransit."""
+        try:
+            self.tenants.require_life(asked.tenant, asked.life)
+        except UndertowError:
+            self.let_go(asked)
+            raise
 
     def _check_not_lost(self, asked: Asked) -> None:
         if self._llm is not None and self.server_lost:
@@ -204,11 +216,13 @@ class Asking(ABC):
     def _meter_query(self, asked: Asked) -> None:
         if not asked.due:
             return
-        of = self.tenants.existing(asked.tenant)
+        self.tenants.require_life(asked.tenant, asked.life)
         due, asked.due = asked.due, {}
-        for operation, usage in due.items():
-            of.add_usage(operation, usage)
+        if (of := self.tenants.in_memory(asked.tenant)) is not None:  # if not, it has it from the journal
+            for operation, usage in due.items():
+                of.add_usage(operation, usage)
         if self.journal.writable:
+            key = self.journal.info.tenant_key(asked.tenant)
             body = orjson.dumps(usage_to_json(due))
             with self.trace.span("commit", rows=1):
-                self.journal.append([Row("usage", of.name, of.key, -1, body)])
+                self.journal.append([Row("usage", asked.tenant, key, -1, body)])

@@ -19,7 +19,6 @@ from undertow.engine.cluster.shard import Shard
 from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
-from undertow.engine.model import Turn
 from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
 from undertow.serving.limits import answer_tokens
@@ -35,20 +34,11 @@ from .engine_harness import (
     settings_of,
     turn_of,
 )
-from .himem_harness import Judging
+from .himem_harness import BEST, QUESTION, Judging, logged, sessions, settled
 from .llm_harness import wait_until
 from .policy_harness import lines_under
 
-QUESTION = "What does Ann do in the harbour?"
 SOON_S = 30.0
-BEST: dict[str, Any] = {"policy": "himem", "answer_mode": "best_effort"}
-
-
-def sessions() -> list[Turn]:
-    """Two closed sessions, and an open one."""
-    said = ("Ann sails in the harbour", "Ann mends the sail", "Ann plays the violin", "Ann bakes bread")
-    turns = [turn_of("ann", n, f"{text} on day {n}") for n, text in enumerate(said)]
-    return [Turn(t.tenant, t.messages, t.dedupe_key, f"s{n // 2}", t.timestamp) for n, t in enumerate(turns)]
 
 
 def filled(engine: Engine) -> None:
@@ -67,8 +57,7 @@ def asked(store: Path, replies: MockReplies, **options: Any) -> tuple[str, list[
 
 
 def missed(store: Path) -> list[dict[str, Any]]:
-    bodies = [orjson.loads(row.payload) for row in rows_of(store, "control")]
-    return [body["body"] for body in bodies if body["kind"] == "reconsolidate"]
+    return logged(store, "reconsolidate")
 
 
 # ---- modes
@@ -155,9 +144,7 @@ def test_a_turn_deleted_while_it_is_judged_is_in_no_later_prompt(tmp_path: Path)
     llm = HeldLLM(Judging())
     with open_engine(tmp_path, llm, **BEST) as engine:
         receipts = engine.add_batch([turn_of("ann", 0, f"Ann sails with the {MARKER}"), *sessions()[2:3]])
-        while not engine.idle:
-            llm.release()
-            engine.step()
+        settled(engine, llm)
         question = engine.ask("ann", QUESTION)
         assert MARKER in llm.prompts["ann"][-1].user
         assert receipts[0].id is not None
@@ -200,9 +187,7 @@ def test_an_answer_that_is_let_go_between_its_calls_asks_no_more_and_is_metered_
     llm = HeldLLM(Judging())
     with open_engine(tmp_path, llm, **BEST) as engine:
         engine.add_batch(sessions()[:3])
-        while not engine.idle:
-            llm.release()
-            engine.step()
+        settled(engine, llm)
         before = len(llm.prompts["ann"])
         asked = engine.ask("ann", QUESTION)
         llm.release()
