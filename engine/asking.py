@@ -19,7 +19,7 @@ from undertow.engine.departures import InTransit, Moved
 from undertow.engine.journal import Journal, Row
 from undertow.engine.llm import BadReply, BrokenOff, Completion, LLMClient, OnText
 from undertow.engine.model import NoLLM, UndertowError, Usage
-from undertow.engine.policies.base import PromptBudget, PromptTooLong
+from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
 from undertow.engine.records import Control, ControlKind, usage_to_json
 from undertow.engine.retrieval import Found
 from undertow.engine.tenant import Tenant
@@ -80,6 +80,9 @@ class Asking(ABC):
 
     @abstractmethod
     def recall(self, tenant: str, question: str) -> Found: ...
+
+    @abstractmethod
+    def _learns_of(self, tenant: str) -> Learns: ...
 
     @abstractmethod
     def _settings_of(self, tenant: str) -> Settings: ...
@@ -188,7 +191,7 @@ class Asking(ABC):
             asked.call = self._llm.stream(say.prompt, tenant=asked.tenant, on_text=asked.on_text)
         else:
             asked.call = self._llm.submit(say.prompt, tenant=asked.tenant)
-        if say.missed and self._settings_of(asked.tenant).himem_self_evolution:
+        if say.missed and self._learns_of(asked.tenant).missed:
             self._log_missed(asked, say.missed)
 
     def _log_missed(self, asked: Asked, episode_ids: Sequence[str]) -> None:
@@ -204,9 +207,8 @@ class Asking(ABC):
             self._log(asked.tenant, "reconsolidate", [body])
 
     def _log_used(self, tenant: str, found: Found) -> None:
-        """Which notes an answer was given, where forgetting goes by that."""
-        most = self._settings_of(tenant).himem_max_notes
-        if most is not None and found.facts and self._learns(self.tenants.existing(tenant)):
+        """Which facts an answer was given, where the policy goes by that."""
+        if self._learns_of(tenant).used and found.facts and self._learns(self.tenants.existing(tenant)):
             self._log(tenant, "used", [{"fact_ids": [hit.id for hit in found.facts]}])
 
     def _learns(self, tenant: Tenant) -> bool:
