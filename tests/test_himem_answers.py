@@ -166,10 +166,12 @@ def test_what_the_notes_missed_is_taken_over_after_the_answer(tmp_path: Path) ->
         (episode,) = [m for m in engine.get_all("ann") if m.kind == "episode"][:1]
         answered = engine.answer("ann", QUESTION)
         assert {m.id for m in engine.get_all("ann")} == before and not engine.idle
+        asked_by_now = len(llm.prompts["ann"])
+        assert missed(tmp_path) == [], "no commit of it stands before the answer"
+        engine.step()
         (body,) = missed(tmp_path)
         assert body["question"] == QUESTION
         assert body["episode_ids"] == [answered.found.episodes[0].id] and episode.kind == "episode"
-        asked_by_now = len(llm.prompts["ann"])
         assert engine.drain()
         operations = [p.operation for p in llm.prompts["ann"][asked_by_now:]]
         assert operations == ["supplement", "revise"]
@@ -255,6 +257,7 @@ def test_one_question_is_not_logged_twice_at_a_time_nor_without_self_evolution(t
         filled(engine)
         for _ in range(2):
             engine.answer("ann", QUESTION)
+        engine.step()
         (body,) = missed(tmp_path / "on")
         found = engine.search("ann", QUESTION)
         assert body["episode_ids"] == [hit.id for hit in found.episodes], "it named none that was shown"
