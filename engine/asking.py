@@ -17,7 +17,7 @@ from undertow.engine.cause import caused_by
 from undertow.engine.config import Settings
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.journal import Journal, Row
-from undertow.engine.lessons import Lesson, Lessons, unasked
+from undertow.engine.lessons import Lesson, Lessons, new_ones
 from undertow.engine.llm import BadReply, BrokenOff, Completion, LLMClient, OnText
 from undertow.engine.model import NoLLM, UndertowError, Usage
 from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
@@ -217,7 +217,7 @@ class Asking(ABC):
             with suppress(UnknownTenant, Moved, InTransit, ArenaFull):
                 self.tenants.require_life(name, life)
                 of = self.tenants.existing(name)
-                records = [(lesson.kind, lesson.body) for lesson in unasked(of, lessons)]
+                records = [(lesson.kind, lesson.body) for lesson in new_ones(of, lessons)]
                 if records and of.change_ahead is None:
                     with caused_by(lessons[0].cause):
                         self.scheduler.log(of, records)

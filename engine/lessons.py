@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from undertow.engine.cause import cause
+from undertow.engine.generations import missed_of
 from undertow.engine.records import Control, ControlKind
 from undertow.engine.tenant import Tenant
 
@@ -62,14 +63,18 @@ class Lessons:
         self._waiting = deque(kept, maxlen=self._waiting.maxlen)
 
 
-def unasked(of: Tenant, lessons: Iterable[Lesson]) -> Sequence[Lesson]:
-    """Without questions that the tenant's log has already, and has yet to decide."""
+def new_ones(of: Tenant, lessons: Iterable[Lesson]) -> Sequence[Lesson]:
+    """Without questions that the tenant's log has already, undecided, or that would teach nothing more.
+
+    That is so until anything but a question changes the memories: what one question changes must not make
+    others be paid for again, which would not end where notes are bounded and take each other's place.
+    """
     undecided = (record for record in of.records[of.cursor :] if isinstance(record, Control))
     asked = {record.body["question"] for record in undecided if record.kind == "reconsolidate"}
     kept = []
     for lesson in lessons:
         if lesson.kind == "reconsolidate":
-            if lesson.body["question"] in asked:
+            if lesson.body["question"] in asked or missed_of(lesson.body) in of.making.learned:
                 continue
             asked.add(lesson.body["question"])
         kept.append(lesson)

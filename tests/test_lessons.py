@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from undertow.bench.mock_replies import Messages
 from undertow.engine.engine import Engine
 from undertow.engine.journal import JournalError, Row
 from undertow.engine.lessons import Lesson, Lessons
@@ -64,6 +65,53 @@ def test_a_disk_without_room_for_lessons_costs_no_answer(
         assert engine.usage("ann")["answer"]["calls"] == 1
         assert engine.llm_in_flight == 0
     assert counts(tmp_path) == (0, 0), "closed without an error: it was but a lesson"
+
+
+def ask(engine: Engine, *questions: str) -> None:
+    """Each answered, and what that teaches decided."""
+    for question in questions:
+        engine.answer("ann", question)
+        assert engine.drain()
+
+
+def test_a_question_is_taken_over_once_until_something_else_changes_the_memories(tmp_path: Path) -> None:
+    with open_engine(tmp_path, RecordingLLM(Judging()), **BEST) as engine:
+        ask(filled(engine), QUESTION, QUESTION, "And what does she mend?", QUESTION)
+    assert counts(tmp_path) == (2, 0)
+    with open_engine(tmp_path, RecordingLLM(Judging()), **BEST) as engine:
+        ask(engine, QUESTION)
+        assert counts(tmp_path) == (2, 0), "known after a restart"
+        engine.add_batch(sessions()[3:])
+        ask(engine, QUESTION)
+        assert counts(tmp_path) == (2, 0), "a turn that waits has changed none"
+        assert engine.flush("ann")
+        ask(engine, QUESTION)
+    assert counts(tmp_path) == (3, 0)
+
+
+class Dumb(Judging):
+    """Has no usable reply to what a question missed."""
+
+    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
+        supplements = schema is not None and "notes" in schema["properties"]
+        return "?" if supplements and QUESTION in messages[1]["content"] else super().reply(messages, schema)
+
+
+def test_a_question_that_taught_nothing_for_want_of_a_reply_is_taken_over_the_next_time(
+    tmp_path: Path,
+) -> None:
+    with open_engine(tmp_path, RecordingLLM(Dumb()), **BEST) as engine:
+        ask(filled(engine), QUESTION, QUESTION)
+    assert counts(tmp_path) == (2, 0)
+
+
+def test_questions_whose_notes_take_each_others_place_come_to_an_end(tmp_path: Path) -> None:
+    llm = RecordingLLM(Judging())
+    with open_engine(tmp_path, llm, **{**BEST, "himem_max_notes": 1}) as engine:
+        ask(filled(engine), *[QUESTION, "And what does she mend?"] * 3)
+        (note,) = [memory for memory in engine.get_all("ann") if memory.kind == "fact"]
+    assert len(logged(tmp_path, "reconsolidate")) == 2
+    assert [p.operation for p in llm.prompts["ann"]].count("supplement") == 2
 
 
 def test_a_lesson_ends_with_the_life_that_was_asked(tmp_path: Path) -> None:
