@@ -289,10 +289,13 @@ def test_what_answers_were_given_is_logged_and_outlives_what_they_were_not(tmp_p
     options: dict[str, Any] = {"policy": "himem", "k_sem": 1, "himem_max_notes": 2}
     with open_engine(tmp_path, RecordingLLM(MockReplies()), **options) as engine:
         filled(engine)
+        before = engine.get_all("ann")
         for _ in range(2):
             engine.answer("ann", "violin")
         used = engine.answer("ann", QUESTION).found.facts[0].id
-        assert not [m for m in engine.get_all("ann") if m.deleted]
+        assert engine.drain()
+        assert engine.get_all("ann") == before and {used} < {m.id for m in before}, "nothing is forgotten yet"
+        assert dict(engine.tenants.get("ann").making.uses) == {used: 3}
         others = [turn_of("ann", n, f"Ann tells of book{n} page{n}") for n in range(10, 16)]
         engine.add_batch([replace(turn, session_id=f"b{n}") for n, turn in enumerate(others)])
         assert engine.flush("ann")
