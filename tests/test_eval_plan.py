@@ -25,7 +25,7 @@ def plan_of(folder: Path, **settings: Any) -> Plan:
 
 def test_every_setting_is_known_to_shape_a_run_or_not_to() -> None:
     """A new one goes into one of the three lists in bench/quality/plan.py."""
-    assert Counter((*SETTINGS, *OTHERWISE, *RUNNING)) == Counter(Settings.model_fields)
+    assert Counter((*SETTINGS, *OTHERWISE, *RUNNING)) == Counter(list(Settings.model_fields))
 
 
 @pytest.mark.parametrize(
