@@ -19,7 +19,7 @@ from undertow.engine.departures import InTransit, Moved
 from undertow.engine.journal import Journal, Row
 from undertow.engine.lessons import Lesson, Lessons, new_ones
 from undertow.engine.llm import BadReply, BrokenOff, Completion, LLMClient, OnText
-from undertow.engine.model import NoLLM, UndertowError, Usage
+from undertow.engine.model import AnswerMode, BadInput, InputError, NoLLM, UndertowError, Usage
 from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
 from undertow.engine.records import usage_to_json
 from undertow.engine.retrieval import Found
@@ -92,26 +92,38 @@ class Asking(ABC):
     @abstractmethod
     def _settings_of(self, tenant: str) -> Settings: ...
 
-    def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
-        """Answer from memory, as `answer_mode` says; metered as a query. As `ask` and `heard`."""
-        asked = self.ask(tenant, question, as_of=as_of)
+    def answer(
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
+    ) -> Answer:
+        """Answer from memory; metered as a query. As `ask` and `heard`."""
+        asked = self.ask(tenant, question, as_of=as_of, mode=mode)
         while (answer := self.heard(asked)) is None:
             time.sleep(0.01)
         return answer
 
     def ask(
-        self, tenant: str, question: str, *, as_of: str | None = None, on_text: OnText | None = None
+        self,
+        tenant: str,
+        question: str,
+        *,
+        as_of: str | None = None,
+        mode: AnswerMode | None = None,
+        on_text: OnText | None = None,
     ) -> Asked:
         """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
 
+        `mode`: None for that of the setting `answer_mode`. InputError: the tenant's policy has no such mode.
         `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
         BrokenOff too. `let_go` gives the call up. NoLLM, UnknownTenant.
         """
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         recall = partial(self.recall, tenant, question)
-        mode = self._settings_of(tenant).answer_mode
-        steps = answering(mode, Question(question, as_of, recall, self._budget))
+        try:
+            answered_by = self._settings_of(tenant).mode_of(mode)
+        except ValueError as error:
+            raise InputError(BadInput("answer", None, "mode", str(error), "Leave it out.")) from None
+        steps = answering(answered_by, Question(question, as_of, recall, self._budget))
         life, learns = self.tenants.life(tenant), self._learns_of(tenant)
         asked = Asked(tenant, life, question, learns, steps, on_text)
         self._go_on(asked)

@@ -19,6 +19,7 @@ from undertow.engine.cluster.shard import Shard
 from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
+from undertow.engine.model import AnswerMode, InputError
 from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
 from undertow.serving.limits import answer_tokens
@@ -231,7 +232,35 @@ def test_a_whole_answer_that_is_called_off_between_its_calls_asks_no_more(tmp_pa
 
 
 def test_a_budget_has_room_for_every_call_of_an_answer() -> None:
-    assert answer_tokens(Settings(**BEST)) == 3 * answer_tokens(Settings(policy="himem"))
+    usual = Settings(policy="himem")
+    assert answer_tokens(Settings(**BEST)) == answer_tokens(usual, "best_effort") == 3 * answer_tokens(usual)
+    assert answer_tokens(Settings(**BEST), "hybrid") == answer_tokens(usual)
+
+
+@pytest.mark.parametrize("usual", ["hybrid", "best_effort"])
+def test_who_asks_may_choose_the_mode(usual: str, tmp_path: Path) -> None:
+    llm = RecordingLLM(Judging())
+    calls: dict[AnswerMode | None, int] = {}
+    modes: tuple[AnswerMode | None, ...] = ("best_effort", "hybrid", None)
+    with open_engine(tmp_path, llm, **{**BEST, "answer_mode": usual}) as engine:
+        filled(engine)
+        for mode in modes:
+            before = len(llm.prompts["ann"])
+            engine.answer("ann", QUESTION, mode=mode)
+            calls[mode] = len(llm.prompts["ann"]) - before
+        with pytest.raises(InputError, match="'worst' is none of hybrid, best_effort"):
+            engine.answer("ann", QUESTION, mode="worst")  # type: ignore[arg-type]
+    assert calls == {"best_effort": 3, "hybrid": 1, None: 1 if usual == "hybrid" else 3}
+    assert len(missed(tmp_path)) == 1, "of best effort, whoever has chosen it"
+
+
+def test_a_mode_of_himem_is_refused_for_a_tenant_with_another_policy(tmp_path: Path) -> None:
+    with open_engine(tmp_path, RecordingLLM(Judging()), **BEST) as engine:
+        engine.set_policy("ann", "eager")
+        filled(engine)
+        with pytest.raises(InputError, match="of the policy 'himem', and the tenant's is 'eager'"):
+            engine.answer("ann", QUESTION, mode="best_effort")
+        assert engine.answer("ann", QUESTION, mode="hybrid").usage.calls == 1
 
 
 def test_a_tenant_is_answered_as_its_own_policy_is(tmp_path: Path) -> None:
