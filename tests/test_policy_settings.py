@@ -83,7 +83,8 @@ def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.Monk
 
 
 def test_the_policy_says_what_of_an_answer_it_learns_from_and_the_engine_asks_no_setting_of_one() -> None:
-    for policy in ("recmem", "eager", "nemori"):
+    others: tuple[PolicyName, ...] = ("recmem", "eager", "nemori")
+    for policy in others:
         assert policy_of(Settings(policy=policy)).learns == Learns()
     assert policy_of(Settings(policy="himem")).learns == Learns(missed=True)
     own = Settings(policy="himem", himem_max_notes=9, himem_self_evolution=False)
