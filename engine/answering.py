@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from undertow.engine.config import AnswerMode
 from undertow.engine.llm import BadReply
+from undertow.engine.model import AnswerMode
 from undertow.engine.policies.base import PromptBudget
 from undertow.engine.retrieval import Found, Hit, question_prompt
 from undertow.prompts import Prompt, ShownMemory, sufficiency_prompt

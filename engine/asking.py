@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import orjson
 
 from undertow.engine.answering import Answering, Question, Say, answering
+from undertow.engine.cause import caused_by
 from undertow.engine.config import Settings
 from undertow.engine.departures import InTransit, Moved
 from undertow.engine.journal import Journal, Row
+from undertow.engine.lessons import Lesson, Lessons, new_ones
 from undertow.engine.llm import BadReply, BrokenOff, Completion, LLMClient, OnText
-from undertow.engine.model import NoLLM, UndertowError, Usage
-from undertow.engine.policies.base import PromptBudget, PromptTooLong
-from undertow.engine.records import Control, ControlKind, usage_to_json
+from undertow.engine.model import AnswerMode, BadInput, InputError, NoLLM, UndertowError, Usage
+from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
+from undertow.engine.records import usage_to_json
 from undertow.engine.retrieval import Found
-from undertow.engine.tenant import Tenant
-from undertow.engine.tenants import Tenants, UnknownTenant
+from undertow.engine.scheduler import Scheduler
+from undertow.engine.tenants import ArenaFull, Tenants, UnknownTenant
 from undertow.engine.trace import Trace
 
 
@@ -40,12 +41,15 @@ class Answer:
 class Asked:
     """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
 
-    `due`: of that, what is not metered yet, by operation. `given`: the answer and what it was given, once the
-    mode has ended.
+    `life`: the one of the tenant that was asked; no other is to hear of it. `learns`: what its policy learns
+    from the answer. `due`: of the cost, what is not metered yet, by operation. `given`: the answer and what
+    it was given, once the mode has ended.
     """
 
     tenant: str
+    life: int
     question: str
+    learns: Learns
     steps: Answering
     on_text: OnText | None
     say: Say | None = None
@@ -68,7 +72,9 @@ class Asking(ABC):
     settings: Settings
     journal: Journal
     tenants: Tenants
+    scheduler: Scheduler
     trace: Trace
+    _lessons: Lessons
     _llm: LLMClient | None
     _budget: PromptBudget
     _failure: BaseException | None
@@ -81,39 +87,53 @@ class Asking(ABC):
     def recall(self, tenant: str, question: str) -> Found: ...
 
     @abstractmethod
-    def _settings_of(self, tenant: str) -> Settings: ...
+    def _learns_of(self, tenant: str) -> Learns: ...
 
     @abstractmethod
-    def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
+    def _settings_of(self, tenant: str) -> Settings: ...
 
-    def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
-        """Answer from memory, as `answer_mode` says; metered as a query. BadReply, ServerRefused."""
-        asked = self.ask(tenant, question, as_of=as_of)
+    def answer(
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
+    ) -> Answer:
+        """Answer from memory; metered as a query. As `ask` and `heard`."""
+        asked = self.ask(tenant, question, as_of=as_of, mode=mode)
         while (answer := self.heard(asked)) is None:
             time.sleep(0.01)
         return answer
 
     def ask(
-        self, tenant: str, question: str, *, as_of: str | None = None, on_text: OnText | None = None
+        self,
+        tenant: str,
+        question: str,
+        *,
+        as_of: str | None = None,
+        mode: AnswerMode | None = None,
+        on_text: OnText | None = None,
     ) -> Asked:
         """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
 
+        `mode`: None for that of the setting `answer_mode`. InputError: the tenant's policy has no such mode.
         `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
-        BrokenOff too. `let_go` gives the call up.
+        BrokenOff too. `let_go` gives the call up. NoLLM, UnknownTenant.
         """
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
         recall = partial(self.recall, tenant, question)
-        mode = self._settings_of(tenant).answer_mode
-        steps = answering(mode, Question(question, as_of, recall, self._budget))
-        asked = Asked(tenant, question, steps, on_text)
+        try:
+            answered_by = self._settings_of(tenant).mode_of(mode)
+        except ValueError as error:
+            raise InputError(BadInput("answer", None, "mode", str(error), "Leave it out.")) from None
+        steps = answering(answered_by, Question(question, as_of, recall, self._budget))
+        life, learns = self.tenants.life(tenant), self._learns_of(tenant)
+        asked = Asked(tenant, life, question, learns, steps, on_text)
         self._go_on(asked)
         return asked
 
     def let_go(self, asked: Asked) -> None:
         """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more.
 
-        What earlier calls for it have cost is metered, where the tenant is still here and may be written to.
+        What earlier calls for it have cost is metered, where the tenant is still here, in the life that was
+        asked, and may be written to.
         """
         if self._llm is not None and asked.call is not None:
             self._llm.cancel(asked.call)
@@ -124,8 +144,11 @@ class Asking(ABC):
     def heard(self, asked: Asked) -> Answer | None:
         """The answer to what was asked; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
 
-        Metered, also where no answer came of it.
+        Metered, also where no answer came of it; what an answer teaches is logged in a later step.
+        UnknownTenant: it was erased meanwhile, and the LLM call is given up; what replies there were are
+        dropped, also where the name has begun anew.
         """
+        self._check_lives(asked)
         try:
             while asked.given is None:
                 assert asked.call is not None, "a mode that has not ended waits for a call"
@@ -138,8 +161,16 @@ class Asking(ABC):
                 self._meter_query(asked)
         text, found = asked.given
         if asked.say is not None and asked.say.answers:
-            self._log_used(asked.tenant, found)
+            self._teach(asked, asked.say.missed, found)
         return Answer(text, found, asked.spent)
+
+    def _check_lives(self, asked: Asked) -> None:
+        """UnknownTenant; Moved, InTransit."""
+        try:
+            self.tenants.require_life(asked.tenant, asked.life)
+        except UndertowError:
+            self.let_go(asked)
+            raise
 
     def _check_not_lost(self, asked: Asked) -> None:
         if self._llm is not None and self.server_lost:
@@ -176,39 +207,43 @@ class Asking(ABC):
             asked.call = self._llm.stream(say.prompt, tenant=asked.tenant, on_text=asked.on_text)
         else:
             asked.call = self._llm.submit(say.prompt, tenant=asked.tenant)
-        if say.missed and self._settings_of(asked.tenant).himem_self_evolution:
-            self._log_missed(asked, say.missed)
 
-    def _log_missed(self, asked: Asked, episode_ids: Sequence[str]) -> None:
-        """Have the notes take over what they missed, later; the answer is being written meanwhile.
+    def _teach(self, asked: Asked, missed: Sequence[str], found: Found) -> None:
+        """Queue what the policy learns from an answer. Who only reads changes nothing."""
+        if not self.journal.writable or self._failure is not None:
+            return
+        if asked.learns.missed and missed:
+            body = {"question": asked.question, "episode_ids": list(missed)}
+            self._lessons.put(Lesson(asked.tenant, asked.life, "reconsolidate", body))
+        if asked.learns.used and found.facts:
+            body = {"fact_ids": [hit.id for hit in found.facts]}
+            self._lessons.put(Lesson(asked.tenant, asked.life, "used", body))
 
-        Not twice at a time for one question. Who only reads changes nothing.
+    def _log_lessons(self, most: int) -> None:
+        """Have the oldest of what answers have taught logged, a commit for each tenant. JournalError.
+
+        Dropped are those of tenants that have gone, or whose memories are being made anew, or for which the
+        arena has no room.
         """
-        of = self.tenants.existing(asked.tenant)
-        undecided = [record.body for record in of.records[of.cursor :] if isinstance(record, Control)]
-        known = any(body.get("question") == asked.question for body in undecided)
-        if self._learns(of) and not known:
-            body = {"question": asked.question, "episode_ids": list(episode_ids)}
-            self._log(asked.tenant, "reconsolidate", [body])
-
-    def _log_used(self, tenant: str, found: Found) -> None:
-        """Which notes an answer was given, where forgetting goes by that."""
-        most = self._settings_of(tenant).himem_max_notes
-        if most is not None and found.facts and self._learns(self.tenants.existing(tenant)):
-            self._log(tenant, "used", [{"fact_ids": [hit.id for hit in found.facts]}])
-
-    def _learns(self, tenant: Tenant) -> bool:
-        """Whether a record about memories that are searched is of use: not where others are being made."""
-        return self.journal.writable and self._failure is None and tenant.change_ahead is None
+        for (name, life), lessons in self._lessons.take(most).items():
+            with suppress(UnknownTenant, Moved, InTransit, ArenaFull):
+                self.tenants.require_life(name, life)
+                of = self.tenants.existing(name)
+                records = [(lesson.kind, lesson.body) for lesson in new_ones(of, lessons)]
+                if records and of.change_ahead is None:
+                    with caused_by(lessons[0].cause):
+                        self.scheduler.log(of, records)
 
     def _meter_query(self, asked: Asked) -> None:
         if not asked.due:
             return
-        of = self.tenants.existing(asked.tenant)
+        self.tenants.require_life(asked.tenant, asked.life)
         due, asked.due = asked.due, {}
-        for operation, usage in due.items():
-            of.add_usage(operation, usage)
+        if (of := self.tenants.in_memory(asked.tenant)) is not None:  # if not, it has it from the journal
+            for operation, usage in due.items():
+                of.add_usage(operation, usage)
         if self.journal.writable:
+            key = self.journal.info.tenant_key(asked.tenant)
             body = orjson.dumps(usage_to_json(due))
             with self.trace.span("commit", rows=1):
-                self.journal.append([Row("usage", of.name, of.key, -1, body)])
+                self.journal.append([Row("usage", asked.tenant, key, -1, body)])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import psutil
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.card import CardShares
-from undertow.engine.model import PolicyName
+from undertow.engine.model import AnswerMode, PolicyName
 
 Profile = Literal["companion", "assistant"]
 # RecMem, section 4.3, and NEMORI, section 4.4: no episodes, facts of the raw words; episodes alone; a window
@@ -23,7 +23,6 @@ ABLATIONS: Mapping[str, tuple[PolicyName, ...]] = {
 }
 # what keeps NEMORI's facts (its section 3.3.3 and appendix A)
 ManagementName = Literal["native", "append", "summary"]
-AnswerMode = Literal["hybrid", "best_effort"]
 
 # theta (sim and merge), theta_count: paper, sections 3.6 and 4.1
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4)}
@@ -66,8 +65,9 @@ class Settings(BaseSettings):
     # adaptive forgetting: how many notes a tenant keeps, those that answers were given most often; None: all
     himem_max_notes: int | None = Field(default=None, ge=1)
 
-    # how a question is answered (engine/answering.py): from all tiers at once, or, with HiMem's two, from
-    # notes and only where those are not sufficient from episodes
+    # how a question is answered that does not say it (engine/answering.py): from all tiers at once, or, with
+    # HiMem's two, from notes and only where those are not sufficient from episodes. `hybrid` is the paper's
+    # word for the first: of notes and episodes, whereas in `search` it is of meaning and words
     answer_mode: AnswerMode = "hybrid"
     # answer time: what is not set is the policy's (its `tiers`; of RecMem 10, 5 and 10, section 3.5), but
     # k_sem = 2 k_epi where that alone is set. 0 leaves a tier out: without subconscious memory is k_sub = 0,
@@ -80,7 +80,8 @@ class Settings(BaseSettings):
     # False: a turn that was consolidated leaves search, as in the paper's released code (an ablation)
     retain_consolidated: bool = True
 
-    # "dense": by the cosine alone, as in the paper; "hybrid": by the query's words too (engine/lexicon.py)
+    # how a search ranks, that of an answer included. "dense": by the cosine alone, as in the paper; "hybrid":
+    # by the query's words too (engine/lexicon.py)
     search: Literal["hybrid", "dense"] = "hybrid"
 
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
@@ -166,6 +167,16 @@ class Settings(BaseSettings):
             return self
         parts: dict[str, Any] = {"ablation": None, "management": "native", **_OF_HIMEM}
         return self.model_copy(update={"policy": policy, **parts})
+
+    def mode_of(self, asked: AnswerMode | None) -> AnswerMode:
+        """How to answer: as asked, where nothing is asked as set. ValueError: the policy has no such mode."""
+        if asked is None:
+            return self.answer_mode
+        if asked not in get_args(AnswerMode):
+            raise ValueError(f"{asked!r:.80} is none of {', '.join(get_args(AnswerMode))}")
+        if asked != _OF_HIMEM["answer_mode"] and self.policy != "himem":
+            raise ValueError(f"{asked!r} is of the policy 'himem', and the tenant's is {self.policy!r}")
+        return asked
 
     @property
     def shares(self) -> CardShares:

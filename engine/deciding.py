@@ -19,7 +19,6 @@ from undertow.engine.policies.base import (
     GateReading,
     Nearest,
     Outcome,
-    Reconsolidating,
     deletion,
     nothing_to_decide,
     rewording,
@@ -46,7 +45,7 @@ def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:
         return nothing_to_decide() if job is None else policy.replay(seq, job, view)
     if isinstance(record, Control) and record.kind == "flush":
         return policy.flush(seq, view)
-    if isinstance(policy, Reconsolidating) and isinstance(record, Control) and record.kind == "reconsolidate":
+    if isinstance(record, Control) and record.kind == "reconsolidate":
         return policy.reconsolidate(seq, record.body["question"], record.body["episode_ids"], view)
     return nothing_to_decide()  # settings, what answers were given, and turns that were deleted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from undertow.engine.encoder import Encoder, Fingerprint
 from undertow.engine.erasure import Certificate, bury, left_behind, purge
 from undertow.engine.figures import store_stats
 from undertow.engine.journal import Journal, JournalError, Row
+from undertow.engine.lessons import LESSONS_PER_STEP, Lessons
 from undertow.engine.llm import LLMClient, OpenAILLM
 from undertow.engine.model import (
     BadInput,
@@ -119,6 +121,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
             self._check_policy()
             self.tenants = Tenants(self.journal, self.arena)
             self._reports = Reports(self.journal, self.tenants)
+            self._lessons = Lessons()
             self._llm = llm
             if llm is not None:
                 llm.on_call = self.trace.llm_request
@@ -190,11 +193,13 @@ class Engine(Searching, Editing, Asking, Tenancy):
     def close(self) -> None:
         """Release the store and the vectors' memory; no call works after it.
 
-        Jobs in flight are dropped; a later run takes them up from the log.
+        Jobs in flight are dropped; a later run takes them up from the log, and what answers have taught.
         """
         try:
             if self.journal.writable and self._failure is None:
                 self.scheduler.stop()
+                with suppress(JournalError):  # what has to be stored is by now
+                    self._log_lessons(len(self._lessons))
         finally:
             # not left to the collector: tenants and indexes refer to it, and a card holds few pools
             self.arena.close()
@@ -264,6 +269,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
         self._check_sound()
         self._residence.prepare()
         try:
+            self._log_lessons(LESSONS_PER_STEP)
             if self.scheduler.holds_back and self.server_lost:
                 self.scheduler.put_off()  # what is stored does not wait for a server
             return self.scheduler.step(wait_s)
@@ -292,15 +298,15 @@ class Engine(Searching, Editing, Asking, Tenancy):
         return until not in self.scheduler.blocked if until is not None else not self.scheduler.blocked
 
     def at_rest(self, tenant: str) -> bool:
-        """Whether none of the tenant's turns is queued, and none of its records is to be decided."""
+        """Whether nothing of the tenant's is queued, and none of its records is to be decided."""
         scheduler = self.scheduler
-        queued = scheduler.inbox.holds(tenant)
+        queued = scheduler.inbox.holds(tenant) or self._lessons.holds(tenant)
         return not (queued or scheduler.at_work(tenant) or self._residence.lacks(tenant))
 
     @property
     def idle(self) -> bool:
         """Nothing left that a step could do; see Scheduler.idle."""
-        return self.scheduler.idle and self._residence.complete
+        return self.scheduler.idle and self._residence.complete and not len(self._lessons)
 
     @property
     def server_lost(self) -> bool:
@@ -339,6 +345,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
     def log_flush(self, tenant: str) -> None:
         """Log a flush, for a caller that has other work until the tenant is `at_rest`."""
         self._check_sound()
+        self._log_lessons(len(self._lessons))
         self._log(tenant, "flush", [{}])
 
     def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None:
@@ -354,9 +361,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
             self.journal.append([control_row(name, key, control) for control in controls])
             self._residence.take_up([name])
             return None
-        for body in bodies:
-            control = Control(kind, tenant.next_seq, body)
-            self.scheduler.log(tenant, control, control_row(name, tenant.key, control))
+        self.scheduler.log(tenant, [(kind, body) for body in bodies])
         return tenant
 
     @property
@@ -386,6 +391,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
         self._check_sound()
         self.tenants.require(tenant)
         self.scheduler.forget(tenant)
+        self._lessons.forget([tenant])
         self._texts.forget(tenant)
         bury(self.journal, self.tenants, tenant)
         forget_parked(self.journal.place, self.journal.info.tenant_key(tenant))  # a service's, of this store
@@ -408,6 +414,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
         except BaseException as error:
             self._failure = error  # work was dropped that the journal still holds here
             raise
+        self._lessons.forget(tenants)
         for name in tenants:
             self._texts.forget(name)
             self.tenants.depart(name)

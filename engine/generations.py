@@ -7,16 +7,17 @@ on in the one before, until the new one has come to the record of the change.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from undertow.engine.journal import Row
-from undertow.engine.model import Memory, MemoryKind
-from undertow.engine.records import control_of
+from undertow.engine.model import Decision, Memory, MemoryKind
+from undertow.engine.records import Control, control_of
 from undertow.kernels.arena import Arena
 
 # in the place of a tier's segment: its memories are no longer searched
@@ -68,6 +69,15 @@ class Tier:
                 arena.write(Arena.handle(self.segment, row), vector)
 
 
+Missed = tuple[str, frozenset[str]]
+"""A question that facts did not cover, and the ids of the episodes that did."""
+
+
+def missed_of(body: Mapping[str, Any]) -> Missed:
+    """What a `reconsolidate` record is about."""
+    return body["question"], frozenset(body["episode_ids"])
+
+
 class Generation:
     """What `policy` (None: the store's) has made of a tenant's log. `number`: 1 for the first."""
 
@@ -78,10 +88,24 @@ class Generation:
         self.settled_end = 0
         # by id of a fact: the answers that were given it, as far as the log is decided
         self.uses: Counter[str] = Counter()
+        # what questions have taught since anything but a question changed its memories: once more would teach
+        # nothing. No more than there are such records in the log
+        self.learned: set[Missed] = set()
         self.tiers: dict[MemoryKind, Tier] = {
             "episode": Tier(arena.new_segment()),
             "fact": Tier(arena.new_segment()),
         }
+
+    def note(self, record: Control | bytes | None, body: Mapping[str, Any]) -> None:
+        """A record was decided, as `body` says."""
+        match record:
+            case Control(kind="used"):
+                self.uses.update(record.body["fact_ids"])
+            case Control(kind="reconsolidate"):
+                if body["decision"] == Decision.FIRED:
+                    self.learned.add(missed_of(record.body))
+            case _ if body.get("episode_ids") or body.get("fact_ids"):
+                self.learned.clear()
 
     @property
     def segments(self) -> list[int]:

@@ -17,6 +17,8 @@ UNDATED = "undated"
 
 MemoryKind = Literal["episode", "fact"]
 PolicyName = Literal["recmem", "eager", "nemori", "himem"]
+# which tiers an answer is given, and when (engine/answering.py): nothing to do with how a search ranks
+AnswerMode = Literal["hybrid", "best_effort"]
 
 
 class Decision(StrEnum):

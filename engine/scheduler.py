@@ -37,6 +37,7 @@ from undertow.engine.policies.base import (
 from undertow.engine.readings import Readings
 from undertow.engine.records import (
     Control,
+    ControlKind,
     Job,
     control_row,
     job_row,
@@ -188,10 +189,12 @@ class Scheduler:
         tenant.add_control(control)
         self._append([*rows, control_row(tenant.name, tenant.key, control)])
 
-    def log(self, tenant: Tenant, control: Control, row: Row) -> None:
-        """Append a control record to a tenant's log, durably, before this returns."""
-        tenant.add_control(control)
-        self._append([row])
+    def log(self, tenant: Tenant, records: Iterable[tuple[ControlKind, Mapping[str, Any]]]) -> None:
+        """Append control records (kind and body) to a tenant's log, in one commit before this returns."""
+        controls = [Control(kind, seq, body) for seq, (kind, body) in enumerate(records, tenant.next_seq)]
+        for control in controls:
+            tenant.add_control(control)
+        self._append([control_row(tenant.name, tenant.key, control) for control in controls])
         self.wake(tenant)
 
     def replace(self, tenant: Tenant, deletion: Mapping[str, Any], turn: Turn) -> Receipt:

@@ -12,7 +12,7 @@ from undertow.engine.journal import Journal, Row
 from undertow.engine.metadata import Where
 from undertow.engine.model import Memory, unknown_memory
 from undertow.engine.policies import Policies
-from undertow.engine.policies.base import Tiers
+from undertow.engine.policies.base import Learns, Tiers
 from undertow.engine.repeats import turns_by_key
 from undertow.engine.reports import Report, Reports
 from undertow.engine.retrieval import ANY_TIME, EVERYWHERE, Found, Retrieval, Window, with_words
@@ -92,6 +92,10 @@ class Searching(ABC):
 
     def _tiers_of(self, tenant: str) -> Tiers:
         return self._policies.tiers(self._policy_shown(tenant))
+
+    def _learns_of(self, tenant: str) -> Learns:
+        """What the policy that has made what is searched wants to know of an answer."""
+        return self._policies.named(self._policy_shown(tenant)).learns
 
     def _settings_of(self, tenant: str) -> Settings:
         """The settings as they hold under the policy that has made what is searched."""

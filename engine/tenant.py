@@ -271,9 +271,7 @@ class Tenant:
             self._reread(target)
             return
         self.cursor = seq + 1
-        record = self.records[seq]
-        if isinstance(record, Control) and record.kind == "used":
-            self.making.uses.update(record.body["fact_ids"])
+        self.making.note(self.records[seq], body)
         if settled := body.get("settled"):
             self._arena.set_live(self._turn_handles(settled), False)
             self.making.settled_end = max(self.making.settled_end, max(settled) + 1)

@@ -84,6 +84,22 @@ class Tenants:
                 f"no tenant {name!r} in {self._journal.place}. `undertow list --kind tenants` shows them."
             )
 
+    def require_life(self, name: str, life: int) -> None:
+        """As `require`; UnknownTenant also where the name was erased in that life, and lives another."""
+        self.require_here([name])
+        if name not in self or self.life(name) != life:
+            raise UnknownTenant(
+                f"tenant {name!r} was erased meanwhile: nothing is known of what it was asked."
+            )
+
+    def life(self, name: str) -> int:
+        """As Tenant.life, whether or not the tenant is in memory."""
+        return self.generation(self._journal.info.tenant_key(name))
+
+    def in_memory(self, name: str) -> Tenant | None:
+        """The tenant, if it is loaded."""
+        return self._loaded.get(name)
+
     def stored(self, name: str, *kinds: Kind) -> Iterator[Row]:
         """A tenant's rows of these kinds from the journal, without vectors and those of an erased life."""
         key = self._journal.info.tenant_key(name)

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import orjson
 from filelock import FileLock, Timeout
 
-from undertow.engine.model import UndertowError
+from undertow.engine.model import AnswerMode, UndertowError
 from undertow.engine.place import make_folder, remove_drafts, replace_file
 from undertow.serving.key_file import KEY_ID, utc_now
 from undertow.serving.principal import Principal
@@ -35,14 +35,14 @@ NS_PER_S = 1_000_000_000
 MOST_BUCKETS = 65_536
 SAVE_EVERY_S = 1.0
 # prompts of an answer by mode, at most (engine/answering.py); each is repeated once where the reply is no use
-PROMPTS = {"hybrid": 1, "best_effort": 3}
+PROMPTS: Mapping[AnswerMode, int] = {"hybrid": 1, "best_effort": 3}
 CALLS_A_PROMPT = 2
 MODE = 0o600
 
 
-def answer_tokens(engine: Settings) -> int:
-    """The most that one answer may take of an LLM, and what a budget must have left for it."""
-    return PROMPTS[engine.answer_mode] * CALLS_A_PROMPT * engine.context_tokens
+def answer_tokens(engine: Settings, mode: AnswerMode | None = None) -> int:
+    """The most that an answer in this mode (None: as set) may take; a budget must have it left."""
+    return PROMPTS[mode or engine.answer_mode] * CALLS_A_PROMPT * engine.context_tokens
 
 
 class SpendingError(UndertowError):

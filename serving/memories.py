@@ -23,7 +23,7 @@ from undertow.engine.config import Settings
 from undertow.engine.erasure import Certificate
 from undertow.engine.importing import Imported
 from undertow.engine.llm import BrokenOff
-from undertow.engine.model import Turn, UndertowError
+from undertow.engine.model import AnswerMode, Turn, UndertowError
 from undertow.engine.place import Place
 from undertow.engine.reports import Report
 from undertow.engine.retrieval import Found
@@ -93,13 +93,15 @@ class Memories:
         found: Found = await self._ask("search", tenant, query, **how)
         return found
 
-    async def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
+    async def answer(
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
+    ) -> Answer:
         """As Engine.answer."""
-        answer: Answer = await self._ask("answer", tenant, question, as_of=as_of)
+        answer: Answer = await self._ask("answer", tenant, question, as_of=as_of, mode=mode)
         return answer
 
     async def answer_stream(
-        self, tenant: str, question: str, *, as_of: str | None = None
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
     ) -> AsyncGenerator[str | Answer]:
         """Like `answer`, in pieces as the LLM writes them; then the Answer, whose text they are together.
 
@@ -108,7 +110,7 @@ class Memories:
         """
         told = False
         while True:
-            begun = self._router.begin("answer_begin", tenant, question, as_of=as_of)
+            begun = self._router.begin("answer_begin", tenant, question, as_of=as_of, mode=mode)
             try:
                 async with aclosing(self._pieces(begun)) as pieces:
                     async for piece in pieces:

@@ -1,14 +1,43 @@
-"""What HiMem's tests share: a mock LLM whose judgements are told it."""
+"""What HiMem's tests share: a small life to ask about, and a mock LLM whose judgements are told it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from undertow.bench.mock_llm import MockReplies
 from undertow.bench.mock_replies import Messages
+from undertow.engine.engine import Engine
+from undertow.engine.model import Turn
+from undertow.engine.records import control_of
+
+from .engine_harness import HeldLLM, rows_of, turn_of
+
+QUESTION = "What does Ann do in the harbour?"
+BEST: dict[str, Any] = {"policy": "himem", "answer_mode": "best_effort"}
+
+
+def sessions() -> list[Turn]:
+    """Two sessions; the first turn of the second closes the first."""
+    said = ("Ann sails in the harbour", "Ann mends the sail", "Ann plays the violin", "Ann bakes bread")
+    turns = [turn_of("ann", n, f"{text} on day {n}") for n, text in enumerate(said)]
+    return [Turn(t.tenant, t.messages, t.dedupe_key, f"s{n // 2}", t.timestamp) for n, t in enumerate(turns)]
+
+
+def settled(engine: Engine, llm: HeldLLM) -> None:
+    """Everything decided, by an LLM that holds its replies back."""
+    while not engine.idle:
+        llm.release()
+        engine.step()
+
+
+def logged(store: Path, kind: str) -> list[dict[str, Any]]:
+    """The bodies of a store's control records of a kind, oldest first."""
+    controls = [control_of(row) for row in rows_of(store, "control")]
+    return [dict(control.body) for control in controls if control.kind == kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,9 @@ def test_ask_answers_with_its_memories_and_cost(store: Path, server: str) -> Non
     asked = ("ask", "what about the boat?", "--tenant", "ada", "--store", store, "--llm", server)
     answer = run(*asked, "--json").doc
     assert answer["answer"] and answer["memories"] and answer["usage"]["prompt_tokens"] > 0
-    assert run(*asked).out.strip() == answer["answer"].strip()
+    assert run(*asked, "--mode", "hybrid").out.strip() == answer["answer"].strip()
+    refused = run(*asked, "--mode", "best_effort")
+    assert refused.code == 1 and "'best_effort' is of the policy 'himem'" in refused.err
     spent = run("stats", "--store", store, "--tenant", "ada", "--json").doc
     assert spent["usage"]["answer"]["calls"] == 2
     assert (

@@ -129,6 +129,11 @@ def test_answers_whole_and_in_pieces(client: Driven, kind: str) -> None:
     assert whole.answer and BOAT in whole.memories[0].memory and whole.usage["calls"] == 1
     *pieces, last = client.answer_stream(tenant, "What does the boat need?", as_of="2026-05-09")
     assert isinstance(last, Answer) and "".join(pieces) == last.answer == whole.answer
+    assert client.answer(tenant, "What does the boat need?", mode="hybrid").answer == whole.answer
+    with pytest.raises(BadRequest, match="'best_effort' is of the policy 'himem'"):
+        client.answer(tenant, "What does the boat need?", mode="best_effort")
+    with pytest.raises(BadRequest, match="'best_effort' is of the policy 'himem'"):
+        list(client.answer_stream(tenant, "What does the boat need?", mode="best_effort"))
 
 
 def test_a_tenant_is_given_another_policy(client: Driven, kind: str) -> None:

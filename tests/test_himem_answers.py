@@ -19,7 +19,7 @@ from undertow.engine.cluster.shard import Shard
 from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
-from undertow.engine.model import Turn
+from undertow.engine.model import AnswerMode, InputError
 from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
 from undertow.serving.limits import answer_tokens
@@ -35,20 +35,11 @@ from .engine_harness import (
     settings_of,
     turn_of,
 )
-from .himem_harness import Judging
+from .himem_harness import BEST, QUESTION, Judging, logged, sessions, settled
 from .llm_harness import wait_until
 from .policy_harness import lines_under
 
-QUESTION = "What does Ann do in the harbour?"
 SOON_S = 30.0
-BEST: dict[str, Any] = {"policy": "himem", "answer_mode": "best_effort"}
-
-
-def sessions() -> list[Turn]:
-    """Two closed sessions, and an open one."""
-    said = ("Ann sails in the harbour", "Ann mends the sail", "Ann plays the violin", "Ann bakes bread")
-    turns = [turn_of("ann", n, f"{text} on day {n}") for n, text in enumerate(said)]
-    return [Turn(t.tenant, t.messages, t.dedupe_key, f"s{n // 2}", t.timestamp) for n, t in enumerate(turns)]
 
 
 def filled(engine: Engine) -> None:
@@ -67,8 +58,7 @@ def asked(store: Path, replies: MockReplies, **options: Any) -> tuple[str, list[
 
 
 def missed(store: Path) -> list[dict[str, Any]]:
-    bodies = [orjson.loads(row.payload) for row in rows_of(store, "control")]
-    return [body["body"] for body in bodies if body["kind"] == "reconsolidate"]
+    return logged(store, "reconsolidate")
 
 
 # ---- modes
@@ -155,9 +145,7 @@ def test_a_turn_deleted_while_it_is_judged_is_in_no_later_prompt(tmp_path: Path)
     llm = HeldLLM(Judging())
     with open_engine(tmp_path, llm, **BEST) as engine:
         receipts = engine.add_batch([turn_of("ann", 0, f"Ann sails with the {MARKER}"), *sessions()[2:3]])
-        while not engine.idle:
-            llm.release()
-            engine.step()
+        settled(engine, llm)
         question = engine.ask("ann", QUESTION)
         assert MARKER in llm.prompts["ann"][-1].user
         assert receipts[0].id is not None
@@ -179,10 +167,12 @@ def test_what_the_notes_missed_is_taken_over_after_the_answer(tmp_path: Path) ->
         (episode,) = [m for m in engine.get_all("ann") if m.kind == "episode"][:1]
         answered = engine.answer("ann", QUESTION)
         assert {m.id for m in engine.get_all("ann")} == before and not engine.idle
+        asked_by_now = len(llm.prompts["ann"])
+        assert missed(tmp_path) == [], "no commit of it stands before the answer"
+        engine.step()
         (body,) = missed(tmp_path)
         assert body["question"] == QUESTION
         assert body["episode_ids"] == [answered.found.episodes[0].id] and episode.kind == "episode"
-        asked_by_now = len(llm.prompts["ann"])
         assert engine.drain()
         operations = [p.operation for p in llm.prompts["ann"][asked_by_now:]]
         assert operations == ["supplement", "revise"]
@@ -200,9 +190,7 @@ def test_an_answer_that_is_let_go_between_its_calls_asks_no_more_and_is_metered_
     llm = HeldLLM(Judging())
     with open_engine(tmp_path, llm, **BEST) as engine:
         engine.add_batch(sessions()[:3])
-        while not engine.idle:
-            llm.release()
-            engine.step()
+        settled(engine, llm)
         before = len(llm.prompts["ann"])
         asked = engine.ask("ann", QUESTION)
         llm.release()
@@ -244,7 +232,35 @@ def test_a_whole_answer_that_is_called_off_between_its_calls_asks_no_more(tmp_pa
 
 
 def test_a_budget_has_room_for_every_call_of_an_answer() -> None:
-    assert answer_tokens(Settings(**BEST)) == 3 * answer_tokens(Settings(policy="himem"))
+    usual = Settings(policy="himem")
+    assert answer_tokens(Settings(**BEST)) == answer_tokens(usual, "best_effort") == 3 * answer_tokens(usual)
+    assert answer_tokens(Settings(**BEST), "hybrid") == answer_tokens(usual)
+
+
+@pytest.mark.parametrize("usual", ["hybrid", "best_effort"])
+def test_who_asks_may_choose_the_mode(usual: str, tmp_path: Path) -> None:
+    llm = RecordingLLM(Judging())
+    calls: dict[AnswerMode | None, int] = {}
+    modes: tuple[AnswerMode | None, ...] = ("best_effort", "hybrid", None)
+    with open_engine(tmp_path, llm, **{**BEST, "answer_mode": usual}) as engine:
+        filled(engine)
+        for mode in modes:
+            before = len(llm.prompts["ann"])
+            engine.answer("ann", QUESTION, mode=mode)
+            calls[mode] = len(llm.prompts["ann"]) - before
+        with pytest.raises(InputError, match="'worst' is none of hybrid, best_effort"):
+            engine.answer("ann", QUESTION, mode="worst")  # type: ignore[arg-type]
+    assert calls == {"best_effort": 3, "hybrid": 1, None: 1 if usual == "hybrid" else 3}
+    assert len(missed(tmp_path)) == 1, "of best effort, whoever has chosen it"
+
+
+def test_a_mode_of_himem_is_refused_for_a_tenant_with_another_policy(tmp_path: Path) -> None:
+    with open_engine(tmp_path, RecordingLLM(Judging()), **BEST) as engine:
+        engine.set_policy("ann", "eager")
+        filled(engine)
+        with pytest.raises(InputError, match="of the policy 'himem', and the tenant's is 'eager'"):
+            engine.answer("ann", QUESTION, mode="best_effort")
+        assert engine.answer("ann", QUESTION, mode="hybrid").usage.calls == 1
 
 
 def test_a_tenant_is_answered_as_its_own_policy_is(tmp_path: Path) -> None:
@@ -270,6 +286,7 @@ def test_one_question_is_not_logged_twice_at_a_time_nor_without_self_evolution(t
         filled(engine)
         for _ in range(2):
             engine.answer("ann", QUESTION)
+        engine.step()
         (body,) = missed(tmp_path / "on")
         found = engine.search("ann", QUESTION)
         assert body["episode_ids"] == [hit.id for hit in found.episodes], "it named none that was shown"
@@ -301,10 +318,13 @@ def test_what_answers_were_given_is_logged_and_outlives_what_they_were_not(tmp_p
     options: dict[str, Any] = {"policy": "himem", "k_sem": 1, "himem_max_notes": 2}
     with open_engine(tmp_path, RecordingLLM(MockReplies()), **options) as engine:
         filled(engine)
+        before = engine.get_all("ann")
         for _ in range(2):
             engine.answer("ann", "violin")
         used = engine.answer("ann", QUESTION).found.facts[0].id
-        assert not [m for m in engine.get_all("ann") if m.deleted]
+        assert engine.drain()
+        assert engine.get_all("ann") == before and {used} < {m.id for m in before}, "nothing is forgotten yet"
+        assert dict(engine.tenants.get("ann").making.uses) == {used: 3}
         others = [turn_of("ann", n, f"Ann tells of book{n} page{n}") for n in range(10, 16)]
         engine.add_batch([replace(turn, session_id=f"b{n}") for n, turn in enumerate(others)])
         assert engine.flush("ann")

@@ -15,7 +15,7 @@ import pytest
 from undertow.engine.asking import Answer
 from undertow.engine.cluster.housing import Parts
 from undertow.engine.llm_outcomes import BadReply, BrokenOff
-from undertow.engine.model import Usage
+from undertow.engine.model import AnswerMode, Usage
 from undertow.engine.retrieval import Found
 from undertow.serving.key_file import KeyFile
 from undertow.serving.memories import Memories
@@ -73,6 +73,13 @@ def test_what_goes_wrong_before_the_first_piece_has_a_status(running: Running, s
     refused = poor.post(at("ann", "/answer"), json={**ASK, "stream": stream})
     is_problem(refused, 429, "token-budget")
     assert 0 < int(refused.headers["retry-after"]) <= 86_400
+    for mode in ("best_effort", "worst"):
+        odd = client.post(at("ann", "/answer"), json={**ASK, "stream": stream, "mode": mode})
+        assert "mode" in is_problem(odd, 422, "input")["detail"]
+    frugal = running.client(limits=Limits(tokens_per_day=2 * running.service.answer_tokens("hybrid")))
+    dear = {**ASK, "stream": stream, "mode": "best_effort"}
+    is_problem(frugal.post(at("ann", "/answer"), json=dear), 429, "token-budget")
+    assert frugal.post(at("ann", "/answer"), json={**dear, "mode": "hybrid"}).status_code == 200
 
 
 class Scripted:
@@ -88,7 +95,9 @@ class Scripted:
         memories.answer_stream = self.answer_stream  # type: ignore[method-assign]
         return memories
 
-    async def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
+    async def answer(
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
+    ) -> Answer:
         self.begun += 1
         if self.error is not None:
             raise self.error
@@ -100,7 +109,7 @@ class Scripted:
         return Answer("On Sunday.", Found((), (), ()), COST)
 
     async def answer_stream(
-        self, tenant: str, question: str, *, as_of: str | None = None
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
     ) -> AsyncGenerator[str | Answer]:
         try:
             yield "On "
@@ -176,7 +185,7 @@ def test_who_leaves_before_a_whole_answer_ends_the_call_and_is_charged_the_most(
             asking.sendall(head.encode() + body)
             wait_until(lambda: scripted.begun == 1)
         wait_until(lambda: scripted.closed == 1 and running.service.load.under_way == 0)
-        assert left(running, key) == 50_000 - running.service.answer_tokens
+        assert left(running, key) == 50_000 - running.service.answer_tokens(None)
 
 
 def test_who_leaves_a_stream_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:
@@ -188,4 +197,4 @@ def test_who_leaves_a_stream_ends_the_call_and_is_charged_the_most(tmp_path: Pat
         with client.stream("POST", at("ann", "/answer"), json={**ASK, "stream": True}) as response:
             assert next(response.iter_raw()).startswith(b"event: delta")
         wait_until(lambda: scripted.closed == 1 and running.service.load.under_way == 0)
-        assert left(running, key) == 50_000 - running.service.answer_tokens
+        assert left(running, key) == 50_000 - running.service.answer_tokens(None)

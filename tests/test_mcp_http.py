@@ -167,6 +167,9 @@ def test_a_question_is_answered(running: Running, url: str) -> None:
         answer = await done(client, "answer_question", tenant="asked", question="What does the boat need?")
         assert answer["answer"] and answer["notice"] == UNTRUSTED
         assert BOAT in answer["memories"][0]["memory"]
+        asked = {"tenant": "asked", "question": "What does the boat need?"}
+        assert (await done(client, "answer_question", **asked, mode="hybrid"))["answer"] == answer["answer"]
+        assert "policy 'himem'" in await refused(client, "answer_question", **asked, mode="best_effort")
 
     talk(url, running.key(), story)
 

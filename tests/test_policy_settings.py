@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import orjson
@@ -14,8 +14,8 @@ from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
 from undertow.engine.model import PolicyName
-from undertow.engine.policies import tiers_of
-from undertow.engine.policies.base import Tiers
+from undertow.engine.policies import policy_of, tiers_of
+from undertow.engine.policies.base import Learns, Tiers
 from undertow.engine.retrieval import Window
 from undertow.engine.store import DESCRIPTION, StoreError, read_info
 from undertow.engine.tenant import View
@@ -38,6 +38,8 @@ from .engine_harness import (
 )
 from .fault_harness import reports
 from .oracle_nemori import OracleNemori
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # ---- a store and its policy
 
@@ -78,6 +80,30 @@ def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.Monk
     ):
         Settings(policy="recmem", ablation="fixed-chunks")
     assert Settings(policy="nemori", ablation="fixed-chunks", management="summary").window_messages == 20
+
+
+def test_the_policy_says_what_of_an_answer_it_learns_from_and_the_engine_asks_no_setting_of_one() -> None:
+    others: tuple[PolicyName, ...] = ("recmem", "eager", "nemori")
+    for policy in others:
+        assert policy_of(Settings(policy=policy)).learns == Learns()
+    assert policy_of(Settings(policy="himem")).learns == Learns(missed=True)
+    own = Settings(policy="himem", himem_max_notes=9, himem_self_evolution=False)
+    assert policy_of(own).learns == Learns(used=True)
+    for name in ("answering", "asking", "deciding", "scheduler", "engine"):
+        assert "himem_" not in (ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def test_every_policy_goes_past_what_another_has_had_logged(tmp_path: Path) -> None:
+    missed = {"question": "What does Ann play?", "episode_ids": ["0" * 32]}
+    for policy in get_args(PolicyName):
+        llm = RecordingLLM(MockReplies())
+        with open_engine(tmp_path / policy, llm, policy=policy) as engine:
+            engine.add_batch(turns_of("ann", 1))
+            engine._log("ann", "used", [{"fact_ids": ["0" * 32]}])
+            engine._log("ann", "reconsolidate", [missed])
+            assert engine.drain()
+            assert "supplement" not in {prompt.operation for prompt in llm.prompts["ann"]}
+            assert engine.tenants.get("ann").cursor == 3
     with pytest.raises(ValidationError):
         Settings(policy="lazy")  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from filelock import FileLock, Timeout
 
-from undertow.bench.quality.plan import construction
+from undertow.bench.quality.plan import AS_BUILT_IN, construction
 from undertow.engine.model import UndertowError
 
 ABOUT, STORE = "run.json", "store"
@@ -92,7 +92,7 @@ def _begun(folder: Path) -> dict[str, Any]:
         begun = None
     if not isinstance(begun, dict):
         raise UndertowError(f"{file} is not this command's. Name another --out.")
-    return _BEFORE | begun
+    return AS_BUILT_IN | begun
 
 
 def _plain(about: Mapping[str, Any]) -> dict[str, Any]:

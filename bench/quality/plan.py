@@ -16,14 +16,17 @@ from undertow.engine.policies import tiers_of
 from undertow.engine.policies.base import Tiers
 from undertow.prompts import QUERY_OPERATIONS, REPLIES, prompt_version
 
-# what the memories and the prompts of a run hang on, of all settings; the first are those of answering alone
-_ANSWERING = ("retain_consolidated", "search", "answer_mode")
+# Each setting stands in one of these three. What the memories and the prompts of a run hang on; the first are
+# those of answering alone
+_ANSWERING = ("retain_consolidated", "search", "answer_mode", "ivf_rows", "words_rows")
 _TIERS = tuple(field.name for field in fields(Tiers))
-_SETTINGS = (
+SETTINGS = (
     *_ANSWERING,
     "ablation",
     "himem_align_notes",
     "himem_align_episodes",
+    "himem_self_evolution",
+    "himem_max_notes",
     "profile",
     "encoder",
     "embed_timestamp",
@@ -33,7 +36,30 @@ _SETTINGS = (
     "context_tokens",
     "reply_tokens",
     "llm_model",
+    "tenant_token_budget",
 )
+# what a run is about in another form: by its policy, as the thresholds in force, as the tiers of its answers
+OTHERWISE = ("policy", "theta_sim", "theta_merge", "theta_count", "k_sub", "k_epi", "k_sem", "raw_of_best")
+# what changes how long a run takes, where, and whether it goes through, but none of its lines
+RUNNING = (
+    "device",
+    "card_shares",
+    "encode_cache_texts",
+    "durability",
+    "batch_turns",
+    "queue_turns",
+    "gate_lookahead_turns",
+    "max_message_bytes",
+    "max_import_bytes",
+    "arena_bytes",
+    "llm_url",
+    "llm_api_key",
+    "llm_in_flight",
+    "llm_timeout_s",
+    "llm_patience_s",
+)
+# what a run was begun with that says nothing of a setting, as there was none then
+AS_BUILT_IN = {name: Settings.model_fields[name].default for name in SETTINGS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +105,7 @@ class Plan:
             "questions_per_sample": self.questions,
             "policy": self.policy,
             "memories_of": None if self.memories_of is None else self.memories_of.name,
-            **{name: getattr(s, name) for name in _SETTINGS},
+            **{name: getattr(s, name) for name in SETTINGS},
             **asdict(tiers_of(s)),
             "theta_sim": s.similarity_threshold,
             "theta_merge": s.merge_threshold,

@@ -31,7 +31,7 @@ from undertow.engine.cluster.tenancy import RouterTenancy
 from undertow.engine.cluster.together import TOGETHER
 from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
 from undertow.engine.departures import InTransit, Moved
-from undertow.engine.model import Memory, Turn, UndertowError, unknown_memory
+from undertow.engine.model import AnswerMode, Memory, Turn, UndertowError, unknown_memory
 from undertow.engine.place import Place, StoreError
 
 if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
@@ -274,9 +274,11 @@ class Router(RouterTenancy):
         found: Found = self._await(self._ask_owner("search", tenant, query, **how))
         return found
 
-    def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Answer:
+    def answer(
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
+    ) -> Answer:
         """As Engine.answer."""
-        answer: Answer = self._await(self._ask_owner("answer", tenant, question, as_of=as_of))
+        answer: Answer = self._await(self._ask_owner("answer", tenant, question, as_of=as_of, mode=mode))
         return answer
 
     def get_all(self, tenant: str) -> list[Memory]:

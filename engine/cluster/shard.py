@@ -8,7 +8,7 @@ again from its journal.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -105,12 +105,12 @@ class Shard(ShardTenancy):
         """As Engine.search; while its index of words is made, other calls go on. Moved, InTransit."""
         return self._searching(tenant, lambda engine: engine.search(self._checked(tenant), query, **how))
 
-    def answer(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[Answer]:
+    def answer(self, tenant: str, question: str, **how: Any) -> Future[Answer]:
         """As Engine.answer, while other calls go on; to cancel it gives the LLM call up. Moved, InTransit."""
         asked: list[tuple[Engine, Asked]] = []
 
         def ask(engine: Engine) -> tuple[Engine, Asked]:
-            return engine, engine.ask(self._checked(tenant), question, as_of=as_of)
+            return engine, engine.ask(self._checked(tenant), question, **how)
 
         ready = self._prepared(tenant, ask)
 
@@ -127,9 +127,9 @@ class Shard(ShardTenancy):
 
         return ready.promised(self._ask(answer, wait=True))
 
-    def answer_begin(self, tenant: str, question: str, *, as_of: str | None = None) -> Future[AnswerTicket]:
+    def answer_begin(self, tenant: str, question: str, **how: Any) -> Future[AnswerTicket]:
         """Begin an answer that is told in pieces. As `answer`; the LLM's errors come with `answer_more`."""
-        return self._searching(tenant, lambda engine: self._begin_answer(engine, tenant, question, as_of))
+        return self._searching(tenant, lambda engine: self._begin_answer(engine, tenant, question, how))
 
     def answer_more(self, ticket_id: str, at: int) -> Future[Said]:
         """The text of a begun answer from the character `at` on, and the answer once that is all.
@@ -297,11 +297,13 @@ class Shard(ShardTenancy):
         self._housing.site.check_moves()
         return step(self._housing.moving)
 
-    def _begin_answer(self, engine: Engine, tenant: str, question: str, as_of: str | None) -> AnswerTicket:
+    def _begin_answer(
+        self, engine: Engine, tenant: str, question: str, how: Mapping[str, Any]
+    ) -> AnswerTicket:
         telling = Telling(tenant)
 
         def ask(engine: Engine) -> tuple[Engine, Asked]:
-            asked = engine.ask(self._checked(tenant), question, as_of=as_of, on_text=telling.add)
+            asked = engine.ask(self._checked(tenant), question, **how, on_text=telling.add)
             return engine, asked
 
         asked = [ask(engine)]

@@ -30,7 +30,8 @@ def policy_of(settings: Settings) -> Policy:
             return Nemori(budget, settings.window_messages, management, settings.ablation)
         case "himem":
             alignment = Alignment(settings.himem_align_notes, settings.himem_align_episodes)
-            return HiMem(budget, alignment, settings.himem_max_notes)
+            evolves = settings.himem_self_evolution
+            return HiMem(budget, alignment, settings.himem_max_notes, self_evolution=evolves)
 
 
 def tiers_of(settings: Settings) -> Tiers:

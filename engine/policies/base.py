@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,18 @@ class Tiers:
     k_sem: int = 10
     raw_of_best: int = 0
     consolidated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Learns:
+    """What of an answer a policy wants to have in the log, to learn from it when its record is decided.
+
+    `used`: which facts the answer was given. `missed`: a question that its episodes covered and its facts did
+    not, for `Policy.reconsolidate`.
+    """
+
+    used: bool = False
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +209,7 @@ class Policy(Protocol):
 
     name: str
     tiers: Tiers
+    learns: Learns
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Decide the turn `seq`."""
@@ -218,15 +231,13 @@ class Policy(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class Reconsolidating(Protocol):
-    """A policy that learns from questions that its notes could not answer."""
-
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
     ) -> Decide:
-        """Take what the question missed over from these episodes; what it makes carries `seq`."""
+        """Take what the question missed over from these episodes; what it makes carries `seq`.
+
+        It may be another policy that wanted the record in the log: before a change, or an import.
+        """
         ...
 
 

@@ -17,6 +17,7 @@ from undertow.engine.policies.base import (
     Decide,
     Draft,
     Embed,
+    Learns,
     MemoryView,
     Outcome,
     PromptBudget,
@@ -41,6 +42,7 @@ class Eager:
 
     name = "eager"
     tiers = Tiers()
+    learns = Learns()
 
     def __init__(self, budget: PromptBudget) -> None:
         self._budget = budget
@@ -56,6 +58,11 @@ class Eager:
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         return nothing_to_decide()  # no turn waits for this
+
+    def reconsolidate(
+        self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
+    ) -> Decide:
+        return nothing_to_decide()  # no question teaches it anything
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         turns = tuple(s for s in job.cluster if memory.exists(s))

@@ -15,6 +15,7 @@ from undertow.engine.model import Decision, Memory
 from undertow.engine.policies.base import (
     Decide,
     Draft,
+    Learns,
     MemoryView,
     Outcome,
     PromptBudget,
@@ -44,8 +45,19 @@ class HiMem:
     # section 3: ten of each. Its episodes hold their turns word for word, so these are not shown once more
     tiers = Tiers(k_epi=10, k_sem=10, consolidated=False)
 
-    def __init__(self, budget: PromptBudget, alignment: Alignment, max_notes: int | None = None) -> None:
-        """`max_notes`: of more than these, the ones least used are forgotten (section 2.5); None: none."""
+    def __init__(
+        self,
+        budget: PromptBudget,
+        alignment: Alignment,
+        max_notes: int | None = None,
+        *,
+        self_evolution: bool = True,
+    ) -> None:
+        """`max_notes`: of more than these, the ones least used are forgotten (section 2.5); None: none.
+
+        `self_evolution`: questions that the notes did not cover change them (section 2.4).
+        """
+        self.learns = Learns(used=max_notes is not None, missed=self_evolution)
         self._budget = budget
         self._alignment = alignment
         self._max_notes = max_notes

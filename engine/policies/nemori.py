@@ -15,12 +15,14 @@ from undertow.engine.model import Decision, Memory
 from undertow.engine.policies.base import (
     Decide,
     Draft,
+    Learns,
     MemoryView,
     Outcome,
     PromptBudget,
     Tiers,
     deletion,
     forgotten,
+    nothing_to_decide,
 )
 from undertow.engine.policies.nemori_job import NemoriJob
 from undertow.engine.policies.nemori_knowledge import Management
@@ -45,6 +47,7 @@ class Nemori:
     name = "nemori"
     # section 4.1: k, m and r. Turns that no episode holds yet are in none of those
     tiers = Tiers(k_epi=10, k_sem=20, raw_of_best=2, consolidated=False)
+    learns = Learns()
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         turns = window((*memory.open_turns(), seq), self.window_messages, memory)
@@ -57,6 +60,11 @@ class Nemori:
         if not turns:
             return Outcome(Decision.WAITS)
         return (yield from self._take(seq, turns, memory))
+
+    def reconsolidate(
+        self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
+    ) -> Decide:
+        return nothing_to_decide()  # no question teaches it anything
 
     def _take(self, seq: int, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         work = self._job(seq, memory)

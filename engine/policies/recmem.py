@@ -19,6 +19,7 @@ from undertow.engine.policies.base import (
     Effect,
     Embed,
     Gate,
+    Learns,
     MemoryView,
     Outcome,
     PromptBudget,
@@ -47,6 +48,7 @@ class RecMem:
 
     name = "recmem"
     tiers = Tiers()
+    learns = Learns()
 
     def __init__(self, budget: PromptBudget, ablation: Ablation | None = None) -> None:
         """`ablation`: "direct-extraction" stores no episodes, "without-facts" no facts (section 4.3)."""
@@ -82,6 +84,11 @@ class RecMem:
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         return nothing_to_decide()  # no turn waits for this
+
+    def reconsolidate(
+        self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
+    ) -> Decide:
+        return nothing_to_decide()  # no question teaches it anything
 
     def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
         cluster = tuple(s for s in job.cluster if memory.exists(s))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from undertow.engine.model import AnswerMode
 from undertow.engine.place import Place
 from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
 from undertow.serving.cli.opening import (
@@ -142,6 +143,12 @@ def ask(
     as_of: Annotated[
         str | None, typer.Option("--as-of", help="When the question is asked, for relative dates.")
     ] = None,
+    mode: Annotated[
+        AnswerMode | None,
+        typer.Option(
+            "--mode", help="Which memories are looked at, and when; left out: UNDERTOW_ANSWER_MODE."
+        ),
+    ] = None,
     llm: Llm = None,
     model: Model = None,
     encoder: EncoderName = None,
@@ -155,7 +162,7 @@ def ask(
     with _open_to_answer(store, tenant, settings) as engine:
         engine.tenants.require(tenant)
         try:
-            given = engine.answer(tenant, question, as_of=as_of)
+            given = engine.answer(tenant, question, as_of=as_of, mode=mode)
         except UndertowError as error:
             if not engine.server_lost:
                 raise

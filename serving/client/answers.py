@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from undertow.serving.client.errors import UnexpectedAnswer
 
 Kind = Literal["turn", "episode", "fact"]
+AnswerMode = Literal["hybrid", "best_effort"]
 AnswerT = TypeVar("AnswerT", bound="Model")
 
 

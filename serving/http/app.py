@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def make_app(
         state=state,
         readiness=Readiness(memories, llm=engine.llm_url is not None),
         metrics=HTTPMetrics(),
-        answer_tokens=answer_tokens(engine),
+        answer_tokens=partial(answer_tokens, engine),
         max_message_bytes=engine.max_message_bytes,
     )
     app = FastAPI(

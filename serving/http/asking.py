@@ -81,23 +81,23 @@ async def answer(
     tenant: Tenant, asked: AnswerRequest, service: Served, sender: Sender, request: Request
 ) -> Any:
     """Answer a question from a tenant's memory, with one call of the language model, or up to three where
-    the engine answers by best effort.
+    it is answered by best effort.
 
     Its tokens count towards the key's budget of the day. Before the call the most that it may take must fit
     into what is left. Who leaves before the answer has ended ends its call, and is charged the most.
     """
-    as_of = _text(asked.as_of)
-    spending = Spending(service.budgets, sender, service.answer_tokens)
+    how: dict[str, Any] = {"as_of": _text(asked.as_of), "mode": asked.mode}
+    spending = Spending(service.budgets, sender, service.answer_tokens(asked.mode))
     if not asked.stream:
         try:
             async with spending:
-                work = service.memories.answer(tenant, asked.question, as_of=as_of)
+                work = service.memories.answer(tenant, asked.question, **how)
                 given = await unless_gone(request, work)
                 spending.took(given.usage)
         except SenderGone:
             raise Problem(400, "cut-off", "The sender left before the answer was there.") from None
         return _answered(given)
-    pieces = _charged(service.memories.answer_stream(tenant, asked.question, as_of=as_of), spending)
+    pieces = _charged(service.memories.answer_stream(tenant, asked.question, **how), spending)
     try:
         first = await anext(pieces)  # what goes wrong before it is a problem with a status of its own
     except BaseException:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastapi import Request
 
+from undertow.engine.model import AnswerMode
 from undertow.serving.audit import AuditLog
 from undertow.serving.http.front import asked_of
 from undertow.serving.http.guard import Guard
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 class Service:
     """The parts of one service. `key_file`: where erased names are to go, if keys are demanded.
 
-    `answer_tokens`: the most that one answer may take of the LLM.
+    `answer_tokens`: the most that one answer may take of the LLM, by its mode; None: the usual one.
     """
 
     memories: Memories
@@ -46,7 +48,7 @@ class Service:
     state: State
     readiness: Readiness
     metrics: HTTPMetrics
-    answer_tokens: int
+    answer_tokens: Callable[[AnswerMode | None], int]
     max_message_bytes: int
 
 

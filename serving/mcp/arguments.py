@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from undertow.serving.client.answers import Kind
+from undertow.serving.client.answers import AnswerMode, Kind
 
 TENANT = "tenant"
 
@@ -98,6 +98,16 @@ class Updating(OfMemory):
 class Asking(Arguments):
     question: Query
     as_of: Moment | None = None
+    mode: (
+        Annotated[
+            AnswerMode,
+            Field(
+                description="hybrid: from all memories at once; best_effort, where the service offers it: "
+                "from facts, and from episodes only where those do not suffice. Left out: as it is set."
+            ),
+        ]
+        | None
+    ) = None
 
 
 class OfTenant(Arguments):

@@ -124,7 +124,7 @@ async def _delete_all(client: AsyncClient, tenant: str, _: OfTenant) -> results.
 
 
 async def _answer(client: AsyncClient, tenant: str, given: Asking) -> results.Answered:
-    answer = await client.answer(tenant, given.question, as_of=given.as_of)
+    answer = await client.answer(tenant, given.question, as_of=given.as_of, mode=given.mode)
     return results.Answered(answer=answer.answer, memories=answer.memories)
 
 

@@ -131,18 +131,30 @@ class AsyncClient:
         return Found.read(await self._send(asking(of_tenant(tenant, "search"), body)))
 
     async def answer(
-        self, tenant: str, question: str, *, as_of: Time | None = None, timeout_s: float | None = None
+        self,
+        tenant: str,
+        question: str,
+        *,
+        as_of: Time | None = None,
+        mode: answers.AnswerMode | None = None,
+        timeout_s: float | None = None,
     ) -> Answer:
-        """An LLM's answer from the memories. `as_of`: the day it is asked on."""
-        body = given(question=question, as_of=in_iso(as_of))
+        """An LLM's answer from the memories. `as_of`: the day it is asked on; `mode`: None as it is set."""
+        body = given(question=question, as_of=in_iso(as_of), mode=mode)
         call = asking(of_tenant(tenant, "answer"), body, timeout_s=timeout_s)
         return Answer.read(await self._send(call))
 
     async def answer_stream(
-        self, tenant: str, question: str, *, as_of: Time | None = None, timeout_s: float | None = None
+        self,
+        tenant: str,
+        question: str,
+        *,
+        as_of: Time | None = None,
+        mode: answers.AnswerMode | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[str | Answer]:
         """The answer's text in pieces as the LLM writes it, and the whole Answer at the end."""
-        body = given(question=question, as_of=in_iso(as_of), stream=True)
+        body = given(question=question, as_of=in_iso(as_of), mode=mode, stream=True)
         call = asking(of_tenant(tenant, "answer"), body, timeout_s=timeout_s)
         async with self._transport.open(call) as response:
             async for event in httpx2.EventSource(response):

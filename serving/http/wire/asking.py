@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from undertow.engine.model import AnswerMode
 from undertow.serving.http.wire.base import Answered, Filters, Given, Kind, Moment, Words
 
 
@@ -39,6 +40,11 @@ class SearchResponse(Answered):
 class AnswerRequest(Given):
     question: Words
     as_of: Moment | None = Field(default=None, description="The moment at which the question is asked.")
+    mode: AnswerMode | None = Field(
+        default=None,
+        description="hybrid: from all tiers at once. best_effort, under HiMem: from its notes, and from its "
+        "episodes only where those do not suffice. Left out: as the service is set.",
+    )
     stream: bool = Field(default=False, description="As text/event-stream; see the response.")
 
 

@@ -1,0 +1,67 @@
+"""What a run of `undertow eval` is about: all that its lines hang on, so that no two runs share a folder."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.quality.folder import ABOUT, memories_of, run_folder
+from undertow.bench.quality.plan import AS_BUILT_IN, OTHERWISE, RUNNING, SETTINGS, Plan, construction
+from undertow.engine.config import Settings
+from undertow.engine.model import UndertowError
+
+
+def plan_of(folder: Path, **settings: Any) -> Plan:
+    data = folder / "data.json"
+    data.write_text("[]")
+    own = Settings(policy="himem", **settings)
+    return Plan("locomo", data, (), "himem", own, None, folder / "out")
+
+
+def test_every_setting_is_known_to_shape_a_run_or_not_to() -> None:
+    """A new one goes into one of the three lists in bench/quality/plan.py."""
+    assert Counter((*SETTINGS, *OTHERWISE, *RUNNING)) == Counter(list(Settings.model_fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shapes_memories"),
+    [
+        ("himem_max_notes", 5, True),
+        ("himem_self_evolution", False, True),
+        ("tenant_token_budget", 1_000, True),
+        ("answer_mode", "best_effort", False),
+        ("words_rows", 0, False),
+    ],
+)
+def test_a_run_with_another_setting_is_another_run(
+    name: str, value: object, shapes_memories: bool, tmp_path: Path
+) -> None:
+    plan = plan_of(tmp_path)
+    other = replace(plan, settings=plan_of(tmp_path, **{name: value}).settings).about()
+    with run_folder(plan.folder, plan.about()):
+        (plan.folder / "store").mkdir()
+    with pytest.raises(UndertowError, match=f"begun with other settings: {name} "):
+        run_folder(plan.folder, other).__enter__()
+    assert (construction(other) != construction(plan.about())) == shapes_memories
+    if not shapes_memories:
+        with memories_of(plan.folder, other) as folder:
+            assert folder == plan.folder
+
+
+def test_a_run_that_was_begun_before_a_setting_was_written_down_has_it_as_built_in(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    with run_folder(plan.folder, plan.about()):
+        begun = json.loads((plan.folder / ABOUT).read_text())
+    for name in ("himem_max_notes", "himem_self_evolution", "answer_mode", "ivf_rows"):
+        assert begun.pop(name) == AS_BUILT_IN[name]
+    (plan.folder / ABOUT).write_text(json.dumps(begun))
+    with run_folder(plan.folder, plan.about()) as folder:
+        assert folder == plan.folder
+    changed = plan_of(tmp_path, himem_max_notes=5).about()
+    with pytest.raises(UndertowError, match="himem_max_notes None, now 5"):
+        run_folder(plan.folder, changed).__enter__()
