@@ -17,8 +17,6 @@ from undertow.bench.quality.plan import AS_BUILT_IN, construction
 from undertow.engine.model import UndertowError
 
 ABOUT, STORE = "run.json", "store"
-# what runs are about that were begun before this was written down
-_BEFORE = {"answer_mode": "hybrid"}
 
 
 @contextmanager
