@@ -39,7 +39,7 @@ from .himem_harness import Judging
 HIMEM: dict[str, Any] = {"policy": "himem"}
 BEST = {**HIMEM, "answer_mode": "best_effort"}
 # its notes are never sufficient
-REPLIES = Judging(1, 0.3, 0.1, malformed_rate=0.06, malformed_sticky=True, lines=())
+REPLIES = Judging(5, 0.3, 0.1, malformed_rate=0.06, malformed_sticky=True, lines=())
 TOPICS = ("boat harbour sail mast", "violin bow string tune", "garden tomato seed soil")
 
 
