@@ -13,8 +13,6 @@ from undertow.prompts.replies import (
     STATED_NOTES,
     AlignReply,
     ConsolidateReply,
-    ExtractDraft,
-    ExtractReply,
     MessageGroup,
     NarrativeReply,
     NoteChange,
@@ -26,6 +24,8 @@ from undertow.prompts.replies import (
     SegmentDraft,
     SegmentReply,
     SelectReply,
+    StatementDraft,
+    StatementsReply,
     SummaryReply,
     TraitDraft,
     TraitsReply,
@@ -73,7 +73,7 @@ class GuessedReplies:
             case "distil" | "distil_direct":
                 count = self._facts.take(len(shown["Messages"]))
                 facts = self._of(shown["Messages"], min(count, CANDIDATES))
-                return ExtractReply(facts=[ExtractDraft(text=text) for text in facts])
+                return StatementsReply(facts=[StatementDraft(messages=[1], text=text) for text in facts])
             case "consolidate":
                 return ConsolidateReply(action="new", targets=[], text="")
             case "summarise":

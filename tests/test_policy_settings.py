@@ -80,6 +80,8 @@ def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.Monk
     ):
         Settings(policy="recmem", ablation="fixed-chunks")
     assert Settings(policy="nemori", ablation="fixed-chunks", management="summary").window_messages == 20
+    with pytest.raises(ValidationError):
+        Settings(policy="lazy")  # type: ignore[arg-type]
 
 
 def test_the_policy_says_what_of_an_answer_it_learns_from_and_the_engine_asks_no_setting_of_one() -> None:
@@ -104,8 +106,6 @@ def test_every_policy_goes_past_what_another_has_had_logged(tmp_path: Path) -> N
             assert engine.drain()
             assert "supplement" not in {prompt.operation for prompt in llm.prompts["ann"]}
             assert engine.tenants.get("ann").cursor == 3
-    with pytest.raises(ValidationError):
-        Settings(policy="lazy")  # type: ignore[arg-type]
 
 
 # ---- the eager policy in an engine
