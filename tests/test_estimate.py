@@ -133,7 +133,9 @@ def test_himem_splits_a_session_for_which_the_context_has_no_room() -> None:
 def test_himem_that_aligns_its_episodes_asks_once_more_for_each() -> None:
     log = log_of(talk())
     plain, aligned = (
-        estimate([log], under("himem", himem_align_episodes=aligned), BYTES)["align"]["calls"]["expected"]
+        estimate([log], under("himem", himem_align_episodes=aligned, context_tokens=32_768), BYTES)["align"][
+            "calls"
+        ]["expected"]
         for aligned in (False, True)
     )
     assert plain == 1 < aligned
@@ -281,9 +283,9 @@ def test_the_command_reads_logs_and_stores_nothing(log: Path, tmp_path: Path) ->
     assert set(document["policies"]) == set(get_args(PolicyName))
     forms = [policies.values() for policies in document["policies"].values()]
     assert all(set(row) == set(FIGURES) for rows in forms for row in rows)
-    # each tenant: six windows of twenty messages; one session
+    # each tenant: six windows of twenty messages; one session, of which a window takes half
     assert document["policies"]["nemori"]["partition"]["calls"]["expected"] == 2 * 6
-    assert document["policies"]["himem"]["segment"]["calls"]["expected"] == 2
+    assert document["policies"]["himem"]["segment"]["calls"]["expected"] == 2 * 2
     assert document["policies"]["eager"]["extract"]["calls"]["expected"] == 2 * TURNS
     recmem = document["policies"]["recmem"]
     assert recmem["episode"]["calls"]["expected"] > 0
