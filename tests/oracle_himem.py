@@ -142,7 +142,7 @@ class OracleHiMem(Oracle):
             if times and times[-1] != times[0]:
                 span += f" to {times[-1]}"
             text = "\n".join([f"{draft.topic} ({span})", draft.summary, *said])
-            self._born("episode", text, seqs)
+            self._born("episode", text, seqs, (), tuple(sorted(set(window) - set(seqs))))
 
     def _write_notes(self, window: list[int]) -> None:
         turns = self._shown(window)
@@ -155,6 +155,7 @@ class OracleHiMem(Oracle):
         if self._settings.himem_align_notes and notes:
             notes = self._aligned(window, notes)
         for note in notes:
+            note.shown = tuple(sorted(set(window) - set(note.sources)))
             self._store(note)
 
     def _note(self, draft: Any, window: list[int]) -> Note:
@@ -203,7 +204,7 @@ class OracleHiMem(Oracle):
                 oldest = sorted(seen, key=lambda m: max(m.sources))[:1]
                 saying = [seen[n - 1] for n in draft.episodes] if right else oldest
                 sources = sorted({s for m in saying for s in m.sources})
-                beside = sorted({s for m in seen for s in m.sources} - set(sources))
+                beside = sorted({s for m in seen for s in (*m.sources, *m.shown)} - set(sources))
                 found.append(Note(draft.text, sources, tuple(beside)))
         for known in self.current("fact"):
             for note in [n for n in found if n.text == known.text]:

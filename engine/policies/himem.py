@@ -131,7 +131,7 @@ class HiMem:
         current = {e.id: e for e in memory.current("episode")}
         episodes = [current[i] for i in dict.fromkeys(episode_ids) if i in current]
         # one whose turn was deleted since is made anew by a record that is still to come
-        episodes = [e for e in episodes if all(memory.exists(s) for s in e.source_seqs)]
+        episodes = [e for e in episodes if all(memory.exists(s) for s in e.reach)]
         if not episodes:
             return Outcome(Decision.WAITS, reason="the episodes that supported it are gone")
         work = Work(seq, memory, self._budget)

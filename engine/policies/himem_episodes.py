@@ -8,7 +8,7 @@ from typing import Any
 from undertow.engine.model import UNDATED
 from undertow.engine.policies.base import Complete, Effect, Embed, PromptBudget
 from undertow.engine.policies.himem_notes import Note, aligned_notes
-from undertow.engine.policies.work import Steps, Work
+from undertow.engine.policies.work import Steps, Work, apart
 from undertow.prompts import ShownTurn, prompt_version, segment_prompt
 from undertow.prompts.replies import SegmentDraft, SegmentReply
 
@@ -41,7 +41,9 @@ def write_episodes(work: Work, window: Sequence[int], *, align: bool) -> Steps:
             texts.append("\n".join([f"{draft.topic} ({span(work, seqs)})", draft.summary, *said]))
         vectors = yield Embed(tuple(texts))
         for (seqs, _), text, vector in zip(pieces, texts, vectors, strict=True):
-            work.new("episode", text, vector, tuple(seqs), prompt.version)
+            # topic and summary were written in sight of all of the window
+            beside = apart(part, seqs)
+            work.new("episode", text, vector, tuple(seqs), prompt.version, shown_seqs=beside)
 
 
 def cut(drafts: Sequence[SegmentDraft], count: int) -> list[tuple[range, SegmentDraft]]:

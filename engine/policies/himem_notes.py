@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from undertow.engine.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, cosine, deletion
-from undertow.engine.policies.work import Steps, Work
+from undertow.engine.policies.work import Steps, Work, apart
 from undertow.prompts import Prompt, ShownMemory, align_prompt, notes_prompt, traits_prompt
 from undertow.prompts.replies import (
     AlignReply,
@@ -83,7 +83,7 @@ def _written(work: Work, part: Sequence[int], *, align: bool) -> Generator[Effec
     notes += yield from _implied(work, part, notes)
     if align and notes:
         notes = yield from aligned_notes(work, part, notes)
-    return notes
+    return [replace(note, shown=apart(part, note.sources)) for note in notes]
 
 
 def _stated(work: Work, part: Sequence[int]) -> Generator[Effect, Any, list[Note]]:

@@ -106,7 +106,7 @@ def _note(draft: SupplementDraft, shown: Sequence[Memory], version: str) -> Note
     oldest = min(shown, key=lambda episode: max(episode.source_seqs))
     saying = [shown[n - 1] for n in numbers] if right else [oldest]
     sources = tuple(sorted({s for episode in saying for s in episode.source_seqs}))
-    beside = apart((s for episode in shown for s in episode.source_seqs), sources)
+    beside = apart((s for episode in shown for s in episode.reach), sources)
     return Note(draft.text, draft.kind, sources, version, beside)
 
 
