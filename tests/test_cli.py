@@ -200,7 +200,7 @@ def test_ask_answers_with_its_memories_and_cost(store: Path, server: str) -> Non
     assert answer["answer"] and answer["memories"] and answer["usage"]["prompt_tokens"] > 0
     assert run(*asked, "--mode", "hybrid").out.strip() == answer["answer"].strip()
     refused = run(*asked, "--mode", "best_effort")
-    assert refused.code == 1 and "'best_effort' is of the policy 'himem'" in refused.err
+    assert refused.code == 3 and "'best_effort' is of the policy 'himem'" in refused.err
     spent = run("stats", "--store", store, "--tenant", "ada", "--json").doc
     assert spent["usage"]["answer"]["calls"] == 2
     assert (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
 from undertow.engine.engine import Engine
-from undertow.engine.model import InputError, Turn
+from undertow.engine.model import InputError, Memory, Turn
 from undertow.engine.reports import Report
 from undertow.engine.tenants import UnknownTenant
 
@@ -145,14 +145,22 @@ def test_what_is_there_is_walked_past_once_whatever_is_added(tmp_path: Path) -> 
 
 
 def test_what_a_search_may_not_find_is_not_listed(tmp_path: Path) -> None:
-    with open_engine(tmp_path, MockLLM(MockReplies(2)), **THETA) as engine:
+    with open_engine(tmp_path, MockLLM(MockReplies(1)), **THETA) as engine:
         engine.add_batch(read_turns(write_log(tmp_path / "log.jsonl", ["ann"], 40))["ann"])
         assert engine.drain()
         engine._llm = engine.scheduler._llm = None
-        episode = engine.list("ann", kinds=["episode"], limit=1).items[0]
-        others = [m for m in engine.get_all("ann") if episode["source_seqs"][0] not in m.source_seqs]
+        every = {m.id: m for m in engine.get_all("ann")}
+
+        def apart_from(seq: int) -> list[Memory]:
+            """What was not written in sight of this turn, nor of an episode that was."""
+            seen = {m.id for m in every.values() if seq in m.reach}
+            return [m for m in every.values() if m.id not in seen and m.episode_id not in seen]
+
+        said = {s for m in every.values() if m.kind == "episode" for s in m.source_seqs}
+        seq, others = next((s, left) for s in sorted(said) if len(left := apart_from(s)) > 1)
+        assert len(others) < len(every)
         turns = {r["seq"]: r["id"] for r in engine.list("ann", kinds=["turn"]).items}
-        engine.delete(turns[episode["source_seqs"][0]])
+        engine.delete(turns[seq])
         engine.delete(others[0].id)
         engine.drain()
         listed = {item["id"] for item in engine.list("ann", kinds=["episode", "fact"], limit=1000).items}
