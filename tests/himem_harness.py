@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 
 from undertow.bench.mock_llm import MockReplies
 from undertow.bench.mock_replies import Messages
+from undertow.engine.cluster.calls import Stamp
+from undertow.engine.cluster.shard import Shard
+from undertow.engine.cluster.wire import pack
 from undertow.engine.engine import Engine
 from undertow.engine.model import Turn
 from undertow.engine.records import control_of
 
 from .engine_harness import HeldLLM, rows_of, turn_of
 
+SOON_S = 30.0
 QUESTION = "What does Ann do in the harbour?"
 BEST: dict[str, Any] = {"policy": "himem", "answer_mode": "best_effort"}
 
@@ -32,6 +37,17 @@ def settled(engine: Engine, llm: HeldLLM) -> None:
     while not engine.idle:
         llm.release()
         engine.step()
+
+
+def told(shard: Shard, llm: HeldLLM) -> str:
+    """A shard that was told the life, and has decided it; the token of who told it."""
+    token = shard.hello("client", 1).result(SOON_S).token
+    shard.add(pack(sessions()[:3]), Stamp("client", token, 0, 1)).result(SOON_S)
+    flushed = shard.flush("ann")
+    while not flushed.done():
+        llm.release()
+        time.sleep(0.01)
+    return token
 
 
 def logged(store: Path, kind: str) -> list[dict[str, Any]]:

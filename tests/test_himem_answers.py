@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from pydantic import ValidationError
 
 from undertow.bench.mock_llm import MockReplies
 from undertow.engine.answering import NOT_ANSWERABLE
-from undertow.engine.cluster.calls import Stamp
 from undertow.engine.cluster.housing import Parts
 from undertow.engine.cluster.shard import Shard
-from undertow.engine.cluster.wire import pack
 from undertow.engine.config import Settings
 from undertow.engine.engine import Engine
 from undertow.engine.model import AnswerMode, InputError
@@ -35,11 +32,9 @@ from .engine_harness import (
     settings_of,
     turn_of,
 )
-from .himem_harness import BEST, QUESTION, Judging, logged, sessions, settled
+from .himem_harness import BEST, QUESTION, SOON_S, Judging, logged, sessions, settled, told
 from .llm_harness import wait_until
 from .policy_harness import lines_under
-
-SOON_S = 30.0
 
 
 def filled(engine: Engine) -> None:
@@ -211,12 +206,7 @@ def test_a_whole_answer_that_is_called_off_between_its_calls_asks_no_more(tmp_pa
     llm = HeldLLM(Judging())
     shard = Shard(begin(tmp_path, 1), "s0", settings(**BEST), Parts(llm=lambda _: llm))
     try:
-        token = shard.hello("client", 1).result(SOON_S).token
-        shard.add(pack(sessions()[:3]), Stamp("client", token, 0, 1)).result(SOON_S)
-        flushed = shard.flush("ann")
-        while not flushed.done():
-            llm.release()
-            time.sleep(0.01)
+        told(shard, llm)
         before = len(llm.prompts["ann"])
         answer = shard.answer("ann", QUESTION)
         wait_until(lambda: len(llm.held) == 1)

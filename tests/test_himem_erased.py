@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from undertow.engine.tenants import UnknownTenant
 
 from .cluster_harness import begin, settings
 from .engine_harness import DeafLLM, HeldLLM, open_engine
-from .himem_harness import BEST, QUESTION, Judging, logged, sessions, settled
+from .himem_harness import BEST, QUESTION, SOON_S, Judging, logged, sessions, settled, told
 from .llm_harness import wait_until
 
-SOON_S = 30.0
 # all that an answer may log is logged
 LEARNING: dict[str, Any] = {**BEST, "himem_max_notes": 9}
 
@@ -77,12 +75,7 @@ def test_a_shard_tells_who_asked_an_erased_tenant(again: bool, tmp_path: Path) -
     llm = DeafLLM(Judging())
     shard = Shard(begin(tmp_path, 1), "s0", settings(**LEARNING), Parts(llm=lambda _: llm))
     try:
-        token = shard.hello("client", 1).result(SOON_S).token
-        shard.add(pack(sessions()[:3]), Stamp("client", token, 0, 1)).result(SOON_S)
-        flushed = shard.flush("ann")
-        while not flushed.done():
-            llm.release()
-            time.sleep(0.01)
+        token = told(shard, llm)
         before = len(llm.prompts["ann"])
         answer = shard.answer("ann", QUESTION)
         wait_until(lambda: len(llm.prompts["ann"]) == before + 1)

@@ -28,7 +28,7 @@ from undertow.engine.policies.base import (
     deletion,
     nothing_to_decide,
 )
-from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
+from undertow.engine.policies.work import Failed, Steps, Work, apart, as_shown, parked
 from undertow.engine.records import Job
 from undertow.prompts import (
     Prompt,
@@ -177,8 +177,8 @@ class _Work(Work):
             vectors = yield Embed(tuple(e.text for e in reply.episodes))
             for written, vector in zip(reply.episodes, vectors, strict=True):
                 sources = _named(written.turns, part)
-                unnamed = tuple(sorted(set(part) - set(sources)))
-                draft = self.new("episode", written.text, vector, sources, prompt.version, shown_seqs=unnamed)
+                beside = apart(part, sources)
+                draft = self.new("episode", written.text, vector, sources, prompt.version, shown_seqs=beside)
                 made.append((draft, tuple(part)))
         for draft, part_seqs in made:
             yield from self._refine(draft, part_seqs)
