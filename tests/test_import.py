@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 import pytest
@@ -22,7 +22,7 @@ from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.exporting import ExportBroken, Seal
 from undertow.engine.importing import Imported, TenantExists
-from undertow.engine.model import InputError, Message, Turn
+from undertow.engine.model import InputError, Message, PolicyName, Turn
 from undertow.engine.policy_change import PolicyConflict
 from undertow.engine.records import usage_from_json
 from undertow.engine.reports import Report
@@ -164,22 +164,33 @@ CHANGED = [CHANGE, ("add", 3), ("delete turn", 3), ("drain", 0), ("delete turn",
 BROKEN_OFF = [("delete turn", 4), CHANGE, ("add", 7), ("change policy", 0), ("add", 9), ("drain", 0)]
 
 
-@example(life=CHANGED, limit=1000, vectors=False)
-@example(life=BROKEN_OFF, limit=7, vectors=False)
-@example(life=[("add", 2), ("add", 4)], limit=1000, vectors=False)  # closed while a job is under way
+@example(life=CHANGED, limit=1000, policy="recmem", vectors=False)
+@example(life=BROKEN_OFF, limit=7, policy="recmem", vectors=False)
+@example(
+    life=[("add", 2), ("add", 4)], limit=1000, policy="recmem", vectors=False
+)  # closed while a job is under way
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(life=LIVES, limit=st.sampled_from([1, 7, 1000]), vectors=st.booleans())
+@given(
+    life=LIVES,
+    limit=st.sampled_from([1, 7, 1000]),
+    policy=st.sampled_from(get_args(PolicyName)),
+    vectors=st.booleans(),
+)
 def test_an_imported_tenant_is_as_the_one_that_was_exported(
-    tmp_path_factory: pytest.TempPathFactory, life: list[tuple[str, int]], limit: int, vectors: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    life: list[tuple[str, int]],
+    limit: int,
+    policy: str,
+    vectors: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("stores")
-    with engine_at(folder / "a") as here:
+    with engine_at(folder / "a", policy=policy) as here:
         here.add_batch([said("ann", n) for n in range(100, 112)])
         assert here.drain()
         for what, n in life:
             act(here, "ann", what, n)
     # opened again: a job under way may have read a turn before that was deleted, one from the log has not
-    with engine_at(folder / "a") as here, engine_at(folder / "b") as there:
+    with engine_at(folder / "a", policy=policy) as here, engine_at(folder / "b", policy=policy) as there:
         records = exported(here, "ann", limit=limit, vectors=vectors)
         there.add_batch([said("bob/2", n) for n in range(3)])
         there.erase("bob/2")  # so that the name lives its second life
@@ -196,7 +207,7 @@ def test_an_imported_tenant_is_as_the_one_that_was_exported(
                 act(engine, tenant, what, n)
         here.drain(), there.drain()
         assert seen(there, "bob/2") == seen(here, "ann")
-    with engine_at(folder / "a") as here, engine_at(folder / "b") as there:
+    with engine_at(folder / "a", policy=policy) as here, engine_at(folder / "b", policy=policy) as there:
         copy, records = (sorted(exported(*of), key=place) for of in ((there, "bob/2"), (here, "ann")))
         assert nameless(copy, "bob/2") == nameless(records, "ann")
 
