@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from undertow.bench.mock_llm import MockLLM, MockReplies
+from undertow.bench.mock_llm import MockLLM
+from undertow.bench.mock_replies import Messages, MockReplies
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.housing import Parts
 from undertow.engine.cluster.reach import ShardGone, ShardLeft
@@ -25,8 +27,17 @@ from .fault_harness import PARKING, RATES, THETA, State, end_state
 ENCODER = "hash:384"
 
 
+@dataclass(frozen=True, slots=True)
+class UsableAnswers(MockReplies):
+    """Some jobs are parked, and every question is answered: whether one is must not hang on a prompt's words."""
+
+    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
+        told = self if schema is not None else replace(self, malformed_rate=0.0)
+        return MockReplies.reply(told, messages, schema)
+
+
 def mock_llm(settings: Settings) -> LLMClient:
-    return MockLLM(MockReplies(**RATES, **PARKING))
+    return MockLLM(UsableAnswers(**RATES, **PARKING))
 
 
 PARTS = Parts(llm=mock_llm)
