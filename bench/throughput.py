@@ -20,8 +20,9 @@ import numpy as np
 from undertow.bench.machine import peak_rss_bytes
 from undertow.bench.mock_server import spawn_server
 from undertow.engine.admission import Ticket
+from undertow.engine.calibrate import LINKED_PAIRS, PairCosines
 from undertow.engine.config import Settings
-from undertow.engine.encoder import Encoder
+from undertow.engine.encoder import Encoder, make_encoder
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.figures import store_usage
 from undertow.engine.ingest import obstacles
@@ -32,13 +33,11 @@ from undertow.engine.trace import LLMRequest, Phase, ShardCall, Trace
 QUEUE_TURNS = 2_048
 """So many turns wait to be stored, at most: more would be waits of the measurement's own making."""
 
-HASHING_THETA = 0.55
-"""The papers' 0.7 belongs to another encoder; by this one turns recur about as often."""
-
 _REFUSALS = 0.3
 _WARM_UP_TURNS = 24
 _SAMPLE_S = 0.05
 _MOST_SAMPLES = 600
+_CALIBRATION_TURNS = 1_500
 _TOLD = ("consolidations", "merges", "dead_letters", "llm_calls", "prompt_tokens", "completion_tokens")
 
 
@@ -130,12 +129,33 @@ class Watch:
         return {name: list(column) for name, column in zip(names, zip(*kept, strict=True), strict=True)}
 
 
-def settings_for(settings: Settings) -> Settings:
-    """The settings, with a threshold that fits the hashing encoder unless one was given."""
+def settings_for(settings: Settings, log: Sequence[Turn]) -> Settings:
+    """The settings, with a theta_sim for the hashing encoder unless one was given.
+
+    The papers' 0.7 belongs to other encoders. As `undertow calibrate` would, this takes what links the same
+    share of pairs, here within the log's first tenants.
+    """
     changes: dict[str, Any] = {"queue_turns": QUEUE_TURNS}
     if settings.encoder.startswith("hash:") and settings.theta_sim is None:
-        changes["theta_sim"] = HASHING_THETA
+        changes["theta_sim"] = _linking_theta(log, make_encoder(settings))
     return settings.model_copy(update=changes)
+
+
+def _linking_theta(log: Sequence[Turn], encoder: Encoder) -> float | None:
+    """theta_sim that links `LINKED_PAIRS` of the pairs within tenants, of the first some 1,500 turns.
+
+    None where no tenant has two turns.
+    """
+    by_tenant: defaultdict[str, list[str]] = defaultdict(list)
+    for turn in log:
+        by_tenant[turn.tenant].append(turn.text)
+    pairs, room = PairCosines(), _CALIBRATION_TURNS
+    for texts in by_tenant.values():
+        pairs.add(encoder.encode(texts).astype(np.float32))
+        room -= len(texts)
+        if room <= 0:
+            break
+    return pairs.quantile(1.0 - LINKED_PAIRS) if pairs.total else None
 
 
 def mock_llm(latency_s: float) -> AbstractContextManager[str]:

@@ -49,7 +49,7 @@ def run(load: Load, settings: Settings, latency_s: float, out: Path | None = Non
         if settings.llm_url is None:
             url = stack.enter_context(mock_llm(latency_s))
             settings = settings.model_copy(update={"llm_url": url, "llm_model": None})
-        settings = settings_for(settings)
+        settings = settings_for(settings, log)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         result = {

@@ -29,7 +29,7 @@ ENCODER = "hash:384"
 
 @dataclass(frozen=True, slots=True)
 class UsableAnswers(MockReplies):
-    """Some jobs are parked, and every question is answered: whether one is must not hang on a prompt's words."""
+    """Some jobs are parked; every question is answered, so that no test hangs on a prompt's words."""
 
     def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
         told = self if schema is not None else replace(self, malformed_rate=0.0)

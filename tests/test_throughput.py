@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
 
 from undertow.bench.mock_llm import MODEL
 from undertow.bench.mock_server import spawn_server
 from undertow.bench.throughput import PhaseTimes, ingest, mock_llm, settings_for
 from undertow.bench.throughput_load import copies, salted
+from undertow.engine.calibrate import LINKED_PAIRS
 from undertow.engine.config import Settings
 from undertow.engine.encoder import make_encoder
 from undertow.engine.llm import ServerRefused
 from undertow.engine.model import Turn, UndertowError
 from undertow.engine.trace import Phase
 
-from .cli_harness import conversation, run, write_log
+from .cli_harness import conversation, run, turn_line, write_log
 
 MERGING = {"UNDERTOW_THETA_SIM": "0.5", "UNDERTOW_THETA_COUNT": "3"}
 
@@ -73,7 +76,7 @@ def test_every_turn_is_followed_until_it_is_decided(log: Path) -> None:
     turns = list(salted(copies(log, 4, 15)))
     settings = Settings(encoder="hash:384", theta_sim=0.5, theta_count=3, batch_turns=8)
     with mock_llm(0.05) as url:
-        settings = settings_for(settings.model_copy(update={"llm_url": url}))
+        settings = settings_for(settings.model_copy(update={"llm_url": url}), turns)
         told = ingest(turns, settings, make_encoder(settings))
     over_time = told["over_time"]
     assert over_time["searchable_turns"][-1] == over_time["consolidated_turns"][-1] == len(turns)
@@ -89,10 +92,27 @@ def test_every_turn_is_followed_until_it_is_decided(log: Path) -> None:
     assert sum(told["time_s"].values()) == pytest.approx(told["elapsed_s"], abs=0.05)
 
 
-def test_thresholds_that_were_given_stay() -> None:
-    assert settings_for(Settings(encoder="hash:384")).similarity_threshold == 0.55
-    assert settings_for(Settings(encoder="hash:384", theta_sim=0.4)).similarity_threshold == 0.4
-    assert settings_for(Settings()).similarity_threshold == 0.7
+def test_the_hashing_encoder_links_as_many_pairs_as_the_papers_theta(tmp_path: Path) -> None:
+    words, chance = [f"word{n}" for n in range(30)], random.Random(5)
+    said = [turn_line("ann", n, " ".join(chance.choices(words, k=12))) for n in range(90)]
+    turns = list(salted(copies(write_log(tmp_path / "log.jsonl", said), 2)))
+    settings = settings_for(Settings(encoder="hash:384"), turns)
+    linked = total = 0
+    for tenant in ("tenant-0", "tenant-1"):
+        vectors = make_encoder(settings).encode([t.text for t in turns if t.tenant == tenant])
+        wide = vectors.astype(np.float64)
+        cosines = (wide @ wide.T)[np.triu_indices(len(wide), 1)]
+        linked += int((cosines >= settings.similarity_threshold).sum())
+        total += len(cosines)
+    assert linked == pytest.approx(LINKED_PAIRS * total, rel=0.1)  # cosines are counted in bins
+
+
+def test_thresholds_that_were_given_stay(log: Path) -> None:
+    turns = list(copies(log, 2, 12))
+    given = Settings(encoder="hash:384", theta_sim=0.4)
+    assert settings_for(given, turns).similarity_threshold == 0.4
+    assert settings_for(Settings(), turns).similarity_threshold == 0.7
+    assert settings_for(Settings(encoder="hash:384"), turns[:1]).theta_sim is None  # nothing to link
 
 
 def test_a_server_that_refuses_is_no_rate(log: Path) -> None:

@@ -93,7 +93,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     load = Load(args.data, args.tenants, args.turns, salted=True)
     log = load.turns()
     given = {"encoder": args.encoder} if args.encoder else {}
-    settings = settings_for(Settings(**given))
+    settings = settings_for(Settings(**given), log)
     figures = {"bench": "peers.throughput", **conditions(), **load.about(len(log)), **chosen(settings)}
     figures["llm_latency_s"] = args.llm_latency
     with mock_llm(args.llm_latency) as url:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from undertow.engine.calibrate import LINKED_PAIRS
 from undertow.engine.place import Place
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.ingesting import ProfileName
@@ -37,7 +38,7 @@ def calibrate(
     store: Store,
     share: Annotated[
         float, typer.Option("--share", help="Share of a tenant's pairs of turns to link, 0 to 1.")
-    ] = 0.025,
+    ] = LINKED_PAIRS,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant's turns.")] = None,
     profile: Annotated[ProfileName | None, typer.Option("--profile", help="For its theta_count.")] = None,
     theta_count: Annotated[int | None, typer.Option("--theta-count", help="Turns that make a topic.")] = None,
