@@ -28,7 +28,8 @@ from undertow.engine.encoder import make_encoder
 from undertow.engine.lexicon import NEIGHBOUR_SHARE, neighbours
 from undertow.engine.model import Turn, spoken
 from undertow.engine.retrieval import WORDS_WEIGHT
-from undertow.engine.terms import Terms, day_in_words, stem
+from undertow.engine.terms import Terms, stem
+from undertow.engine.timestamps import day_in_words
 from undertow.kernels.bm25 import Bm25, Float64s
 
 HELD_BACK = ("conv-42", "conv-43")

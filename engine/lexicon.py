@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from undertow.engine.model import Memory, MemoryKind, spoken
 from undertow.engine.records import messages_of
 from undertow.engine.tenant import Tenant
-from undertow.engine.terms import Terms, day_in_words
+from undertow.engine.terms import Terms
+from undertow.engine.timestamps import day_in_words
 from undertow.kernels.bm25 import Bm25, Float64s
 
 # what the turns right before and after in a session count for beside a turn's own words: an answer often

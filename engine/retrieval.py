@@ -20,6 +20,7 @@ from undertow.engine.records import turn_id
 from undertow.engine.tenant import Tenant
 from undertow.engine.terms import Terms
 from undertow.engine.times import TimeIndex
+from undertow.engine.timestamps import in_words
 from undertow.kernels.arena import Arena
 from undertow.kernels.bm25 import Float64s
 from undertow.kernels.gate import Gate
@@ -422,4 +423,7 @@ def question_prompt(question: str, found: Found, as_of: str | None, budget: Prom
 
 
 def _shown(hits: Sequence[Hit]) -> list[ShownMemory]:
-    return [ShownMemory(n, hit.timestamp, hit.memory) for n, hit in enumerate(hits, 1)]
+    # dated as people write: answers take over the form that they are shown
+    return [
+        ShownMemory(n, hit.timestamp and in_words(hit.timestamp), hit.memory) for n, hit in enumerate(hits, 1)
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from datetime import datetime
 
 # Chinese and Japanese put no spaces between words, Korean few: pairs of characters serve as words
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff"
@@ -12,10 +11,6 @@ _FIRST_UNSPACED, _LAST_UNSPACED = "\u3040", "\ufaff"
 _NO_TERM = -1
 _WORDS = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _VOWELS = frozenset("aeiouy")
-_MONTHS = (
-    *("January", "February", "March", "April", "May", "June", "July"),
-    *("August", "September", "October", "November", "December"),
-)
 
 # English words that say how a question is put, not what it is about. In a tenant's few texts they are not
 # common enough to weigh next to nothing by themselves. ("s", "t" and such: what an apostrophe cuts off.)
@@ -30,12 +25,6 @@ _FUNCTION_WORDS = frozenset(
         *("when", "where", "which", "who", "whom", "why", "will", "with", "would", "you", "your"),
     )
 )
-
-
-def day_in_words(timestamp: str) -> str:
-    """Day, month and year, as a question may name them."""
-    day = datetime.fromisoformat(timestamp)
-    return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
 
 
 class Terms:

@@ -10,20 +10,10 @@ ACCEPTED = (
     "'1:56 pm on 8 May, 2023', '2023/05/20 (Sat) 02:21', or a number of epoch seconds"
 )
 
-_MONTHS = [
-    "january",
-    "february",
-    "march",
-    "april",
-    "may",
-    "june",
-    "july",
-    "august",
-    "september",
-    "october",
-    "november",
-    "december",
-]
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July"),
+    *("August", "September", "October", "November", "December"),
+)
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -80,10 +70,11 @@ def _from_text(text: str) -> str | None:
 def _locomo(hour: str, minute: str, half: str, day: str, month: str, year: str) -> str:
     if not 1 <= int(hour) <= 12:
         raise ValueError(f"hour {hour} on a 12-hour clock")
-    if month not in _MONTHS:
+    name = month.capitalize()
+    if name not in _MONTHS:
         raise ValueError(f"no month is called {month!r}")
     hour_of_day = int(hour) % 12 + (12 if half == "p" else 0)
-    return datetime(int(year), _MONTHS.index(month) + 1, int(day), hour_of_day, int(minute)).isoformat()
+    return datetime(int(year), _MONTHS.index(name) + 1, int(day), hour_of_day, int(minute)).isoformat()
 
 
 def _longmemeval(year: str, month: str, day: str, weekday: str, hour: str, minute: str) -> str:
@@ -91,3 +82,18 @@ def _longmemeval(year: str, month: str, day: str, weekday: str, hour: str, minut
     if _WEEKDAYS[moment.weekday()] != weekday:
         raise ValueError(f"{moment.date()} is not a {weekday.capitalize()}")
     return moment.isoformat()
+
+
+def day_in_words(timestamp: str) -> str:
+    """Day, month and year of ISO 8601 text as people write them: 8 May 2023."""
+    day = datetime.fromisoformat(timestamp)
+    return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
+
+
+def in_words(timestamp: str) -> str:
+    """ISO 8601 text as people write it, to the minute, with its own zone: 8 May 2023, 13:56 +02:00."""
+    if _DATE.fullmatch(timestamp):
+        return day_in_words(timestamp)
+    moment = datetime.fromisoformat(timestamp)
+    zone = moment.isoformat(timespec="minutes")[len("2023-05-08T13:56") :]
+    return f"{day_in_words(timestamp)}, {moment:%H:%M}{zone and ' ' + zone}"

@@ -132,7 +132,7 @@ class ShownTurn:
 
 @dataclass(frozen=True, slots=True)
 class ShownMemory:
-    """An episode, a fact or a retrieved turn as a prompt shows it; `date` ISO 8601 or None."""
+    """An episode, a fact or a retrieved turn as a prompt shows it; `date`: as it is to be shown, or None."""
 
     number: int
     date: str | None

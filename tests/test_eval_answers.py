@@ -54,7 +54,7 @@ def test_a_run_keeps_every_answer_and_verdict(tmp_path: Path, url: str) -> None:
     assert first["gold"] == "made up" and first["answer"].startswith("From memory: ")
     assert first["material"]["turns"][0] == {
         "number": 1,
-        "date": "2023-05-08T13:56:00",
+        "date": "8 May 2023, 13:56",
         "text": "Ann: I signed up for the pottery course.\nBen: My brother sells canoes.",
     }
     assert first["evidence"] == ["D1:1"] and "D1:1" in first["in_turns"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undertow.engine.model import time_key
-from undertow.engine.timestamps import ACCEPTED, parse_timestamp
+from undertow.engine.timestamps import ACCEPTED, in_words, parse_timestamp
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,17 @@ def test_anything_else_is_a_value_error_and_what_passes_can_be_sorted(value: str
     except ValueError:
         return
     assert time_key(parsed).tzinfo is None
+
+
+@pytest.mark.parametrize(
+    ("timestamp", "words"),
+    [
+        ("2023-05-08", "8 May 2023"),
+        ("2023-05-08T13:56:00", "8 May 2023, 13:56"),
+        ("2023-12-31T00:00:09.250000+00:00", "31 December 2023, 00:00 +00:00"),
+        ("2023-02-01T23:05:00-03:30", "1 February 2023, 23:05 -03:30"),
+    ],
+)
+def test_stored_timestamps_in_words(timestamp: str, words: str) -> None:
+    assert parse_timestamp(timestamp) == timestamp, "this is how they are stored"
+    assert in_words(timestamp) == words

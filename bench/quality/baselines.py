@@ -13,6 +13,7 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.systems import Material, Means, OnProgress, each_once, shown
 from undertow.engine.encoder import Float16
 from undertow.engine.model import UNDATED, Usage
+from undertow.engine.timestamps import in_words
 
 # of the papers: how many chunks a question is given
 TOP_CHUNKS: dict[Benchmark, int] = {"locomo": 3, "longmemeval": 5}
@@ -95,7 +96,7 @@ def chunked(sample: Sample, chunk_tokens: int) -> Iterator[Chunk]:
         said = message.timestamp or turn.timestamp
         if not lines:
             date = said
-        lines.append(f"{said or UNDATED} {message.speaker}: {message.content}")
+        lines.append(f"{in_words(said) if said else UNDATED} {message.speaker}: {message.content}")
         held.append(holds)
         tokens += tokens_of(lines[-1])
         if tokens >= chunk_tokens:

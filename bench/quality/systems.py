@@ -12,6 +12,7 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.model import Usage
+from undertow.engine.timestamps import in_words
 from undertow.prompts import Order, Prompt, ShownMemory
 
 OnProgress = Callable[[str, int, int], None]
@@ -87,8 +88,8 @@ class Means:
 
 
 def shown(items: Sequence[tuple[str | None, str]]) -> tuple[ShownMemory, ...]:
-    """(date, text) of each, numbered as they stand."""
-    return tuple(ShownMemory(n, date, text) for n, (date, text) in enumerate(items, 1))
+    """(date, text) of each, numbered as they stand, dated as the engine dates what it answers from."""
+    return tuple(ShownMemory(n, date and in_words(date), text) for n, (date, text) in enumerate(items, 1))
 
 
 def each_once(held: Sequence[Sequence[str]]) -> tuple[str, ...]:
