@@ -48,7 +48,7 @@ def erase(engine: Engine, task: dict[str, Any], say: Say) -> None:
 
 
 def delete(engine: Engine, task: dict[str, Any], say: Say) -> None:
-    say({"deleted": engine.delete(task["memory_id"])})
+    say({"deleted": engine.delete(task["memory_id"]), "settled": engine.drain()})
 
 
 def update(engine: Engine, task: dict[str, Any], say: Say) -> None:

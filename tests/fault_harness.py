@@ -127,6 +127,15 @@ KINDS: Mapping[PolicyName, set[str]] = {
     "himem": {"fired", "waits", "episode", "fact"},
 }
 
+# each policy before a change, and after one
+CHANGES: tuple[tuple[PolicyName, PolicyName], ...] = (
+    ("recmem", "eager"),
+    ("eager", "recmem"),
+    ("recmem", "nemori"),
+    ("nemori", "himem"),
+    ("himem", "eager"),
+)
+
 
 def stored_texts(store: Path, kind: str) -> dict[str, list[str]]:
     """Texts of every version of a kind of memory, or the texts of the turns, by tenant."""

@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ from undertow.engine.cluster.shard_map import ShardMap, exists, load, publish
 from undertow.engine.departures import InTransit
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine
-from undertow.engine.journal import Journal
 from undertow.engine.llm import LLMClient
 from undertow.engine.log_table import LogTable
-from undertow.engine.model import Turn
+from undertow.engine.model import PolicyName, Turn
 from undertow.engine.moving import Leaver, Moving
 from undertow.engine.place import Place
 
 from .engine_harness import settings_of
-from .fault_harness import THETA, State, end_state
+from .fault_harness import THETA, WINDOWS, State, end_state
 
 ENCODER = HashingEncoder(64)
 REPLIES = MockReplies(1, 0.3, 0.15, malformed_rate=0.12, malformed_sticky=True)
@@ -42,10 +41,15 @@ class Shards:
     """The shards of a root in this process, opened when first asked for; close with `close` or `crash`."""
 
     def __init__(
-        self, root: Place | Path, first: Sequence[str] = ("a", "b"), llm: Callable[[], LLMClient] = mock_llm
+        self,
+        root: Place | Path,
+        first: Sequence[str] = ("a", "b"),
+        llm: Callable[[], LLMClient] = mock_llm,
+        policy: PolicyName = "recmem",
     ) -> None:
         self.root = Place.of(root)
         self._llm = llm
+        self._settings = settings_of(**THETA, **WINDOWS, policy=policy)
         self._open: dict[str, Moving] = {}
         self.engines: dict[str, Engine] = {}
         if not exists(self.root):
@@ -61,8 +65,7 @@ class Shards:
     def __call__(self, shard: str) -> Moving:
         if shard not in self._open:
             store, now = self.store(shard), self.map
-            Journal.create(store, ENCODER.dim, asdict(ENCODER.fingerprint), hash_key=now.hash_key)
-            engine = Engine(store, settings_of(**THETA), ENCODER, llm=self._llm())
+            engine = Engine(store, self._settings, ENCODER, llm=self._llm(), hash_key=now.hash_key)
             engine.resume()
             self.engines[shard] = engine
             self._open[shard] = Moving(engine, shard, self.root / "shards", now)
@@ -133,9 +136,10 @@ def state_of(root: Place | Path) -> State:
     return merged
 
 
-def alone(folder: Path, turns: Sequence[Turn]) -> State:
+def alone(folder: Path, turns: Sequence[Turn], policy: PolicyName = "recmem") -> State:
     """What one engine makes of the turns that never moves anyone."""
-    with Engine(folder, settings_of(**THETA), ENCODER, llm=mock_llm()) as engine:
+    settings = settings_of(**THETA, **WINDOWS, policy=policy)
+    with Engine(folder, settings, ENCODER, llm=mock_llm()) as engine:
         engine.add_batch(turns)
         assert engine.drain()
     return end_state(folder)

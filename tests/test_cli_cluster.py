@@ -276,6 +276,7 @@ def test_shards_are_added_and_removed(
     assert everything(root) == expected
     _erase_and_delete(root, where, server)
     _change_policy(root, where, server)
+    _flush(root, where, server)
     less = run("cluster", "move", *where, "--shards", "1", "--llm", server, "--json")
     assert (less.code, less.doc["shards"]) == (0, ["s0001"])
     nothing = run("cluster", "move", *where, "--llm", server, "--json")
@@ -343,6 +344,26 @@ def _change_policy(root: Path, where: tuple[str | Path, ...], server: str) -> No
     assert run(*read).doc == changed.doc, "it is stored with the shard that has the tenant"
     listed = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines
     assert listed and {fact["generation"] for fact in listed} == {2}
+
+
+def _flush(root: Path, where: tuple[str | Path, ...], server: str) -> None:
+    """A tenant whose two turns fill no window, beside tenants whose policies wait for nothing."""
+
+    def episodes() -> list[dict[str, Any]]:
+        return run("list", "--kind", "episodes", "--tenant", "eve", "--store", root, "--json").lines
+
+    changed = run("policy", "nemori", "--tenant", "eve", *where, "--llm", server, "--json")
+    assert (changed.code, changed.doc["policy"]) == (0, "nemori"), changed.err
+    assert episodes() == []
+    refused = run("flush", "--store", root, "--llm", server)
+    assert (refused.code, refused.out, "--ray" in refused.err) == (2, "", True)
+    for command in (("flush", "--tenant", "eve"), ("flush",)):
+        flushed = run(*command, *where, "--llm", server, "--json")
+        assert flushed.code == 0, flushed.err
+        count = 1 if "--tenant" in command else len(_tenants_of(root, "s0001") + _tenants_of(root, "s0002"))
+        assert flushed.doc == {"tenants": count, "settled": True}
+        assert {seq for told in episodes() for seq in told["source_seqs"]} == {0, 1}
+    assert count == len(TENANTS)  # `cy` was erased, `eve` is there
 
 
 def _tenants_of(root: Path, shard: str) -> list[str]:

@@ -38,6 +38,7 @@ from .engine_harness import (
     settings_of,
     turn_of,
 )
+from .policy_variants import VARIANTS
 
 LOCOMO = Path(__file__).parents[2] / "shared" / "data" / "locomo_dev.json"
 REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.25, malformed_rate=0.08, malformed_sticky=True)
@@ -307,6 +308,12 @@ def threshold(rng: np.random.Generator, pool: Vectors, rank: int) -> float:
     return float(np.clip(theta, -1.0, 1.0))
 
 
+def ways(policy: PolicyName) -> list[dict[str, Any]]:
+    """A policy's plain settings, and those of its variants: drawn after the policy, which are so as often."""
+    varied = [dict(variant.options) for variant in VARIANTS.values()]
+    return [{"policy": policy}, *(options for options in varied if options["policy"] == policy)]
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]:
     """Turns of one to three tenants whose vectors come from a small pool; thresholds that it meets."""
@@ -327,7 +334,7 @@ def worlds(draw: st.DrawFn) -> tuple[Settings, TableEncoder, MockReplies, Turns]
     texts = [turn.text for of_tenant in turns.values() for turn in of_tenant]
     table = dict(zip(texts, pool[rng.integers(0, len(pool), len(texts))], strict=True))
     settings = settings_of(
-        policy=draw(st.sampled_from(get_args(PolicyName))),
+        **draw(st.sampled_from(get_args(PolicyName)).flatmap(lambda name: st.sampled_from(ways(name)))),
         theta_sim=threshold(rng, pool, 1),
         theta_merge=threshold(rng, pool, 2),
         theta_count=draw(st.integers(1, 6)),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lance
 import pyarrow as pa
@@ -19,22 +22,39 @@ import pytest
 from lance.file import LanceFileReader
 
 from undertow.bench.mock_llm import MockLLM, MockReplies
+from undertow.bench.mock_server import MockServer
 from undertow.engine import journal as journal_module
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.engine import Engine
 from undertow.engine.erasure import Certificate
 from undertow.engine.llm import LLMClient
-from undertow.engine.model import Message, Turn, UndertowError
+from undertow.engine.model import Message, PolicyName, Turn, UndertowError
 from undertow.engine.store import read_info
 from undertow.engine.tenants import UnknownTenant
 
-from .engine_harness import DeafLLM, HeldLLM
-from .fault_harness import THETA, TOPICS, Driver, State, end_state, reports, shared_driver
+from .engine_harness import DeafLLM, HeldLLM, rows_of
+from .fault_harness import (
+    KINDS,
+    THETA,
+    TOPICS,
+    WINDOWS,
+    Driver,
+    State,
+    assert_same_state,
+    end_state,
+    reports,
+    shared_driver,
+)
+from .spoilt_llm import served
 
 REPLIES = MockReplies(1, 0.3, 0.1, malformed_rate=0.1, malformed_sticky=True)
+# to what one asks of it, in every prompt
+OBLIGING = MockReplies(1)
 OTHERS = ("bob", "cleo")
-SETTINGS = {**THETA, "encoder": "hash:384"}
+# of each tenant in a store of the policy
+TURNS: dict[PolicyName, int] = {"recmem": 30, "eager": 9, "nemori": 12, "himem": 12}
+SETTINGS: dict[str, Any] = {**THETA, **WINDOWS, "encoder": "hash:384"}
 QUERY = "boat and tide and garden"
 
 
@@ -49,7 +69,7 @@ class Marked:
         return f"{self.word} tenant"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def marked() -> Marked:
     # not in any other byte of the store but by its own doing; the accent has several spellings
     return Marked(f"é{secrets.token_hex(8)}")
@@ -66,26 +86,50 @@ def turns_of_topics(tenant: str, count: int, word: str = "", *, words: str = "")
         )
         metadata = {"channel": word, word or "k": {"deep": [word]}}
         stamp = f"2026-04-{1 + n // 24:02d}T{n % 24:02d}:00:00"
-        turns.append(Turn(tenant, messages, f"{word} key {n}", f"session {word}", stamp, metadata))
+        session = f"session {n // 4} {word}"
+        turns.append(Turn(tenant, messages, f"{word} key {n}", session, stamp, metadata))
     return turns
 
 
-def opened(store: Path, llm: LLMClient | None = None) -> Engine:
-    return Engine(store, Settings(device="cpu", **THETA), HashingEncoder(384), llm=llm)
+def opened(store: Path, llm: LLMClient | None = None, policy: PolicyName = "recmem") -> Engine:
+    settings = Settings(device="cpu", policy=policy, **SETTINGS)
+    return Engine(store, settings, HashingEncoder(384), llm=llm)
+
+
+@pytest.fixture(scope="module")
+def built(marked: Marked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[PolicyName], Path]]:
+    """Three tenants, one of them marked, with several versions and compactions behind them."""
+
+    @cache
+    def of(policy: PolicyName) -> Path:
+        store = tmp_path_factory.mktemp("built") / "store"
+        count = TURNS[policy]
+        # that RecMem alone has parked jobs in it: of a window's many calls one is unusable too often
+        llm = MockLLM(REPLIES if policy == "recmem" else OBLIGING)
+        with opened(store, llm, policy) as engine:
+            for n in range(0, count, count // 3):
+                for name in (*OTHERS, marked.name):
+                    word = marked.word if name == marked.name else ""
+                    engine.add_batch(turns_of_topics(name, count, word)[n : n + count // 3])
+                    engine.step()
+            assert engine.drain()
+        assert KINDS[policy] <= end_state(store).kinds()
+        return store
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "COMMITS_PER_COMPACTION", 9)
+        yield of
 
 
 @pytest.fixture
-def store(marked: Marked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three tenants, one of them marked, with several versions and compactions behind them."""
-    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 9)
-    with opened(tmp_path / "store", MockLLM(REPLIES)) as engine:
-        for n in range(0, 30, 10):
-            for name in (*OTHERS, marked.name):
-                word = marked.word if name == marked.name else ""
-                engine.add_batch(turns_of_topics(name, 30, word)[n : n + 10])
-                engine.step()
-        assert engine.drain()
-    return tmp_path / "store"
+def policy() -> PolicyName:
+    """Of most tests' store; some are parametrised with it."""
+    return "recmem"
+
+
+@pytest.fixture
+def store(policy: PolicyName, built: Callable[[PolicyName], Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built(policy), tmp_path / "store"))
 
 
 # ---- looking for traces
@@ -185,7 +229,7 @@ def searches(engine: Engine) -> list[Any]:
     return [engine.search(name, QUERY) for name in OTHERS]
 
 
-def rows_of(store: Path, tenant: str) -> int:
+def count_rows(store: Path, tenant: str) -> int:
     key = read_info(store).tenant_key(tenant)
     return int(lance.dataset(str(store / "journal.lance")).count_rows(filter=f"tenant_key = '{key}'"))
 
@@ -219,7 +263,7 @@ def ids_of(store: Path, tenant: str) -> list[str]:
 
 
 def test_erase_now_leaves_no_trace_and_touches_no_one_else(store: Path, marked: Marked) -> None:
-    before, vectors, rows = end_state(store), vectors_of(store, marked.name), rows_of(store, marked.name)
+    before, vectors, rows = end_state(store), vectors_of(store, marked.name), count_rows(store, marked.name)
     ids = ids_of(store, marked.name)
     with opened(store) as engine:
         found, figures = searches(engine), engine.stats()
@@ -246,7 +290,7 @@ def test_erase_now_leaves_no_trace_and_touches_no_one_else(store: Path, marked: 
 
 
 def test_the_program_erases_as_the_engine_does(store: Path, marked: Marked) -> None:
-    before, vectors, rows = end_state(store), vectors_of(store, marked.name), rows_of(store, marked.name)
+    before, vectors, rows = end_state(store), vectors_of(store, marked.name), count_rows(store, marked.name)
     command = [sys.executable, "-B", "-m", "undertow.serving.cli", "erase", "--tenant", marked.name]
     command += ["--store", str(store), "--now", "--yes", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -265,7 +309,7 @@ def test_the_program_erases_as_the_engine_does(store: Path, marked: Marked) -> N
 def test_without_now_it_is_gone_at_once_and_its_bytes_with_the_next_purge(
     store: Path, marked: Marked
 ) -> None:
-    before, vectors, rows = end_state(store), vectors_of(store, marked.name), rows_of(store, marked.name)
+    before, vectors, rows = end_state(store), vectors_of(store, marked.name), count_rows(store, marked.name)
     ids = ids_of(store, marked.name)
     with opened(store) as engine:
         found = searches(engine)
@@ -313,7 +357,7 @@ def test_the_name_begins_anew_and_sees_nothing_of_its_old_life(
 
 
 def test_two_lives_erased_before_one_purge_are_both_on_the_certificate(store: Path, marked: Marked) -> None:
-    rows = rows_of(store, marked.name)
+    rows = count_rows(store, marked.name)
     with opened(store) as engine:
         engine.erase(marked.name)
         engine.add_batch(turns_of_topics(marked.name, 5, marked.word))
@@ -330,31 +374,34 @@ def driver() -> Driver:
 
 
 @pytest.mark.parametrize(
-    ("method", "n", "after"),
+    ("method", "n", "after", "policy"),
     [
-        ("delete", 1, False),  # right after the tombstone
-        ("delete", 1, True),
-        ("check_in_force", 1, True),
-        ("purge", 1, True),
+        ("delete", 1, False, "recmem"),  # right after the tombstone
+        ("delete", 1, True, "recmem"),
+        ("check_in_force", 1, True, "recmem"),
+        ("purge", 1, True, "recmem"),
+        ("delete", 1, False, "eager"),
+        ("check_in_force", 1, True, "nemori"),
+        ("purge", 1, True, "himem"),
     ],
 )
 def test_a_kill_between_tombstone_and_certificate(
-    method: str, n: int, after: bool, store: Path, marked: Marked, driver: Driver
+    method: str, n: int, after: bool, policy: PolicyName, store: Path, marked: Marked, driver: Driver
 ) -> None:
-    before, vectors, rows = end_state(store), vectors_of(store, marked.name), rows_of(store, marked.name)
+    before, vectors, rows = end_state(store), vectors_of(store, marked.name), count_rows(store, marked.name)
     ids = ids_of(store, marked.name)
     outcome = driver.run(
         task="erase",
         store=store,
         tenant=marked.name,
-        settings=SETTINGS,
+        settings={**SETTINGS, "policy": policy},
         kill={"method": method, "n": n, "after": after},
     )
     assert outcome.status == -signal.SIGKILL and not outcome.lines
-    with opened(store) as engine:
+    with opened(store, policy=policy) as engine:
         assert_gone(engine, store, marked, ids)
         (certificate,) = engine.purge().values()
-        assert (certificate.turns_removed, certificate.rows_removed) == (30, rows)
+        assert (certificate.turns_removed, certificate.rows_removed) == (TURNS[policy], rows)
     assert_no_trace(store, marked, vectors)
     assert others(end_state(store)) == others(before)
 
@@ -416,30 +463,92 @@ def test_turns_that_wait_in_the_queue_go_with_the_tenant(tmp_path: Path, marked:
     assert_no_trace(tmp_path, marked, [])
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_deleted_turn_leaves_no_byte_after_the_purge(killed: bool, store: Path, driver: Driver) -> None:
-    """Its own words, and what was written from them; also where a kill came right after the record."""
+# ---- a turn
+
+
+@dataclass(frozen=True)
+class Told:
+    """A store with a turn that has a word, and what is left of it once that turn was deleted."""
+
+    store: Path
+    word: str
+    turn_id: str
+    left: State
+
+    @property
+    def needles(self) -> list[bytes]:
+        return [self.word.encode()]
+
+
+@pytest.fixture(scope="module")
+def told(
+    built: Callable[[PolicyName], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[PolicyName], Told]:
+    """Of a tenant that speaks of one thing four times, the word in the first: it is in a memory, too."""
     word = f"q{secrets.token_hex(8)}"
-    turn = Turn("bob", (Message("user", f"boat mast anchor tide sail {word}"),), "with the word")
-    with opened(store, MockLLM(REPLIES)) as engine:
-        (receipt,) = engine.add_batch([turn])
-        assert engine.drain()
-        assert receipt.id is not None
-        if not killed:
-            assert engine.delete(receipt.id) == "turn"
-    assert values_with(store, [word.encode()])
-    if killed:
-        kill = {"method": "delete_rows", "n": 1, "after": False}
-        task: dict[str, Any] = {
-            "task": "delete",
-            "memory_id": receipt.id,
-            "settings": {**THETA, "encoder": "hash:384"},
-        }
-        assert driver.run(store=store, kill=kill, **task).status == -signal.SIGKILL
-    with opened(store, MockLLM(REPLIES)) as engine:
-        assert all(hit.id != receipt.id for hit in engine.search("bob", turn.text).turns)
+    said = [f"lantern {word if n == 0 else ''} copper wick oil glass {n}" for n in range(4)]
+    turns = [Turn("dora", (Message("user", text),), f"key {n}") for n, text in enumerate(said)]
+
+    @cache
+    def of(policy: PolicyName) -> Told:
+        folder = tmp_path_factory.mktemp("told")
+        store, left = folder / "store", folder / "left"
+        shutil.copytree(built(policy), store)
+        with opened(store, MockLLM(OBLIGING), policy) as engine:
+            turn_id = engine.add_batch(turns)[0].id
+            assert turn_id is not None and engine.flush("dora")
+        assert word in repr([row.payload for row in rows_of(store, "episode", "fact")])
+        shutil.copytree(store, left)
+        with opened(left, MockLLM(OBLIGING), policy) as engine:
+            engine.delete(turn_id)
+            assert engine.drain()
+        return Told(store, word, turn_id, end_state(left))
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(MockServer(OBLIGING)) as url:
+        yield url
+
+
+BEGUN, DECIDED = ("append_copies", 2, True), ("delete_rows", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kill"),
+    [
+        ("recmem", None),
+        ("recmem", ("delete_rows", 1, False)),  # right after the record
+        *product(get_args(PolicyName), (BEGUN, DECIDED)),
+    ],
+)
+def test_a_deleted_turn_leaves_no_byte_after_the_purge(
+    policy: PolicyName,
+    kill: tuple[str, int, bool] | None,
+    told: Callable[[PolicyName], Told],
+    url: str,
+    tmp_path: Path,
+    driver: Driver,
+) -> None:
+    """Its own words, and what was written from them; wherever a kill came, what is left is the same."""
+    of = told(policy)
+    store = Path(shutil.copytree(of.store, tmp_path / "store"))
+    if kill is None:
+        with opened(store, policy=policy) as engine:
+            assert engine.delete(of.turn_id) == "turn"
+    else:
+        settings = {**SETTINGS, "policy": policy, "llm_url": url}
+        task: dict[str, Any] = {"task": "delete", "memory_id": of.turn_id, "settings": settings}
+        armed = dict(zip(("method", "n", "after"), kill, strict=True))
+        assert driver.run(store=store, kill=armed, **task).status == -signal.SIGKILL
+    assert values_with(store, of.needles)
+    with opened(store, MockLLM(OBLIGING), policy) as engine:
+        assert all(hit.id != of.turn_id for hit in engine.search("dora", of.word, k_sub=50).turns)
         engine.resume()
         assert engine.drain()
         engine.purge()
-    assert values_with(store, [word.encode()]) == set()
-    assert files_with(store, [word.encode()]) == []
+    assert values_with(store, of.needles) == set()
+    assert files_with(store, of.needles) == []
+    assert_same_state(end_state(store), of.left)

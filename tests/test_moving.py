@@ -10,13 +10,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undertow.bench.mock_llm import MockReplies
 from undertow.engine import log_table
 from undertow.engine.cluster import resharding
 from undertow.engine.cluster.resharding import batches, reshard, resume
@@ -27,12 +29,12 @@ from undertow.engine.engine import Engine
 from undertow.engine.journal import Journal, Row
 from undertow.engine.log_table import LogTable
 from undertow.engine.luggage import Luggage
-from undertow.engine.model import Turn, UndertowError
+from undertow.engine.model import PolicyName, Turn, UndertowError
 from undertow.engine.moving import Leaver, Moving, StaleMap
 from undertow.engine.place import Place, StoreError
 
 from .engine_harness import DeafLLM, HeldLLM, bytes_hold, settings_of, turn_of
-from .fault_harness import State, assert_same_state, reports, turns_of, write_log
+from .fault_harness import CHANGES, KINDS, State, assert_same_state, reports, turns_of, write_log
 from .moving_harness import (
     HASH_KEY,
     REPLIES,
@@ -53,24 +55,49 @@ from .moving_harness import (
 STAY = ("ada", "dan", "bob", "hal")
 LEAVE_A, LEAVE_B = ("cleo", "lea", "pam"), ("eve", "gil", "zoe")
 TENANTS = (*STAY, *LEAVE_A, *LEAVE_B)
+# with the policies beside RecMem: of each kind some, and all that the tests look at
+FEW = (STAY[0], STAY[2], *LEAVE_A, LEAVE_B[0])
 TURNS = 10
 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, TURNS)
+    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, TURNS, session_turns=4)
+
+
+@pytest.fixture
+def policy() -> PolicyName:
+    """Of most tests' shards; some are parametrised with it."""
+    return "recmem"
+
+
+@pytest.fixture
+def turns(log: Path, policy: PolicyName) -> list[Turn]:
+    return logged(log, policy)
+
+
+def logged(log: Path, policy: PolicyName) -> list[Turn]:
+    """The log's turns, the tenants by turns; of few of them for the policies beside RecMem."""
+    every = [turn for of_tenant in zip(*turns_of(log).values(), strict=True) for turn in of_tenant]
+    return [turn for turn in every if policy == "recmem" or turn.tenant in FEW]
 
 
 @pytest.fixture(scope="module")
-def turns(log: Path) -> list[Turn]:
-    return [turn for of_tenant in zip(*turns_of(log).values(), strict=True) for turn in of_tenant]
+def stayed(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[PolicyName], State]:
+    """What a policy makes of its turns where no one moves."""
+
+    @cache
+    def of(policy: PolicyName) -> State:
+        state = alone(tmp_path_factory.mktemp("alone"), logged(log, policy), policy)
+        assert KINDS[policy] | {"parked", "turn"} <= state.kinds()
+        return state
+
+    return of
 
 
-@pytest.fixture(scope="module")
-def expected(turns: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> State:
-    state = alone(tmp_path_factory.mktemp("alone"), turns)
-    assert {"merged", "fired", "waits", "parked", "episode", "fact", "turn"} <= state.kinds()
-    return state
+@pytest.fixture
+def expected(stayed: Callable[[PolicyName], State], policy: PolicyName) -> State:
+    return stayed(policy)
 
 
 @pytest.fixture(autouse=True)
@@ -133,8 +160,13 @@ def test_cut_off_after_any_commit(turns: list[Turn], expected: State, tmp_path: 
         assert_same_state(state_of(root), expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_again_and_again(seed: int, turns: list[Turn], expected: State, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [("recmem", 0), ("recmem", 1), ("recmem", 2), ("eager", 3), ("nemori", 4), ("himem", 5)],
+)
+def test_killed_again_and_again(
+    policy: PolicyName, seed: int, turns: list[Turn], expected: State, tmp_path: Path
+) -> None:
     """Also while it takes up what an earlier kill has left, there and back, with turns in between."""
     rng = random.Random(seed)
     line = list(turns)
@@ -142,7 +174,7 @@ def test_killed_again_and_again(seed: int, turns: list[Turn], expected: State, t
     for wanted in (["a", "b", "c"], ["b", "c"], ["a"]):
         ended = False
         while not ended:
-            shards = Shards(tmp_path)
+            shards = Shards(tmp_path, policy=policy)
             try:
                 with after_commits(Strike(rng.randrange(1, 40))):
                     line = shards.add(line[:20]) + line[20:]
@@ -154,7 +186,7 @@ def test_killed_again_and_again(seed: int, turns: list[Turn], expected: State, t
                 kills += 1
                 shards.crash()
     assert kills > 3
-    with Shards(tmp_path) as shards:
+    with Shards(tmp_path, policy=policy) as shards:
         assert shards.map.everyone == ("a",)
         assert shards.add(turns) == []
         shards.drain()
@@ -316,14 +348,15 @@ def test_calls_for_a_tenant_that_leaves_are_refused_whole(shards: Shards, turns:
             of.history(memory)
 
 
+@pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_work_under_way_is_dropped_and_done_again_elsewhere(
-    turns: list[Turn], expected: State, tmp_path: Path
+    policy: PolicyName, turns: list[Turn], expected: State, tmp_path: Path
 ) -> None:
     """Jobs that wait for a reply, a reply that comes too late, and turns that wait in the queue."""
     held = DeafLLM(REPLIES)
     name, root = LEAVE_A[0], tmp_path / "root"
     of_tenant = [turn for turn in turns if turn.tenant == name]
-    with Shards(root, llm=lambda: held) as shards:
+    with Shards(root, llm=lambda: held, policy=policy) as shards:
         shards.add([turn for turn in turns if turn.tenant in LEAVE_A])
         while not held.held:
             shards.engines["a"].step()
@@ -341,7 +374,7 @@ def test_work_under_way_is_dropped_and_done_again_elsewhere(
         assert shards.engines["a"].journal.next_lsn == before, "a late reply is not even logged"
         assert shards.engines["a"].idle
         shards.crash()
-    with Shards(root) as shards:
+    with Shards(root, policy=policy) as shards:
         resume(shards.root, shards)
         assert not shards.engines["c"].idle, "what was undecided is taken up"
         assert shards.add(turns) == []
@@ -373,20 +406,23 @@ def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn
         shards.crash()
 
 
-def test_a_change_of_policy_goes_on_where_the_tenant_has_moved(tmp_path: Path, turns: list[Turn]) -> None:
-    held, name = HeldLLM(REPLIES), LEAVE_A[0]
+@pytest.mark.parametrize(("policy", "after"), CHANGES)
+def test_a_change_of_policy_goes_on_where_the_tenant_has_moved(
+    policy: PolicyName, after: PolicyName, tmp_path: Path, turns: list[Turn]
+) -> None:
+    held, name = HeldLLM(MockReplies(1, 0.3, 0.15)), LEAVE_A[0]
 
     def go_on(engine: Engine, until: Callable[[], bool]) -> None:
         while not until():
             held.release()
             engine.step(0.001)
 
-    with Shards(tmp_path, llm=lambda: held) as shards:
+    with Shards(tmp_path, llm=lambda: held, policy=policy) as shards:
         shards.add([turn for turn in turns if turn.tenant == name])
         engine = shards.engines["a"]
         go_on(engine, lambda: engine.idle)
         former = engine.get_all(name)
-        engine.set_policy(name, "eager")
+        engine.set_policy(name, after)
         go_on(engine, lambda: engine.policy(name)["change"]["decided"] >= 4)
         before = engine.policy(name)
         publish(shards.root, shards.map.toward(["a", "b", "c"]))
@@ -398,7 +434,7 @@ def test_a_change_of_policy_goes_on_where_the_tenant_has_moved(tmp_path: Path, t
         assert (other.policy(name), other.get_all(name)) == (before, former)
         assert not other.idle, "the rest is taken up, though the log was decided to its end once"
         go_on(other, lambda: other.idle)
-        assert other.policy(name) == {"tenant": name, "policy": "eager", "generation": 2, "change": None}
+        assert other.policy(name) == {"tenant": name, "policy": after, "generation": 2, "change": None}
         assert former and not {m.id for m in former} & {m.id for m in other.get_all(name)}
         shards.crash()
 

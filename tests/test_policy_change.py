@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from undertow.bench.mock_llm import MockReplies
 from undertow.bench.mock_replies import Messages
-from undertow.bench.mock_server import spawn_server
+from undertow.bench.mock_server import MockServer
 from undertow.engine.engine import Engine
 from undertow.engine.model import InputError, Memory, PolicyName, Turn
 from undertow.engine.policy_change import PolicyConflict
@@ -32,17 +32,20 @@ from .engine_harness import (
     turn_of,
     turns_of,
 )
-from .fault_harness import THETA, TOPICS, assert_same_state, end_state, reports, shared_driver, write_log
+from .fault_harness import (
+    CHANGES,
+    THETA,
+    TOPICS,
+    assert_same_state,
+    end_state,
+    reports,
+    shared_driver,
+    write_log,
+)
+from .moving_harness import Snapshots, after_commits
+from .spoilt_llm import served
 
 REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.15)
-# each policy before a change, and after one
-CHANGES: list[tuple[PolicyName, PolicyName]] = [
-    ("recmem", "eager"),
-    ("eager", "recmem"),
-    ("recmem", "nemori"),
-    ("nemori", "himem"),
-    ("himem", "eager"),
-]
 # windows that close within these logs, as do sessions
 WINDOW = {"window_messages": 7}
 
@@ -299,58 +302,71 @@ def test_consolidated_turns_stay_out_of_search_during_a_change(tmp_path: Path) -
 # ---- crashes and faults
 
 
-def test_a_change_goes_on_from_wherever_it_was_cut_off(tmp_path: Path) -> None:
-    """The store as it is on the disk after each few commits, taken up by another engine."""
-    with opened(tmp_path / "whole", "recmem") as engine:
-        engine.add_batch(topical("ann", 14))
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_change_goes_on_from_wherever_it_was_cut_off(
+    before: PolicyName, after: PolicyName, tmp_path: Path
+) -> None:
+    """The store as it is on the disk after some of the commits, taken up by another engine."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    with opened(whole, before) as engine:
+        engine.add_batch(topical("ann", 16))
         assert engine.drain()
-        shutil.copytree(tmp_path / "whole", tmp_path / "before")
-        engine.set_policy("ann", "eager")
+        shutil.copytree(whole, cut)
+        engine.set_policy("ann", after)
         assert engine.drain()
-    expected = end_state(tmp_path / "whole")
-    cuts = 0
-    with opened(tmp_path / "before", "recmem") as engine:
-        engine.set_policy("ann", "eager")
-        while not engine.idle:
-            engine.step(0.05)
-            cuts += 1
-            if cuts % 6 == 1:
-                store = tmp_path / f"cut {cuts}"
-                shutil.copytree(tmp_path / "before", store)
-                (store / "writer.lock").unlink()
-                with opened(store, "recmem") as other:
-                    assert other.policy("ann")["generation"] == (1 if other.policy("ann")["change"] else 2)
-                    assert other.drain()
-                assert_same_state(end_state(store), expected)
-    assert cuts > 12
-    assert_same_state(end_state(tmp_path / "before"), expected)
+        assert engine.get_all("ann")
+    expected = end_state(whole)
+    snapshots = Snapshots(cut, tmp_path / "cuts")
+    with opened(cut, before) as engine, after_commits(snapshots.take):
+        engine.set_policy("ann", after)
+        assert engine.drain()
+    stores = [store for commit, store, _ in snapshots.taken if commit == "append"]
+    came_to = []
+    # the last two stand before and behind the switch
+    for store in [*stores[: -2 : -(-len(stores) // 4)], *stores[-2:]]:
+        (store / "writer.lock").unlink()
+        with opened(store, before) as other:
+            told = other.policy("ann")
+            came_to.append(told["change"]["decided"] if told["change"] else None)
+            assert told["generation"] == (1 if told["change"] else 2)
+            assert other.drain()
+        assert_same_state(end_state(store), expected)
+    assert came_to[0] == 0 and 0 < came_to[-2] <= 16 and came_to[-1] is None
+    assert_same_state(end_state(cut), expected)
 
 
-def test_a_process_killed_during_a_change(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(MockServer(REPLIES)) as url:
+        yield url
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_process_killed_during_a_change(
+    before: PolicyName, after: PolicyName, url: str, tmp_path: Path
+) -> None:
     """SIGKILL before and after commits, one run after the other; each goes on with the rest."""
     driver = shared_driver()
-    with spawn_server(seed=1, refusal_rate=0.3, empty_rate=0.15) as url:
-        settings = {**THETA, "encoder": "hash:64", "llm_url": url}
-        log = write_log(tmp_path / "log.jsonl", ["ann", "bob"], 14)
-        whole, cut = tmp_path / "whole", tmp_path / "cut"
-        ingested = driver.run(task="ingest", log=log, store=whole, settings=settings)
-        assert ingested.last("settled")
-        shutil.copytree(whole, cut)
-        task = {"task": "set_policy", "tenant": "ann", "policy": "eager", "settings": settings}
-        outcome = driver.run(store=whole, **task)
-        assert outcome.status == 0 and outcome.last("policy")["generation"] == 2
-        begun_at = []
-        for n, after in ((1, False), (1, True), (5, True), (4, False)):
-            kill = {"method": "append_copies", "n": n, "after": after}  # of commits that hold rows
-            outcome = driver.run(store=cut, kill=kill, **task)
-            assert outcome.status == -signal.SIGKILL, outcome.lines
-            begun_at.append(outcome.last("begun_at"))
-        outcome = driver.run(store=cut, **task)
-        assert outcome.status == 0 and outcome.last("settled")
-        assert 0 < outcome.last("begun_at") < 14, begun_at
-        assert sorted(n for n in begun_at if n is not None) == [n for n in begun_at if n is not None]
-    expected = end_state(whole)
-    assert_same_state(end_state(cut), expected)
+    settings = {**THETA, "encoder": "hash:64", "llm_url": url, "policy": before, "window_messages": 4}
+    log = write_log(tmp_path / "log.jsonl", ["ann", "bob"], 14, session_turns=2)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ingested = driver.run(task="ingest", log=log, store=whole, settings=settings)
+    assert ingested.last("settled")
+    shutil.copytree(whole, cut)
+    task = {"task": "set_policy", "tenant": "ann", "policy": after, "settings": settings}
+    outcome = driver.run(store=whole, **task)
+    assert outcome.status == 0 and outcome.last("policy")["generation"] == 2
+    begun_at = []
+    for n, late in ((1, False), (1, True), (5, True), (4, False)):
+        kill = {"method": "append_copies", "n": n, "after": late}  # of commits that hold rows
+        outcome = driver.run(store=cut, kill=kill, **task)
+        assert outcome.status == -signal.SIGKILL, outcome.lines
+        begun_at.append(outcome.last("begun_at"))
+    outcome = driver.run(store=cut, **task)
+    assert outcome.status == 0 and outcome.last("settled")
+    assert 0 < outcome.last("begun_at") < 14, begun_at
+    assert sorted(n for n in begun_at if n is not None) == [n for n in begun_at if n is not None]
+    assert_same_state(end_state(cut), end_state(whole))
 
 
 def test_unusable_replies_park_and_are_replayed_in_the_new_generation(tmp_path: Path) -> None:

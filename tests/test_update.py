@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -352,7 +351,7 @@ def test_updates_between_turns_give_the_same_however_they_are_batched(
     replies = MockReplies(seed, refusal_rate=0.3, empty_rate=0.2, malformed_rate=sick, malformed_sticky=True)
     thresholds = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 2, "window_messages": 4}
     settings = settings_of(policy=policy, batch_turns=3, **thresholds)
-    turns = in_sessions(turns_of_topics("ann", 40))
+    turns = turns_of_topics("ann", 40)
     base = tmp_path / "base"
     with opened(base, settings, ENCODER, MockLLM(replies)) as engine:
         receipts = engine.add_batch(turns[:20])
@@ -386,11 +385,6 @@ def test_updates_between_turns_give_the_same_however_they_are_batched(
     assert_same(run, expected)
     texts = [m.text for m in expected.versions["ann"]]
     assert sum("changed at" in text for text in texts) >= 7
-
-
-def in_sessions(turns: list[Turn]) -> list[Turn]:
-    """Of four turns each, so that windows of sessions close."""
-    return [replace(turn, session_id=f"s{n // 4}") for n, turn in enumerate(turns)]
 
 
 def lasts(memory: Memory, policy: PolicyName) -> bool:
@@ -479,7 +473,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PolicyName], Pa
     def of(policy: PolicyName) -> Path:
         store = tmp_path_factory.mktemp("built") / "store"
         with opened_384(store, policy) as engine:
-            engine.add_batch(in_sessions(turns_of_topics("bob", 30)))
+            engine.add_batch(turns_of_topics("bob", 30))
             assert engine.drain()
         return store
 
