@@ -331,7 +331,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
 
     def resume(self) -> int:
         """Take up what earlier runs left undecided. Returns the number of tenants with such work."""
-        self.journal.delete_rows(left_behind(self.journal))
+        self.journal.delete_rows(left_behind(self.journal, self.tenants))
         self.scheduler.blocked.clear()
         behind = self.tenants.behind()
         self._residence.take_up(behind)

@@ -108,7 +108,7 @@ def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
     }
     for key, stone in due.items():
         journal.delete([key], before_lsn=stone["lsn"])
-    journal.delete_rows(left_behind(journal))
+    journal.delete_rows(left_behind(journal, tenants))
     alone = journal.purge()
     done = {"purged": True, "alone": alone, "purged_at": _now()}
     purged = {key: {**stone, **done} for key, stone in due.items()}
@@ -123,13 +123,17 @@ def certificate_of(key: str, stone: Mapping[str, Any]) -> Certificate:
     return Certificate(key, stone["erased_at"], stone["purged_at"], *counts, out_of_reach)
 
 
-def left_behind(journal: Journal) -> list[int]:
+def left_behind(journal: Journal, tenants: Tenants) -> list[int]:
     """Lsns of deleted turns, of what was remade without them and of updates that have lost their words.
 
-    Those are rows that a crash left behind.
+    Those are rows that a crash left behind. Erased lives are left to the purge: the seqs of one are those of
+    the next.
     """
-    read = journal.read(kinds=["control"], vectors=False)
-    controls = [row for row in read if control_of(row).kind in ("delete", "update")]
+
+    def alive(**which: Any) -> list[Row]:
+        return [row for row in journal.read(**which, vectors=False) if not tenants.buried(row)]
+
+    controls = [row for row in alive(kinds=["control"]) if control_of(row).kind in ("delete", "update")]
     bodies = {
         (row.tenant_key, row.seq): control_of(row).body
         for row in controls
@@ -138,8 +142,8 @@ def left_behind(journal: Journal) -> list[int]:
     of_turns = {place: body["id"] for place, body in bodies.items() if "turn_seq" in body}
     if not of_turns:
         return []
-    left = [row.lsn for row in journal.read(kinds=["turn"], ids=list(of_turns.values()), vectors=False)]
-    memories = list(journal.read(kinds=["episode", "fact"], vectors=False))
+    left = [row.lsn for row in alive(kinds=["turn"], ids=list(of_turns.values()))]
+    memories = alive(kinds=["episode", "fact"])
     remade = {row.id: row.lsn for row in memories if (row.tenant_key, row.seq) in of_turns}
     left += [row.lsn for row in memories if row.id in remade and row.lsn < remade[row.id]]
     return left + outdated_updates(controls)

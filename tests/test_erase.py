@@ -30,6 +30,7 @@ from undertow.engine.engine import Engine
 from undertow.engine.erasure import Certificate
 from undertow.engine.llm import LLMClient
 from undertow.engine.model import Message, PolicyName, Turn, UndertowError
+from undertow.engine.records import memory_of
 from undertow.engine.store import read_info
 from undertow.engine.tenants import UnknownTenant
 
@@ -366,6 +367,27 @@ def test_two_lives_erased_before_one_purge_are_both_on_the_certificate(store: Pa
     assert certificate.turns_removed == 35
     assert certificate.rows_removed > rows + 5
     assert_no_trace(store, marked, [])
+
+
+def test_a_deletion_of_an_erased_life_takes_no_version_from_the_next(tmp_path: Path) -> None:
+    turns = turns_of_topics("ann", 24)
+
+    def versions_of_second_life(store: Path) -> list[tuple[int, int, str]]:
+        with opened(store, MockLLM(OBLIGING)) as engine:
+            engine.add_batch(turns)
+            assert engine.drain()
+        with opened(store) as engine:
+            engine.resume()
+        rows = [memory_of(row) for row in rows_of(store, "episode")]
+        return [(row.made_at_seq, row.version, row.text) for row in rows]
+
+    alone = versions_of_second_life(tmp_path / "alone")
+    merged_at = min(seq for seq, version, _ in alone if version > 1)
+    with opened(tmp_path / "store") as engine:
+        receipts = engine.add_batch(turns[:merged_at])
+        engine.delete(receipts[0].id)  # its record has the number that is a merge in the next life
+        engine.erase("ann")
+    assert versions_of_second_life(tmp_path / "store") == alone
 
 
 @pytest.fixture(scope="module")
