@@ -33,7 +33,7 @@ from undertow.engine.config import Settings
 from undertow.engine.encoder import make_encoder
 from undertow.engine.model import Turn, Usage
 
-THREADS = (1, 2, 4, 8, 16)
+THREADS = (1, 2, 4, 8, 16, 32, 64)
 _WARM_UP_TURNS = 4
 _TOLD = ("searchable_turns_per_s", "consolidated_turns_per_s", "elapsed_s", "cpu_s", "llm_calls")
 
