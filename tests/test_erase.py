@@ -385,6 +385,7 @@ def test_a_deletion_of_an_erased_life_takes_no_version_from_the_next(tmp_path: P
     merged_at = min(seq for seq, version, _ in alone if version > 1)
     with opened(tmp_path / "store") as engine:
         receipts = engine.add_batch(turns[:merged_at])
+        assert receipts[0].id is not None
         engine.delete(receipts[0].id)  # its record has the number that is a merge in the next life
         engine.erase("ann")
     assert versions_of_second_life(tmp_path / "store") == alone

@@ -321,7 +321,7 @@ def test_a_change_goes_on_from_wherever_it_was_cut_off(
         engine.set_policy("ann", after)
         assert engine.drain()
     stores = [store for commit, store, _ in snapshots.taken if commit == "append"]
-    came_to = []
+    came_to: list[Any] = []
     # the last two stand before and behind the switch
     for store in [*stores[: -2 : -(-len(stores) // 4)], *stores[-2:]]:
         (store / "writer.lock").unlink()
