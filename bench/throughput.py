@@ -20,14 +20,14 @@ import numpy as np
 from undertow.bench.machine import peak_rss_bytes
 from undertow.bench.mock_server import spawn_server
 from undertow.engine.admission import Ticket
-from undertow.engine.calibrate import LINKED_PAIRS, PairCosines
+from undertow.engine.calibrate import PairCosines
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, make_encoder
 from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.figures import store_usage
 from undertow.engine.ingest import obstacles
 from undertow.engine.llm import ServerRefused
-from undertow.engine.model import Turn
+from undertow.engine.model import LINKED_PAIRS, Turn
 from undertow.engine.trace import LLMRequest, Phase, ShardCall, Trace
 
 QUEUE_TURNS = 2_048

@@ -19,9 +19,6 @@ from numpy.typing import NDArray
 from undertow.engine.model import UndertowError
 from undertow.engine.reports import Reports
 
-LINKED_PAIRS = 0.025
-"""The share of pairs to link by default: with MiniLM, 0.7 links so many on LoCoMo (docs/cost.md)."""
-
 PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 98, 99, 99.5, 99.9)
 # cosines are counted in bins of 1e-4, so that any number of pairs fits in memory
 BINS = 20_000

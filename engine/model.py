@@ -15,6 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 UNDATED = "undated"
 
+LINKED_PAIRS = 0.025
+"""The share of pairs to link by default: with MiniLM, 0.7 links so many on LoCoMo (docs/cost.md)."""
+
 MemoryKind = Literal["episode", "fact"]
 PolicyName = Literal["recmem", "eager", "nemori", "himem"]
 # which tiers an answer is given, and when (engine/answering.py): nothing to do with how a search ranks

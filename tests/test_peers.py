@@ -94,8 +94,8 @@ def test_memories_are_the_facts_that_the_answer_is_given(tmp_path: Path, runner:
         tiny.build(samples, lambda what, done, total: progress.append((what, done, total)))
         material = tiny.material(samples[0], samples[0].questions[0])
         assert [(m.number, m.date, m.text) for m in material.facts] == [
-            (1, "2023-05-01T10:00:00", "the boat is in the harbour"),
-            (2, "2023-05-02T10:00:00", "it is red"),
+            (1, "1 May 2023, 10:00", "the boat is in the harbour"),
+            (2, "2 May 2023, 10:00", "it is red"),
         ]
         assert material == Material(facts=material.facts)
         assert tiny.construction("ann") == {"add": Usage(2, 20, 0, 4)}

@@ -16,11 +16,10 @@ from undertow.bench.mock_llm import MODEL
 from undertow.bench.mock_server import spawn_server
 from undertow.bench.throughput import PhaseTimes, ingest, mock_llm, settings_for
 from undertow.bench.throughput_load import copies, salted
-from undertow.engine.calibrate import LINKED_PAIRS
 from undertow.engine.config import Settings
 from undertow.engine.encoder import make_encoder
 from undertow.engine.llm import ServerRefused
-from undertow.engine.model import Turn, UndertowError
+from undertow.engine.model import LINKED_PAIRS, Turn, UndertowError
 from undertow.engine.trace import Phase
 
 from .cli_harness import conversation, run, turn_line, write_log

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from undertow.engine.calibrate import LINKED_PAIRS
+from undertow.engine.model import LINKED_PAIRS
 from undertow.engine.place import Place
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.ingesting import ProfileName
