@@ -10,6 +10,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from undertow.engine.sentence_model import BF16_UNITS
+
 ROOT = Path(__file__).resolve().parents[1]
 LOCOMO = ROOT.parent / "shared" / "data" / "locomo_dev.json"
 """Where benchmarks look for conversations unless told otherwise; the data is not ours to ship."""
@@ -41,11 +43,12 @@ def describe() -> dict[str, object]:
         if line.startswith("model name")
     ]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    flags = set(Path("/proc/cpuinfo").read_text().split())
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30, 1),
-        "amx_bf16": "amx_bf16" in Path("/proc/cpuinfo").read_text(),
+        **{unit: unit in flags for unit in BF16_UNITS},
         "python": platform.python_version(),
     }
 

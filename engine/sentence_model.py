@@ -21,6 +21,10 @@ Dtype = Literal["auto", "float16", "bfloat16", "float32"]
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
+AMX = "amx_bf16"
+BF16_UNITS = {AMX: "AMX", "avx512_bf16": "AVX512-BF16"}
+"""What multiplies bfloat16 faster than float32, as torch and Linux call it; for people."""
+
 # What decides a model's vectors, as files of its folder (read-me files and training notes do not).
 _MODEL_FILES = (
     "modules.json",
@@ -94,13 +98,19 @@ def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:
 
 
 def working_dtype(dtype: Dtype, device: str) -> torch.dtype:
-    """What the model computes in. "auto": float16 on CUDA, on the CPU bfloat16 with AMX, else float32."""
+    """What the model computes in. "auto": float16 on CUDA, bfloat16 on CPUs with BF16_UNITS, else float32."""
     import torch
 
     if dtype == "auto":
-        fast_bf16 = torch.cpu.get_capabilities().get("amx_bf16")
+        fast_bf16 = any(map(cpu_has, BF16_UNITS))
         dtype = "float16" if device == "cuda" else "bfloat16" if fast_bf16 else "float32"
     return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+
+def cpu_has(unit: str) -> bool:
+    import torch
+
+    return bool(torch.cpu.get_capabilities().get(unit))
 
 
 def model_digest(folder: Path, text_format: int, window: int, prefix: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from undertow.engine.model import UndertowError
 from undertow.engine.place import Place
+from undertow.engine.sentence_model import BF16_UNITS
 
 if TYPE_CHECKING:
     from undertow.engine.config import Settings
@@ -68,13 +69,14 @@ def _cpu() -> Finding:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
         return Finding("cpu", True, f"{cores}; its instruction sets cannot be read here")
-    if "amx_bf16" in flags:
-        return Finding("cpu", True, f"{cores}, AMX: the encoder runs in bf16")
+    if unit := next((name for flag, name in BF16_UNITS.items() if flag in flags), None):
+        return Finding("cpu", True, f"{cores}, {unit}: the encoder runs in bf16")
     vector = next((n for n in ("avx512f", "avx2") if n in flags), None)
     if vector is None:
-        return Finding("cpu", False, f"{cores}, no AVX2 or AMX: the encoder runs in fp32 and is slow")
+        return Finding("cpu", False, f"{cores}, no AVX2: the encoder runs in fp32 and is slow")
+    wanted = " or ".join(BF16_UNITS.values())
     return Finding(
-        "cpu", True, f"{cores}, {vector.removesuffix('f').upper()}, no AMX: the encoder runs in fp32"
+        "cpu", True, f"{cores}, {vector.removesuffix('f').upper()}, no {wanted}: the encoder runs in fp32"
     )
 
 

@@ -28,6 +28,7 @@ from undertow.engine.sentence_model import (
     EncoderError,
     model_folder,
     single_threaded_pool,
+    working_dtype,
 )
 from undertow.engine.store import StoreError
 
@@ -181,6 +182,24 @@ def test_every_worker_computes_on_one_thread(torch_threads: int, threads: int) -
     seen = pool.map(lambda _: (torch.ones(1 << 18).sum(), torch.get_num_threads())[1], range(4 * threads))
     assert set(seen) == {1}
     pool.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("units", "dtype"),
+    [
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": False, "avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": False, "avx512_bf16": False, "avx512_f": True}, torch.float32),
+        ({"architecture": "aarch64"}, torch.float32),
+    ],
+)
+def test_auto_is_bf16_where_the_cpu_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, units: dict[str, Any], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    assert working_dtype("auto", "cpu") == dtype
+    assert working_dtype("float32", "cpu") == torch.float32
+    assert working_dtype("auto", "cuda") == torch.float16
 
 
 def test_torch_is_left_as_it_was(torch_threads: int) -> None:
