@@ -25,7 +25,8 @@ from undertow.bench.quality.scoring import Score, means, score
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.encoder import make_encoder
-from undertow.engine.lexicon import NEIGHBOUR_SHARE, neighbours
+from undertow.engine.irregular import BASE_FORMS
+from undertow.engine.lexicon import NEIGHBOUR_SHARE, STRETCH_SHARE, in_context, places
 from undertow.engine.model import Turn, spoken
 from undertow.engine.retrieval import WORDS_WEIGHT
 from undertow.engine.terms import Terms, stem
@@ -41,11 +42,13 @@ class Words:
     """How texts become terms, and which texts a turn has."""
 
     stems: bool = True
+    base_forms: bool = True
     function_words: bool = False
     day: bool = True
     speakers: bool = True
     by_message: bool = False
     neighbours: float = NEIGHBOUR_SHARE
+    stretch: float = STRETCH_SHARE
 
 
 Fusion = Callable[[Float64s, Float64s], Float64s]
@@ -74,7 +77,9 @@ def _ranks(scores: Float64s) -> Float64s:
 
 
 DEFAULT = Words()
-ALONE = Words(day=False, neighbours=0.0)
+ALONE = Words(base_forms=False, day=False, neighbours=0.0, stretch=0.0)
+WITH_NEIGHBOURS = replace(ALONE, neighbours=NEIGHBOUR_SHARE)
+WITH_DAY = replace(WITH_NEIGHBOURS, day=True)
 BY_WORDS: Fusion = lambda cosines, shares: shares  # noqa: E731
 STEPS = (
     Step("cosine alone", ALONE, lambda cosines, shares: cosines),
@@ -85,12 +90,17 @@ STEPS = (
     Step("both, reciprocal ranks (k = 10)", ALONE, reciprocal_ranks(10)),
     Step("both, cosine + 1.5 x share", ALONE, lambda cosines, shares: cosines + 1.5 * shares),
     Step("both, cosine raised by the share (weight 3)", ALONE, raised()),
-    Step("and neighbours, 0.3", replace(ALONE, neighbours=NEIGHBOUR_SHARE), raised()),
-    Step("and the day in words", DEFAULT, raised()),
+    Step("and neighbours, 0.3", WITH_NEIGHBOURS, raised()),
+    Step("and the day in words", WITH_DAY, raised()),
+    Step("and irregular forms", replace(WITH_DAY, base_forms=True), raised()),
+    Step("and the best of the stretch, 0.3", DEFAULT, raised()),
     Step("last one, but weight 2", DEFAULT, raised(2.0)),
     Step("last one, but weight 5", DEFAULT, raised(5.0)),
     Step("last one, but neighbours 0.2", replace(DEFAULT, neighbours=0.2), raised()),
     Step("last one, but neighbours 0.5", replace(DEFAULT, neighbours=0.5), raised()),
+    Step("last one, but the best of the stretch, 0.1", replace(DEFAULT, stretch=0.1), raised()),
+    Step("last one, but the best of the stretch, 0.2", replace(DEFAULT, stretch=0.2), raised()),
+    Step("last one, but the best of the stretch, 0.5", replace(DEFAULT, stretch=0.5), raised()),
     Step("last one, but speakers left out of the words", replace(DEFAULT, speakers=False), raised()),
     Step("last one, but BM25 by message, best of a turn", replace(DEFAULT, by_message=True), raised()),
     Step("last one, but function words kept", replace(DEFAULT, function_words=True), raised()),
@@ -107,22 +117,21 @@ class Conversation:
         turns = encoder.encode([turn.text for turn in sample.turns]).astype(np.float64)
         self._cosines = asked @ turns.T
         numbers = {name: n for n, name in enumerate(dict.fromkeys(t.session_id for t in sample.turns))}
-        sessions = np.array([numbers[turn.session_id] for turn in sample.turns], np.int32)
-        self._before, self._after = neighbours(sessions)
+        self._places = places(np.array([numbers[turn.session_id] for turn in sample.turns], np.int32))
         self._shares = cache(self._made)  # several steps share their words
 
     def scores(self, step: Step) -> Iterable[Score]:
-        for question, cosines, own in zip(
-            self.questions, self._cosines, self._shares(replace(step.words, neighbours=0.0)), strict=True
-        ):
-            shares = own.copy()
-            shares[self._after] += step.words.neighbours * own[self._before]
-            shares[self._before] += step.words.neighbours * own[self._after]
+        words = step.words
+        alone = self._shares(replace(words, neighbours=0.0, stretch=0.0))
+        for question, cosines, own in zip(self.questions, self._cosines, alone, strict=True):
+            shares = in_context(
+                own, self._places, neighbour_share=words.neighbours, stretch_share=words.stretch
+            )
             best = np.argsort(-step.fusion(cosines, shares), kind="stable")
             yield score(question.category, question.evidence, [self.sample.holds[i] for i in best])
 
     def _made(self, words: Words) -> list[Float64s]:
-        """Of each question: the share that each turn has of its words, without neighbours'."""
+        """Of each question: the share that each turn itself has of its words."""
         index = Bm25()
         owners: list[int] = []
         for n, turn in enumerate(self.sample.turns):
@@ -152,6 +161,8 @@ _TERMS, _NUMBERS = Terms(), dict[str, int]()
 def terms_of(text: str, words: Words) -> list[int]:
     """As `Terms`, but for what is changed; for languages with spaces between words."""
     found = [word for word in _WORDS.findall(text.lower()) if words.function_words or _TERMS.of(word)]
+    if words.base_forms:
+        found = [BASE_FORMS.get(word, word) for word in found]
     return [_NUMBERS.setdefault(stem(w) if words.stems else w, len(_NUMBERS)) for w in found]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -23,6 +24,10 @@ from undertow.kernels.bm25 import Bm25, Float64s
 # what the turns right before and after in a session count for beside a turn's own words: an answer often
 # does not repeat the words of what it answers
 NEIGHBOUR_SHARE = 0.3
+# and what the best turn of its stretch of the session counts for: people stay with a thing for a while
+STRETCH_SHARE = 0.3
+# more than any session of LoCoMo (22), few enough for one that never ends
+STRETCH_TURNS = 32
 
 # of turns and memories, how many are taken in at a time where others wait: some 40 ms
 SLICE_ROWS = 1_024
@@ -39,20 +44,17 @@ class TurnWords:
         self._session_numbers: dict[str, int] = {}
         # by arena row
         self._session = array("i")
-        self._pairs: tuple[Int64s, Int64s] | None = None
+        self._places: Places | None = None
         self._deleted = 0
 
     def shares(self, tenant: Tenant, query: Sequence[int]) -> Float64s:
-        """[rows]: Bm25.scores of each turn, and a part of its neighbours'."""
+        """[rows]: Bm25.scores of each turn, and parts of its neighbours' and of its stretch's best."""
         self.take_in(tenant)
-        own = self._index.scores(query, len(self._session))
-        if self._pairs is None:
-            self._pairs = neighbours(np.frombuffer(self._session, np.int32))
-        before, after = self._pairs
-        shares = own.copy()
-        shares[after] += NEIGHBOUR_SHARE * own[before]
-        shares[before] += NEIGHBOUR_SHARE * own[after]
-        return shares
+        session = np.frombuffer(self._session, np.int32)
+        own = self._index.scores(query, len(session))
+        if self._places is None:
+            self._places = places(session)
+        return in_context(own, self._places)
 
     def __len__(self) -> int:
         """Arena rows taken in so far."""
@@ -62,7 +64,7 @@ class TurnWords:
         """Follow the log: what was deleted goes, what has come is taken in, `count` turns of it at most."""
         known = len(self._session)
         if known < len(tenant.seq_by_row) or tenant.counts["deleted"] != self._deleted:
-            self._pairs = None
+            self._places = None
         if tenant.counts["deleted"] != self._deleted:
             for row in range(known):
                 if not tenant.exists(tenant.seq_by_row[row]):
@@ -89,15 +91,48 @@ class TurnWords:
         self._session.append(number)
 
 
-def neighbours(session: NDArray[np.int32]) -> tuple[Int64s, Int64s]:
-    """Pairs of rows that follow each other in one session: (the earlier ones, the later ones).
+class Places(NamedTuple):
+    """Where rows stand in their sessions; deleted ones have none, so those around them are neighbours.
 
-    Deleted turns have no session, so those around them are neighbours.
+    Row `before[i]` is right before row `after[i]`, int64 [pairs] each. `stretch`, int64 [rows]: the number
+    of a row's stretch, -1 for none.
     """
+
+    before: Int64s
+    after: Int64s
+    stretch: Int64s
+
+
+def places(session: NDArray[np.int32]) -> Places:
+    """`session` [rows]: numbers of sessions, -1 for none."""
     order = np.argsort(session, kind="stable")
     order = order[session[order] != _NONE]
-    follows = session[order[1:]] == session[order[:-1]]
-    return order[:-1][follows], order[1:][follows]
+    goes_on = np.zeros(len(order), bool)
+    goes_on[1:] = session[order[1:]] == session[order[:-1]]
+    number = np.arange(len(order))
+    since_begin = number - np.maximum.accumulate(np.where(goes_on, 0, number))
+    stretch = np.full(len(session), _NONE, np.int64)
+    stretch[order] = np.cumsum(since_begin % STRETCH_TURNS == 0) - 1
+    return Places(order[:-1][goes_on[1:]], order[1:][goes_on[1:]], stretch)
+
+
+def in_context(
+    own: Float64s,
+    places: Places,
+    *,
+    neighbour_share: float = NEIGHBOUR_SHARE,
+    stretch_share: float = STRETCH_SHARE,
+) -> Float64s:
+    """[rows]: each turn's own share, a part of its neighbours', and of the most that its stretch then has."""
+    before, after, stretch = places
+    shares = own.copy()
+    shares[after] += neighbour_share * own[before]
+    shares[before] += neighbour_share * own[after]
+    there = stretch != _NONE
+    most = np.zeros(stretch.max(initial=_NONE) + 1)
+    np.maximum.at(most, stretch[there], shares[there])
+    shares[there] += stretch_share * most[stretch[there]]
+    return shares
 
 
 class MemoryWords:

@@ -1,9 +1,11 @@
-"""Texts as terms, for search by words: lower-cased words without the commonest endings, as numbers."""
+"""Texts as terms, for search by words: the roots of lower-cased words, as numbers."""
 
 from __future__ import annotations
 
 import re
 import zlib
+
+from undertow.engine.irregular import BASE_FORMS
 
 # Chinese and Japanese put no spaces between words, Korean few: pairs of characters serve as words
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff"
@@ -44,7 +46,7 @@ class Terms:
 
 class _Numbers(dict[str, int]):
     def __missing__(self, word: str) -> int:
-        number = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(stem(word).encode())
+        number = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
         return number
 
 
@@ -59,6 +61,11 @@ def _parted(run: str) -> list[str]:
     if run[0] < _FIRST_UNSPACED or run[0] > _LAST_UNSPACED or len(run) == 1:
         return [run]
     return [run[i : i + 2] for i in range(len(run) - 1)]
+
+
+def root(word: str) -> str:
+    """What all forms of a lower-case word have in common: the stem of its base form."""
+    return stem(BASE_FORMS.get(word, word))
 
 
 def stem(word: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from undertow.engine.engine import Engine
-from undertow.engine.lexicon import MemoryWords
+from undertow.engine.lexicon import STRETCH_TURNS, MemoryWords, in_context, places
 from undertow.engine.model import Memory, Turn
 from undertow.engine.retrieval import Hit, raised
 from undertow.engine.terms import Terms
@@ -153,6 +155,39 @@ def test_a_memory_gains_nothing_by_repeating_itself() -> None:
     shares = [MemoryWords().shares([memory, None, other], query).tolist() for memory in (once, thrice)]
     assert shares[0] == shares[1]
     assert shares[0][0] > 0 == shares[0][1] == shares[0][2]
+
+
+def test_neighbours_and_stretches_by_hand() -> None:
+    # sessions 0 and 1, interleaved; the row in the middle of 1 was deleted
+    where = places(np.array([0, 1, 0, -1, 1, 0], np.int32))
+    assert [*zip(where.before.tolist(), where.after.tolist(), strict=True)] == [(0, 2), (2, 5), (1, 4)]
+    assert where.stretch.tolist() == [0, 1, 0, -1, 1, 0]
+    shares = in_context(
+        np.array([0.4, 0.0, 0.0, 0.0, 0.2, 0.0]), where, neighbour_share=0.5, stretch_share=0.1
+    )
+    assert shares == pytest.approx([0.44, 0.12, 0.24, 0.0, 0.22, 0.04])
+
+
+def test_a_session_without_end_has_stretches() -> None:
+    count = 2 * STRETCH_TURNS + 3
+    where = places(np.zeros(count, np.int32))
+    assert np.bincount(where.stretch).tolist() == [STRETCH_TURNS, STRETCH_TURNS, 3]
+    assert len(where.before) == count - 1, "neighbours across their borders too"
+    nothing = places(np.array([-1, -1], np.int32))
+    assert in_context(np.zeros(2), nothing).tolist() == [0.0, 0.0]
+    assert not len(in_context(np.zeros(0), places(np.zeros(0, np.int32))))
+
+
+def test_a_turn_is_found_by_what_its_session_is_about(tmp_path: Path) -> None:
+    """The same word in two sessions: first comes the one of the session that the question is about."""
+    topics = ("the boats in the harbour", "the kilns of the pottery")
+    said = [text for topic in topics for text in (topic, "a", "b", "it was blue")]
+    log = [replace(turn_of("ann", n, text), session_id=topics[n // 4]) for n, text in enumerate(said)]
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch(log)
+        for topic, seq in zip(topics, (3, 7), strict=True):
+            found = hits(engine, "ann", f"{topic}: what was blue?")
+            assert next(hit.source_seqs for hit in found if "blue" in hit.memory) == (seq,)
 
 
 @pytest.mark.parametrize("k", [1, 3, 10])

@@ -34,7 +34,9 @@ def talk() -> dict[str, Any]:
     return conversation(conversation=sessions, qa=asked)
 
 
-@pytest.mark.parametrize(("search", "step"), [("dense", "cosine alone"), ("hybrid", "and the day in words")])
+@pytest.mark.parametrize(
+    ("search", "step"), [("dense", "cosine alone"), ("hybrid", "and the best of the stretch, 0.3")]
+)
 def test_the_engines_own_searches_are_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: Any, search: str, step: str
 ) -> None:
