@@ -130,13 +130,14 @@ class Watch:
 
 
 def settings_for(settings: Settings, log: Sequence[Turn]) -> Settings:
-    """The settings, with a theta_sim for the hashing encoder unless one was given.
+    """The settings, with a theta_sim for this encoder and these texts unless one was given.
 
-    The papers' 0.7 belongs to other encoders. As `undertow calibrate` would, this takes what links the same
-    share of pairs, here within the log's first tenants.
+    The papers' 0.7 belongs to other encoders, and to texts without salt, which all of a tenant's texts have
+    in common. As `undertow calibrate` would, this takes what links the same share of pairs, here within the
+    log's first tenants.
     """
     changes: dict[str, Any] = {"queue_turns": QUEUE_TURNS}
-    if settings.encoder.startswith("hash:") and settings.theta_sim is None:
+    if settings.theta_sim is None:
         changes["theta_sim"] = _linking_theta(log, make_encoder(settings))
     return settings.model_copy(update=changes)
 

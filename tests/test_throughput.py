@@ -91,7 +91,7 @@ def test_every_turn_is_followed_until_it_is_decided(log: Path) -> None:
     assert sum(told["time_s"].values()) == pytest.approx(told["elapsed_s"], abs=0.05)
 
 
-def test_the_hashing_encoder_links_as_many_pairs_as_the_papers_theta(tmp_path: Path) -> None:
+def test_as_many_pairs_are_linked_as_by_the_papers_theta(tmp_path: Path) -> None:
     words, chance = [f"word{n}" for n in range(30)], random.Random(5)
     said = [turn_line("ann", n, " ".join(chance.choices(words, k=12))) for n in range(90)]
     turns = list(salted(copies(write_log(tmp_path / "log.jsonl", said), 2)))
@@ -110,7 +110,7 @@ def test_thresholds_that_were_given_stay(log: Path) -> None:
     turns = list(copies(log, 2, 12))
     given = Settings(encoder="hash:384", theta_sim=0.4)
     assert settings_for(given, turns).similarity_threshold == 0.4
-    assert settings_for(Settings(), turns).similarity_threshold == 0.7
+    assert settings_for(Settings(theta_sim=0.7), turns).similarity_threshold == 0.7
     assert settings_for(Settings(encoder="hash:384"), turns[:1]).theta_sim is None  # nothing to link
 
 
