@@ -49,6 +49,7 @@ class Words:
     by_message: bool = False
     neighbours: float = NEIGHBOUR_SHARE
     stretch: float = STRETCH_SHARE
+    sessions: bool = True
 
 
 Fusion = Callable[[Float64s, Float64s], Float64s]
@@ -101,6 +102,7 @@ STEPS = (
     Step("last one, but the best of the stretch, 0.1", replace(DEFAULT, stretch=0.1), raised()),
     Step("last one, but the best of the stretch, 0.2", replace(DEFAULT, stretch=0.2), raised()),
     Step("last one, but the best of the stretch, 0.5", replace(DEFAULT, stretch=0.5), raised()),
+    Step("last one, but all in one session without end", replace(DEFAULT, sessions=False), raised()),
     Step("last one, but speakers left out of the words", replace(DEFAULT, speakers=False), raised()),
     Step("last one, but BM25 by message, best of a turn", replace(DEFAULT, by_message=True), raised()),
     Step("last one, but function words kept", replace(DEFAULT, function_words=True), raised()),
@@ -117,7 +119,8 @@ class Conversation:
         turns = encoder.encode([turn.text for turn in sample.turns]).astype(np.float64)
         self._cosines = asked @ turns.T
         numbers = {name: n for n, name in enumerate(dict.fromkeys(t.session_id for t in sample.turns))}
-        self._places = places(np.array([numbers[turn.session_id] for turn in sample.turns], np.int32))
+        sessions = np.array([numbers[turn.session_id] for turn in sample.turns], np.int32)
+        self._places = {True: places(sessions), False: places(np.zeros_like(sessions))}
         self._shares = cache(self._made)  # several steps share their words
 
     def scores(self, step: Step) -> Iterable[Score]:
@@ -125,7 +128,10 @@ class Conversation:
         alone = self._shares(replace(words, neighbours=0.0, stretch=0.0))
         for question, cosines, own in zip(self.questions, self._cosines, alone, strict=True):
             shares = in_context(
-                own, self._places, neighbour_share=words.neighbours, stretch_share=words.stretch
+                own,
+                self._places[words.sessions],
+                neighbour_share=words.neighbours,
+                stretch_share=words.stretch,
             )
             best = np.argsort(-step.fusion(cosines, shares), kind="stable")
             yield score(question.category, question.evidence, [self.sample.holds[i] for i in best])

@@ -24,7 +24,8 @@ from undertow.kernels.bm25 import Bm25, Float64s
 # what the turns right before and after in a session count for beside a turn's own words: an answer often
 # does not repeat the words of what it answers
 NEIGHBOUR_SHARE = 0.3
-# and what the best turn of its stretch of the session counts for: people stay with a thing for a while
+# and what the best turn of its stretch of the session counts for, at most as much as the turn has itself:
+# people stay with a thing for a while, but what has no word of the query is not about it for that
 STRETCH_SHARE = 0.3
 # more than any session of LoCoMo (22), few enough for one that never ends
 STRETCH_TURNS = 32
@@ -128,10 +129,10 @@ def in_context(
     shares = own.copy()
     shares[after] += neighbour_share * own[before]
     shares[before] += neighbour_share * own[after]
-    there = stretch != _NONE
+    said = np.flatnonzero(shares)
     most = np.zeros(stretch.max(initial=_NONE) + 1)
-    np.maximum.at(most, stretch[there], shares[there])
-    shares[there] += stretch_share * most[stretch[there]]
+    np.maximum.at(most, stretch[said], shares[said])
+    shares[said] += np.minimum(shares[said], stretch_share * most[stretch[said]])
     return shares
 
 

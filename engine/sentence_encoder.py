@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -40,6 +41,10 @@ Shape = tuple[int, int]  # padded tokens, rows
 TAKES_ADDITIVE_MASK = frozenset({"bert"})
 """Model types that add a four-dimensional mask to every layer's attention scores as it stands. Others may
 refuse it, or use it where they would have cut their own (sliding windows)."""
+
+
+ROWS = 2
+"""Of a batch on a CPU without AMX, see `rows_of`."""
 
 
 class Batch(NamedTuple):
@@ -216,6 +221,9 @@ class SentenceEncoder(WindowEncoder):
             raise ValueError(f"threads is {threads}; give at least 1")
         self._threads = threads or torch.get_num_threads()
         super().__init__(model, dtype, "cpu")
+        if not cpu_has(AMX):  # the shapes decide the last bits, so stores tell them apart
+            where = f"cpu in batches of {ROWS} rows"
+            self._fingerprint = replace(self._fingerprint, device=where)
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -268,7 +276,7 @@ def rows_of(width: int, *, on_amx: bool) -> int:
     starves below some 1,000 token places a batch, and above 1,500 the batch drops out of the cache.
     """
     if not on_amx:
-        return 2
+        return ROWS
     return 16 if width <= 80 else 12 if width <= 128 else 8
 
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
+from undertow.engine import sentence_encoder
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Fingerprint, Float16, HashingEncoder, make_encoder
 from undertow.engine.sentence_encoder import SentenceEncoder
@@ -172,6 +173,21 @@ def test_bits_do_not_depend_on_threads(
     assert np.array_equal(other.encode(TEXTS), vectors)
     torch.set_num_threads(1)
     assert np.array_equal(encoder.encode(TEXTS), vectors)
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_every_cpu_has_its_shapes_and_stores_tell_them_apart(
+    monkeypatch: pytest.MonkeyPatch, amx: bool
+) -> None:
+    """With AMX's shapes on any CPU: company must not reach the bits there either."""
+    monkeypatch.setattr(sentence_encoder, "cpu_has", lambda unit: amx)
+    encoder = SentenceEncoder(dtype="float32", threads=2)
+    rows = [rows for _, rows in encoder.shapes_up_to(encoder.window)]
+    assert (rows[0], rows[6], rows[-1]) == ((16, 12, 8) if amx else (2, 2, 2))
+    assert encoder.fingerprint.device == ("cpu" if amx else "cpu in batches of 2 rows")
+    vectors = encoder.encode(TEXTS)
+    assert np.array_equal(encoder.encode(TEXTS[3:4]), vectors[3:4])
+    assert np.array_equal(encoder.encode(TEXTS[::-1]), vectors[::-1])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -165,7 +165,11 @@ def test_neighbours_and_stretches_by_hand() -> None:
     shares = in_context(
         np.array([0.4, 0.0, 0.0, 0.0, 0.2, 0.0]), where, neighbour_share=0.5, stretch_share=0.1
     )
-    assert shares == pytest.approx([0.44, 0.12, 0.24, 0.0, 0.22, 0.04])
+    assert shares == pytest.approx([0.44, 0.12, 0.24, 0.0, 0.22, 0.0])
+    little = in_context(
+        np.array([0.4, 0.0, 0.0, 0.0, 0.0, 0.01]), where, neighbour_share=0, stretch_share=0.1
+    )
+    assert little == pytest.approx([0.44, 0.0, 0.0, 0.0, 0.0, 0.02]), "at most as much as it has itself"
 
 
 def test_a_session_without_end_has_stretches() -> None:
@@ -188,6 +192,17 @@ def test_a_turn_is_found_by_what_its_session_is_about(tmp_path: Path) -> None:
         for topic, seq in zip(topics, (3, 7), strict=True):
             found = hits(engine, "ann", f"{topic}: what was blue?")
             assert next(hit.source_seqs for hit in found if "blue" in hit.memory) == (seq,)
+
+
+def test_a_turn_without_a_word_of_the_query_keeps_its_cosine(tmp_path: Path) -> None:
+    said = ["the boats in the harbour", "a", "b", "pizza"]
+    scores = {}
+    for search in ("hybrid", "dense"):
+        with open_engine(tmp_path / search, search=search, **NEVER) as engine:
+            engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(said)])
+            scores[search] = {hit.source_seqs[0]: hit.score for hit in hits(engine, "ann", "boats, harbour")}
+    assert scores["hybrid"][3] == scores["dense"][3]
+    assert scores["hybrid"][1] > scores["dense"][1], "a neighbour"
 
 
 @pytest.mark.parametrize("k", [1, 3, 10])
