@@ -24,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
     path = written(root, conversation())
     options = (
         ("recmem",),
-        ("without", "--memories-of", root / "recmem", "--ablation", "without-semantic"),
+        ("without-facts", "--memories-of", root / "recmem", "--ablation", "without-semantic"),
         ("rag", "--policy", "naive-rag-2048"),
         ("fewer", "--questions", "2"),
     )
@@ -47,13 +47,13 @@ def test_differences_are_taken_question_by_question(
     assert main([str(recmem), str(without), str(rag), "--out", str(tmp_path / "made" / "both")]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("| | judge | F1 | F1, difference |")
-    assert [row.split("`")[1] for row in rows] == ["recmem", "without-semantic", "naive-rag-2048"]
+    assert [row.split("`")[1] for row in rows] == ["recmem", "without-facts", "rag"]
     assert rows[0].split("|")[4].strip() == "" and rows[2].split("|")[5].strip() == "0"
     told = json.loads((tmp_path / "made" / "both.json").read_bytes())
     assert told["benchmark"] == "locomo" and "cpu" in told["machine"]
     base, other = f1_of(recmem), f1_of(rag)
     expected = sum(other[question] - base[question] for question in base) / len(base)
-    assert told["evaluations"]["naive-rag-2048"]["f1_difference"]["mean"] == pytest.approx(expected, abs=1e-4)
+    assert told["evaluations"]["rag"]["f1_difference"]["mean"] == pytest.approx(expected, abs=1e-4)
     assert told["evaluations"]["recmem"]["f1_difference"]["mean"] == 0
     assert (tmp_path / "made" / "both.png").read_bytes().startswith(b"\x89PNG")
 
@@ -64,7 +64,7 @@ def test_what_does_not_compare_is_refused(
     recmem, _, _, fewer = folders
     for wrong, why in (
         (fewer, "its questions_per_sample is 2, the first one's is None"),
-        (recmem, "there is one of recmem already"),
+        (recmem, "there is a recmem already"),
         (tmp_path / "nowhere", "has no summary.json"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -2,8 +2,9 @@
 
     python -m undertow.bench.quality.side_by_side FOLDER... --out docs/results/ablations
 
-Takes the folders that `undertow eval` has written (`--out`). The first is what the others are compared with,
-question by question. Writes FILE.json, with the summaries, and FILE.png, and prints the table.
+Takes the folders that `undertow eval` has written (`--out`), and calls each by its folder's name. The first
+is what the others are compared with, question by question. Writes FILE.json, with the summaries, and
+FILE.png, and prints the table.
 """
 
 from __future__ import annotations
@@ -26,14 +27,10 @@ ALIKE = ("benchmark", "data_digest", "only", "questions_per_sample", "encoder", 
 Summary = dict[str, Any]
 
 
-def named(summary: Mapping[str, Any]) -> str:
-    return str(summary["ablation"] or summary["policy"])
-
-
 def read(folders: Sequence[Path]) -> dict[str, Summary]:
-    """Each folder's summary, by its ablation or policy, `f1_difference` from the first added.
+    """Each folder's summary, by the folder's name, `f1_difference` from the first added.
 
-    UndertowError: one has none, two are of one name, or what must be alike is not.
+    UndertowError: one has none, two have one name, or what must be alike is not.
     """
     found: dict[str, Summary] = {}
     base: dict[tuple[int, str], float] = {}
@@ -49,13 +46,13 @@ def read(folders: Sequence[Path]) -> dict[str, Summary]:
                     f"{folder}: its {name} is {summary.get(name)!r}, the first one's is {first.get(name)!r}. "
                     "Compare evaluations of the same questions, encoder and models."
                 )
-        if named(summary) in found:
-            raise UndertowError(f"{folder}: there is one of {named(summary)} already. Name each once.")
+        if folder.name in found:
+            raise UndertowError(f"{folder}: there is a {folder.name} already. Give each a name of its own.")
         f1 = _f1_by_question(folder / "answers.jsonl")
         base = base or f1
         pairs = [Value(run, question, f1[run, question] - was) for (run, question), was in base.items()]
         summary["f1_difference"] = over_runs(pairs, summary["repeats"])
-        found[named(summary)] = summary
+        found[folder.name] = summary
     return found
 
 
