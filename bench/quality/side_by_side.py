@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = {**about, "evaluations": summaries}
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
     args.out.with_suffix(".json").write_bytes(orjson.dumps(told, option=options))
-    of = f"{first['questions']} questions of {first['only'] or first['data']}"
+    of = f"{first['questions']} questions of {', '.join(first['only'] or [first['data']])}"
     draw(summaries, args.out.with_suffix(".png"), f"{first['benchmark']}, {of}, {first['answering_model']}")
     print(table(summaries))
     return 0
