@@ -16,7 +16,7 @@ from undertow.bench import machine
 from undertow.bench.throughput import ingest, mock_llm, settings_for
 from undertow.bench.throughput_load import Texts, copies, salted
 from undertow.engine.config import Settings
-from undertow.engine.encoder import make_encoder
+from undertow.engine.encoder import Encoder, make_encoder
 from undertow.engine.model import Turn
 
 FIGURES, PICTURE, TRACE = "ingest.json", "ingest.png", "trace.json"
@@ -50,12 +50,13 @@ def run(load: Load, settings: Settings, latency_s: float, out: Path | None = Non
             url = stack.enter_context(mock_llm(latency_s))
             settings = settings.model_copy(update={"llm_url": url, "llm_model": None})
         settings = settings_for(settings, log)
+        encoder = make_encoder(settings)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         result = {
             **about,
-            **chosen(settings),
-            **ingest(log, settings, make_encoder(settings), out and out / TRACE),
+            **chosen(settings, encoder),
+            **ingest(log, settings, encoder, out and out / TRACE),
         }
     if out is not None:
         write(result, out)
@@ -72,10 +73,12 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def chosen(settings: Settings) -> dict[str, Any]:
-    """The settings that these figures depend on."""
+def chosen(settings: Settings, encoder: Encoder) -> dict[str, Any]:
+    """The settings that these figures depend on, and what the encoder of their name computes in here."""
     return {
         "encoder": settings.encoder,
+        "encoder_dtype": encoder.fingerprint.dtype,
+        "encoder_device": encoder.fingerprint.device,
         "theta_sim": settings.similarity_threshold,
         "theta_count": settings.recurrence_count,
         "queue_turns": settings.queue_turns,

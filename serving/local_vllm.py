@@ -39,6 +39,9 @@ DRAFTING = (
 )
 """For one reply at a time: merged episodes repeat their prompt's words, and a repeated run costs one step."""
 
+TOOL_CALLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+"""For other clients than Undertow, which asks for no tools; the format is that of Qwen's chat template."""
+
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Progress = Callable[[str, float], None]
 """Called with the stage in words and the seconds since the start."""
@@ -343,7 +346,7 @@ def main() -> None:
         max_model_len=args.max_model_len,
         kv_cache_gib=args.kv_cache_gib,
         threads=args.threads,
-        extra_args=DRAFTING,
+        extra_args=(*DRAFTING, *TOOL_CALLS),
         log_path=args.log,
         progress=report_to(sys.stderr.write),
     )

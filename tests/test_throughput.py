@@ -141,6 +141,7 @@ def test_the_command_writes_figures_picture_and_trace(log: Path, tmp_path: Path)
     told = done.doc
     assert (told["tenants"], told["turns"], told["texts"]) == (3, 36, "plain copies")
     assert (told["encoder"], told["theta_sim"], told["llm"]) == ("hash:384", 0.5, "mock, 0.01 s")
+    assert (told["encoder_dtype"], told["encoder_device"]) == ("float64", "cpu")
     assert json.loads((out / "ingest.json").read_text()) == told
     assert (out / "ingest.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((out / "trace.json").read_text())["traceEvents"]

@@ -94,14 +94,15 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     log = load.turns()
     given = {"encoder": args.encoder} if args.encoder else {}
     settings = settings_for(Settings(**given), log)
-    figures = {"bench": "peers.throughput", **conditions(), **load.about(len(log)), **chosen(settings)}
+    encoder = make_encoder(settings)
+    figures = {"bench": "peers.throughput", **conditions(), **load.about(len(log)), **chosen(settings, encoder)}
     figures["llm_latency_s"] = args.llm_latency
     with mock_llm(args.llm_latency) as url:
         settings = settings.model_copy(update={"llm_url": url, "llm_model": None})
         trials = [through_peer(args.peer, log[: args.trial_turns], settings, n) for n in args.threads]
         best = max(trials, key=lambda trial: trial["turns_per_s"])
         theirs = through_peer(args.peer, log[: args.peer_turns], settings, best["threads"])
-        ours = ingest(log, settings, make_encoder(settings))
+        ours = ingest(log, settings, encoder)
     # without a call nothing was consolidated, and a rate of it would mean nothing
     compared = ("searchable", "consolidated") if ours["llm_calls"] else ("searchable",)
     ratios = {
