@@ -172,10 +172,12 @@ class MockServer:
         message: dict[str, Any] = {"role": "assistant"}
         # our own prompts have neither tools nor a JSON object without a schema; other systems' do
         if asked.get("tools"):
-            return "tools", message | {
-                "content": None,
-                "tool_calls": tool_calls(seed, messages, asked["tools"]),
-            }
+            calls = tool_calls(seed, messages, asked["tools"])
+            if asked.get("tool_choice", "auto") in ("auto", "none"):
+                # as the small local model does: no server reads that as a call
+                prose = orjson.dumps(calls[0]["function"]).decode()
+                return "tools", message | {"content": f"```json\n{prose}\n```"}
+            return "tools", message | {"content": None, "tool_calls": calls}
         if wanted.get("type") == "json_object":
             return "json_object", message | {"content": json_reply(seed, messages)}
         form = wanted.get("json_schema")

@@ -181,10 +181,13 @@ def test_the_mock_server_answers_other_memory_systems() -> None:
         content = json.loads(choices[0]["message"]["content"])  # type: ignore[index]
         assert content["memory"]
         assert all(memory["text"] and memory["text"] in new for memory in content["memory"])
-        choice = ask(url, messages=as_langmem, tools=tools)
+        free = ask(url, messages=as_langmem, tools=tools)
+        assert free["finish_reason"] == "stop"
+        assert str(free["message"]["content"]).startswith("```json")  # type: ignore[index]
+        choice = ask(url, messages=as_langmem, tools=tools, tool_choice="required")
         assert choice["finish_reason"] == "tool_calls"
         calls = choice["message"]["tool_calls"]  # type: ignore[index]
         assert {call["function"]["name"] for call in calls} == {"Memory"}
         assert all(json.loads(call["function"]["arguments"])["content"] in new for call in calls)
         with pytest.raises(HTTPError, match="400"):
-            ask(url, messages=as_langmem, tools=tools[:1])
+            ask(url, messages=as_langmem, tools=tools[:1], tool_choice="required")

@@ -18,7 +18,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.store.memory import InMemoryStore
 from langmem import create_memory_store_manager
 
-from undertow.bench.peers.runner import Meter, Options, Spent, embeddings, said, serve
+from undertow.bench.peers.runner import REPLY_TOKENS, Meter, Options, Spent, embeddings, said, serve
 
 
 class Counted(BaseCallbackHandler):  # type: ignore[misc]  # not installed where mypy runs
@@ -30,6 +30,15 @@ class Counted(BaseCallbackHandler):  # type: ignore[misc]  # not installed where
     def on_llm_end(self, response: LLMResult, **_: Any) -> None:
         if self._spent is not None:
             self._spent.count((response.llm_output or {}).get("token_usage") or {})
+
+
+class Calling(ChatOpenAI):  # type: ignore[misc]
+    """Asked for a tool call wherever it may make one: a small model that is free to writes it as prose, which
+    no server reads as a call, and nothing is remembered.
+    """
+
+    def bind_tools(self, tools: Any, *, tool_choice: Any = None, **options: Any) -> Any:
+        return super().bind_tools(tools, tool_choice=tool_choice or "required", **options)
 
 
 class Store(InMemoryStore):  # type: ignore[misc]
@@ -55,7 +64,13 @@ class LangMem:
         encoder = embeddings(options.encoder)
         dims = len(encoder.embed_query("dimensions"))
         self._store = Store(index={"dims": dims, "embed": encoder})
-        llm = ChatOpenAI(model=options.model, base_url=options.url, api_key="none", temperature=0)
+        llm = Calling(
+            model=options.model,
+            base_url=options.url,
+            api_key="none",
+            temperature=0,
+            max_tokens=REPLY_TOKENS,
+        )
         self._manager = create_memory_store_manager(
             llm, store=self._store, namespace=("memories", "{langgraph_user_id}")
         )

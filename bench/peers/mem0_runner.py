@@ -9,9 +9,7 @@ from typing import Any
 # read when mem0 is imported
 os.environ["MEM0_TELEMETRY"] = "False"
 
-from undertow.bench.peers.runner import Hashed, Meter, OneAtATime, Options, said, serve
-
-REPLY_TOKENS = 2_000  # the package's default
+from undertow.bench.peers.runner import REPLY_TOKENS, Hashed, Meter, OneAtATime, Options, said, serve
 
 
 class Mem0:

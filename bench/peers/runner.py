@@ -25,6 +25,9 @@ from typing import Any, Protocol
 
 from langchain_core.embeddings import Embeddings
 
+REPLY_TOKENS = 2_000
+"""The most of one reply: mem0ai's default. langmem has none, and a small model's reply may have no end."""
+
 # a peer that asks another server than the one it was given would cost money and leak conversations
 UNWANTED = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENROUTER_API_KEY")
 # of a tracing service, which would be sent every conversation
