@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
+from undertow.bench.machine import ROOT
 from undertow.bench.mock_server import spawn_server
 from undertow.bench.peers.peer import PeerSystem, added
 from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, command_of
@@ -112,3 +115,24 @@ def test_tenants_on_several_threads_lose_nothing(name: str, url: str, tmp_path: 
             found = peer.ask("search", tenant=f"t{n}", query="dream", count=60).result().result
             texts = " ".join(memory["text"] for memory in found)
             assert all(topic in texts for topic in ("sailing", "pottery", "chess"))
+
+
+def test_a_runner_outlives_its_asker_by_seconds_only(tmp_path: Path) -> None:
+    """Even where its LLM call would take ten minutes more."""
+    [turn] = turns_of("ann", "sailing")
+    with spawn_server(latency_ms=600_000) as url:
+        command = command_of("mem0", settings_at(url), tmp_path)
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        runner = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        try:
+            assert runner.stdin is not None and runner.stdout is not None
+            assert "ready" in runner.stdout.readline()
+            runner.stdin.write(json.dumps({"id": 1, "op": "add", **added(turn)}) + "\n")
+            runner.stdin.close()
+            assert runner.wait(timeout=120) == 1
+            assert runner.stdout.read() == ""
+        finally:
+            runner.kill()
+            runner.wait()

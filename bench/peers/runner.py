@@ -28,6 +28,9 @@ from langchain_core.embeddings import Embeddings
 REPLY_TOKENS = 2_000
 """The most of one reply: mem0ai's default. langmem has none, and a small model's reply may have no end."""
 
+LEAVE_S = 15.0
+"""What a runner has for finishing what it was asked, once its standard input has ended."""
+
 # a peer that asks another server than the one it was given would cost money and leak conversations
 UNWANTED = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENROUTER_API_KEY")
 # of a tracing service, which would be sent every conversation
@@ -164,7 +167,7 @@ def said(messages: Sequence[Mapping[str, str]], date: str | None) -> list[dict[s
 
 
 def serve(package: str, make: Callable[[Options, Meter], Peer]) -> None:
-    """Answer requests until standard input ends or "close" is asked."""
+    """Answer requests until standard input ends; what is then under way has `LEAVE_S`."""
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the peer prints is no reply
     options, meter = _options(), Meter()
@@ -191,7 +194,15 @@ def serve(package: str, make: Callable[[Options, Meter], Peer]) -> None:
     with ThreadPoolExecutor(options.threads) as pool:
         for line in sys.stdin:
             pool.submit(answer, json.loads(line))
+        _leave_in(LEAVE_S)
     peer.close()
+
+
+def _leave_in(seconds: float) -> None:
+    """Nobody hears a reply once the asking process is dead, and one of the LLM may take half an hour."""
+    end = threading.Timer(seconds, os._exit, [1])
+    end.daemon = True
+    end.start()
 
 
 def _options() -> Options:
