@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
@@ -170,6 +171,12 @@ def test_another_package_or_model_does_not_go_on_in_the_same_folder(
         tiny.build([sample("ann", "one")], lambda *_: None)
     with pytest.raises(PeerError, match=r"added\.jsonl was made with .*tiny 1\.0.*Name another folder"):
         PeerSystem("tiny", means(tmp_path / "run"), command=[*runner[:-1], "2.0"])
+    for other in ({"llm_model": "n"}, {"encoder": "hash:128"}):
+        [(name, value)] = other.items()
+        given = means(tmp_path / "run")
+        with pytest.raises(PeerError, match=rf"not with .*'{value}'.*Name another folder"):
+            changed = given.settings.model_copy(update={name: value})
+            PeerSystem("tiny", replace(given, settings=changed), command=runner)
 
 
 def test_replies_find_their_requests(tmp_path: Path, runner: list[str]) -> None:

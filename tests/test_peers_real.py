@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -22,6 +24,8 @@ from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.config import Settings
 from undertow.engine.encoder import HashingEncoder
 from undertow.engine.model import Message, Turn
+
+from .llm_harness import completion, odd_server
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-peers: make setup-peers")
 
@@ -115,6 +119,57 @@ def test_tenants_on_several_threads_lose_nothing(name: str, url: str, tmp_path: 
             found = peer.ask("search", tenant=f"t{n}", query="dream", count=60).result().result
             texts = " ".join(memory["text"] for memory in found)
             assert all(topic in texts for topic in ("sailing", "pottery", "chess"))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_brings_the_servers_key(name: str, tmp_path: Path) -> None:
+    [turn] = turns_of("ann", "sailing")
+    sample = Sample("ann", (turn,), ((),), ())
+    with spawn_server(api_key="right") as url:
+        settings = settings_at(url).model_copy(update={"llm_api_key": "right", "llm_model": "mock-llm"})
+        made = PeerSystem(name, replace(means(tmp_path, url), settings=settings))
+        try:
+            made.build([sample], lambda *_: None)
+            assert made.construction("ann")["add"].calls == 1
+        finally:
+            made.close()
+
+
+def test_mem0_is_told_when_something_was_said(tmp_path: Path) -> None:
+    """Its own prompt says that all was said today, and asks to date "yesterday" by that."""
+    prompts = []
+
+    def reply(body: dict[str, Any], _: int) -> tuple[int, dict[str, Any]]:
+        prompts.append(body["messages"][-1]["content"])
+        return 200, completion('{"memory": []}')
+
+    with (
+        odd_server(reply) as url,
+        PeerProcess("mem0", command_of("mem0", settings_at(url), tmp_path), tmp_path) as peer,
+    ):
+        peer.ask("add", **added(turns_of("ann", "sailing")[0])).result()
+    [prompt] = prompts
+    assert "These messages were said at 2023-05-01T10:00:00. That is their Observation Date" in prompt
+
+
+@pytest.mark.parametrize("ended", ["length", "stop"])
+def test_a_reply_that_langmem_passes_over_is_counted(ended: str, tmp_path: Path) -> None:
+    """Cut off within a tool call, or prose: the package stores nothing and says nothing."""
+
+    def reply(body: dict[str, Any], _: int) -> tuple[int, dict[str, Any]]:
+        told = completion("Let me think." if ended == "stop" else "", finish_reason=ended)
+        if ended == "length":
+            half = {"name": "Memory", "arguments": '{"content": "Ann dreams of sai'}
+            call = {"id": "c", "type": "function", "function": half}
+            told["choices"][0]["message"]["tool_calls"] = [call]
+        return 200, told
+
+    with (
+        odd_server(reply) as url,
+        PeerProcess("langmem", command_of("langmem", settings_at(url), tmp_path), tmp_path) as peer,
+    ):
+        spent = peer.ask("add", **added(turns_of("ann", "sailing")[0])).result().spent
+    assert any(f"it ended by {ended!r}" in complaint for complaint in spent.complaints)
 
 
 def test_a_runner_outlives_its_asker_by_seconds_only(tmp_path: Path) -> None:

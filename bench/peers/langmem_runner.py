@@ -22,14 +22,17 @@ from undertow.bench.peers.runner import REPLY_TOKENS, Meter, Options, Spent, emb
 
 
 class Counted(BaseCallbackHandler):  # type: ignore[misc]  # not installed where mypy runs
-    """LangGraph calls the LLM on threads of its own, so that the meter cannot tell whose call it is."""
+    """The cost of each call, and the replies without a call that can be read, which langmem passes over."""
 
-    def __init__(self, spent: Spent | None) -> None:
+    def __init__(self, spent: Spent) -> None:
         self._spent = spent
 
     def on_llm_end(self, response: LLMResult, **_: Any) -> None:
-        if self._spent is not None:
-            self._spent.count((response.llm_output or {}).get("token_usage") or {})
+        self._spent.count((response.llm_output or {}).get("token_usage") or {})
+        message = response.generations[0][0].message
+        if message.invalid_tool_calls or not message.tool_calls:
+            ended = message.response_metadata.get("finish_reason")
+            self._spent.complain(f"a reply without a tool call that can be read; it ended by {ended!r}")
 
 
 class Calling(ChatOpenAI):  # type: ignore[misc]
@@ -67,7 +70,8 @@ class LangMem:
         llm = Calling(
             model=options.model,
             base_url=options.url,
-            api_key="none",
+            api_key=options.api_key,
+            timeout=options.timeout_s,
             temperature=0,
             max_tokens=REPLY_TOKENS,
         )
@@ -86,12 +90,13 @@ class LangMem:
             self._store.put(("memories", user), key, memory["value"])
 
     def add(self, tenant: str, messages: Sequence[Mapping[str, str]], date: str | None) -> None:
-        user = _label(tenant)
+        user, spent = _label(tenant), self._meter.spent
+        assert spent is not None, "called by `serve`"
         speaking = {"user": HumanMessage, "assistant": AIMessage}
         chat = [speaking.get(m["role"], HumanMessage)(m["content"]) for m in said(messages, date)]
         config: Any = {
             "configurable": {"langgraph_user_id": user},
-            "callbacks": [Counted(self._meter.spent)],
+            "callbacks": [Counted(spent)],
         }
         kept = self._kept.setdefault(user, {})
         for put in self._manager.invoke({"messages": chat}, config=config):

@@ -11,6 +11,9 @@ os.environ["MEM0_TELEMETRY"] = "False"
 
 from undertow.bench.peers.runner import REPLY_TOKENS, Hashed, Meter, OneAtATime, Options, said, serve
 
+# the package itself writes today's date into the prompt; a date of one's own is for its hosted platform alone
+_OBSERVED = "These messages were said at {date}. That is their Observation Date, in place of the one above."
+
 
 class Mem0:
     """One user a tenant, one `add` an exchange."""
@@ -21,6 +24,8 @@ class Mem0:
         from mem0 import Memory
 
         self._memory = Memory.from_config(self._config(options))
+        llm = self._memory.llm  # its settings have no place for it
+        llm.client = llm.client.with_options(timeout=options.timeout_s)
         store = self._memory.vector_store  # that of entities shares its client
         store.client = OneAtATime(store.client)
 
@@ -32,7 +37,7 @@ class Mem0:
                 "config": {
                     "model": options.model,
                     "openai_base_url": options.url,
-                    "api_key": "none",
+                    "api_key": options.api_key,
                     "temperature": 0.0,
                     "max_tokens": REPLY_TOKENS,
                     "response_callback": self._count,
@@ -57,7 +62,8 @@ class Mem0:
             self._meter.spent.count(response.usage.model_dump())
 
     def add(self, tenant: str, messages: Sequence[Mapping[str, str]], date: str | None) -> None:
-        self._memory.add(said(messages, date), user_id=tenant, metadata={"date": date} if date else None)
+        dated = {"metadata": {"date": date}, "prompt": _OBSERVED.format(date=date)} if date else {}
+        self._memory.add(said(messages, date), user_id=tenant, **dated)
 
     def search(self, tenant: str, query: str, count: int) -> list[dict[str, Any]]:
         found = self._memory.search(query, top_k=count, filters={"user_id": tenant})["results"]

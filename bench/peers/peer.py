@@ -32,7 +32,10 @@ class PeerSystem:
         """`command`: another runner's. PeerError: the peer is not there or does not start."""
         self.name = name
         self._process = PeerProcess(
-            name, command or command_of(name, means.settings, means.folder), means.folder
+            name,
+            command or command_of(name, means.settings, means.folder),
+            means.folder,
+            api_key=means.settings.llm_api_key,
         )
         try:
             made_by = {

@@ -18,6 +18,7 @@ from undertow.engine.model import UndertowError, Usage
 
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 RUNNERS = {"mem0": "mem0_runner", "langmem": "langmem_runner"}
+API_KEY = "UNDERTOW_PEER_API_KEY"  # as runner.py reads it, which cannot be imported here
 
 _SHOWN_LOG_LINES = 12
 _CLOSE_S = 30
@@ -33,7 +34,7 @@ class PeerError(UndertowError):
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a request has cost; `complaints`: errors that the peer logged and did not raise."""
+    """What a request has cost; `complaints`: errors that the peer logged or passed over, not raised."""
 
     usage: Usage
     complaints: tuple[str, ...]
@@ -59,7 +60,8 @@ def command_of(name: str, settings: Settings, folder: Path, threads: int = 1) ->
         raise PeerError(f"{name} asks one LLM server: give one URL, not {url or 'none'!r}.")
     command = [str(PYTHON), "-m", f"undertow.bench.peers.{RUNNERS[name]}"]
     command += ["--url", url, "--encoder", encoder_of(settings), "--folder", str(folder.absolute())]
-    return [*command, "--model", settings.llm_model or "", "--threads", str(threads)]
+    command += ["--model", settings.llm_model or "", "--threads", str(threads)]
+    return [*command, "--timeout-s", str(settings.llm_timeout_s)]
 
 
 def encoder_of(settings: Settings) -> str:
@@ -74,8 +76,8 @@ def encoder_of(settings: Settings) -> str:
 class PeerProcess:
     """A runner at work. Use as a context manager; `ask` may be called from one thread."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
-        """PeerError: it does not start. Its log is written to `folder`."""
+    def __init__(self, name: str, command: Sequence[str], folder: Path, *, api_key: str = "none") -> None:
+        """PeerError: it does not start. Its log is written to `folder`. `api_key`: of the LLM server."""
         self._name = name
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / f"{name}.log"
@@ -91,7 +93,8 @@ class PeerProcess:
                 stderr=log,
                 text=True,
                 encoding="utf-8",
-                env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "TOKENIZERS_PARALLELISM": "false"},
+                env=os.environ
+                | {"PYTHONPATH": str(ROOT / "src"), "TOKENIZERS_PARALLELISM": "false", API_KEY: api_key},
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout

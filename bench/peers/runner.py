@@ -10,6 +10,7 @@ hashing encoder is imported, so that both sides embed by the same function.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +29,9 @@ from langchain_core.embeddings import Embeddings
 
 REPLY_TOKENS = 2_000
 """The most of one reply: mem0ai's default. langmem has none, and a small model's reply may have no end."""
+
+API_KEY = "UNDERTOW_PEER_API_KEY"
+"""The variable that has the server's key: a command line can be read by everybody on the machine."""
 
 LEAVE_S = 15.0
 """What a runner has for finishing what it was asked, once its standard input has ended."""
@@ -39,13 +44,16 @@ TRACING = ("LANGSMITH_", "LANGCHAIN_")
 
 @dataclass(slots=True)
 class Spent:
-    """What the calls of one request have cost, and which errors the peer logged rather than raised."""
+    """What the calls of one request have cost; errors that the peer logged or passed over, not raised."""
 
     calls: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     completion_tokens: int = 0
     complaints: list[str] = field(default_factory=list)
+
+    def complain(self, of: str) -> None:
+        self.complaints.append(of[:300])
 
     def count(self, usage: Mapping[str, Any]) -> None:
         """`usage` as a chat completion has it."""
@@ -57,13 +65,18 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`encoder`: hash:DIM, or the folder of a sentence-transformers model. `folder` is kept between runs."""
+    """`encoder`: hash:DIM, or the folder of a sentence-transformers model. `folder` is kept between runs.
+
+    `timeout_s`: of one attempt at an LLM call; the packages' client makes up to three.
+    """
 
     url: str
     model: str
     encoder: str
     folder: Path
     threads: int
+    timeout_s: float
+    api_key: str
 
 
 class Peer(Protocol):
@@ -81,27 +94,28 @@ class Peer(Protocol):
 
 
 class Meter(logging.Handler):
-    """Books what happens on a thread to the request that the thread is working on."""
+    """Books what happens in a context to the request that the context is of: LangGraph's threads copy it."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self._now = threading.local()
+        self._now: ContextVar[Spent | None] = ContextVar("spent", default=None)
 
     @contextmanager
     def request(self) -> Iterator[Spent]:
-        self._now.spent = spent = Spent()
+        spent = Spent()
+        token = self._now.set(spent)
         try:
             yield spent
         finally:
-            del self._now.spent
+            self._now.reset(token)
 
     @property
     def spent(self) -> Spent | None:
-        return getattr(self._now, "spent", None)
+        return self._now.get()
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.spent is not None:
-            self.spent.complaints.append(record.getMessage()[:300])
+            self.spent.complain(record.getMessage())
 
 
 class OneAtATime:
@@ -190,12 +204,18 @@ def serve(package: str, make: Callable[[Options, Meter], Peer]) -> None:
             else:
                 reply({"id": number, "result": result, "spent": asdict(spent)})
 
-    reply({"ready": f"{package} {version(package)}"})
+    reply({"ready": f"{package} {version(package)}, runner {_made_of()}"})
     with ThreadPoolExecutor(options.threads) as pool:
         for line in sys.stdin:
             pool.submit(answer, json.loads(line))
         _leave_in(LEAVE_S)
     peer.close()
+
+
+def _made_of() -> str:
+    """What a peer is told is part of what its memories hang on."""
+    files = (Path(__file__), Path(sys.modules["__main__"].__file__ or __file__))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 
 def _leave_in(seconds: float) -> None:
@@ -212,15 +232,17 @@ def _options() -> Options:
     parser.add_argument("--encoder", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=600.0)
     given = parser.parse_args()
+    api_key = os.environ.pop(API_KEY, "none")
     for name in [name for name in os.environ if name in UNWANTED or name.startswith(TRACING)]:
         del os.environ[name]
     given.folder.mkdir(parents=True, exist_ok=True)
-    model = given.model or _first_model(given.url)
-    return Options(given.url, model, given.encoder, given.folder, given.threads)
+    model = given.model or _first_model(given.url, api_key)
+    return Options(given.url, model, given.encoder, given.folder, given.threads, given.timeout_s, api_key)
 
 
-def _first_model(url: str) -> str:
+def _first_model(url: str, api_key: str) -> str:
     from openai import OpenAI
 
-    return OpenAI(base_url=url, api_key="none").models.list().data[0].id
+    return OpenAI(base_url=url, api_key=api_key).models.list().data[0].id

@@ -95,7 +95,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     given = {"encoder": args.encoder} if args.encoder else {}
     settings = settings_for(Settings(**given), log)
     encoder = make_encoder(settings)
-    figures = {"bench": "peers.throughput", **conditions(), **load.about(len(log)), **chosen(settings, encoder)}
+    figures = {
+        "bench": "peers.throughput",
+        **conditions(),
+        **load.about(len(log)),
+        **chosen(settings, encoder),
+    }
     figures["llm_latency_s"] = args.llm_latency
     with mock_llm(args.llm_latency) as url:
         settings = settings.model_copy(update={"llm_url": url, "llm_model": None})
