@@ -44,7 +44,7 @@ def check(
     shares: Sequence[float] = SHARES,
 ) -> dict[str, Any]:
     """By share of linked pairs, the paper's theta among them: what fires, merges and is spent."""
-    logs = logs_of(samples, encoder)
+    logs = logs_of(samples, encoder, settings)
     pairs = PairCosines()
     for log in logs:
         pairs.add(log.vectors)
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="folder of the model whose tokens are counted")
     parser.add_argument("--out", type=Path, help="folder for calibrate.json")
     args = parser.parse_args(argv)
-    settings = Settings(device="cpu", llm_url=None)
+    settings = Settings(device="cpu", llm_url=None, policy="recmem", ablation=None)
     encoder = KeptVectors(make_encoder(settings), args.vectors)
     tokens = token_count(settings, args.tokenizer)
     found = check(list(load(args.data, "locomo", settings.max_message_bytes)), settings, encoder, tokens)

@@ -3,8 +3,8 @@
     python -m undertow.bench.estimate_check --data locomo_dev.json --tokenizer FOLDER --out docs/results
 
 runs the engine over some conversations with a mock LLM, under RecMem one that refuses various shares of
-merges, counts what it is asked and replies by the same tokenizer, and compares. With `--usage FILE` nothing
-is run: FILE is the `usage` of a real run, as `undertow stats --json` or a result of `undertow eval` has it.
+merges, counts what it is asked and replies by the same tokenizer, and compares. `estimate_real` does the same
+with what runs with an LLM have cost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from undertow.engine.encoder import Encoder, make_encoder
 from undertow.engine.engine import Engine
 from undertow.engine.estimate import FIGURES, TOTAL, Ranges, TenantLog, estimate
 from undertow.engine.guessed_replies import MESSAGES_PER_TURN, shown_in
-from undertow.engine.model import PolicyName, Usage
+from undertow.engine.model import PolicyName, Usage, as_embedded
 from undertow.engine.reply_guess import EXPECTED, ReplyGuess
 from undertow.engine.token_count import TokenCount, token_count
 from undertow.prompts import QUERY_OPERATIONS, REPLIES, system_message
@@ -155,19 +155,10 @@ def _row(estimated: Mapping[str, int], measured: int) -> dict[str, Any]:
     return {**estimated, "metered": measured, "off": off, "within": within}
 
 
-def usage_in(file: Path) -> dict[str, Usage]:
-    """The usage by operation that a result file holds. ValueError: it holds none."""
-    found = orjson.loads(file.read_bytes())
-    usage = found.get("usage", found) if isinstance(found, dict) else None
-    if not isinstance(usage, dict) or not all(isinstance(u, dict) and "calls" in u for u in usage.values()):
-        raise ValueError(
-            f"{file} has no usage by operation. Give what `undertow stats --json` writes, with its 'usage'."
-        )
-    return {op: Usage(u["calls"], u["prompt_tokens"], 0, u["completion_tokens"]) for op, u in usage.items()}
-
-
-def logs_of(samples: Sequence[Sample], encoder: Encoder) -> list[TenantLog]:
-    texts = [[turn.text for turn in sample.turns] for sample in samples]
+def logs_of(samples: Sequence[Sample], encoder: Encoder, settings: Settings) -> list[TenantLog]:
+    """The samples with the vectors that the engine would have of them."""
+    dated = settings.embed_timestamp
+    texts = [[as_embedded(turn.text, turn.timestamp, dated) for turn in sample.turns] for sample in samples]
     vectors = [encoder.encode(some).astype(np.float32) for some in texts]
     return [TenantLog(sample.turns, some) for sample, some in zip(samples, vectors, strict=True)]
 
@@ -179,7 +170,7 @@ def check(
 
     Under RecMem a run for each refusal rate, else one.
     """
-    logs = logs_of(samples, encoder)
+    logs = logs_of(samples, encoder, settings)
     blind = estimate(logs, settings, tokens)
     results = []
     for rate in RATES if settings.policy == "recmem" else RATES[:1]:
@@ -196,17 +187,14 @@ def check(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _options(argv)
-    settings = Settings(device="cpu", llm_url=None, policy=args.policy)
+    parser, args = _options(argv)
+    settings = Settings(device="cpu", llm_url=None, policy=args.policy, ablation=None)
+    every = {sample.tenant: sample for sample in load(args.data, "locomo", settings.max_message_bytes)}
+    if unknown := set(args.sample) - set(every):
+        parser.error(f"--sample {sorted(unknown)[0]!r}: {args.data} has {', '.join(every)}.")
     encoder = KeptVectors(make_encoder(settings), args.vectors)
     tokens = token_count(settings, args.tokenizer)
-    every = list(load(args.data, "locomo", settings.max_message_bytes))
-    samples = [sample for sample in every if sample.tenant in args.sample]
-    if args.usage is not None:
-        estimated = estimate(logs_of(samples, encoder), settings, tokens)
-        document: dict[str, Any] = {"compared": compare(estimated, usage_in(args.usage))}
-    else:
-        document = {s.tenant: check([s], settings, encoder, tokens) for s in samples}
+    document = {name: check([every[name]], settings, encoder, tokens) for name in args.sample}
     encoder.save()
     about = {
         "policy": settings.policy,
@@ -214,26 +202,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "theta_sim": settings.similarity_threshold,
         "theta_count": settings.recurrence_count,
     }
-    line = orjson.dumps({**about, "tokens": tokens.name, **document}, option=orjson.OPT_APPEND_NEWLINE)
-    sys.stdout.buffer.write(line)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"estimate-{settings.policy}.json").write_bytes(line)
+    put({**about, "tokens": tokens.name, **document}, args.out, f"estimate-{settings.policy}.json")
     return 0
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def put(document: Mapping[str, Any], out: Path | None, name: str) -> None:
+    """A line on standard output, and the file of that name in `out`."""
+    line = orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
+    sys.stdout.buffer.write(line)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / name).write_bytes(line)
+
+
+def _options(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="python -m undertow.bench.estimate_check")
     parser.add_argument("--data", type=Path, required=True, help="LoCoMo's file")
     parser.add_argument("--sample", action="append", help="only this conversation; may be given again")
     parser.add_argument("--vectors", type=Path, help="keep the vectors here")
     parser.add_argument("--tokenizer", type=Path, help="folder of the model whose tokens are counted")
-    parser.add_argument("--usage", type=Path, help="a real run's usage by operation, instead of mock runs")
     parser.add_argument("--policy", choices=get_args(PolicyName), default="recmem", help="whose cost it is")
     parser.add_argument("--out", type=Path, help="folder for estimate-POLICY.json")
     args = parser.parse_args(argv)
     args.sample = args.sample or list(SAMPLES)
-    return args
+    return parser, args
 
 
 if __name__ == "__main__":

@@ -27,18 +27,23 @@ from undertow.engine.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.figures import store_usage
 from undertow.engine.ingest import obstacles
 from undertow.engine.llm import ServerRefused
-from undertow.engine.model import LINKED_PAIRS, Turn
+from undertow.engine.model import LINKED_PAIRS, Turn, as_embedded
 from undertow.engine.trace import LLMRequest, Phase, ShardCall, Trace
 
 QUEUE_TURNS = 2_048
 """So many turns wait to be stored, at most: more would be waits of the measurement's own making."""
 
-_REFUSALS = 0.3
+MOCK_REFUSALS = 0.3
+"""Share of merges that the mock LLM does not grant; each that it grants asks for a refinement."""
+
 _WARM_UP_TURNS = 24
 _SAMPLE_S = 0.05
 _MOST_SAMPLES = 600
 _CALIBRATION_TURNS = 1_500
-_TOLD = ("consolidations", "merges", "dead_letters", "llm_calls", "prompt_tokens", "completion_tokens")
+_TOLD = (
+    *("consolidations", "merges", "merge_refusals", "dead_letters"),
+    *("llm_calls", "prompt_tokens", "completion_tokens"),
+)
 
 
 class PhaseTimes:
@@ -138,18 +143,18 @@ def settings_for(settings: Settings, log: Sequence[Turn]) -> Settings:
     """
     changes: dict[str, Any] = {"queue_turns": QUEUE_TURNS}
     if settings.theta_sim is None:
-        changes["theta_sim"] = _linking_theta(log, make_encoder(settings))
+        changes["theta_sim"] = _linking_theta(log, make_encoder(settings), settings.embed_timestamp)
     return settings.model_copy(update=changes)
 
 
-def _linking_theta(log: Sequence[Turn], encoder: Encoder) -> float | None:
+def _linking_theta(log: Sequence[Turn], encoder: Encoder, dated: bool) -> float | None:
     """theta_sim that links `LINKED_PAIRS` of the pairs within tenants, of the first some 1,500 turns.
 
     None where no tenant has two turns.
     """
     by_tenant: defaultdict[str, list[str]] = defaultdict(list)
     for turn in log:
-        by_tenant[turn.tenant].append(turn.text)
+        by_tenant[turn.tenant].append(as_embedded(turn.text, turn.timestamp, dated))
     pairs, room = PairCosines(), _CALIBRATION_TURNS
     for texts in by_tenant.values():
         pairs.add(encoder.encode(texts).astype(np.float32))
@@ -161,7 +166,7 @@ def _linking_theta(log: Sequence[Turn], encoder: Encoder) -> float | None:
 
 def mock_llm(latency_s: float) -> AbstractContextManager[str]:
     """The URL of a mock server in a process of its own, whose every reply takes `latency_s`."""
-    return spawn_server(latency_ms=latency_s * 1e3, refusal_rate=_REFUSALS)
+    return spawn_server(latency_ms=latency_s * 1e3, refusal_rate=MOCK_REFUSALS)
 
 
 def ingest(

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from undertow.bench import machine
-from undertow.bench.throughput import ingest, mock_llm, settings_for
+from undertow.bench.throughput import MOCK_REFUSALS, ingest, mock_llm, settings_for
 from undertow.bench.throughput_load import Texts, copies, salted
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Encoder, make_encoder
@@ -47,6 +47,7 @@ def run(load: Load, settings: Settings, latency_s: float, out: Path | None = Non
         about = {"bench": "ingest", **conditions(), **load.about(len(log))}
         about["llm"] = f"mock, {latency_s:g} s" if settings.llm_url is None else "server"
         if settings.llm_url is None:
+            about["mock_refusal_rate"] = MOCK_REFUSALS
             url = stack.enter_context(mock_llm(latency_s))
             settings = settings.model_copy(update={"llm_url": url, "llm_model": None})
         settings = settings_for(settings, log)
@@ -76,6 +77,7 @@ def conditions() -> dict[str, Any]:
 def chosen(settings: Settings, encoder: Encoder) -> dict[str, Any]:
     """The settings that these figures depend on, and what the encoder of their name computes in here."""
     return {
+        "policy": settings.policy,
         "encoder": settings.encoder,
         "encoder_dtype": encoder.fingerprint.dtype,
         "encoder_device": encoder.fingerprint.device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from undertow.bench.estimate_check import Run, compare, metered, usage_in
+from undertow.bench import estimate_check, estimate_real
+from undertow.bench.estimate_check import Run, compare, metered
+from undertow.bench.estimate_real import usage_in
 from undertow.bench.quality.datasets import Sample
 from undertow.engine.config import Settings
 from undertow.engine.encoder import Float16, HashingEncoder
@@ -23,7 +25,9 @@ from undertow.engine.reply_guess import EXPECTED, Evenly, Guesser, stand_in
 from undertow.engine.token_count import TokenCount, token_count
 from undertow.prompts import ShownTurn, episode_prompt
 
+from . import eval_harness
 from .cli_harness import THETAS, conversation, run, write_log
+from .eval_harness import written
 
 SETTINGS = Settings(
     encoder="hash:384", device="cpu", llm_url=None, theta_sim=0.5, theta_merge=0.55, theta_count=3
@@ -253,18 +257,66 @@ def test_a_folder_without_a_tokenizer_is_refused_with_the_cure(tmp_path: Path) -
 # ---- a real run's usage
 
 
-def test_usage_is_read_from_stats_and_answers_are_no_construction(tmp_path: Path) -> None:
-    file = tmp_path / "stats.json"
-    used = {"calls": 4, "prompt_tokens": 100, "cached_prompt_tokens": 50, "completion_tokens": 10}
-    file.write_text(json.dumps({"turns": 3, "usage": {"episode": used, "answer": used}}))
+USED = {"calls": 4, "prompt_tokens": 100, "cached_prompt_tokens": 50, "completion_tokens": 10}
+
+
+def test_usage_is_read_from_stats_and_answers_are_no_construction() -> None:
+    found = {"turns": 3, "usage": {"episode": USED, "answer": USED}}
     row = {"low": 1, "expected": 5, "high": 9}
-    rows = compare(dict.fromkeys(("episode", TOTAL), dict.fromkeys(FIGURES, row)), usage_in(file))
+    rows = compare(dict.fromkeys(("episode", TOTAL), dict.fromkeys(FIGURES, row)), usage_in(found))
     assert set(rows) == {"episode", TOTAL}
     assert rows[TOTAL]["calls"] == {**row, "metered": 4, "off": 0.25, "within": True}
     assert (rows[TOTAL]["prompt_tokens"]["off"], rows[TOTAL]["prompt_tokens"]["within"]) == (-0.95, False)
-    file.write_text('{"turns": 3}')
     with pytest.raises(ValueError, match="no usage by operation"):
-        usage_in(file)
+        usage_in({"turns": 3})
+
+
+def locomo_file(tmp_path: Path) -> Path:
+    return written(tmp_path, *(eval_harness.conversation(sample_id=name) for name in ("conv-1", "conv-2")))
+
+
+def summary(tmp_path: Path, **spent: Mapping[str, object]) -> Path:
+    made_with = {"policy": "recmem", "theta_sim": 0.01, "theta_merge": 0.01, "theta_count": 2}
+    file = tmp_path / "summary.json"
+    about = {**made_with, "encoder": "hash:384", "ablation": None}
+    file.write_text(json.dumps({**about, "construction": {"by_conversation": spent}}))
+    return file
+
+
+def test_a_real_run_is_estimated_with_its_own_thresholds_by_conversation(tmp_path: Path) -> None:
+    data = locomo_file(tmp_path)
+    both = summary(tmp_path, **{"conv-1": {"episode": USED}, "conv-2": {"episode": USED, "merge": USED}})
+    out = tmp_path / "out"
+    assert estimate_real.main([str(both), "--data", str(data), "--out", str(out)]) == 0
+    [run] = json.loads((out / "estimate-real.json").read_text())["runs"]
+    assert (run["policy"], run["theta_sim"], run["theta_count"]) == ("recmem", 0.01, 2)
+    assert run["conv-1"][TOTAL]["calls"]["metered"] == 4
+    assert run["conv-2"][TOTAL]["calls"]["metered"] == 8
+    assert run["together"][TOTAL]["calls"]["metered"] == 12
+    assert run["together"]["merge"]["prompt_tokens"]["metered"] == 100
+    each = [run[name][TOTAL]["calls"]["high"] for name in ("conv-1", "conv-2")]
+    assert run["together"][TOTAL]["calls"]["high"] >= max(each) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--sample", "conv-9"], "it has conv-1, not conv-9"),
+        ([], "--data has no conversation conv-3"),
+    ],
+)
+def test_a_conversation_that_is_not_there_is_named(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = locomo_file(tmp_path), tmp_path / "out"
+    name = "conv-1" if options else "conv-3"
+    file = summary(tmp_path, **{name: {"episode": USED}})
+    assert estimate_real.main([str(file), "--data", str(data), "--out", str(out), *options]) == 2
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        estimate_check.main(["--data", str(data), "--sample", "conv9", "--out", str(out)])
+    assert "'conv9'" in capsys.readouterr().err
+    assert not out.exists()
 
 
 # ---- the command

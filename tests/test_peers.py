@@ -12,6 +12,7 @@ from textwrap import dedent
 
 import pytest
 
+from undertow.bench.peers import throughput
 from undertow.bench.peers.peer import PeerSystem
 from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, command_of
 from undertow.bench.quality.datasets import Question, Sample
@@ -200,3 +201,29 @@ def test_a_missing_environment_names_its_cure(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("undertow.bench.peers.process.PYTHON", tmp_path / "python")
     with pytest.raises(PeerError, match="make setup-peers"):
         command_of("mem0", Settings(encoder="hash:384", llm_url="http://a/v1"), tmp_path)
+
+
+def test_what_was_measured_is_told_and_kept_in_a_folder_that_was_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {"searchable_turns_per_s": 9.0, "consolidated_turns_per_s": 8.0}
+    ours = {**rates, "elapsed_s": 1.0, "cpu_s": 1.0, "llm_calls": 2}
+    found = {"trials": [], "mem0": {"turns_per_s": 1.0}, "undertow": ours}
+    monkeypatch.setattr(throughput, "compare", lambda args: found)
+    out = tmp_path / "not" / "there" / "x.json"
+    monkeypatch.setattr(sys, "argv", ["throughput", "--out", str(out)])
+    throughput.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(out.read_text()) == found
+
+
+def test_a_peer_that_fails_ends_the_comparison_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> None:
+        raise PeerError("mem0 ended with 1")
+
+    monkeypatch.setattr(throughput, "compare", fail)
+    monkeypatch.setattr(sys, "argv", ["throughput"])
+    with pytest.raises(SystemExit, match="1"):
+        throughput.main()
+    assert capsys.readouterr().err == "mem0 ended with 1\n"

@@ -127,8 +127,10 @@ def test_the_command_writes_figures_and_picture_and_twice_the_same(
     for name, few in (("THETA_SIM", (0.6, 0.9)), ("THETA_COUNT", (3, 5))):
         monkeypatch.setattr(sweeps, name, few)
     told = []
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        ran = run("bench", "sweep", "--data", data, "--sample", "made-up", "--out", folder, "--json")
+    # what it draws is RecMem's, whatever policy the environment names
+    for folder, policy in ((tmp_path / "one", "recmem"), (tmp_path / "two", "himem")):
+        command = ("bench", "sweep", "--data", data, "--sample", "made-up", "--out", folder, "--json")
+        ran = run(*command, env={"UNDERTOW_POLICY": policy})
         assert ran.code == 0, ran.err
         assert (folder / "sweeps.png").read_bytes().startswith(b"\x89PNG")
         assert json.loads((folder / "sweeps.json").read_bytes()) == ran.doc
@@ -136,6 +138,7 @@ def test_the_command_writes_figures_and_picture_and_twice_the_same(
     assert told[0] == told[1]
     assert [point["theta_sim"] for point in told[0]["theta_sim"]] == [0.6, 0.9]
     assert (told[0]["encoder"], told[0]["samples"]) == ("hash:384", ["made-up"])
+    assert told[0]["where_not_varied"]["k_sub"] == 10
     assert [point["k_epi"] for point in told[0]["k_epi"]] == list(sweeps.K_EPI)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from undertow.bench.mock_llm import MODEL
 from undertow.bench.mock_server import spawn_server
-from undertow.bench.throughput import PhaseTimes, ingest, mock_llm, settings_for
+from undertow.bench.throughput import MOCK_REFUSALS, PhaseTimes, ingest, mock_llm, settings_for
 from undertow.bench.throughput_load import copies, salted
 from undertow.engine.config import Settings
 from undertow.engine.encoder import make_encoder
@@ -142,6 +142,8 @@ def test_the_command_writes_figures_picture_and_trace(log: Path, tmp_path: Path)
     assert (told["tenants"], told["turns"], told["texts"]) == (3, 36, "plain copies")
     assert (told["encoder"], told["theta_sim"], told["llm"]) == ("hash:384", 0.5, "mock, 0.01 s")
     assert (told["encoder_dtype"], told["encoder_device"]) == ("float64", "cpu")
+    assert (told["policy"], told["mock_refusal_rate"]) == ("recmem", MOCK_REFUSALS)
+    assert told["merges"] > 0 < told["merge_refusals"]
     assert json.loads((out / "ingest.json").read_text()) == told
     assert (out / "ingest.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((out / "trace.json").read_text())["traceEvents"]

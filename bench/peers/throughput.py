@@ -27,11 +27,11 @@ import psutil
 from undertow.bench.machine import LOCOMO
 from undertow.bench.peers.peer import OPERATION, added
 from undertow.bench.peers.process import RUNNERS, PeerProcess, Reply, command_of
-from undertow.bench.throughput import ingest, mock_llm, settings_for, spread
+from undertow.bench.throughput import MOCK_REFUSALS, ingest, mock_llm, settings_for, spread
 from undertow.bench.throughput_report import Load, chosen, conditions
 from undertow.engine.config import Settings
 from undertow.engine.encoder import make_encoder
-from undertow.engine.model import Turn, Usage
+from undertow.engine.model import Turn, UndertowError, Usage
 
 THREADS = (1, 2, 4, 8, 16, 32, 64)
 _WARM_UP_TURNS = 4
@@ -101,7 +101,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         **load.about(len(log)),
         **chosen(settings, encoder),
     }
-    figures["llm_latency_s"] = args.llm_latency
+    figures |= {"llm_latency_s": args.llm_latency, "mock_refusal_rate": MOCK_REFUSALS}
     with mock_llm(args.llm_latency) as url:
         settings = settings.model_copy(update={"llm_url": url, "llm_model": None})
         trials = [through_peer(args.peer, log[: args.trial_turns], settings, n) for n in args.threads]
@@ -130,15 +130,20 @@ def main() -> None:
     parser.add_argument("--llm-latency", type=float, default=0.2, metavar="SECONDS")
     parser.add_argument("--out", type=Path, help="write the figures here too")
     args = parser.parse_args()
-    figures = compare(args)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figures = compare(args)
+    except UndertowError as error:
+        parser.exit(1, f"{error}\n")
     for trial in figures["trials"]:
         print(f"  {args.peer}, {trial['threads']:2} threads {trial['turns_per_s']:>10,.1f} turns/s")
     print(f"  {args.peer}, all turns  {figures[args.peer]['turns_per_s']:>10,.1f} turns/s")
     for name in _TOLD:
         print(f"  undertow, {name:26} {figures['undertow'][name]:>12,.1f}")
+    print(json.dumps(figures))
     if args.out is not None:
         args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from undertow.serving.cli.errors import WrongUsage, wrong_usage
 from undertow.serving.cli.evaluating import Only, chosen_samples
 from undertow.serving.cli.opening import AsJson, EncoderName, KeptIn, Model, check_settings, settings_of
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
+
+if TYPE_CHECKING:
+    from undertow.engine.config import Settings
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -85,7 +88,10 @@ def sweep(
     from undertow.engine.encoder import make_encoder
     from undertow.serving.cli.progress import Bar
 
-    settings = settings_of(llm="off", encoder=encoder)
+    # RecMem's, whatever policy the environment names
+    settings = settings_of(llm="off", encoder=encoder).model_copy(
+        update={"policy": "recmem", "ablation": None}
+    )
     check_settings(settings)
     samples = chosen_samples(list(load(data, "locomo", settings.max_message_bytes)), only)
     kept = KeptVectors(make_encoder(settings), vectors)
@@ -102,6 +108,7 @@ def sweep(
         "data": data.name,
         "samples": [sample.tenant for sample in samples],
         "encoder": settings.encoder,
+        "where_not_varied": _in_force(settings),
         "llm": "mock, which agrees to every merge",
         **asdict(sweeps),
     }
@@ -121,6 +128,20 @@ def sweep(
     put_table(sweeps.k_sub, ["k_sub", "evidence_recall", "questions"])
     put_table(sweeps.k_epi, ["k_epi", "evidence_recall", "turns_behind", "questions"])
     say(f"All figures and the picture: {out}")
+
+
+def _in_force(settings: Settings) -> dict[str, Any]:
+    from undertow.engine.policies import tiers_of
+
+    tiers = tiers_of(settings)
+    return {
+        "search": settings.search,
+        "theta_sim": settings.similarity_threshold,
+        "theta_merge": settings.merge_threshold,
+        "theta_count": settings.recurrence_count,
+        "k_sub": tiers.k_sub,
+        "k_epi": tiers.k_epi,
+    }
 
 
 def _row(point: dict[str, Any], name: str, figures: tuple[str, ...]) -> dict[str, Any]:
