@@ -300,6 +300,7 @@ def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> No
         told = evaluated(path, folder, url, *same, "--ablation", f"without-{name}").doc
         assert (told["construction"], told["built"]) == (whole["construction"], whole["built"])
         assert told["memories_of"] == "out" and not (folder / "store").exists()
+        assert told["memories_id"] == json.loads((out / "run.json").read_text())["id"]
         shown = lines_of(folder, "answers")[0]["material"]
         assert [tier for tier in ("turns", "episodes", "facts") if not shown[tier]] == [empty]
     without_turns = json.loads((tmp_path / "subconscious" / "summary.json").read_text())
@@ -310,6 +311,20 @@ def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> No
     shown = lines_of(tmp_path / "kept", "answers")[0]["material"]["turns"]
     assert len(shown) == whole["built"]["waiting_turns"] < 7
     assert constructed(url) == calls, "nothing was built again"
+
+
+def test_two_builds_of_the_same_settings_are_not_mixed(tmp_path: Path, url: str) -> None:
+    path, options = written(tmp_path, conversation()), ("--judge-llm", "off")
+    for name in ("a", "b"):
+        assert evaluated(path, tmp_path / name / "run", url, *options).code == 0
+    same = (*options, "--ablation", "without-semantic", "--memories-of")
+    assert evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "a" / "run")).code == 0
+    refused = evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "b" / "run"))
+    assert refused.code == 1 and "begun with other settings: memories_id " in refused.err
+    (tmp_path / "a" / "run").rename(tmp_path / "moved")
+    path = path.rename(tmp_path / "renamed.json")
+    again = evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "moved"))
+    assert (again.doc["memories_of"], again.doc["data"]) == ("moved", "renamed.json")
 
 
 def test_ablations_of_construction_build_what_they_leave(tmp_path: Path, url: str) -> None:
