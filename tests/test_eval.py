@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import load
 from undertow.bench.quality.scoring import Score, score, summary
 from undertow.bench.quality.vectors import KeptVectors
@@ -192,6 +193,25 @@ def test_a_wrong_file_is_refused_with_place_field_and_cure(
     assert f"{path}:2: field" in str(refused.value)
     assert field in str(refused.value)
     assert refused.value.problem.cure
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "samples", "field"),
+    [
+        ("locomo", [conversation(), conversation(sample_id="other"), conversation(qa=[])], "sample_id"),
+        ("longmemeval", [haystack("q1"), haystack("q2"), haystack("q1", answer=3)], "question_id"),
+    ],
+)
+def test_an_id_that_stands_twice_is_refused(
+    tmp_path: Path, benchmark: Benchmark, samples: list[dict[str, Any]], field: str
+) -> None:
+    """Both would go into one tenant, and its questions be asked twice."""
+    path = written(tmp_path, *samples)
+    with pytest.raises(InputError) as refused:
+        list(load(path, benchmark, 1000))
+    told = str(refused.value)
+    assert f"{path}:3: field '{field}'" in told and "stands twice, the first time in sample 1" in told
+    assert "an id of its own" in refused.value.problem.cure
 
 
 def test_no_file_and_a_cut_off_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -299,6 +300,7 @@ def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> No
         told = evaluated(path, folder, url, *same, "--ablation", f"without-{name}").doc
         assert (told["construction"], told["built"]) == (whole["construction"], whole["built"])
         assert told["memories_of"] == "out" and not (folder / "store").exists()
+        assert told["memories_id"] == json.loads((out / "run.json").read_text())["id"]
         shown = lines_of(folder, "answers")[0]["material"]
         assert [tier for tier in ("turns", "episodes", "facts") if not shown[tier]] == [empty]
     without_turns = json.loads((tmp_path / "subconscious" / "summary.json").read_text())
@@ -309,6 +311,20 @@ def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> No
     shown = lines_of(tmp_path / "kept", "answers")[0]["material"]["turns"]
     assert len(shown) == whole["built"]["waiting_turns"] < 7
     assert constructed(url) == calls, "nothing was built again"
+
+
+def test_two_builds_of_the_same_settings_are_not_mixed(tmp_path: Path, url: str) -> None:
+    path, options = written(tmp_path, conversation()), ("--judge-llm", "off")
+    for name in ("a", "b"):
+        assert evaluated(path, tmp_path / name / "run", url, *options).code == 0
+    same = (*options, "--ablation", "without-semantic", "--memories-of")
+    assert evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "a" / "run")).code == 0
+    refused = evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "b" / "run"))
+    assert refused.code == 1 and "begun with other settings: memories_id " in refused.err
+    (tmp_path / "a" / "run").rename(tmp_path / "moved")
+    path = path.rename(tmp_path / "renamed.json")
+    again = evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "moved"))
+    assert (again.doc["memories_of"], again.doc["data"]) == ("moved", "renamed.json")
 
 
 def test_ablations_of_construction_build_what_they_leave(tmp_path: Path, url: str) -> None:
@@ -501,3 +517,42 @@ def test_settled_lines_stand_in_order(tmp_path: Path) -> None:
     assert [json.loads(line)["question_id"] for line in file.read_text().splitlines()] == list("abcd")
     assert all("big" in json.loads(line) for line in file.read_text().splitlines())
     assert lines.get((1, "a")) == {"question_id": "a", "run": 1}
+
+
+def test_settling_what_is_settled_leaves_the_file_alone(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    with closing(KeptLines(file)) as lines:
+        for name in ("a", "b", "a"):
+            lines.add({"question_id": name, "run": 1, "n": len(lines)})
+        lines.settle([(1, "a")])
+        assert file.read_text() == '{"question_id":"a","run":1,"n":2}\n{"question_id":"b","run":1,"n":1}\n'
+        before = file.stat().st_ino
+        lines.settle([(1, "a"), (1, "b")])
+    assert file.stat().st_ino == before
+
+
+@pytest.mark.parametrize("torn_bytes", [0, 5, 65_535, 65_536, 200_000])
+def test_a_torn_end_of_any_length_is_cut(tmp_path: Path, torn_bytes: int) -> None:
+    file = tmp_path / "answers.jsonl"
+    for good in ("", '{"question_id": "a", "run": 1}\n'):
+        file.write_text(good + "x" * torn_bytes)
+        KeptLines(file).close()
+        assert file.read_text() == good
+
+
+def test_heavy_fields_are_never_held_in_memory_together(tmp_path: Path) -> None:
+    """The material of full context may be more than a machine has."""
+    file, count, size_bytes = tmp_path / "answers.jsonl", 100, 100_000
+    texts = (json.dumps({"question_id": f"q{n}", "run": 1, "big": "x" * size_bytes}) for n in range(count))
+    with file.open("w") as out:
+        out.writelines(text + "\n" for text in texts)
+        out.write("torn")
+    tracemalloc.start()
+    try:
+        with closing(KeptLines(file, heavy=("big",))) as lines:
+            lines.settle([(1, f"q{n}") for n in reversed(range(count))])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < count * size_bytes / 4, "a few lines at a time, as the parser needs them"
+    assert [line["question_id"] for line in lines_of(tmp_path, "answers")][:2] == ["q99", "q98"]

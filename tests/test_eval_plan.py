@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.quality.folder import ABOUT, memories_of, run_folder
+from undertow.bench.quality.folder import ABOUT, identity, memories_of, run_folder
 from undertow.bench.quality.plan import AS_BUILT_IN, OTHERWISE, RUNNING, SETTINGS, Plan, construction
 from undertow.engine.config import Settings
 from undertow.engine.model import UndertowError
@@ -65,3 +65,75 @@ def test_a_run_that_was_begun_before_a_setting_was_written_down_has_it_as_built_
     changed = plan_of(tmp_path, himem_max_notes=5).about()
     with pytest.raises(UndertowError, match="himem_max_notes None, now 5"):
         run_folder(plan.folder, changed).__enter__()
+
+
+def built(plan: Plan, folder: Path) -> Path:
+    """The folder of a run that has made memories."""
+    with run_folder(folder, replace(plan, folder=folder).about()):
+        (folder / "store").mkdir()
+    return folder
+
+
+def answering(plan: Plan, lent: Path) -> Plan:
+    """A run that answers from the memories in a folder."""
+    with memories_of(lent, replace(plan, memories_of=lent).about()) as folder:
+        return replace(plan, memories_of=lent, memories_id=identity(folder))
+
+
+def begin(plan: Plan) -> None:
+    with run_folder(plan.folder, plan.about()):
+        pass
+
+
+def forget(folder: Path, name: str) -> None:
+    """As a run was begun before this was written down."""
+    begun = json.loads((folder / ABOUT).read_text())
+    del begun[name]
+    (folder / ABOUT).write_text(json.dumps(begun))
+
+
+def test_a_run_goes_on_with_the_memories_that_it_was_begun_with_alone(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    mine, other = (built(plan, tmp_path / name / "run") for name in ("a", "b"))
+    begin(answering(plan, mine))
+    with pytest.raises(UndertowError, match="begun with other settings: memories_id "):
+        begin(answering(plan, other))
+    moved = mine.rename(tmp_path / "moved")
+    begin(answering(plan, moved))
+    assert answering(plan, moved).about()["memories_of"] == "moved"
+    with pytest.raises(UndertowError, match=r"memories_id .*; memories_of 'run', now None"):
+        begin(plan)
+
+
+def test_memories_of_before_there_were_identities_get_one(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    lent = built(plan, tmp_path / "a" / "run")
+    forget(lent, "id")
+    begin(replace(plan, folder=lent))
+    begin(answering(plan, lent))
+    begin(answering(plan, lent))
+    with pytest.raises(UndertowError, match="memories_id "):
+        begin(answering(plan, built(plan, tmp_path / "b" / "run")))
+
+
+def test_a_run_that_only_names_its_memories_takes_those_of_that_name_from_now_on(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    mine, other = (built(plan, tmp_path / name / "run") for name in ("a", "b"))
+    begin(answering(plan, mine))
+    forget(plan.folder, "memories_id")
+    with pytest.raises(UndertowError, match=r"memories_id None, .*; memories_of 'run', now 'c'"):
+        begin(answering(plan, built(plan, tmp_path / "c")))
+    begin(answering(plan, mine))
+    with pytest.raises(UndertowError, match="memories_id '"):
+        begin(answering(plan, other))
+
+
+def test_data_may_be_renamed_and_not_changed(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    begin(plan)
+    renamed = replace(plan, data=plan.data.rename(tmp_path / "renamed.json"))
+    begin(renamed)
+    assert renamed.about()["data"] == "renamed.json"
+    renamed.data.write_text("[1]")
+    with pytest.raises(UndertowError, match="begun with other settings: data_digest "):
+        begin(renamed)

@@ -86,15 +86,27 @@ def load(path: Path, benchmark: Benchmark, max_message_bytes: int) -> Iterator[S
         cure = f"Run `undertow eval {found}`." if found in ("locomo", "longmemeval") else _SCHEMA
         raise InputError(BadInput(str(log), None, None, f"is of the format {found}, not {benchmark}", cure))
     raw_samples = _raw_samples(log)
+    first_at: dict[str, int] = {}
     for record in read(log, benchmark, max_message_bytes=max_message_bytes):
         if record.errors:
             raise InputError(record.errors[0])
         raw = next(raw_samples)
         try:
-            yield _locomo(raw, record.turns) if benchmark == "locomo" else _longmemeval(raw, record.turns)
+            sample = (_locomo if benchmark == "locomo" else _longmemeval)(raw, record.turns)
+            _check_new(sample, benchmark, first_at, record.position)
         except _Unfit as unfit:
-            problem = BadInput(str(log), record.position, unfit.field, unfit.reason, _SCHEMA)
+            problem = BadInput(str(log), record.position, unfit.field, unfit.reason, unfit.cure)
             raise InputError(problem) from None
+        yield sample
+
+
+def _check_new(sample: Sample, benchmark: Benchmark, first_at: dict[str, int], position: int) -> None:
+    """A tenant's name is its sample's id, and its questions' ids hang on it: none may stand twice."""
+    first = first_at.setdefault(sample.tenant, position)
+    if first != position:
+        field = "sample_id" if benchmark == "locomo" else "question_id"
+        reason = f"{sample.tenant!r:.80} stands twice, the first time in sample {first}"
+        raise _Unfit(field, reason, "Give each an id of its own, or leave one out.")
 
 
 def _raw_samples(log: Log) -> Iterator[Mapping[str, Any]]:
@@ -105,9 +117,9 @@ def _raw_samples(log: Log) -> Iterator[Mapping[str, Any]]:
 
 
 class _Unfit(ValueError):
-    def __init__(self, field: str, reason: str) -> None:
+    def __init__(self, field: str, reason: str, cure: str = _SCHEMA) -> None:
         super().__init__(field, reason)
-        self.field, self.reason = field, reason
+        self.field, self.reason, self.cure = field, reason, cure
 
 
 def _locomo(raw: Mapping[str, Any], turns: tuple[Turn, ...]) -> Sample:

@@ -21,10 +21,14 @@ JUDGE_ATTEMPTS = 3
 
 @dataclass(slots=True)
 class _Case:
-    """An answer before the judge."""
+    """An answer before the judge.
+
+    `replies`: what came of each asking, for the record. `said`: of those, the judge's own words; else None.
+    """
 
     line: Mapping[str, Any]
     replies: list[str] = field(default_factory=list)
+    said: list[str | None] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     model: str | None = None
 
@@ -67,11 +71,14 @@ class Judging:
             case.usage += reply.usage
             if isinstance(reply, BadReply):
                 case.replies.append(reply.reason)
+                case.said.append(None)
                 says = None
             else:
-                case.replies.append(str(reply.reply))
+                said = str(reply.reply)
+                case.replies.append(said)
+                case.said.append(said)
                 case.model = reply.model
-                says = verdict_of(case.replies[-1])
+                says = verdict_of(said)
             if says is None and not is_last:
                 yield case
                 continue
@@ -80,7 +87,7 @@ class Judging:
 
     def _prompt(self, case: _Case) -> Prompt:
         of = case.line
-        return self._prompts.prompt(of["question"], of["gold"], of["answer"], of["category"], case.replies)
+        return self._prompts.prompt(of["question"], of["gold"], of["answer"], of["category"], case.said)
 
     def _line(self, case: _Case, verdict: str) -> dict[str, Any]:
         of = case.line

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -12,6 +13,11 @@ from undertow.engine.model import UndertowError
 
 Key = tuple[int, str]
 """(run, question id)."""
+
+Span = tuple[int, int]
+"""Where a line stands in its file: (start, size), both in bytes, its end included."""
+
+_BLOCK_BYTES = 1 << 16
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
@@ -30,18 +36,25 @@ class GrowingFile:
     def _cut_torn_end(self) -> None:
         """A last line without its end is what a kill has left of it."""
         with self.path.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+            file.truncate(_end_of_lines(file))
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """What is there. UndertowError: a line that is no JSON object."""
-        for number, raw in enumerate(self.path.read_bytes().splitlines(), 1):
-            try:
-                line = orjson.loads(raw)
-            except orjson.JSONDecodeError:
-                line = None
-            if not isinstance(line, dict):
-                raise self.foreign(number)
-            yield line
+        return (line for line, _ in self.placed())
+
+    def placed(self) -> Iterator[tuple[dict[str, Any], Span]]:
+        """Each line with where it stands. One at a time: together they may be more than memory holds."""
+        start = 0
+        with self.path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                try:
+                    line = orjson.loads(raw)
+                except orjson.JSONDecodeError:
+                    line = None
+                if not isinstance(line, dict):
+                    raise self.foreign(number)
+                yield line, (start, len(raw))
+                start += len(raw)
 
     def foreign(self, number: int) -> UndertowError:
         """What is to be said of a line that is none of ours."""
@@ -50,16 +63,32 @@ class GrowingFile:
     def write(self, line: Mapping[str, Any]) -> None:
         self._out.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
-    def replace(self, content: bytes) -> None:
-        """Put other lines in the place of all, in one step."""
+    def keep(self, spans: Iterable[Span]) -> None:
+        """Put these lines, in this order, in the place of all, in one step."""
         draft = self.path.with_name(self.path.name + ".draft")
-        draft.write_bytes(content)
+        with self.path.open("rb") as file, draft.open("wb") as out:
+            for start, size_bytes in spans:
+                file.seek(start)
+                out.write(file.read(size_bytes))
         self.close()
         draft.replace(self.path)
         self._out = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._out.close()
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """Where the last line that has its end is over; 0 if there is none."""
+    stop = file.seek(0, os.SEEK_END)
+    while stop > 0:
+        start = max(0, stop - _BLOCK_BYTES)
+        file.seek(start)
+        found = file.read(stop - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        stop = start
+    return 0
 
 
 class KeptLines:
@@ -123,11 +152,11 @@ class KeptLines:
         A line that a later one of its key has replaced goes.
         """
         place = {key: n for n, key in enumerate(order)}
-        raw = self.file.read_bytes().splitlines(keepends=True)
-        latest = {key_of(orjson.loads(line)): line for line in raw}
+        spans = [(key_of(line), span) for line, span in self._growing.placed()]
+        latest = dict(spans)
         settled = [latest[key] for key in sorted(latest, key=lambda key: place.get(key, len(place)))]
-        if settled != raw:
-            self._growing.replace(b"".join(settled))
+        if settled != [span for _, span in spans]:
+            self._growing.keep(settled)
 
     def close(self) -> None:
         self._growing.close()

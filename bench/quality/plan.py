@@ -58,6 +58,9 @@ RUNNING = (
     "llm_timeout_s",
     "llm_patience_s",
 )
+# what tells a reader where a run's input lay. Files and folders may be renamed: `data_digest` and
+# `memories_id` say whether they are the same
+NAMES = ("data", "memories_of")
 # what a run was begun with that says nothing of a setting, as there was none then
 AS_BUILT_IN = {name: Settings.model_fields[name].default for name in SETTINGS}
 
@@ -68,7 +71,8 @@ class Plan:
 
     `judge`: settings that name the judge's server, None for no judge; `own_prompt`: the user's template.
     `only`: the samples that were chosen by name. `questions`: how many a sample; None: all.
-    `memories_of`: the folder of the run whose memories are answered from; None: this one's.
+    `memories_of`: the folder of the run whose memories are answered from; None: this one's. `memories_id`:
+    that run's identity, known once its folder is ours.
     """
 
     benchmark: Benchmark
@@ -84,6 +88,7 @@ class Plan:
     repeats: int = 1
     vectors: Path | None = None
     memories_of: Path | None = None
+    memories_id: str | None = None
 
     @property
     def built_in(self) -> Path:
@@ -105,6 +110,7 @@ class Plan:
             "questions_per_sample": self.questions,
             "policy": self.policy,
             "memories_of": None if self.memories_of is None else self.memories_of.name,
+            "memories_id": self.memories_id,
             **{name: getattr(s, name) for name in SETTINGS},
             **asdict(tiers_of(s)),
             "theta_sim": s.similarity_threshold,
@@ -117,7 +123,7 @@ class Plan:
 def construction(about: Mapping[str, Any]) -> dict[str, Any]:
     """Of what a run is `about`, that which its memories hang on: other answers can come of the same ones."""
     # a profile is thetas
-    left_out = {"data", "questions_per_sample", "memories_of", "profile", *_ANSWERING, *_TIERS}
+    left_out = {"questions_per_sample", "memories_id", "profile", *NAMES, *_ANSWERING, *_TIERS}
     versions = about.get("prompt_versions") or {}
     return {
         **{name: value for name, value in about.items() if name not in left_out},

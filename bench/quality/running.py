@@ -19,7 +19,7 @@ from undertow.bench.quality.figures import (
     query_cost,
     scores,
 )
-from undertow.bench.quality.folder import STORE, memories_of, run_folder
+from undertow.bench.quality.folder import STORE, identity, memories_of, run_folder
 from undertow.bench.quality.judge_prompts import JudgePrompts
 from undertow.bench.quality.judging import Judging
 from undertow.bench.quality.lines import KeptLines
@@ -46,7 +46,8 @@ def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
     plan = replace(plan, settings=named(plan.settings))
     with ExitStack() as stack:
         if plan.memories_of is not None:  # first, so that a refusal leaves no folder behind
-            stack.enter_context(memories_of(plan.memories_of, plan.about()))
+            lent = stack.enter_context(memories_of(plan.memories_of, plan.about()))
+            plan = replace(plan, memories_id=identity(lent))
         stack.enter_context(run_folder(plan.folder, plan.about()))
         (plan.folder / SUMMARY).unlink(missing_ok=True)  # of fewer runs: not to stand beside more lines
         told, answers = _answered(plan, on_progress)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,19 @@ import orjson
 
 from undertow.bench.machine import commit, describe
 from undertow.bench.quality.figures import Value, over_runs
+from undertow.bench.quality.lines import Key, key_of
+from undertow.bench.quality.report import SUMMARY
+from undertow.bench.quality.running import ANSWERS
 from undertow.engine.model import UndertowError
+from undertow.prompts import QUERY_OPERATIONS
 
-ALIKE = ("benchmark", "data_digest", "only", "questions_per_sample", "encoder", "llm_model", "judge_model")
-"""What must be the same for scores to be compared."""
+ALIKE = (
+    *("benchmark", "data_digest", "only", "questions_per_sample", "repeats", "encoder"),
+    *("llm_model", "judge_model", "judge_prompt.version"),
+    *(f"prompt_versions.{operation}" for operation in sorted(QUERY_OPERATIONS)),
+)
+"""What must be the same for scores to be compared; after a dot, a field within a field. Of the prompts those
+that make answers and verdicts: ones that make memories belong to what is compared."""
 
 Summary = dict[str, Any]
 
@@ -30,35 +39,74 @@ Summary = dict[str, Any]
 def read(folders: Sequence[Path]) -> dict[str, Summary]:
     """Each folder's summary, by the folder's name, `f1_difference` from the first added.
 
-    UndertowError: one has none, two have one name, or what must be alike is not.
+    UndertowError: one has none, two have one name, what must be alike is not, or a question has no answer.
     """
     found: dict[str, Summary] = {}
-    base: dict[tuple[int, str], float] = {}
+    base: dict[Key, float] = {}
     for folder in folders:
-        try:
-            summary: Summary = orjson.loads((folder / "summary.json").read_bytes())
-        except FileNotFoundError:
-            cure = "Name folders of finished evaluations."
-            raise UndertowError(f"{folder} has no summary.json. {cure}") from None
-        for name in ALIKE:
-            if found and summary.get(name) != (first := next(iter(found.values()))).get(name):
-                raise UndertowError(
-                    f"{folder}: its {name} is {summary.get(name)!r}, the first one's is {first.get(name)!r}. "
-                    "Compare evaluations of the same questions, encoder and models."
-                )
+        summary = _summary(folder)
+        first = next(iter(found.values()), summary)
+        _check_alike(folder, summary, first)
         if folder.name in found:
             raise UndertowError(f"{folder}: there is a {folder.name} already. Give each a name of its own.")
-        f1 = _f1_by_question(folder / "answers.jsonl")
-        base = base or f1
+        f1 = _f1_by_question(folder, first["repeats"])
+        base = base if found else f1
+        _check_answered(folder, base.keys() - f1.keys(), folders[0])
+        _check_answered(folders[0], f1.keys() - base.keys(), folder)
         pairs = [Value(run, question, f1[run, question] - was) for (run, question), was in base.items()]
-        summary["f1_difference"] = over_runs(pairs, summary["repeats"])
+        summary["f1_difference"] = over_runs(pairs, first["repeats"])
         found[folder.name] = summary
     return found
 
 
-def _f1_by_question(path: Path) -> dict[tuple[int, str], float]:
-    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-    return {(line["run"], line["question_id"]): line.get("f1", 0.0) for line in lines}
+def _summary(folder: Path) -> Summary:
+    try:
+        summary: Summary = orjson.loads((folder / SUMMARY).read_bytes())
+    except FileNotFoundError:
+        cure = "Name folders of finished evaluations."
+        raise UndertowError(f"{folder} has no {SUMMARY}. {cure}") from None
+    if "repeats" not in summary:
+        raise UndertowError(f"{folder} has no answers. Name folders of evaluations without --evidence-only.")
+    return summary
+
+
+def _check_alike(folder: Path, summary: Summary, first: Summary) -> None:
+    for name in ALIKE:
+        if (value := _field(summary, name)) != (wanted := _field(first, name)):
+            raise UndertowError(
+                f"{folder}: its {name} is {value!r}, the first one's is {wanted!r}. Compare evaluations of "
+                "the same questions, repeats, encoder, models and prompts of answers and judge."
+            )
+
+
+def _field(summary: Summary, name: str) -> Any:
+    """None: there is none, as without a judge."""
+    value: Any = summary
+    for part in name.split("."):
+        value = (value or {}).get(part)
+    return value
+
+
+def _f1_by_question(folder: Path, repeats: int) -> dict[Key, float]:
+    """Of the summary's runs: an earlier command may have left more. Of two lines of one key the later counts.
+
+    Only the figure is kept: with their material the lines may be more than memory holds.
+    """
+    try:
+        with (folder / ANSWERS).open("rb") as file:
+            lines = map(orjson.loads, file)
+            return {key_of(line): line.get("f1", 0.0) for line in lines if line["run"] <= repeats}
+    except FileNotFoundError:
+        raise UndertowError(f"{folder} has no {ANSWERS}. Name folders as undertow eval wrote them.") from None
+
+
+def _check_answered(folder: Path, lacking: Set[Key], other: Path) -> None:
+    if lacking:
+        run, question = min(lacking)
+        raise UndertowError(
+            f"{folder}: {ANSWERS} has no line of question {question} in run {run}, which {other} has; so it "
+            f"is of {len(lacking)} in all. Give that evaluation's command again, which asks what is missing."
+        )
 
 
 def table(summaries: Mapping[str, Summary]) -> str:
@@ -121,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UndertowError as error:
         parser.exit(2, f"{error}\n")
     first = next(iter(summaries.values()))
-    about = {"machine": describe(), "commit": commit(), **{name: first.get(name) for name in ALIKE}}
+    about = {"machine": describe(), "commit": commit(), **{name: _field(first, name) for name in ALIKE}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     told = {**about, "evaluations": summaries}
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
