@@ -39,8 +39,12 @@ DRAFTING = (
 )
 """For one reply at a time: merged episodes repeat their prompt's words, and a repeated run costs one step."""
 
-TOOL_CALLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-"""For other clients than Undertow, which asks for no tools; the format is that of Qwen's chat template."""
+FOR_PEERS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--structured-outputs-config", '{"backend": "xgrammar"}'),
+)
+"""What other clients than Undertow need: tool calls, in the form of Qwen's chat template, and white space in
+JSON without a schema. Without any a small model begins it with `{"memory":[]`, a list that is over."""
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Progress = Callable[[str, float], None]
@@ -338,6 +342,7 @@ def main() -> None:
     add("--kv-cache-gib", type=int, default=2, help="memory of the KV cache (default 2)")
     add("--threads", type=int, help="cores to use, from the first on (default: all but one)")
     add("--log", type=Path, help="log file (default: a temporary one)")
+    add("--for-peers", action="store_true", help="with what mem0ai and langmem ask for")
     args = parser.parse_args()
     server = LocalVLLM(
         args.model,
@@ -346,7 +351,7 @@ def main() -> None:
         max_model_len=args.max_model_len,
         kv_cache_gib=args.kv_cache_gib,
         threads=args.threads,
-        extra_args=(*DRAFTING, *TOOL_CALLS),
+        extra_args=(*DRAFTING, *(FOR_PEERS if args.for_peers else ())),
         log_path=args.log,
         progress=report_to(sys.stderr.write),
     )

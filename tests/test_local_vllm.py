@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from undertow.serving.local_vllm import LocalServerError, LocalVLLM
+from undertow.serving.local_vllm import FOR_PEERS, LocalServerError, LocalVLLM
 
 SERVING = """
 import http.server, pathlib, subprocess, sys
@@ -160,6 +161,16 @@ def test_the_server_does_not_outlive_its_parent(
             parent.kill()
     assert gone(server_pid)
     assert all(gone(child.pid) for child in children)
+
+
+def test_white_space_in_json_is_ours_to_forbid_and_peers_have_theirs(model_dir: Path) -> None:
+    """vLLM takes the last of two values."""
+    given = []
+    for extra in ((), FOR_PEERS):
+        command = LocalVLLM(model_dir, "m", extra_args=extra).command()
+        last = len(command) - command[::-1].index("--structured-outputs-config")
+        given.append(json.loads(command[last]).get("disable_any_whitespace", False))
+    assert given == [True, False]
 
 
 def test_make_runs_no_script_where_our_http_hides_that_of_python() -> None:
