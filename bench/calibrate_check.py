@@ -10,14 +10,11 @@ estimate with its expected replies stands beside. Both are scaled to the paper's
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from undertow.bench.estimate_check import logs_of, metered
+from undertow.bench.estimate_check import logs_of, metered, put
 from undertow.bench.quality.datasets import Sample, load
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.calibrate import PairCosines, simulate
@@ -109,11 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = check(list(load(args.data, "locomo", settings.max_message_bytes)), settings, encoder, tokens)
     encoder.save()
     about = {"encoder": settings.encoder, "theta_count": settings.recurrence_count, "tokens": tokens.name}
-    line = orjson.dumps({**about, **found}, option=orjson.OPT_APPEND_NEWLINE)
-    sys.stdout.buffer.write(line)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "calibrate.json").write_bytes(line)
+    put({**about, **found}, args.out, "calibrate.json")
     return 0
 
 
