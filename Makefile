@@ -24,7 +24,7 @@ SETUP_PEERS := $(PEERS_VENV)/.stamp
 GPU_PYTHON ?=
 GPU_RUN := $(or $(GPU_PYTHON),$(VENV)/bin/python) -m
 GPU_SETUP := $(if $(GPU_PYTHON),,$(SETUP_GPU))
-GPU_TESTS = $(shell grep -lE 'mark\.gpu|gate_worlds' tests/test_*.py)
+GPU_TESTS = $(shell grep -rlE "mark\.gpu|gate_worlds" tests --include=test_*.py)
 GPU_LOGS := build/gpu
 # of pytest-xdist: half of the tests' time is waiting, for Ray, for vLLM, for processes to be killed
 TEST_WORKERS ?= 3
@@ -35,7 +35,7 @@ GPU_PYTEST := $(GPU_RUN) pytest --require-gpu --continue-on-collection-errors --
 SANITIZE_TOOLS ?= memcheck racecheck synccheck initcheck
 # for each tool: the four stay below ten minutes
 SANITIZE_SECONDS ?= 140
-SANITIZE_TESTS := tests/test_gate.py tests/test_gate_gpu.py::test_hard_cases_read_as_the_reference_does
+SANITIZE_TESTS := tests/kernels/test_gate.py tests/kernels/test_gate_gpu.py::test_hard_cases_read_as_the_reference_does
 # torch's cache hides accesses beyond an allocation; libraries probe the driver by calls that fail
 SANITIZE := PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 10 $(SANITIZE_SECONDS) compute-sanitizer \
 	--target-processes all --launch-timeout 0 --report-api-errors no --error-exitcode 99
@@ -86,11 +86,11 @@ lint: $(SETUP) ## ruff and mypy
 
 bench: $(SETUP) ## run the benchmarks (minutes; the machine should be idle)
 	$(call say,bench: gate)
-	@$(VENV)/bin/python -m undertow.bench.gate
+	@$(VENV)/bin/python -m undertow.bench.micro.gate
 	$(call say,bench: encoder)
-	@$(VENV)/bin/python -m undertow.bench.encoder
+	@$(VENV)/bin/python -m undertow.bench.micro.encoder
 	$(call say,bench: ingest)
-	@$(VENV)/bin/python -m undertow.bench.ingest
+	@$(VENV)/bin/python -m undertow.bench.system.ingest
 
 # All go on after a failure: a session on a card is dear, and each has something to say.
 gpu: ## where there is a card: gpu-tests, gpu-sanitize and gpu-bench
@@ -103,7 +103,7 @@ gpu-tests: $(GPU_SETUP) ## the tests that need a card, and gate.cu compiled by n
 	$(GPU_PYTEST) -m gpu $(GPU_TESTS) | tee $(GPU_LOGS)/tests.log \
 		&& $(call some_passed,$(GPU_LOGS)/tests.log) || failed="$$failed tests"; \
 	echo "==> gate.cu compiled by nvcc"; \
-	$(GPU_PYTEST) tests/test_gate_compile.py | tee $(GPU_LOGS)/compile.log \
+	$(GPU_PYTEST) tests/kernels/test_gate_compile.py | tee $(GPU_LOGS)/compile.log \
 		&& $(call some_passed,$(GPU_LOGS)/compile.log) || failed="$$failed compile"; \
 	test -z "$$failed" || $(call hint,What failed:$$failed. The output is in $(GPU_LOGS).)
 
@@ -121,7 +121,7 @@ gpu-sanitize: $(GPU_SETUP) ## the gate's tests under compute-sanitizer
 gpu-bench: $(GPU_SETUP) ## the GPU benchmark into docs/results; GPU_BENCH=--quick repeats less
 	$(call say,bench: gpu)
 	@mkdir -p docs/results; PYTHONPATH="src:$$PYTHONPATH" \
-		$(GPU_RUN) undertow.bench.gpu --out docs/results $(GPU_BENCH)
+		$(GPU_RUN) undertow.bench.gpu.run --out docs/results $(GPU_BENCH)
 
 client: $(SETUP) ## make the sync client of the async one
 	@$(VENV)/bin/python -P serving/client/generate.py
@@ -176,5 +176,5 @@ $(SETUP_PEERS): bench/peers/requirements.txt bench/peers/constraints.txt
 
 $(MODEL)/config.json: | $(SETUP_VLLM)
 	$(call say,small instruct model in $(MODEL))
-	@$(VLLM_VENV)/bin/python -P serving/offline_model.py --out $(MODEL) \
+	@$(VLLM_VENV)/bin/python -P serving/vllm/offline_model.py --out $(MODEL) \
 		|| $(call hint,The download resumes where it stopped: run make model again.)

@@ -10,7 +10,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from undertow.engine.sentence_model import BF16_UNITS
+from undertow.engine.encoders.model_files import BF16_UNITS
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCOMO = ROOT.parent / "shared" / "data" / "locomo_dev.json"

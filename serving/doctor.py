@@ -12,12 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from undertow.engine.model import UndertowError
-from undertow.engine.place import Place
-from undertow.engine.sentence_model import BF16_UNITS
+from undertow.engine.base.model import UndertowError
+from undertow.engine.encoders.model_files import BF16_UNITS
+from undertow.engine.storage.location import Place
 
 if TYPE_CHECKING:
-    from undertow.engine.config import Settings
+    from undertow.engine.base.config import Settings
 
 PACKAGES = ("torch", "transformers", "sentence-transformers", "pylance", "numba", "openai")
 FAISS_PACKAGES = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs")  # one of them: all are the module `faiss`
@@ -153,7 +153,7 @@ def _gib(nbytes: float) -> str:
 
 
 def _encoder(settings: Settings) -> Finding:
-    from undertow.engine.encoder import make_encoder
+    from undertow.engine.encoders.base import make_encoder
 
     try:
         encoder = make_encoder(settings)
@@ -165,8 +165,8 @@ def _encoder(settings: Settings) -> Finding:
 
 
 def _store(settings: Settings, store: Place) -> list[Finding]:
-    from undertow.engine.store import StoreError, read_info
-    from undertow.serving.cli.unloaded import stored_fingerprint
+    from undertow.engine.storage.store_info import StoreError, read_info
+    from undertow.serving.cli.unloaded_encoder import stored_fingerprint
 
     findings = []
     try:
@@ -195,7 +195,7 @@ def _server(settings: Settings) -> Finding:
     if settings.llm_url is None:
         text = "none is set: turns are stored and searchable, consolidation waits. Give --llm URL"
         return Finding("llm server", False, text)
-    from undertow.engine.llm import OpenAILLM
+    from undertow.engine.llm.client import OpenAILLM
 
     try:
         with OpenAILLM(settings) as llm:

@@ -67,7 +67,7 @@ def lacking(request: pytest.FixtureRequest) -> Callable[[str], NoReturn]:
 def s3_variables() -> Iterator[dict[str, str]]:
     """The environment that leads to an S3 server: one a session, as clients are kept by bucket."""
 
-    from .s3_server import s3_server  # not above: some copy this file alone
+    from .support.storage.s3_server import s3_server  # not above: some copy this file alone
 
     with s3_server(*S3_BUCKETS) as variables:
         yield variables

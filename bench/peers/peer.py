@@ -10,9 +10,9 @@ from typing import Any
 
 from undertow.bench.peers.process import PeerError, PeerProcess, Reply, Spent, command_of
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.lines import GrowingFile
-from undertow.bench.quality.systems import Material, Means, OnProgress, shown
-from undertow.engine.model import Turn, Usage
+from undertow.bench.quality.run.json_lines import GrowingFile
+from undertow.bench.quality.systems.base import Material, Means, OnProgress, shown
+from undertow.engine.base.model import Turn, Usage
 
 MEMORIES = 60
 """How many memories answer a question, as in the papers: 30 a speaker on LoCoMo, 45 + 15 on LongMemEval-S."""

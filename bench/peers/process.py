@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from undertow.bench.machine import ROOT
-from undertow.engine.config import Settings
-from undertow.engine.model import UndertowError, Usage
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import UndertowError, Usage
 
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 RUNNERS = {"mem0": "mem0_runner", "langmem": "langmem_runner"}
@@ -68,7 +68,7 @@ def encoder_of(settings: Settings) -> str:
     """The settings' encoder as a runner is told it: hash:DIM, or the model's folder."""
     if settings.encoder.startswith("hash:"):
         return settings.encoder
-    from undertow.engine.sentence_model import model_folder
+    from undertow.engine.encoders.model_files import model_folder
 
     return str(model_folder(settings.encoder))
 

@@ -27,11 +27,11 @@ import psutil
 from undertow.bench.machine import LOCOMO
 from undertow.bench.peers.peer import OPERATION, added
 from undertow.bench.peers.process import RUNNERS, PeerProcess, Reply, command_of
-from undertow.bench.throughput import MOCK_REFUSALS, ingest, mock_llm, settings_for, spread
-from undertow.bench.throughput_report import Load, chosen, conditions
-from undertow.engine.config import Settings
-from undertow.engine.encoder import make_encoder
-from undertow.engine.model import Turn, UndertowError, Usage
+from undertow.bench.system.throughput import MOCK_REFUSALS, ingest, mock_llm, settings_for, spread
+from undertow.bench.system.throughput_report import Load, chosen, conditions
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Turn, UndertowError, Usage
+from undertow.engine.encoders.base import make_encoder
 
 THREADS = (1, 2, 4, 8, 16, 32, 64)
 _WARM_UP_TURNS = 4

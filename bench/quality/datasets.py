@@ -15,10 +15,10 @@ from typing import Any
 import ijson
 
 from undertow.bench.quality import Benchmark
-from undertow.engine.model import BadInput, InputError, Message, Turn
+from undertow.engine.base.model import BadInput, InputError, Message, Turn
+from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers import detect_format, read
 from undertow.engine.readers.source import Log
-from undertow.engine.timestamps import parse_timestamp
 
 # LoCoMo's categories by number, as the paper (Maharana et al., 2024) names them
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}

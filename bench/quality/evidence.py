@@ -9,8 +9,8 @@ from typing import Any
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.scoring import DEPTHS, Score, score
 from undertow.bench.quality.vectors import KeptVectors
-from undertow.engine.engine import Engine
-from undertow.engine.retrieval import Hit
+from undertow.engine.api.engine import Engine
+from undertow.engine.search.ranking import Hit
 
 
 @dataclass(frozen=True, slots=True)

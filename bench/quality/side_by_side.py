@@ -18,12 +18,12 @@ from typing import Any
 import orjson
 
 from undertow.bench.machine import commit, describe
-from undertow.bench.quality.figures import Value, over_runs
-from undertow.bench.quality.lines import Key, key_of
-from undertow.bench.quality.report import SUMMARY
-from undertow.bench.quality.running import ANSWERS
-from undertow.engine.model import UndertowError
-from undertow.prompts import QUERY_OPERATIONS
+from undertow.bench.quality.run.evaluate import ANSWERS
+from undertow.bench.quality.run.json_lines import Key, key_of
+from undertow.bench.quality.run.report import SUMMARY
+from undertow.bench.quality.run.summary import Value, over_runs
+from undertow.engine.base.model import UndertowError
+from undertow.prompts.builders import QUERY_OPERATIONS
 
 ALIKE = (
     *("benchmark", "data_digest", "only", "questions_per_sample", "repeats", "encoder"),

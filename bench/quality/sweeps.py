@@ -14,15 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from undertow.bench.mock_llm import MockLLM
+from undertow.bench.mock.llm import MockLLM
 from undertow.bench.quality.datasets import Sample
 from undertow.bench.quality.scoring import recall_at
-from undertow.bench.quality.systems import each_once
-from undertow.bench.quality.varying import varied
+from undertow.bench.quality.systems.base import each_once
+from undertow.bench.quality.variants import varied
 from undertow.bench.quality.vectors import KeptVectors
-from undertow.engine.config import Settings
-from undertow.engine.engine import Engine
-from undertow.engine.figures import store_usage
+from undertow.engine.api.engine import Engine
+from undertow.engine.api.views.stats import store_usage
+from undertow.engine.base.config import Settings
 
 THETA_SIM = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 THETA_COUNT = (2, 3, 4, 5, 6, 7, 8)

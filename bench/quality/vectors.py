@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from undertow.engine.encoder import Encoder, Fingerprint, Float16
-from undertow.engine.model import UndertowError
+from undertow.engine.base.model import UndertowError
+from undertow.engine.encoders.base import Encoder, Fingerprint, Float16
 
 
 class KeptVectors:

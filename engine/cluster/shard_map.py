@@ -22,8 +22,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from undertow.engine.model import UndertowError
-from undertow.engine.place import Place, StoreError
+from undertow.engine.base.model import UndertowError
+from undertow.engine.storage.location import Place, StoreError
 
 FOLDER = "map"
 # the folder of a root that holds the shards' stores

@@ -14,9 +14,9 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from undertow.engine.admission import Receipt, check_turn
-from undertow.engine.model import BadInput, InputError, PackedTurn, Turn
-from undertow.engine.records import turn_payload
+from undertow.engine.base.model import BadInput, InputError, PackedTurn, Turn
+from undertow.engine.step.admission import Receipt, check_turn
+from undertow.engine.storage.row_codec import turn_payload
 
 TURNS = pa.schema(
     [

@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.model import Decision, Memory, MemoryKind
-from undertow.engine.records import Job
-from undertow.prompts import Prompt
+from undertow.engine.base.model import Decision, Memory, MemoryKind
+from undertow.engine.storage.row_codec import Job
+from undertow.prompts.builders import Prompt
 
 T = TypeVar("T")
 Vector = NDArray[np.float16]

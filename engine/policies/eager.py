@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from undertow.engine.model import Decision, Memory
+from undertow.engine.base.model import Decision, Memory
 from undertow.engine.policies.base import (
     Complete,
     Decide,
@@ -27,9 +27,9 @@ from undertow.engine.policies.base import (
     nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
-from undertow.engine.records import Job
-from undertow.prompts import Prompt, ShownMemory, extract_prompt, prompt_version, reconcile_prompt
-from undertow.prompts.replies import ExtractReply, FactDecision, ReconcileReply
+from undertow.engine.storage.row_codec import Job
+from undertow.prompts.builders import Prompt, ShownMemory, extract_prompt, prompt_version, reconcile_prompt
+from undertow.prompts.reply_schemas import ExtractReply, FactDecision, ReconcileReply
 
 # The paper's m = 10 recent messages, as exchanges of two.
 RECENT_TURNS = 5

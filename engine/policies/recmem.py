@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from undertow.engine.config import Ablation
-from undertow.engine.model import Decision, Memory
+from undertow.engine.base.config import Ablation
+from undertow.engine.base.model import Decision, Memory
 from undertow.engine.policies.base import (
     Complete,
     Decide,
@@ -29,8 +29,8 @@ from undertow.engine.policies.base import (
     nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, apart, as_shown, parked
-from undertow.engine.records import Job
-from undertow.prompts import (
+from undertow.engine.storage.row_codec import Job
+from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
     direct_prompt,
@@ -38,7 +38,7 @@ from undertow.prompts import (
     merge_prompt,
     refine_prompt,
 )
-from undertow.prompts.replies import EpisodesReply, FactDraft, FactsReply, MergeReply
+from undertow.prompts.reply_schemas import EpisodesReply, FactDraft, FactsReply, MergeReply
 
 KNOWN_FACTS = 10
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from undertow.engine.llm import BadReply
-from undertow.engine.model import Memory, MemoryKind, memory_id, time_key
+from undertow.engine.base.model import Memory, MemoryKind, memory_id, time_key
+from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import (
     Draft,
     Effect,
@@ -20,7 +20,7 @@ from undertow.engine.policies.base import (
     Vector,
     cosine,
 )
-from undertow.prompts import Prompt, ShownMemory, ShownTurn
+from undertow.prompts.builders import Prompt, ShownMemory, ShownTurn
 
 T = TypeVar("T")
 Steps = Generator[Effect, Any, None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from undertow.engine.model import InputError
+from undertow.engine.base.model import InputError
 from undertow.engine.readers.datasets import read_locomo, read_longmemeval
 from undertow.engine.readers.files import Format, LogFormat, detect_format, find_logs
 from undertow.engine.readers.jsonl import read_jsonl

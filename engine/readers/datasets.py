@@ -13,7 +13,7 @@ from typing import Any
 
 import ijson
 
-from undertow.engine.model import BadInput, Message, Turn, dedupe_key, time_key
+from undertow.engine.base.model import BadInput, Message, Turn, dedupe_key, time_key
 from undertow.engine.readers.messages import check_text, messages_of, name_of, text_of, time_of
 from undertow.engine.readers.pairing import pair_chat, pair_dialogue
 from undertow.engine.readers.record import BadField, OrderWatch, Record

@@ -9,10 +9,10 @@ from typing import Literal
 
 import ijson
 
-from undertow.engine.model import BadInput, InputError
-from undertow.engine.place import S3
+from undertow.engine.base.model import BadInput, InputError
 from undertow.engine.readers.source import DAMAGED, Log, objects_below
-from undertow.engine.store import is_store
+from undertow.engine.storage.location import S3
+from undertow.engine.storage.store_info import is_store
 
 LogFormat = Literal["messages", "parquet", "locomo", "longmemeval"]
 Format = Literal["auto"] | LogFormat

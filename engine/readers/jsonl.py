@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import orjson
 
-from undertow.engine.model import BadInput
+from undertow.engine.base.model import BadInput
 from undertow.engine.readers.messages import LineParser
 from undertow.engine.readers.record import Record
 from undertow.engine.readers.source import DAMAGED, Log

@@ -17,10 +17,10 @@ from typing import Any
 
 import orjson
 
-from undertow.engine.model import InputError, Message, Turn, dedupe_key
+from undertow.engine.base.model import InputError, Message, Turn, dedupe_key
+from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers.pairing import pair_chat
 from undertow.engine.readers.record import BadField, OrderWatch, Record
-from undertow.engine.timestamps import parse_timestamp
 
 LINE_FIELDS = frozenset({"tenant", "session", "timestamp", "messages", "idempotency_key", "metadata"})
 MESSAGE_FIELDS = frozenset({"role", "name", "content", "timestamp", "tool_calls", "tool_call_id", "refusal"})

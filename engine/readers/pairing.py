@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from undertow.engine.model import Message
+from undertow.engine.base.model import Message
 
 INSTRUCTIONS = frozenset({"system", "developer"})
 TOOL_RESULTS = frozenset({"tool", "function"})

@@ -9,7 +9,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from undertow.engine.model import BadInput
+from undertow.engine.base.model import BadInput
 from undertow.engine.readers.messages import LINE_FIELDS, LineParser
 from undertow.engine.readers.record import Record
 from undertow.engine.readers.source import Log

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from undertow.engine.model import BadInput, Turn, time_key
+from undertow.engine.base.model import BadInput, Turn, time_key
 
 # sessions whose latest timestamp is remembered; an evicted one is only not warned about
 WATCHED_SESSIONS = 4_096

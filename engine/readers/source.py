@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self, cast
 import obstore
 from obstore.exceptions import BaseError
 
-from undertow.engine.place import S3, s3_client
+from undertow.engine.storage.location import S3, s3_client
 
 DAMAGED = (OSError, EOFError, zlib.error)  # gzip raises all three
 HEAD_BYTES = 4096

@@ -10,21 +10,43 @@ from typing import Annotated
 
 import typer
 
-from undertow.serving.cli import (
-    agents,
-    benching,
-    changing,
-    checking,
-    clustering,
-    estimating,
-    evaluating,
-    importing,
-    ingesting,
-    keying,
-    policies,
-    reading,
-    serving,
+from undertow.serving.cli.commands import (
+    bench as benching,
 )
+from undertow.serving.cli.commands import (
+    check as checking,
+)
+from undertow.serving.cli.commands import (
+    cluster as clustering,
+)
+from undertow.serving.cli.commands import (
+    edit as changing,
+)
+from undertow.serving.cli.commands import (
+    estimate as estimating,
+)
+from undertow.serving.cli.commands import (
+    import_ as importing,
+)
+from undertow.serving.cli.commands import (
+    ingest as ingesting,
+)
+from undertow.serving.cli.commands import (
+    keys as keying,
+)
+from undertow.serving.cli.commands import (
+    mcp as agents,
+)
+from undertow.serving.cli.commands import (
+    policy as policies,
+)
+from undertow.serving.cli.commands import (
+    read as reading,
+)
+from undertow.serving.cli.commands import (
+    serve as serving,
+)
+from undertow.serving.cli.commands.eval import eval as evaluating
 from undertow.serving.cli.errors import EXIT_CODES, Guarded
 
 __all__ = ["app", "main"]

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from undertow.engine.model import InputError, UndertowError
+from undertow.engine.base.model import InputError, UndertowError
 from undertow.serving.cli.output import say
 
 EXIT_CODES = (
@@ -71,7 +71,7 @@ class Guarded(TyperGroup):
 
 
 def exit_code(error: Exception) -> Exit:
-    from undertow.engine.llm import ServerRefused
+    from undertow.engine.llm.client import ServerRefused
 
     if isinstance(error, ServerRefused):
         return Exit.LLM

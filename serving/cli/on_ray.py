@@ -14,9 +14,9 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from undertow.engine.place import Place
-from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
-from undertow.serving.cli.ingesting import (
+from undertow.engine.storage.location import Place
+from undertow.serving.cli.cluster_root import is_root
+from undertow.serving.cli.commands.ingest import (
     INTERRUPTED,
     PENDING,
     REPLAYED,
@@ -26,23 +26,23 @@ from undertow.serving.cli.ingesting import (
     ctrl_c,
     summary_of,
 )
-from undertow.serving.cli.keying import audited
-from undertow.serving.cli.opening import check_settings, settings_of
+from undertow.serving.cli.commands.keys import audited
+from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
+from undertow.serving.cli.open_store import check_settings, settings_of
 from undertow.serving.cli.output import say
 from undertow.serving.cli.progress import Bar
-from undertow.serving.cli.shards import is_root
 
 if TYPE_CHECKING:
-    from undertow.engine.cluster.bulk import BulkReport
-    from undertow.engine.cluster.bulk import Progress as Reached
-    from undertow.engine.cluster.cluster import Cluster
-    from undertow.engine.cluster.housing import Parts
-    from undertow.engine.config import Settings
-    from undertow.engine.erasure import Certificate
-    from undertow.engine.importing import Imported
+    from undertow.engine.api.erasure import Certificate
+    from undertow.engine.api.memory_updates import Updated
+    from undertow.engine.api.transfer.import_ import Imported
+    from undertow.engine.api.views.reports import Report
+    from undertow.engine.base.config import Settings
+    from undertow.engine.cluster.bulk.ingest import BulkReport
+    from undertow.engine.cluster.bulk.ingest import Progress as Reached
+    from undertow.engine.cluster.ray.cluster import Cluster
+    from undertow.engine.cluster.shard.supervisor import Parts
     from undertow.engine.readers import Log
-    from undertow.engine.reports import Report
-    from undertow.engine.updates import Updated
 
 # of a machine's free memory, what Ray's object store may take there with --ray local
 STORE_SHARE = 8
@@ -73,8 +73,8 @@ def open_cluster(
     `shards`: how many a new root begins with. `grow_to`: how many a local Ray must have room for. `parts`:
     of shards that are started now. WrongUsage, UndertowError.
     """
-    from undertow.engine.cluster.resources import ClusterSettings
-    from undertow.engine.store import is_store
+    from undertow.engine.cluster.settings import ClusterSettings
+    from undertow.engine.storage.store_info import is_store
 
     if is_store(root):
         raise WrongUsage(f"{root} is the store of one process, no root of a cluster. Name another folder.")
@@ -84,7 +84,7 @@ def open_cluster(
     with wrong_usage():
         resources = ClusterSettings()
     with on_ray(address, max(shards or _shard_count(root), grow_to), resources.num_cpus):
-        from undertow.engine.cluster.cluster import Cluster
+        from undertow.engine.cluster.ray.cluster import Cluster
 
         before = actors(root) if is_root(root) else {}
         opened = Cluster.open(root, settings, shards=shards, resources=resources, parts=parts)
@@ -109,8 +109,8 @@ def on_ray(address: str, shards: int, shard_cpus: float) -> Iterator[None]:
     import ray
     from ray.exceptions import RayError
 
-    from undertow.engine.cluster.actors import connect
-    from undertow.engine.model import UndertowError
+    from undertow.engine.base.model import UndertowError
+    from undertow.engine.cluster.ray.actors import connect
 
     # Ray starts programs, it does not go on in a fork
     warnings.filterwarnings("ignore", message="lance is not fork-safe")
@@ -148,7 +148,7 @@ def actors(root: Place) -> dict[str, Any]:
     """The actors of a root's shards that are there, by shard."""
     import ray
 
-    from undertow.engine.cluster.actors import NAMESPACE, actor_name
+    from undertow.engine.cluster.ray.actors import NAMESPACE, actor_name
     from undertow.engine.cluster.shard_map import load
 
     found = {}
@@ -175,8 +175,8 @@ def ingest_on_ray(
     """`undertow ingest --ray`: the summary of one machine, and a report of each file that had problems."""
     with ExitStack() as stack:
         opened = stack.enter_context(open_cluster(root, settings, address, shards=shards))
-        from undertow.engine.cluster.bulk import BulkIngest
-        from undertow.engine.cluster.bulk_feeding import router_to
+        from undertow.engine.cluster.bulk.feeding import router_to
+        from undertow.engine.cluster.bulk.ingest import BulkIngest
 
         bar = stack.enter_context(Bar())
         problems = Problems()
@@ -365,8 +365,8 @@ def erase_on_ray(
     root: Place, tenant: str, address: str, ask: Callable[[], None], *, now: bool
 ) -> Certificate | None:
     """`undertow erase --ray`. `ask` is called before anything is started."""
+    from undertow.engine.api.erasure import NotCertified
     from undertow.engine.cluster.shard_map import load
-    from undertow.engine.erasure import NotCertified
 
     ask()
     with (

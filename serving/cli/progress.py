@@ -12,8 +12,8 @@ from rich import progress as bars
 from undertow.serving.cli.output import console
 
 if TYPE_CHECKING:
-    from undertow.engine.engine import Engine
-    from undertow.engine.scheduler import StepReport
+    from undertow.engine.api.engine import Engine
+    from undertow.engine.step.scheduler import StepReport
 
 REFRESH_S = 0.25
 

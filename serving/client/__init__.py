@@ -9,7 +9,7 @@ It loads httpx2 and pydantic and nothing of the engine. `_async/` is written by 
 it by `python -P serving/client/generate.py`.
 """
 
-from undertow.engine.model import UndertowError
+from undertow.engine.base.model import UndertowError
 
 try:
     import httpx2 as httpx2
@@ -22,19 +22,6 @@ except ModuleNotFoundError as missing:
 
 from undertow.serving.client._async.client import AsyncClient
 from undertow.serving.client._sync.client import Client
-from undertow.serving.client.answers import (
-    Added,
-    AddedItem,
-    Answer,
-    Certificate,
-    Changed,
-    Found,
-    Hit,
-    Job,
-    Memory,
-    Page,
-    Policy,
-)
 from undertow.serving.client.errors import (
     AuthError,
     BadRequest,
@@ -50,6 +37,19 @@ from undertow.serving.client.errors import (
     Unavailable,
     UnexpectedAnswer,
     Unreachable,
+)
+from undertow.serving.client.results import (
+    Added,
+    AddedItem,
+    Answer,
+    Certificate,
+    Changed,
+    Found,
+    Hit,
+    Job,
+    Memory,
+    Page,
+    Policy,
 )
 from undertow.serving.client.retries import Retries
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from undertow.engine.model import UndertowError
+from undertow.engine.base.model import UndertowError
 
 # of an answer that is no problem+json: as much as tells a proxy's page from a service's
 _SHOWN_CHARS = 200

@@ -14,32 +14,34 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from undertow.engine.config import Settings
-from undertow.serving.audit import AuditLog
-from undertow.serving.http import adding, admin, asking, health, tenants
-from undertow.serving.http import memories as memories_routes
-from undertow.serving.http.acts import works
-from undertow.serving.http.front import Front
-from undertow.serving.http.guard import Guard
+from undertow.engine.base.config import Settings
+from undertow.serving.auth.audit import AuditLog
+from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.limits import TokenBudgets, answer_tokens
+from undertow.serving.http.job_actions import works
 from undertow.serving.http.jobs import Jobs
-from undertow.serving.http.load import Load
-from undertow.serving.http.once import Once
+from undertow.serving.http.middleware.front import Front
+from undertow.serving.http.middleware.guard import Guard
+from undertow.serving.http.middleware.idempotency import Once
+from undertow.serving.http.middleware.load_limits import Load
 from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.http.readiness import Readiness
-from undertow.serving.http.receipts import Adding
-from undertow.serving.http.service import Service
-from undertow.serving.http.settings import ServiceSettings
-from undertow.serving.http.state import State
-from undertow.serving.key_file import KeyFile
-from undertow.serving.limits import TokenBudgets, answer_tokens
-from undertow.serving.mcp.mounted import mcp_mounted
-from undertow.serving.metrics import HTTPMetrics
-from undertow.serving.tracing import Tracing
-from undertow.serving.watching import Watch
+from undertow.serving.http.routes import add as adding
+from undertow.serving.http.routes import admin, health, tenants
+from undertow.serving.http.routes import memories as memories_routes
+from undertow.serving.http.routes import search_and_answer as asking
+from undertow.serving.http.routes.receipts import Adding
+from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.http.services import Service
+from undertow.serving.http.state_db import State
+from undertow.serving.mcp.http_mount import mcp_mounted
+from undertow.serving.telemetry.metrics import HTTPMetrics
+from undertow.serving.telemetry.request_observer import Watch
+from undertow.serving.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
-    from undertow.serving.memories import Memories
+    from undertow.serving.async_memories import Memories
 
 
 def make_app(

@@ -11,22 +11,22 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from undertow.engine.config import Settings
-from undertow.engine.model import UndertowError
-from undertow.engine.place import Place
-from undertow.serving.audit import FILE_NAME as AUDIT_NAME
-from undertow.serving.audit import AuditLog
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import UndertowError
+from undertow.engine.storage.location import Place
+from undertow.serving.async_memories import Memories
+from undertow.serving.auth.audit import FILE_NAME as AUDIT_NAME
+from undertow.serving.auth.audit import AuditLog
+from undertow.serving.auth.authenticator import Keys
+from undertow.serving.auth.key_file import FILE_NAME as KEYS_NAME
+from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.limits import RequestRates, TokenBudgets
 from undertow.serving.http.app import make_app
-from undertow.serving.http.guard import Guard, KeyGuard, OpenGuard, is_loopback
+from undertow.serving.http.middleware.guard import Guard, KeyGuard, OpenGuard, is_loopback
 from undertow.serving.http.server import Server, bound
-from undertow.serving.http.settings import ServiceSettings
-from undertow.serving.http.state import State
-from undertow.serving.key_file import FILE_NAME as KEYS_NAME
-from undertow.serving.key_file import KeyFile
-from undertow.serving.keys import Keys
-from undertow.serving.limits import RequestRates, TokenBudgets
-from undertow.serving.memories import Memories
-from undertow.serving.tracing import tracing
+from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.http.state_db import State
+from undertow.serving.telemetry.tracing import tracing
 
 STATE_NAME = "service"
 SPENDING_NAME = "spending.json"

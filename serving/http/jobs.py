@@ -17,10 +17,10 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from undertow.engine.place import fsync_path, replace_file
+from undertow.engine.storage.location import fsync_path, replace_file
 from undertow.serving.http.problems import Problem, problem_of
-from undertow.serving.http.settings import ServiceSettings
-from undertow.serving.http.state import MODE, State
+from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.http.state_db import MODE, State
 
 Operation = Literal["flush", "import", "erase"]
 Status = Literal["queued", "running", "done", "failed"]

@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from undertow.serving.http.problems import MEDIA_TYPE
 
 if TYPE_CHECKING:
-    from undertow.serving.http.access import Access
+    from undertow.serving.http.routes.access import Access
 
 TITLE = "Undertow"
 SUMMARY = "Long-term memory for LLM agents."
@@ -115,6 +115,6 @@ def describe(app: FastAPI) -> None:
 
 
 def _problem_schema() -> dict[str, Any]:
-    from undertow.serving.http.wire.service import ProblemView
+    from undertow.serving.http.schemas.service import ProblemView
 
     return {"ProblemView": ProblemView.model_json_schema()}

@@ -17,20 +17,20 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from undertow.engine.admission import QueueFull
-from undertow.engine.cluster.reach import ShardDown, ShardGone
-from undertow.engine.departures import InTransit, Moved
-from undertow.engine.erasure import NotCertified
-from undertow.engine.exporting import ExportBroken
-from undertow.engine.importing import CalledOff, TenantExists
-from undertow.engine.llm_outcomes import BadReply, BrokenOff, ServerRefused
-from undertow.engine.model import BadInput, InputError, NoLLM, UndertowError, UnknownMemory
-from undertow.engine.policy_change import PolicyConflict
+from undertow.engine.api.erasure import NotCertified
+from undertow.engine.api.policy_change import PolicyConflict
+from undertow.engine.api.transfer.export import ExportBroken
+from undertow.engine.api.transfer.import_ import CalledOff, TenantExists
+from undertow.engine.base.model import BadInput, InputError, NoLLM, UndertowError, UnknownMemory
+from undertow.engine.cluster.routing.errors import ShardDown, ShardGone
+from undertow.engine.llm.replies import BadReply, BrokenOff, ServerRefused
 from undertow.engine.readers.record import READ_ON
-from undertow.engine.store import StoreError
-from undertow.engine.tenants import ArenaFull, UnknownTenant
-from undertow.serving.audit import AuditError
-from undertow.serving.failures import tell
+from undertow.engine.step.admission import QueueFull
+from undertow.engine.storage.store_info import StoreError
+from undertow.engine.tenants.migration_records import InTransit, Moved
+from undertow.engine.tenants.registry import ArenaFull, UnknownTenant
+from undertow.serving.auth.audit import AuditError
+from undertow.serving.telemetry.exception_sites import tell
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Literal
 
-from undertow.engine.model import UndertowError
+from undertow.engine.base.model import UndertowError
 
 if TYPE_CHECKING:
-    from undertow.serving.memories import Memories
+    from undertow.serving.async_memories import Memories
 
 LLM = Literal["ok", "trouble", "unknown", "off"]
 

@@ -16,10 +16,10 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from undertow.engine.model import UndertowError
+from undertow.engine.base.model import UndertowError
 from undertow.serving.http.problems import MEDIA_TYPE, Problem
-from undertow.serving.http.service import Service
-from undertow.serving.http.settings import ServiceSettings
+from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.http.services import Service
 
 log = logging.getLogger(__name__)
 

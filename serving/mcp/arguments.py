@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from undertow.serving.client.answers import AnswerMode, Kind
+from undertow.serving.client.results import AnswerMode, Kind
 
 TENANT = "tenant"
 

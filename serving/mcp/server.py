@@ -22,10 +22,10 @@ from pydantic import TypeAdapter, ValidationError
 
 import undertow
 from undertow.serving.client import AsyncClient, ServiceError
-from undertow.serving.failures import tell
 from undertow.serving.mcp.arguments import TENANT, Arguments, Tenant
 from undertow.serving.mcp.results import UNTRUSTED, Result
 from undertow.serving.mcp.tools import TOOLS, Tool
+from undertow.serving.telemetry.exception_sites import tell
 
 log = logging.getLogger(__name__)
 

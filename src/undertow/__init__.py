@@ -9,17 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from undertow.engine.cluster.actors import connect as connect
-    from undertow.engine.cluster.cluster import Cluster as Cluster
-    from undertow.engine.cluster.resources import ClusterSettings as ClusterSettings
-    from undertow.engine.config import Settings as Settings
-    from undertow.engine.encoder import make_encoder as make_encoder
-    from undertow.engine.engine import Engine as Engine
-    from undertow.engine.engine import make_llm as make_llm
-    from undertow.engine.model import Memory as Memory
-    from undertow.engine.model import Message as Message
-    from undertow.engine.model import Turn as Turn
-    from undertow.engine.model import UndertowError as UndertowError
+    from undertow.engine.api.engine import Engine as Engine
+    from undertow.engine.api.engine import make_llm as make_llm
+    from undertow.engine.base.config import Settings as Settings
+    from undertow.engine.base.model import Memory as Memory
+    from undertow.engine.base.model import Message as Message
+    from undertow.engine.base.model import Turn as Turn
+    from undertow.engine.base.model import UndertowError as UndertowError
+    from undertow.engine.cluster.ray.actors import connect as connect
+    from undertow.engine.cluster.ray.cluster import Cluster as Cluster
+    from undertow.engine.cluster.settings import ClusterSettings as ClusterSettings
+    from undertow.engine.encoders.base import make_encoder as make_encoder
     from undertow.serving.client import AsyncClient as AsyncClient
     from undertow.serving.client import Client as Client
 
@@ -28,17 +28,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncClient": "serving.client",
     "Client": "serving.client",
-    "Cluster": "engine.cluster.cluster",
-    "ClusterSettings": "engine.cluster.resources",
-    "Engine": "engine.engine",
-    "Memory": "engine.model",
-    "Message": "engine.model",
-    "Settings": "engine.config",
-    "Turn": "engine.model",
-    "UndertowError": "engine.model",
-    "connect": "engine.cluster.actors",
-    "make_encoder": "engine.encoder",
-    "make_llm": "engine.engine",
+    "Cluster": "engine.cluster.ray.cluster",
+    "ClusterSettings": "engine.cluster.settings",
+    "Engine": "engine.api.engine",
+    "Memory": "engine.base.model",
+    "Message": "engine.base.model",
+    "Settings": "engine.base.config",
+    "Turn": "engine.base.model",
+    "UndertowError": "engine.base.model",
+    "connect": "engine.cluster.ray.actors",
+    "make_encoder": "engine.encoders.base",
+    "make_llm": "engine.api.engine",
 }
 
 __all__ = [

@@ -11,9 +11,21 @@ from typing import Any, Self
 
 import httpx2
 
-from undertow.serving.client import answers, calls
+from undertow.serving.client import requests as calls
+from undertow.serving.client import results as answers
 from undertow.serving.client._sync.transport import Transport
-from undertow.serving.client.answers import (
+from undertow.serving.client.errors import ServerError, failure_in
+from undertow.serving.client.requests import (
+    Messages,
+    Time,
+    asking,
+    changing,
+    given,
+    in_iso,
+    of_tenant,
+    reading,
+)
+from undertow.serving.client.results import (
     Added,
     AddedItem,
     Answer,
@@ -25,8 +37,6 @@ from undertow.serving.client.answers import (
     Page,
     Policy,
 )
-from undertow.serving.client.calls import Messages, Time, asking, changing, given, in_iso, of_tenant, reading
-from undertow.serving.client.errors import ServerError, failure_in
 from undertow.serving.client.retries import Retries
 
 # between two looks at a job

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import httpx2
 
-from undertow.serving.client.calls import Call
+from undertow.serving.client.connection import checked_url, headers_of, without_answer
 from undertow.serving.client.errors import ServiceError, failure_of
+from undertow.serving.client.requests import Call
 from undertow.serving.client.retries import Retries
-from undertow.serving.client.service import checked_url, headers_of, without_answer
 
 
 class Transport:

@@ -1,0 +1,1 @@
+"""The GPU path against the limits of the card."""

@@ -1,0 +1,177 @@
+"""The encoder on the card: token rate on the device, from text to the arena, of the tokenizer alone.
+
+The goals are held against batches of the default size; twice and four times as many token places stand
+beside it, to tell which number serves this card best.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from undertow.bench.gpu.figures import NotMeasured, Part, WrongResults
+from undertow.bench.gpu.load import exchanges
+from undertow.bench.gpu.rig import Limits, Rig, Scale
+from undertow.engine.encoders.base import Float16
+from undertow.engine.encoders.cpu import SentenceEncoder
+from undertow.engine.encoders.cuda import CudaSentenceEncoder
+from undertow.engine.encoders.model_files import DEFAULT_MODEL, model_folder
+from undertow.kernels.arena.arena import make_arena
+
+_TENANTS = 1_000
+_REPEATS = 5
+_ALONE = 8
+# of vectors of 16-bit arithmetic with those in fp32
+_LEAST_COSINE = 0.999
+# of the default token places a batch
+_TIMES_PLACES = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The encoder with one number of token places a batch. Times are medians, of all texts unless named."""
+
+    places: int
+    device_s: float
+    arena_s: float
+    alone_s: float  # one text by itself, from Python string to vector
+    padding: float  # share of the places computed that holds padding or filler
+
+
+def measure(rig: Rig, scale: Scale, limits: Limits, encoder: str | None = None) -> Part:
+    """Rates count the tokens of the texts: neither padding nor filler.
+
+    `encoder`: a model's name or folder; by default the settings' model.
+    """
+    model = encoder or _settings_model()
+    part = Part()
+    texts = exchanges(scale.encode_texts)
+    reference = SentenceEncoder(model, dtype="float32").encode(texts[:_ALONE])
+    usual, *others = (_with_places(rig, model, n, texts, reference, part) for n in _numbers_of_places())
+    tokens: int = part.details["tokens"]
+    all_found = [usual, *others]
+    limit = limits.matmul_flop_per_s / flop_per_token(model, tokens / len(texts)) / 1e6
+    rates = _beside(tokens / f.device_s / 1e6 for f in all_found)
+    places = "/".join(str(f.places) for f in all_found)
+    part.reach("encoder_device", tokens / usual.device_s / 1e6, limit, f"at {places} places {rates}")
+    rates = _beside(tokens / f.arena_s / 1e6 for f in all_found)
+    note = f"{rates} Mtok/s; a text alone {_beside(f.alone_s * 1e3 for f in all_found)} ms"
+    part.reach("encoder_to_arena", 100 * usual.device_s / usual.arena_s, 100.0, note)
+    rate = tokens / part.details["tokenizer_s"] / 1e6
+    part.tell("tokenizer", "tokenizer alone", "Mtok/s", rate, lower=False)
+    what = "padding and filler, of the token places computed"
+    note = _beside(100 * f.padding for f in all_found)
+    part.tell("padding", what, "%", 100 * usual.padding, limit=0.0, note=note)
+    name = Path(model).name if encoder else model
+    part.details |= {"texts": len(texts), "model": name, "by_places": [asdict(f) for f in all_found]}
+    return part
+
+
+def _beside(values: Iterable[float]) -> str:
+    return "/".join(f"{value:.2f}" for value in values)
+
+
+def _numbers_of_places() -> list[int]:
+    return [times * CudaSentenceEncoder.PLACES for times in _TIMES_PLACES]
+
+
+def _settings_model() -> str:
+    """The default model where the packages that settings need are not installed."""
+    try:
+        from undertow.engine.base.config import Settings
+    except ImportError:
+        return DEFAULT_MODEL
+    model = Settings().encoder
+    if model.startswith("hash:"):
+        raise NotMeasured(
+            f"UNDERTOW_ENCODER is {model}, which is no model; give the folder of one: --encoder"
+        )
+    return model
+
+
+def _with_places(
+    rig: Rig, model: str, places: int, texts: Sequence[str], reference: Float16, part: Part
+) -> Found:
+    """One encoder, and what does not depend on its places, in `part.details`, if it is the first."""
+    gc.collect()  # the encoder before this one and its shapes hold each other
+    encoder = CudaSentenceEncoder(model, device=rig.device.type, places=places)
+    encoder.prepare()
+    if not part.details:
+        part.details = _tokenizing(rig, encoder, texts)
+        part.details |= {"dtype": encoder.fingerprint.dtype, "tokenizer": encoder.tokenizer_note}
+    _check(encoder, texts, reference)
+    some = texts[:_ALONE]
+    alone_s = rig.wall_s(lambda: [encoder.encode([text]) for text in some], _REPEATS, warmup=1)
+    return Found(
+        places,
+        statistics.median(_on_device(rig, encoder, texts)),
+        statistics.median(_to_arena(rig, encoder, texts, _REPEATS)),
+        statistics.median(alone_s) / len(some),
+        encoder.padding_share(texts),
+    )
+
+
+def _tokenizing(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) -> dict[str, Any]:
+    began_s = time.perf_counter()
+    windows = encoder.windows(texts)
+    first_s = time.perf_counter() - began_s
+    tokenizer_s = statistics.median(rig.wall_s(lambda: encoder.windows(texts), _REPEATS, warmup=1))
+    return {"tokens": len(windows.ids), "tokenizer_s": tokenizer_s, "tokenizer_first_call_s": first_s}
+
+
+def _on_device(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) -> list[float]:
+    """Seconds for all texts, their ids on the device before the clock starts."""
+    windows = encoder.windows(texts)
+    ready = []
+    for batch in encoder.batches(windows.lengths):
+        width, rows = batch.shape
+        packed = np.empty((rows, width + 1), np.int32)
+        encoder.pack(windows, batch, packed)
+        ready.append(torch.from_numpy(packed).to(rig.device))
+    return rig.device_s(lambda: encoder.run_packed(ready), _REPEATS, warmup=1)
+
+
+def _to_arena(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str], repeats: int) -> list[float]:
+    """Seconds from Python strings to searchable rows, each time in new segments."""
+    rows = len(texts) * (repeats + 1)
+    arena = make_arena(
+        encoder.dim, "cuda" if rig.cuda else "cpu", 4 * rows * (2 * encoder.dim + 16) + (64 << 20)
+    )
+    offsets = np.arange(len(texts)) % _TENANTS
+    rounds = count()
+
+    def run() -> None:
+        first = next(rounds) * _TENANTS
+        for _ in range(_TENANTS):
+            arena.new_segment()
+        arena.extend(first + offsets, encoder.embed(texts).on(arena.device), live=True)
+
+    return rig.wall_s(run, repeats, warmup=1)
+
+
+def _check(encoder: CudaSentenceEncoder, texts: Sequence[str], reference: Float16) -> None:
+    """WrongResults: company changes a text's bits, or the vectors are not those of the model in fp32."""
+    together = encoder.encode(texts[:512])
+    alone = np.concatenate([encoder.encode([text]) for text in texts[:_ALONE]])
+    if alone.tobytes() != together[:_ALONE].tobytes():
+        raise WrongResults("a text alone and the same text in a batch have different vectors")
+    cosines = (reference.astype(np.float64) * together[:_ALONE].astype(np.float64)).sum(axis=1)
+    if not cosines.min() >= _LEAST_COSINE:
+        raise WrongResults(f"a vector has a cosine of {cosines.min():.5f} with the one computed in fp32")
+
+
+def flop_per_token(model: str, tokens_per_text: float) -> float:
+    """Of a BERT-like model's layers: the projections, and attention over a text of that length."""
+    form = json.loads((model_folder(model) / "config.json").read_text())
+    hidden, inner, layers = form["hidden_size"], form["intermediate_size"], form["num_hidden_layers"]
+    return float(2 * layers * (4 * hidden**2 + 2 * hidden * inner + 2 * tokens_per_text * hidden))

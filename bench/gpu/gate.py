@@ -1,0 +1,113 @@
+"""The gate on the card: the bytes of 10 k tenants once, equal and skewed, and a faiss-gpu loop beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from undertow.bench.gpu.figures import NotMeasured, Part, WrongResults, spread
+from undertow.bench.gpu.load import K_GATE, THETA, Int64s, World, equal_sizes, zipf_sizes
+from undertow.bench.gpu.rig import Limits, Rig, Scale
+from undertow.kernels.device import load_faiss_gpu
+from undertow.kernels.gate.cuda_gate import CudaGate
+from undertow.kernels.gate.gate import Gate, make_gate
+
+_CHECKED = 24
+_LOOP_REPEATS = 5
+
+
+def measure(rig: Rig, scale: Scale, limits: Limits) -> Part:
+    """Kernels by CUDA events, and whole calls from NumPy to NumPy by the clock. Medians."""
+    part = Part()
+    total = scale.tenants * scale.rows
+    equal = World(rig, equal_sizes(scale.tenants, total), scale.episodes, scale.dim)
+    gate = make_gate(equal.arena)
+    least_ms = equal.bytes_read / limits.copy_bytes_per_s * 1e3
+    times = {each: _time(rig, equal, gate, each, scale.repeats) for each in scale.queries}
+    kernel_ms, call_ms = (times[1][name]["p50_ms"] for name in ("kernels", "call"))
+    part.reach("gate_kernel", kernel_ms, least_ms)
+    part.reach("gate_bandwidth", 100 * least_ms / kernel_ms, 100.0)
+    part.tell("gate_call", "the whole call, planning and copies included", "ms", call_ms, limit=least_ms)
+    for each in scale.queries[1:]:
+        what = f"gate kernels, {each} queries a tenant"
+        part.tell(f"gate_kernel_{each}", what, "ms", times[each]["kernels"]["p50_ms"], limit=least_ms)
+    part.details["equal"] = {"bytes_read": equal.bytes_read, **{str(k): v for k, v in times.items()}}
+    _over_loop(part, rig, equal, scale.loop_tenants, call_ms)
+    del equal, gate
+    sizes = zipf_sizes(scale.tenants, total, scale.largest)
+    skewed = World(rig, sizes, scale.episodes, scale.dim)
+    found = _time(rig, skewed, make_gate(skewed.arena), 1, scale.repeats)
+    part.reach("gate_skew", found["kernels"]["p50_ms"] / kernel_ms)
+    part.details["skewed"] = {"largest": int(sizes[0]), "smallest": int(sizes[-1]), **found}
+    return part
+
+
+def _time(rig: Rig, world: World, gate: Gate, each: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Spread of the kernels' and the whole call's time for `each` queries a tenant, checked first."""
+    asked = world.questions(each)
+    _check(world, gate, asked)
+    return {
+        "kernels": spread(rig.device_s(_launcher(gate, asked), repeats)),
+        "call": spread(rig.wall_s(partial(gate.read, **asked), repeats)),
+    }
+
+
+def _launcher(gate: Gate, asked: dict[str, Any]) -> Callable[[], object]:
+    """What the device does for a batch that is planned and uploaded; a gate without a device does it all."""
+    if isinstance(gate, CudaGate):
+        return partial(gate.launch, gate.prepare(**asked))
+    return partial(gate.read, **asked)
+
+
+def _check(world: World, gate: Gate, asked: dict[str, Any]) -> None:
+    """WrongResults unless a sample, the first and so the largest tenant in it, is as NumPy has it in fp64."""
+    count = len(asked["visible"])
+    sample = np.unique(np.linspace(0, count - 1, _CHECKED).astype(int)).tolist()
+    if wrong := world.wrong_readings(asked, gate.read(**asked), sample):
+        raise WrongResults(f"the gate's answers to {len(wrong)} of {len(sample)} questions are not NumPy's")
+
+
+def _over_loop(part: Part, rig: Rig, world: World, tenants: int, call_ms: float) -> None:
+    """The ratio to a loop over tenants, measured on some of them and scaled to all."""
+    try:
+        loop = faiss_loop(world, world.turns[:tenants], world.episodes[:tenants])
+    except NotMeasured as missing:
+        part.miss("gate_over_loop", f"not measured: {missing}")
+        return
+    seconds = statistics.median(rig.wall_s(loop, _LOOP_REPEATS, warmup=1))
+    scaled_ms = seconds * len(world.turns) / tenants * 1e3
+    part.reach("gate_over_loop", scaled_ms / call_ms, note=f"{tenants} tenants looped over, scaled to all")
+    part.details["faiss_loop"] = {"tenants": tenants, "ms": seconds * 1e3, "scaled_ms": scaled_ms}
+
+
+def faiss_loop(world: World, turns: Int64s, episodes: Int64s) -> Callable[[], int]:
+    """The same questions, answered by two flat fp16 GPU indexes a tenant. NotMeasured without faiss-gpu."""
+    faiss = load_faiss_gpu()
+    if faiss is None:
+        raise NotMeasured("FAISS has no GPU part here; docs/gpu.md says how to install faiss-gpu")
+    resources = faiss.StandardGpuResources()
+    resources.setTempMemory(64 << 20)
+    form = faiss.GpuIndexFlatConfig()
+    form.useFloat16 = True
+
+    def index_of(segment: int) -> Any:
+        index = faiss.GpuIndexFlatIP(resources, world.dim, form)
+        index.add(world.rows64(segment).astype(np.float32))
+        return index
+
+    indexes = [(index_of(int(t)), index_of(int(e))) for t, e in zip(turns, episodes, strict=True)]
+    queries = world.arena.vector16(turns << 32 | (world.sizes[: len(turns)] - 1)).astype(np.float32)
+
+    def run() -> int:
+        relevant = 0
+        for query, (of_turns, of_episodes) in zip(queries, indexes, strict=True):
+            scores, _ = of_turns.search(query[None], K_GATE)
+            relevant += int((scores >= THETA).sum())
+            of_episodes.search(query[None], 1)
+        return relevant
+
+    return run

@@ -1,0 +1,1 @@
+"""Benchmarks of one part: gate, encoder."""

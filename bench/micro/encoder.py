@@ -1,0 +1,209 @@
+"""How fast the encoder is: `python -m undertow.bench.micro.encoder [--data LOCOMO_JSON]`.
+
+LoCoMo exchanges through `SentenceTransformer.encode` (one call, its defaults, fp32) and through
+`SentenceEncoder`, in one process and in turns, so that both meet the same machine. Medians of the repeats.
+After it the host's part of `CudaSentenceEncoder` alone, with the model's work left out: what the host
+must keep up with a card. It needs no card. `--host-only` measures nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sentence_transformers import SentenceTransformer
+
+from undertow.bench.machine import LOCOMO, describe
+from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.cpu import Batch, SentenceEncoder
+from undertow.engine.encoders.cuda import CudaSentenceEncoder
+from undertow.engine.encoders.model_files import DEFAULT_MODEL, model_folder
+from undertow.engine.encoders.tokenizer import Windows
+from undertow.engine.readers import read
+
+BASELINE = "SentenceTransformer.encode"
+OURS = "SentenceEncoder"
+QUERY = "When did she go to the pottery class?"
+HOST_TURNS = 32_768
+
+
+def exchanges(path: Path, count: int) -> list[str]:
+    """`count` texts spread evenly over the file's conversations; all of them if it has fewer."""
+    texts = [turn.text for record in read(path, "locomo", max_message_bytes=1 << 20) for turn in record.turns]
+    return [texts[i] for i in np.linspace(0, len(texts) - 1, min(count, len(texts))).astype(int)]
+
+
+def timed(work: Callable[[Sequence[str]], object], texts: Sequence[str]) -> tuple[float, float]:
+    """(wall seconds, CPU seconds of all threads)"""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work(texts)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def in_turns(
+    works: dict[str, Callable[[Sequence[str]], object]], texts: Sequence[str], repeats: int
+) -> dict[str, tuple[float, float]]:
+    """Median wall and CPU seconds of each, after one unmeasured round."""
+    for work in works.values():
+        work(texts)
+    rounds = [{name: timed(work, texts) for name, work in works.items()} for _ in range(repeats)]
+    return {
+        name: (statistics.median(r[name][0] for r in rounds), statistics.median(r[name][1] for r in rounds))
+        for name in works
+    }
+
+
+def cosines(vectors: NDArray[Any]) -> NDArray[np.float64]:
+    """Cosines of all pairs of rows, float64 [pairs]."""
+    exact = vectors.astype(np.float64)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    pairs: NDArray[np.float64] = (exact @ exact.T)[np.triu_indices(len(exact), 1)]
+    return pairs
+
+
+def measure(texts: list[str], model: str, repeats: int) -> dict[str, Any]:
+    reference = SentenceTransformer(str(model_folder(model)), device="cpu", local_files_only=True)
+    ours = {OURS: SentenceEncoder(model), f"{OURS}, fp32": SentenceEncoder(model, dtype="float32")}
+    hashing = HashingEncoder()
+    lengths = [len(ids) for ids in reference.tokenizer(texts, truncation=False)["input_ids"]]
+    works: dict[str, Callable[[Sequence[str]], object]] = {
+        BASELINE: lambda t: reference.encode(list(t)),
+        **{name: encoder.encode for name, encoder in ours.items()},
+        "HashingEncoder": hashing.encode,
+    }
+    seconds = in_turns(works, texts, repeats)
+    query_s = in_turns(works, [QUERY], 5 * repeats)
+    # the baseline cuts texts at the window, so only those that fit are compared
+    fits = [t for t, n in zip(texts, lengths, strict=True) if n <= ours[OURS].window]
+    exact = cosines(reference.encode(fits))
+    rows: dict[str, dict[str, Any]] = {}
+    for name, (wall_s, cpu_s) in seconds.items():
+        rows[name] = {
+            "turns_per_s": len(texts) / wall_s,
+            "tokens_per_s": sum(lengths) / wall_s,
+            "cpu_ms_per_turn": 1000 * cpu_s / len(texts),
+            "one_query_ms": 1000 * query_s[name][0],
+            "times_baseline": seconds[BASELINE][0] / wall_s,
+        }
+        if name in ours:
+            rows[name]["dtype"] = ours[name].fingerprint.dtype
+            rows[name]["padding_share"] = ours[name].padding_share(texts)
+            rows[name]["max_cosine_difference"] = float(
+                np.abs(cosines(ours[name].encode(fits)) - exact).max()
+            )
+    return {"turns": len(texts), "tokens": sum(lengths), "rows": rows}
+
+
+class HostPart(CudaSentenceEncoder):
+    """All that the host does for a card, and nothing of what the card does."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, dtype="float32", device="cpu")
+
+    def _run(self, windows: Windows, batch: Batch) -> torch.Tensor:
+        width, rows = batch.shape
+        self.pack(windows, batch, np.empty((rows, width + 1), np.int32))
+        return torch.zeros((len(batch.members), 1))
+
+
+def measure_host(some: list[str], model: str, repeats: int) -> dict[str, Any]:
+    """Tokens/s of tokenising, cutting into windows, batching and packing on the host, and of each alone.
+
+    Over HOST_TURNS texts: `some`, as often as it takes.
+    """
+    encoder = HostPart(model)
+    first_s, _ = timed(encoder.windows, some)  # before the fast tokenizer remembers any word
+    first_tokens = len(encoder.windows(some).ids)
+    texts = (some * (HOST_TURNS // len(some) + 1))[:HOST_TURNS]
+    windows = encoder.windows(texts)
+    tokens = len(windows.ids)
+    batches = encoder.batches(windows.lengths)
+
+    def pack(_: Sequence[str]) -> None:
+        for batch in batches:
+            encoder._run(windows, batch)
+
+    works: dict[str, Callable[[Sequence[str]], object]] = {
+        "host_tokens_per_s": encoder.run_windows,
+        "tokenise_tokens_per_s": encoder.windows,
+        "batch_tokens_per_s": lambda _: encoder.batches(windows.lengths),
+        "pack_tokens_per_s": pack,
+    }
+    seconds = in_turns(works, texts, repeats)
+    return {
+        "turns": len(texts),
+        "tokens": tokens,
+        "tokenizer": encoder.tokenizer_note,
+        "padding_share": encoder.padding_share(texts),
+        "tokenise_first_tokens_per_s": first_tokens / first_s,
+        **{name: tokens / wall for name, (wall, _) in seconds.items()},
+    }
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "turns/s": lambda row: f"{row['turns_per_s']:.1f}",
+    "ktok/s": lambda row: f"{row['tokens_per_s'] / 1000:.1f}",
+    "CPU ms/turn": lambda row: f"{row['cpu_ms_per_turn']:.2f}",
+    "ratio": lambda row: f"{row['times_baseline']:.2f}",
+    "query ms": lambda row: f"{row['one_query_ms']:.1f}",
+    "padding": lambda row: f"{row['padding_share']:.1%}" if "padding_share" in row else "",
+    "cos diff": lambda row: f"{row['max_cosine_difference']:.5f}" if "padding_share" in row else "",
+    "dtype": lambda row: row.get("dtype", ""),
+}
+
+
+def show(result: dict[str, Any]) -> None:
+    machine = result["machine"]
+    print(f"{result['turns']} LoCoMo exchanges, {result['tokens']} tokens")
+    print(f"{machine['cpu']}, {machine['cores']} cores, torch {torch.__version__}\n")
+    print(" " * 28 + "".join(f"{title:>13}" for title in COLUMNS))
+    for name, row in result["rows"].items():
+        print(f"{name:28}" + "".join(f"{cell(row):>13}" for cell in COLUMNS.values()))
+    show_host(result["host_part"])
+
+
+def show_host(host: dict[str, Any]) -> None:
+    print(
+        f"\nHost part of CudaSentenceEncoder, model left out: {host['turns']} turns, {host['tokens']} tokens"
+    )
+    print(f"tokenizer: {host['tokenizer']}; padding and filler {host['padding_share']:.1%}")
+    for name, title in (
+        ("host", "all of it, tokenising ahead in a thread"),
+        ("tokenise", "tokenising and cutting"),
+        ("tokenise_first", "the same on words not met before"),
+        ("batch", "choosing batches"),
+        ("pack", "packing"),
+    ):
+        print(f"{host[f'{name}_tokens_per_s'] / 1e6:10.2f} Mtok/s  {title}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=LOCOMO, help="LoCoMo in its published JSON")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--turns", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--host-only", action="store_true", help="measure the host's part for a card only")
+    options = parser.parse_args()
+    run = {"benchmark": "encoder", "machine": describe(), "threads": torch.get_num_threads()}
+    host = measure_host(exchanges(options.data, HOST_TURNS), options.model, options.repeats)
+    if options.host_only:
+        result = {**run, "host_part": host}
+        show_host(host)
+    else:
+        measured = measure(exchanges(options.data, options.turns), options.model, options.repeats)
+        result = {**run, **measured, "host_part": host}
+        show(result)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

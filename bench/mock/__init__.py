@@ -1,0 +1,1 @@
+"""A mock LLM, in process and as an OpenAI-compatible server."""

@@ -1,0 +1,1 @@
+"""Prompt-injection attempts, and what they change."""

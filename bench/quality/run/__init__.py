@@ -1,0 +1,1 @@
+"""One evaluation from plan to summary."""

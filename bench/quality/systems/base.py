@@ -1,0 +1,96 @@
+"""The systems that are measured side by side, and what each gives the one answering prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from undertow.bench.quality import Benchmark
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Usage
+from undertow.engine.base.timestamps import in_words
+from undertow.prompts.builders import Order, Prompt, ShownMemory
+
+OnProgress = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, of how much)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What a system gives the answering prompt; each tuple in the `order` that the prompt tells of.
+
+    Ids of evidence, each once, () where it cannot be told: `in_turns` lies in the shown turns themselves,
+    `behind_memories` in the turns that shown episodes and facts rest on, whether those tell of it or not.
+    """
+
+    episodes: tuple[ShownMemory, ...] = ()
+    facts: tuple[ShownMemory, ...] = ()
+    turns: tuple[ShownMemory, ...] = ()
+    order: Order = "relevance"
+    in_turns: tuple[str, ...] = ()
+    behind_memories: tuple[str, ...] = ()
+
+
+class System(Protocol):
+    """A memory of conversations. Used from one thread."""
+
+    name: str
+
+    def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
+        """Take every sample in. Resumable: what is built already is not built again."""
+        ...
+
+    def material(self, sample: Sample, question: Question) -> Material: ...
+
+    def construction(self, tenant: str) -> dict[str, Usage]:
+        """What building a tenant's memory has cost, by operation; {} where nothing is constructed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A system that can say more of what it has built."""
+
+    def counts(self) -> dict[str, int]: ...
+
+
+# prompts, each of which is sent its reply or thrown the BadReply; the answer and what that was given
+Steps = Generator[Prompt, Any, tuple[str, Material]]
+
+
+@runtime_checkable
+class Stepwise(Protocol):
+    """A system that asks the LLM before it gives material, if it does; the last prompt is the one of all."""
+
+    def steps(self, sample: Sample, question: Question) -> Steps:
+        """How the question is answered. All that an answer may be given is the system's `material`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a system is made with.
+
+    `settings`: those of the run; `llm_url` is set. `folder`: the system's own, kept between runs; it need not
+    be there yet. `encoder`: the one that all systems share, loaded at the first call.
+    """
+
+    benchmark: Benchmark
+    settings: Settings
+    folder: Path
+    encoder: Callable[[], KeptVectors]
+
+
+def shown(items: Sequence[tuple[str | None, str]]) -> tuple[ShownMemory, ...]:
+    """(date, text) of each, numbered as they stand, dated as the engine dates what it answers from."""
+    return tuple(ShownMemory(n, date and in_words(date), text) for n, (date, text) in enumerate(items, 1))
+
+
+def each_once(held: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(piece for pieces in held for piece in pieces))

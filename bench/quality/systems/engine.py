@@ -1,0 +1,132 @@
+"""Undertow's own engine as one of the systems that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.systems.base import Material, Means, OnProgress, Steps, System, each_once, shown
+from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine, make_llm
+from undertow.engine.api.ingest_files import obstacles
+from undertow.engine.api.views.stats import store_usage
+from undertow.engine.base.model import Usage
+from undertow.engine.llm.client import BadReply, ServerRefused
+from undertow.engine.policies.base import PromptBudget
+from undertow.engine.search.answer_modes import Question as Asked
+from undertow.engine.search.answer_modes import answering
+from undertow.engine.search.ranking import Found, Hit
+from undertow.engine.storage.row_codec import Control
+from undertow.prompts.builders import QUERY_OPERATIONS, ShownMemory
+
+
+class EngineSystem:
+    """An engine with a store in the run's folder, so that a run that was stopped goes on where it was.
+
+    Turns are taken in as `undertow ingest` does; batched decisions are those of streamed ones.
+    """
+
+    def __init__(self, name: str, means: Means) -> None:
+        self.name = name
+        self._encoder = means.encoder()
+        llm = make_llm(means.settings)
+        self._settings = means.settings
+        self._engine = Engine(means.folder, means.settings, self._encoder, llm=llm)
+        self._holds: dict[str, dict[int, tuple[str, ...]]] = {}
+
+    def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
+        """ServerRefused: the LLM server cannot be used; what was built by then is stored."""
+        self._engine.resume()
+        for sample in samples:
+            self._engine.add_batch(sample.turns)  # those stored already change nothing
+            keys = [turn.dedupe_key for turn in sample.turns]
+            stored = self._engine.turns_by_key(sample.tenant, keys)
+            held = zip(keys, sample.holds, strict=True)
+            self._end(sample.tenant)
+            self._holds[sample.tenant] = {stored[key]["seq"]: pieces for key, pieces in held}
+            # a question at a time would leave the encoder's batches nearly empty
+            self._encoder.encode([question.text for question in sample.questions])
+        self._settle(sum(len(sample.turns) for sample in samples), on_progress)
+
+    def _end(self, tenant: str) -> None:
+        """Flush, unless that was done before: no turn of a conversation that is over waits for others."""
+        last = self._engine.tenants.existing(tenant).records[-1]
+        if not (isinstance(last, Control) and last.kind == "flush"):
+            self._engine.log_flush(tenant)
+
+    def _settle(self, turns: int, on_progress: OnProgress) -> None:
+        engine = self._engine
+        while not engine.idle:
+            engine.step(WAIT_FOR_REPLY_S)
+            on_progress("turns decided", turns - engine.lag.undecided_turns, turns)
+            if engine.server_lost:
+                break
+        if reasons := obstacles(engine):
+            raise ServerRefused(
+                f"not all turns are consolidated: {'; '.join(reasons)}. "
+                "What is there is kept: run the same command again once the server works."
+            )
+
+    def material(self, sample: Sample, question: Question) -> Material:
+        return self._given(sample, self._engine.recall(sample.tenant, question.text))
+
+    def _given(self, sample: Sample, found: Found) -> Material:
+        return Material(
+            _shown(found.episodes),
+            _shown(found.facts),
+            _shown(found.turns),
+            in_turns=self._evidence(sample.tenant, found.turns),
+            behind_memories=self._evidence(sample.tenant, (*found.episodes, *found.facts)),
+        )
+
+    def _evidence(self, tenant: str, hits: Sequence[Hit]) -> tuple[str, ...]:
+        """What the turns hold that these are, or rest on."""
+        holds = self._holds[tenant]
+        return each_once([holds.get(seq, ()) for hit in hits for seq in hit.source_seqs])
+
+    def construction(self, tenant: str) -> dict[str, Usage]:
+        by_operation = store_usage(self._engine.tenants, tenant)
+        return {op: Usage(**used) for op, used in by_operation.items() if op not in QUERY_OPERATIONS}
+
+    def counts(self) -> dict[str, int]:
+        """Of all tenants together; `dead_letters` are jobs that no usable reply was given to."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class BestEffort(EngineSystem):
+    """The engine in its answer mode `best_effort`: the judgements are those of engine/search/answer_modes.py.
+
+    No question changes a memory: what the notes missed is not logged, so that the order of the questions,
+    and where a run was stopped, does not matter.
+    """
+
+    def steps(self, sample: Sample, question: Question) -> Steps:
+        recall = partial(self._engine.recall, sample.tenant, question.text)
+        budget = PromptBudget(self._settings.context_tokens, self._settings.reply_tokens)
+        asking = answering("best_effort", Asked(question.text, question.asked_on, recall, budget))
+        reply: object = None
+        failed: BadReply | None = None
+        while True:
+            try:
+                say = asking.send(reply) if failed is None else asking.throw(failed)
+            except StopIteration as ended:
+                answer, found = ended.value
+                return answer, self._given(sample, found)
+            reply = failed = None
+            try:
+                reply = yield say.prompt
+            except BadReply as bad:
+                failed = bad
+
+
+def _shown(hits: Sequence[Hit]) -> tuple[ShownMemory, ...]:
+    return shown([(hit.timestamp, hit.memory) for hit in hits])
+
+
+def engine_system(name: str, means: Means) -> System:
+    """The engine, in the answer mode that the settings name."""
+    made = BestEffort if means.settings.answer_mode == "best_effort" else EngineSystem
+    return made(name, means)

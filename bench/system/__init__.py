@@ -1,0 +1,1 @@
+"""Benchmarks of whole systems: ingest, service, cluster."""

@@ -1,0 +1,1 @@
+"""How far estimates are from what runs cost."""

@@ -1,0 +1,198 @@
+"""Ingest throughput: to searchable, to decided, against a slow LLM; memory; opening a large store.
+
+    python -m undertow.bench.system.ingest [--data LOCOMO_JSON] [searchable] [decided] [latency] [open]
+
+Prints a table and, last, one JSON line. The encoder is a table of vectors made beforehand (the
+"cached vectors" of the name), the LLM is the in-process mock: what is measured is the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from undertow.bench.machine import LOCOMO, describe, peak_rss_bytes
+from undertow.bench.mock.llm import MockLLM
+from undertow.bench.mock.replies import MockReplies
+from undertow.bench.system.throughput_load import copies
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Turn
+from undertow.engine.encoders.base import Fingerprint, HashingEncoder
+from undertow.prompts.builders import QUERY_OPERATIONS
+
+Vectors = NDArray[np.float16]
+
+
+class CachedVectors:
+    """An encoder that looks texts up; a text it has not seen is hashed once."""
+
+    def __init__(self) -> None:
+        self._hashing = HashingEncoder(384)
+        self._table: dict[str, Vectors] = {}
+        self.dim = 384
+        self.fingerprint: Fingerprint = self._hashing.fingerprint
+
+    def warm(self, texts: Sequence[str]) -> None:
+        distinct = list(dict.fromkeys(texts))
+        self._table.update(zip(distinct, self._hashing.encode(distinct), strict=True))
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        self.warm([t for t in texts if t not in self._table])
+        return np.stack([self._table[t] for t in texts]) if texts else np.empty((0, 384), np.float16)
+
+
+def settings(**changes: Any) -> Settings:
+    return Settings(encoder="hash:384", theta_sim=0.55, queue_turns=65_536, **changes)
+
+
+def searchable(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, Any]:
+    """Turns/s until durable and searchable, LLM off, in steps of 2,048 turns as a bulk load would."""
+    log = list(copies(data, tenants, turns // tenants))
+    encoder = CachedVectors()
+    encoder.warm([t.text for t in log])
+    warm_up(encoder, folder / "warm", log[:600])
+    gc.collect()
+    gc.freeze()  # the prepared log is the benchmark's own; a reader hands over a batch at a time
+    before = psutil.Process().memory_info().rss
+    with Engine(folder / "store", settings(batch_turns=2048), encoder) as engine:
+        began_s = time.perf_counter()
+        for i in range(0, len(log), 65_536):
+            engine.add_batch(log[i : i + 65_536])
+        elapsed_s = time.perf_counter() - began_s
+        used = engine.arena.used_bytes
+        rss = psutil.Process().memory_info().rss
+    return {
+        "turns": len(log),
+        "tenants": tenants,
+        "searchable_turns_per_s": round(len(log) / elapsed_s),
+        "rss_growth_bytes": rss - before,
+        "rss_growth_bound_bytes": int(1.5 * used) + 700_000_000,
+        "arena_used_bytes": used,
+        "store_bytes": sum(f.stat().st_size for f in (folder / "store").rglob("*") if f.is_file()),
+    }
+
+
+def decided(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, Any]:
+    """The same run with an instant mock LLM: turns/s until every turn is decided."""
+    log = list(copies(data, tenants, turns // tenants))
+    encoder = CachedVectors()
+    encoder.warm([t.text for t in log])
+    warm_up(encoder, folder / "warm", log[:600])
+    llm = MockLLM(MockReplies(refusal_rate=0.3))
+    with Engine(folder / "store", settings(), encoder, llm=llm) as engine:
+        began_s = time.perf_counter()
+        for i in range(0, len(log), 65_536):
+            engine.add_batch(log[i : i + 65_536])
+        searchable_s = time.perf_counter() - began_s
+        engine.drain()
+        elapsed_s = time.perf_counter() - began_s
+        stats = engine.stats()
+    return {
+        "turns": len(log),
+        "tenants": tenants,
+        "searchable_turns_per_s": round(len(log) / searchable_s),
+        "decided_turns_per_s": round(len(log) / elapsed_s),
+        "llm_calls": stats["llm_calls"],
+        "llm_calls_per_s": round(stats["llm_calls"] / elapsed_s),
+    }
+
+
+def latency(data: Path, folder: Path, tenants: int, latency_s: float) -> dict[str, Any]:
+    """Wall time against the least that order allows: the longest tenant's chain of LLM calls."""
+    log = list(copies(data, tenants))
+    encoder = CachedVectors()
+    encoder.warm([t.text for t in log])
+    warm_up(encoder, folder / "warm", log[:600])
+    llm = MockLLM(MockReplies(refusal_rate=0.3), latency_s=latency_s)
+    with Engine(folder / "store", settings(), encoder, llm=llm) as engine:
+        began_s = time.perf_counter()
+        engine.add_batch(log)
+        engine.drain()
+        elapsed_s = time.perf_counter() - began_s
+        chain = max(
+            sum(u.calls for op, u in t.meter.items() if op not in QUERY_OPERATIONS)
+            for t in engine.tenants.loaded()
+        )
+    return {
+        "turns": len(log),
+        "tenants": tenants,
+        "llm_latency_s": latency_s,
+        "longest_chain_calls": chain,
+        "max_in_flight": llm.max_in_flight,
+        "elapsed_s": round(elapsed_s, 2),
+        "times_the_limit": round(elapsed_s / (chain * latency_s), 3),
+    }
+
+
+def open_large(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, Any]:
+    """Time to open a large store and find something in one tenant's memory."""
+    log = copies(data, tenants, turns // tenants)
+    encoder = CachedVectors()
+    with Engine(folder / "store", settings(batch_turns=4096), encoder) as engine:
+        while batch := list(islice(log, 4096)):
+            engine.add_batch(batch)
+        engine.journal.compact()
+        rows = engine.journal.row_count
+    gc.collect()
+    times: dict[str, float] = {}
+    began_s = time.perf_counter()
+    with Engine(folder / "store", settings(), encoder, writable=False) as engine:
+        times["open_s"] = time.perf_counter() - began_s
+        found = engine.search("tenant-7", "When did the dance studio open?")
+        times["open_and_first_search_s"] = time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        engine.search("tenant-8", "When did the dance studio open?")
+        times["next_tenant_s"] = time.perf_counter() - began_s
+    return {"rows": rows, "hits": len(found.ranked()), **{k: round(v, 3) for k, v in times.items()}}
+
+
+def warm_up(encoder: CachedVectors, folder: Path, turns: Sequence[Turn]) -> None:
+    """Compile the kernels and load the libraries outside the measurement."""
+    with Engine(folder, settings(), encoder, llm=MockLLM()) as engine:
+        engine.add_batch(turns)
+        engine.drain()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("parts", nargs="*", default=["searchable", "decided", "latency", "open"])
+    parser.add_argument("--data", type=Path, default=LOCOMO, help="LoCoMo in its published JSON")
+    parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=100_000)
+    parser.add_argument("--open-turns", type=int, default=1_000_000)
+    args = parser.parse_args()
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "searchable": lambda f: searchable(args.data, f, args.tenants, args.turns),
+        "decided": lambda f: decided(args.data, f, args.tenants, args.turns),
+        "latency": lambda f: latency(args.data, f, 50, 0.2),
+        "open": lambda f: open_large(args.data, f, 5000, args.open_turns),
+    }
+    figures: dict[str, Any] = {"bench": "ingest", "machine": describe()}
+    for name in args.parts:
+        folder = Path(tempfile.mkdtemp(prefix="undertow-bench-"))
+        try:
+            figures[name] = parts[name](folder)
+        finally:
+            shutil.rmtree(folder)
+        print(f"\n{name}")
+        for key, value in figures[name].items():
+            print(f"  {key:28} {value:>16,}")
+    figures["peak_rss_bytes"] = peak_rss_bytes()
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

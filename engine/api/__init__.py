@@ -1,0 +1,1 @@
+"""The public calls of one engine."""

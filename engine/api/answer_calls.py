@@ -1,0 +1,249 @@
+"""Calls that answer questions: they send what an answer mode asks for, and meter it."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import orjson
+
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import AnswerMode, BadInput, InputError, NoLLM, UndertowError, Usage
+from undertow.engine.base.trace import Trace
+from undertow.engine.base.trace_context import caused_by
+from undertow.engine.llm.client import BadReply, BrokenOff, Completion, LLMClient, OnText
+from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
+from undertow.engine.search.answer_modes import Answering, Question, Say, answering
+from undertow.engine.search.ranking import Found
+from undertow.engine.step.answer_feedback import Lesson, Lessons, new_ones
+from undertow.engine.step.scheduler import Scheduler
+from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.storage.row_codec import usage_to_json
+from undertow.engine.tenants.migration_records import InTransit, Moved
+from undertow.engine.tenants.registry import ArenaFull, Tenants, UnknownTenant
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer, the memories it was given, and what the call cost."""
+
+    text: str
+    found: Found
+    usage: Usage
+
+
+@dataclass(slots=True)
+class Asked:
+    """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
+
+    `life`: the one of the tenant that was asked; no other is to hear of it. `learns`: what its policy learns
+    from the answer. `due`: of the cost, what is not metered yet, by operation. `given`: the answer and what
+    it was given, once the mode has ended.
+    """
+
+    tenant: str
+    life: int
+    question: str
+    learns: Learns
+    steps: Answering
+    on_text: OnText | None
+    say: Say | None = None
+    call: Future[Completion] | None = None
+    spent: Usage = field(default_factory=Usage)
+    due: dict[str, Usage] = field(default_factory=dict)
+    given: tuple[str, Found] | None = None
+
+    def spend(self, usage: Usage) -> None:
+        """What the last call has cost."""
+        assert self.say is not None, "there was a call"
+        operation = self.say.prompt.operation
+        self.spent += usage
+        self.due[operation] = self.due.get(operation, Usage()) + usage
+
+
+class Asking(ABC):
+    """What Engine is made of beside its steps; see there."""
+
+    settings: Settings
+    journal: Journal
+    tenants: Tenants
+    scheduler: Scheduler
+    trace: Trace
+    _lessons: Lessons
+    _llm: LLMClient | None
+    _budget: PromptBudget
+    _failure: BaseException | None
+
+    @property
+    @abstractmethod
+    def server_lost(self) -> bool: ...
+
+    @abstractmethod
+    def recall(self, tenant: str, question: str) -> Found: ...
+
+    @abstractmethod
+    def _learns_of(self, tenant: str) -> Learns: ...
+
+    @abstractmethod
+    def _settings_of(self, tenant: str) -> Settings: ...
+
+    def answer(
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
+    ) -> Answer:
+        """Answer from memory; metered as a query. As `ask` and `heard`."""
+        asked = self.ask(tenant, question, as_of=as_of, mode=mode)
+        while (answer := self.heard(asked)) is None:
+            time.sleep(0.01)
+        return answer
+
+    def ask(
+        self,
+        tenant: str,
+        question: str,
+        *,
+        as_of: str | None = None,
+        mode: AnswerMode | None = None,
+        on_text: OnText | None = None,
+    ) -> Asked:
+        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
+
+        `mode`: None for that of the setting `answer_mode`. InputError: the tenant's policy has no such mode.
+        `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
+        BrokenOff too. `let_go` gives the call up. NoLLM, UnknownTenant.
+        """
+        if self._llm is None:
+            raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
+        recall = partial(self.recall, tenant, question)
+        try:
+            answered_by = self._settings_of(tenant).mode_of(mode)
+        except ValueError as error:
+            raise InputError(BadInput("answer", None, "mode", str(error), "Leave it out.")) from None
+        steps = answering(answered_by, Question(question, as_of, recall, self._budget))
+        life, learns = self.tenants.life(tenant), self._learns_of(tenant)
+        asked = Asked(tenant, life, question, learns, steps, on_text)
+        self._go_on(asked)
+        return asked
+
+    def let_go(self, asked: Asked) -> None:
+        """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more.
+
+        What earlier calls for it have cost is metered, where the tenant is still here, in the life that was
+        asked, and may be written to.
+        """
+        if self._llm is not None and asked.call is not None:
+            self._llm.cancel(asked.call)
+        if self.journal.writable and self._failure is None:
+            with suppress(UnknownTenant, Moved, InTransit):
+                self._meter_query(asked)
+
+    def heard(self, asked: Asked) -> Answer | None:
+        """The answer to what was asked; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
+
+        Metered, also where no answer came of it; what an answer teaches is logged in a later step.
+        UnknownTenant: it was erased meanwhile, and the LLM call is given up; what replies there were are
+        dropped, also where the name has begun anew.
+        """
+        self._check_lives(asked)
+        try:
+            while asked.given is None:
+                assert asked.call is not None, "a mode that has not ended waits for a call"
+                if not asked.call.done():
+                    self._check_not_lost(asked)
+                    return None
+                self._hear_call(asked, asked.call)
+        finally:
+            if asked.call is None or asked.call.done():
+                self._meter_query(asked)
+        text, found = asked.given
+        if asked.say is not None and asked.say.answers:
+            self._teach(asked, asked.say.missed, found)
+        return Answer(text, found, asked.spent)
+
+    def _check_lives(self, asked: Asked) -> None:
+        """UnknownTenant; Moved, InTransit."""
+        try:
+            self.tenants.require_life(asked.tenant, asked.life)
+        except UndertowError:
+            self.let_go(asked)
+            raise
+
+    def _check_not_lost(self, asked: Asked) -> None:
+        if self._llm is not None and self.server_lost:
+            self.let_go(asked)
+            raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
+
+    def _hear_call(self, asked: Asked, call: Future[Completion]) -> None:
+        """Hand the reply to the mode, or why there is none, with which some go on."""
+        try:
+            completion = call.result()
+        except (BadReply, BrokenOff) as failed:  # it has cost what it has cost
+            asked.spend(failed.usage)
+            self._go_on(asked, failed=failed)
+        else:
+            asked.spend(completion.usage)
+            self._go_on(asked, completion.reply)
+
+    def _go_on(self, asked: Asked, reply: object = None, *, failed: UndertowError | None = None) -> None:
+        """Send what the mode asks next, or take its answer."""
+        assert self._llm is not None, "nothing is asked without one"
+        try:
+            say = asked.steps.send(reply) if failed is None else asked.steps.throw(failed)
+        except StopIteration as done:
+            asked.given = done.value
+            if asked.on_text is not None and not (asked.say and asked.say.answers):
+                asked.on_text(done.value[0])
+            return
+        except PromptTooLong as error:
+            raise UndertowError(
+                f"{error}; the model's context holds {self._budget.context_tokens}."
+            ) from None
+        asked.say = say
+        if say.answers and asked.on_text is not None:
+            asked.call = self._llm.stream(say.prompt, tenant=asked.tenant, on_text=asked.on_text)
+        else:
+            asked.call = self._llm.submit(say.prompt, tenant=asked.tenant)
+
+    def _teach(self, asked: Asked, missed: Sequence[str], found: Found) -> None:
+        """Queue what the policy learns from an answer. Who only reads changes nothing."""
+        if not self.journal.writable or self._failure is not None:
+            return
+        if asked.learns.missed and missed:
+            body = {"question": asked.question, "episode_ids": list(missed)}
+            self._lessons.put(Lesson(asked.tenant, asked.life, "reconsolidate", body))
+        if asked.learns.used and found.facts:
+            body = {"fact_ids": [hit.id for hit in found.facts]}
+            self._lessons.put(Lesson(asked.tenant, asked.life, "used", body))
+
+    def _log_lessons(self, most: int) -> None:
+        """Have the oldest of what answers have taught logged, a commit for each tenant. JournalError.
+
+        Dropped are those of tenants that have gone, or whose memories are being made anew, or for which the
+        arena has no room.
+        """
+        for (name, life), lessons in self._lessons.take(most).items():
+            with suppress(UnknownTenant, Moved, InTransit, ArenaFull):
+                self.tenants.require_life(name, life)
+                of = self.tenants.existing(name)
+                records = [(lesson.kind, lesson.body) for lesson in new_ones(of, lessons)]
+                if records and of.change_ahead is None:
+                    with caused_by(lessons[0].cause):
+                        self.scheduler.log(of, records)
+
+    def _meter_query(self, asked: Asked) -> None:
+        if not asked.due:
+            return
+        self.tenants.require_life(asked.tenant, asked.life)
+        due, asked.due = asked.due, {}
+        if (of := self.tenants.in_memory(asked.tenant)) is not None:  # if not, it has it from the journal
+            for operation, usage in due.items():
+                of.add_usage(operation, usage)
+        if self.journal.writable:
+            key = self.journal.info.tenant_key(asked.tenant)
+            body = orjson.dumps(usage_to_json(due))
+            with self.trace.span("commit", rows=1):
+                self.journal.append([Row("usage", asked.tenant, key, -1, body)])

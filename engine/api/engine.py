@@ -1,0 +1,430 @@
+"""The engine of one shard: the public calls, thin over the scheduler, the journal and the index."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from undertow.engine.api.answer_calls import Asking
+from undertow.engine.api.edit_calls import Editing
+from undertow.engine.api.erasure import Certificate, bury, left_behind, purge
+from undertow.engine.api.search_calls import Searching
+from undertow.engine.api.tenant_calls import Tenancy
+from undertow.engine.api.views.reports import Reports
+from undertow.engine.api.views.stats import store_stats
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import BadInput, InputError, Turn, UndertowError, dedupe_key
+from undertow.engine.base.timestamps import parse_timestamp
+from undertow.engine.base.trace import Trace
+from undertow.engine.cluster.shard.quarantine import forget as forget_parked
+from undertow.engine.encoders.base import Encoder, Fingerprint
+from undertow.engine.encoders.embedding_cache import TenantTextCache
+from undertow.engine.llm.client import LLMClient, OpenAILLM
+from undertow.engine.policies.base import PromptBudget, Thresholds
+from undertow.engine.policies.registry import Policies
+from undertow.engine.readers import pair_chat, parse_messages
+from undertow.engine.search.ranking import Retrieval
+from undertow.engine.step.admission import Admission, Receipt, Ticket
+from undertow.engine.step.answer_feedback import LESSONS_PER_STEP, Lessons
+from undertow.engine.step.batch_size import Pace
+from undertow.engine.step.effects import Readings
+from undertow.engine.step.eviction import Residence, arena_of
+from undertow.engine.step.scheduler import Scheduler, StepReport
+from undertow.engine.storage.journal import Journal, JournalError, Row
+from undertow.engine.storage.location import Place
+from undertow.engine.storage.row_codec import Control, ControlKind, control_row
+from undertow.engine.storage.store_info import StoreError
+from undertow.engine.tenants.registry import ArenaFull, Tenants
+from undertow.engine.tenants.tenant import Tenant
+from undertow.kernels.gate.gate import make_gate
+
+WAIT_FOR_REPLY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Consolidation lag: what is stored and searchable but not yet decided.
+
+    `oldest_undecided_s`: for how long this engine has had the oldest record of it.
+    """
+
+    undecided_turns: int
+    oldest_undecided_s: float
+    running_jobs: int
+    blocked_tenants: int
+
+
+class Engine(Searching, Editing, Asking, Tenancy):
+    """Many tenants' memories in one store. Use as a context manager, from one thread.
+
+    Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
+    `takeover`: a former writer that may still be alive is fenced off; else its lock refuses this one.
+    `life` is that of a shard, which is restarted by itself; `hash_key` that of a store which has yet to be
+    made. See Journal.open and Journal.create.
+    """
+
+    def __init__(
+        self,
+        store: Place | Path | str,
+        settings: Settings,
+        encoder: Encoder,
+        *,
+        llm: LLMClient | None = None,
+        writable: bool = True,
+        takeover: bool = False,
+        life: str = "",
+        hash_key: str | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.settings = settings
+        self.trace = trace or Trace()
+        self.warnings: list[str] = []
+        self._failure: BaseException | None = None
+        self._policies = Policies(settings)
+        self._budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
+        plain = encoder.fingerprint
+        self._fingerprint = plain.with_timestamps() if settings.embed_timestamp else plain
+        self.arena = arena_of(settings, encoder.dim)
+        try:
+            if writable:
+                Journal.create(
+                    store,
+                    encoder.dim,
+                    asdict(self._fingerprint),
+                    hash_key=hash_key,
+                    policy=settings.policy,
+                )
+            self.journal = Journal.open(
+                store, writable=writable, takeover=takeover, life=life, durability=settings.durability
+            )
+            self._set_up(encoder, llm)
+        except BaseException:
+            self.arena.close()
+            raise
+
+    def _set_up(self, encoder: Encoder, llm: LLMClient | None) -> None:
+        """All that stands on the open journal."""
+        settings = self.settings
+        try:
+            self._check_encoder()
+            self._check_policy()
+            self.tenants = Tenants(self.journal, self.arena)
+            self._reports = Reports(self.journal, self.tenants)
+            self._lessons = Lessons()
+            self._llm = llm
+            if llm is not None:
+                llm.on_call = self.trace.llm_request
+            self._texts = TenantTextCache(encoder, settings.encode_cache_texts)
+            gate = make_gate(self.arena)
+            self._readings = Readings(self.arena, gate, self._texts)
+            self.retrieval = Retrieval(
+                self.arena,
+                gate,
+                settings.ivf_rows,
+                settings.words_rows,
+                retain_consolidated=settings.retain_consolidated,
+            )
+            self.scheduler = self._make_scheduler()
+            self._residence = Residence(self.tenants, self.arena, self.scheduler, settings.arena_bytes)
+        except BaseException:
+            self.journal.close()
+            raise
+
+    def _make_scheduler(self) -> Scheduler:
+        s = self.settings
+        thresholds = Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count)
+        return Scheduler(
+            self.journal,
+            Admission(
+                self.tenants,
+                self.arena,
+                self._texts,
+                thresholds,
+                embed_timestamp=s.embed_timestamp,
+                trace=self.trace,
+            ),
+            self._readings,
+            self._policies,
+            self._llm,
+            queue_turns=s.queue_turns,
+            pace=Pace(s.batch_turns),
+            lookahead_turns=s.gate_lookahead_turns,
+            llm_in_flight=s.llm_requests,
+            token_budget=s.tenant_token_budget,
+            trace=self.trace,
+        )
+
+    def _check_encoder(self) -> None:
+        stored = Fingerprint.stored(self.journal.info.encoder)
+        if refusal := stored.mismatch(self._fingerprint):
+            raise StoreError(refusal)
+        if drift := stored.drift(self._fingerprint):
+            self.warnings.append(drift)
+
+    def _check_policy(self) -> None:
+        """Who only reads may have any settings: a search is the same whatever has made the memories."""
+        stored, named = self.journal.info.policy, self.settings.policy
+        if self.journal.writable and stored != named:
+            raise StoreError(
+                f"the memories in {self.journal.place} are made by the policy {stored!r}, and the settings "
+                f"name {named!r}. Set UNDERTOW_POLICY={stored}, or read the turns into a new store; "
+                "`undertow policy` gives single tenants another."
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the store and the vectors' memory; no call works after it.
+
+        Jobs in flight are dropped; a later run takes them up from the log, and what answers have taught.
+        """
+        try:
+            if self.journal.writable and self._failure is None:
+                self.scheduler.stop()
+                with suppress(JournalError):  # what has to be stored is by now
+                    self._log_lessons(len(self._lessons))
+        finally:
+            # not left to the collector: tenants and indexes refer to it, and a card holds few pools
+            self.arena.close()
+            if self._llm is not None:
+                self._llm.close()
+            self.journal.close()
+            self.trace.write()
+
+    # ---- ingestion
+
+    def add(
+        self,
+        tenant: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        session_id: str = "",
+        timestamp: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[Receipt]:
+        """Store OpenAI-style messages, one receipt a turn; durable and searchable on return.
+
+        InputError names the message and field that cannot be taken; then nothing is stored.
+        Without an idempotency key, each call is new.
+        """
+        bound = self.settings.max_message_bytes
+        parsed = parse_messages(messages, source="add", line=None, max_message_bytes=bound)
+        try:
+            when = None if timestamp is None else parse_timestamp(timestamp)
+        except ValueError as error:
+            raise InputError(BadInput("add", None, "timestamp", str(error), "Nothing was stored.")) from None
+        call = idempotency_key or secrets.token_hex(12)
+        turns = []
+        for n, pair in enumerate(pair_chat(parsed)):
+            own = next((m.timestamp for m in pair if m.timestamp), when)
+            key = dedupe_key("add", "", f"{call}:{n}", ())
+            turns.append(Turn(tenant, tuple(pair), key, session_id, own, dict(metadata or {})))
+        return self.add_batch(turns)
+
+    def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
+        """Store turns; durable and searchable on return. Decisions follow in later steps.
+
+        Waits for decisions where undecided tenants fill a card's pool. ArenaFull: see `step`; the turns
+        of an earlier step may have been stored.
+        """
+        self.tenants.require_here(turn.tenant for turn in turns)
+        tickets = []
+        for turn in turns:
+            while self.scheduler.inbox.room <= 0:
+                self.step(WAIT_FOR_REPLY_S)
+            tickets.append(self.scheduler.inbox.put(turn))
+        while len(self.scheduler.inbox):
+            self.step(WAIT_FOR_REPLY_S)
+        return [ticket.receipt for ticket in tickets if ticket.receipt is not None]
+
+    def note(self, row: Row) -> None:
+        """Have a row of the shard's own (a source offset) committed once all queued turns are stored."""
+        self.scheduler.note(row)
+
+    def step(self, wait_s: float = 0.0) -> StepReport:
+        """One round of the step loop; see Scheduler.step.
+
+        Turns that a card's pool has no room for wait in the queue while tenants at work may still give
+        some back. ArenaFull: a batch does not fit though nobody is at work. All that was queued is
+        dropped, nothing else has changed.
+        """
+        self._check_sound()
+        self._residence.prepare()
+        try:
+            self._log_lessons(LESSONS_PER_STEP)
+            if self.scheduler.holds_back and self.server_lost:
+                self.scheduler.put_off()  # what is stored does not wait for a server
+            return self.scheduler.step(wait_s)
+        except ArenaFull:
+            raise
+        except BaseException as error:
+            self._failure = error  # memory may be ahead of the journal: only reopening helps
+            raise
+
+    def _check_sound(self) -> None:
+        if self._failure is not None:
+            kind = JournalError if isinstance(self._failure, JournalError) else UndertowError
+            raise kind(f"the engine must be opened again to go on: it stopped at an error ({self._failure}).")
+
+    def drain(self, *, until: str | None = None) -> bool:
+        """Step until everything (or one tenant's log) is decided. False: something is blocked.
+
+        Gives up when the server has shown no sign of life for `llm_patience_s`; the jobs stay pending.
+        """
+        while not self.idle:
+            if until is not None and self.at_rest(until):
+                break
+            self.step(WAIT_FOR_REPLY_S)
+            if self.server_lost:
+                return False
+        return until not in self.scheduler.blocked if until is not None else not self.scheduler.blocked
+
+    def at_rest(self, tenant: str) -> bool:
+        """Whether nothing of the tenant's is queued, and none of its records is to be decided."""
+        scheduler = self.scheduler
+        queued = scheduler.inbox.holds(tenant) or self._lessons.holds(tenant)
+        return not (queued or scheduler.at_work(tenant) or self._residence.lacks(tenant))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing left that a step could do; see Scheduler.idle."""
+        return self.scheduler.idle and self._residence.complete and not len(self._lessons)
+
+    @property
+    def server_lost(self) -> bool:
+        """The LLM server has been silent, with requests waiting, for longer than our patience."""
+        silent_s = self.llm_silent_s
+        return silent_s is not None and silent_s > self.settings.llm_patience_s
+
+    @property
+    def llm_silent_s(self) -> float | None:
+        """See OpenAILLM.unreachable_s; None also where no server is set."""
+        return self._llm.unreachable_s if self._llm is not None else None
+
+    @property
+    def llm_in_flight(self) -> int:
+        """Requests at the LLM server now."""
+        return self._llm.in_flight if self._llm is not None else 0
+
+    @property
+    def llm_error(self) -> str | None:
+        """The last trouble with the LLM server."""
+        return self._llm.last_error if self._llm is not None else None
+
+    def resume(self) -> int:
+        """Take up what earlier runs left undecided. Returns the number of tenants with such work."""
+        self.journal.delete_rows(left_behind(self.journal, self.tenants))
+        self.scheduler.blocked.clear()
+        behind = self.tenants.behind()
+        self._residence.take_up(behind)
+        return len(behind)
+
+    def flush(self, tenant: str) -> bool:
+        """Barrier: returns when all earlier records are decided or parked (False: blocked)."""
+        self.log_flush(tenant)
+        return self.drain(until=tenant)
+
+    def log_flush(self, tenant: str) -> None:
+        """Log a flush, for a caller that has other work until the tenant is `at_rest`."""
+        self._check_sound()
+        self._log_lessons(len(self._lessons))
+        self._log(tenant, "flush", [{}])
+
+    def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None:
+        """Append control records to a tenant's log, durably. None: the arena has no room for the tenant.
+
+        Its log grows all the same, and is decided when there is room.
+        """
+        try:
+            tenant = self._tenant(name)
+        except ArenaFull:
+            key, start = self.journal.info.tenant_key(name), self.tenants.next_seq(name)
+            controls = [Control(kind, seq, body) for seq, body in enumerate(bodies, start)]
+            self.journal.append([control_row(name, key, control) for control in controls])
+            self._residence.take_up([name])
+            return None
+        self.scheduler.log(tenant, [(kind, body) for body in bodies])
+        return tenant
+
+    @property
+    def lag(self) -> Lag:
+        undecided = sum(t.undecided_count for t in self.tenants.loaded())
+        oldest_s = round(self.scheduler.arrivals.oldest_s, 3)
+        return Lag(undecided, oldest_s, self.scheduler.running_count, len(self.scheduler.blocked))
+
+    # ---- jobs and tenants
+
+    def replay_jobs(self) -> int:
+        """Log a replay of every parked job; returns their number. Drain to have them run.
+
+        Nothing is refused for want of room: tenants that the arena cannot hold now are replayed later.
+        """
+        self._check_sound()
+        parked = self.tenants.parked_jobs()
+        for name, jobs in parked.items():
+            self._log(name, "replay", [{"job_id": job} for job in jobs])
+        return sum(map(len, parked.values()))
+
+    def erase(self, tenant: str, *, now: bool = False) -> Certificate | None:
+        """Erase a tenant: gone from every answer at once; the bytes go with the next purge.
+
+        The certificate is issued after the purge, so only with `now`.
+        """
+        self._check_sound()
+        self.tenants.require(tenant)
+        self.scheduler.forget(tenant)
+        self._lessons.forget([tenant])
+        self._texts.forget(tenant)
+        bury(self.journal, self.tenants, tenant)
+        forget_parked(self.journal.place, self.journal.info.tenant_key(tenant))  # a service's, of this store
+        return self.purge().get(self.journal.info.tenant_key(tenant)) if now else None
+
+    def purge(self) -> dict[str, Certificate]:
+        """Remove the bytes of all erased tenants and deleted turns; certificates by tenant key."""
+        return purge(self.journal, self.tenants)
+
+    # ---- moving to and from other shards (engine/cluster/resharding/participant.py)
+
+    def dismiss(self, tenants: Sequence[str], records: Sequence[Row]) -> list[Ticket]:
+        """Stop all work of tenants that leave, and commit `records`, the last of their logs here.
+
+        Returns the tickets of their turns that were still queued: those are not stored.
+        """
+        self._check_sound()
+        try:
+            tickets = self.scheduler.dismiss(tenants, records)
+        except BaseException as error:
+            self._failure = error  # work was dropped that the journal still holds here
+            raise
+        self._lessons.forget(tenants)
+        for name in tenants:
+            self._texts.forget(name)
+            self.tenants.depart(name)
+        return tickets
+
+    def take_up(self, tenants: Sequence[str]) -> None:
+        """Have the undecided records of tenants that have arrived decided."""
+        self._residence.take_up(tenants)
+
+    # ---- figures
+
+    def stats(self) -> dict[str, int]:
+        """Counts over all tenants of the store."""
+        return store_stats(self.tenants)
+
+
+def make_llm(settings: Settings) -> LLMClient | None:
+    """The client of the server that the settings name; None for none."""
+    return None if settings.llm_url is None else OpenAILLM(settings)

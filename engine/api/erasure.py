@@ -1,0 +1,153 @@
+"""Erasing a tenant: buried at once, purged in batches, certified after the purge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from undertow.engine.base.model import Memory, UndertowError
+from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.storage.row_codec import control_of, memory_of, outdated_updates
+from undertow.engine.tenants.generations import is_change
+from undertow.engine.tenants.registry import Tenants
+
+OUT_OF_REACH = (
+    "caches and logs of the LLM server that has seen the prompts",
+    "backups, exports and trace files made before the erasure",
+    "blocks that the file system or the disk keeps of deleted files",
+)
+# where the purge could not be sure to be alone: without a lock, so on every object store
+ALSO_OUT_OF_REACH = (
+    "files of appends that were cut off in the ten minutes before the purge, until the next one",
+    "versions and unfinished uploads that a bucket keeps of deleted objects",
+)
+
+
+class NotCertified(UndertowError):
+    """The tenant is erased, and its bytes are still at the shard that it has come from."""
+
+    def __str__(self) -> str:
+        return (
+            "The tenant is erased. Its last bytes go with the end of the resharding that moved it: "
+            "ask again then for the certificate."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What an erasure removed. It names the tenant by its keyed hash alone."""
+
+    tenant_key: str
+    erased_at: str
+    purged_at: str
+    rows_removed: int
+    turns_removed: int
+    episodes_removed: int
+    facts_removed: int
+    out_of_reach: tuple[str, ...] = OUT_OF_REACH
+
+
+def bury(journal: Journal, tenants: Tenants, name: str) -> None:
+    """Write the tombstone: from here on the tenant's older rows count for nothing.
+
+    What it counts comes from the journal: a tenant that the arena has no room for is erased like any.
+    """
+    key = journal.info.tenant_key(name)
+    turns, memories, changes = _counts(tenants, name)
+    earlier = tenants.erased.get(key)  # an earlier life whose bytes are still there counts too
+    unpurged = earlier if earlier is not None and not earlier["purged"] else {}
+    tombstone = {
+        "generation": tenants.generation(key) + changes,
+        "erased_at": _now(),
+        "rows": journal.count([key]) + unpurged.get("rows_elsewhere", 0),
+        "turns": turns + unpurged.get("turns", 0),
+        "episodes": memories["episode"] + unpurged.get("episodes", 0),
+        "facts": memories["fact"] + unpurged.get("facts", 0),
+        "purged": False,
+        "lsn": journal.next_lsn,  # what comes later belongs to a new life under the same name
+    }
+    journal.append([Row("tombstone", "", key, -1, orjson.dumps(tombstone))])
+    tenants.bury(name, tombstone)
+
+
+def _counts(tenants: Tenants, name: str) -> tuple[int, Counter[str], int]:
+    """A tenant's turns, deleted ones included, its memories of all generations by kind, changes of policy."""
+    turns: set[int] = set()
+    latest: dict[str, Memory] = {}
+    changes = 0
+    for row in tenants.stored(name, "turn", "control", "episode", "fact"):
+        if row.kind == "turn":
+            turns.add(row.seq)
+        elif row.kind == "control":  # of a deleted turn there may be nothing else
+            changes += is_change(row)
+            body = control_of(row).body
+            turns |= {body["turn_seq"]} if "turn_seq" in body else set()
+        else:
+            memory = memory_of(row)
+            latest[memory.id] = memory
+    kinds: Counter[str] = Counter(memory.kind for memory in latest.values() if not memory.deleted)
+    return len(turns), kinds, changes
+
+
+def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
+    """Remove the rows of all buried tenants and every old version of the store's files.
+
+    Certificates by tenant key. A purge that was cut off is done again by the next one: the counts are
+    those of the tombstones, so that a certificate does not depend on how many attempts it took. A tenant
+    that has come from another shard waits until the resharding has ended: that one has its bytes too.
+    """
+    due = {
+        key: stone
+        for key, stone in tenants.erased.items()
+        if not stone["purged"] and key not in tenants.arrived
+    }
+    for key, stone in due.items():
+        journal.delete([key], before_lsn=stone["lsn"])
+    journal.delete_rows(left_behind(journal, tenants))
+    alone = journal.purge()
+    done = {"purged": True, "alone": alone, "purged_at": _now()}
+    purged = {key: {**stone, **done} for key, stone in due.items()}
+    journal.append([Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in purged.items()])
+    tenants.erased.update(purged)
+    return {key: certificate_of(key, stone) for key, stone in purged.items()}
+
+
+def certificate_of(key: str, stone: Mapping[str, Any]) -> Certificate:
+    counts = (stone["rows"], stone["turns"], stone["episodes"], stone["facts"])
+    out_of_reach = OUT_OF_REACH if stone["alone"] else (*OUT_OF_REACH, *ALSO_OUT_OF_REACH)
+    return Certificate(key, stone["erased_at"], stone["purged_at"], *counts, out_of_reach)
+
+
+def left_behind(journal: Journal, tenants: Tenants) -> list[int]:
+    """Lsns of deleted turns, of what was remade without them and of updates that have lost their words.
+
+    Those are rows that a crash left behind. Erased lives are left to the purge: the seqs of one are those of
+    the next.
+    """
+
+    def alive(**which: Any) -> list[Row]:
+        return [row for row in journal.read(**which, vectors=False) if not tenants.buried(row)]
+
+    controls = [row for row in alive(kinds=["control"]) if control_of(row).kind in ("delete", "update")]
+    bodies = {
+        (row.tenant_key, row.seq): control_of(row).body
+        for row in controls
+        if control_of(row).kind == "delete"
+    }
+    of_turns = {place: body["id"] for place, body in bodies.items() if "turn_seq" in body}
+    if not of_turns:
+        return []
+    left = [row.lsn for row in alive(kinds=["turn"], ids=list(of_turns.values()))]
+    memories = alive(kinds=["episode", "fact"])
+    remade = {row.id: row.lsn for row in memories if (row.tenant_key, row.seq) in of_turns}
+    left += [row.lsn for row in memories if row.id in remade and row.lsn < remade[row.id]]
+    return left + outdated_updates(controls)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,180 @@
+"""Files into an engine: read, offer, step, and remember how far each file was taken."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine
+from undertow.engine.base.model import BadInput, Turn
+from undertow.engine.readers import Format, Log, Record, read
+from undertow.engine.step.batch_size import MOST_TURNS
+from undertow.engine.step.scheduler import StepReport
+from undertow.engine.storage.journal import Row
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What one run took in. `admit_s` runs from the first read to the last turn's commit."""
+
+    read_turns: int = 0
+    new_turns: int = 0
+    errors: int = 0
+    warnings: int = 0
+    admit_s: float = 0.0
+    interrupted: bool = False
+    stopped_by: BadInput | None = None
+
+    @property
+    def turns_per_s(self) -> float:
+        return self.new_turns / self.admit_s if self.admit_s > 0 else 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over, with logs left."""
+        return self.interrupted or self.stopped_by is not None
+
+    def interrupt_if(self, stop: Callable[[], bool]) -> bool:
+        """Whether the run is interrupted; `stop` is not asked again once it has said so."""
+        self.interrupted = self.interrupted or stop()
+        return self.interrupted
+
+
+class Ingest:
+    """Feeds files to an engine in steps of at most `batch_turns` turns.
+
+    A file's position is committed in the very step that stores the last turn before it, so a kill at
+    any moment loses no turn and `resume` reads none twice but those of one batch, which dedupe drops.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        format: Format = "auto",
+        resume: bool = False,
+        strict: bool = False,
+        on_error: Callable[[BadInput], None] = lambda _: None,
+        on_warning: Callable[[str], None] = lambda _: None,
+        on_step: Callable[[StepReport], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`stop` is asked between steps: once it says so, the run ends after a whole commit.
+
+        `strict`: the first refused input ends the run; nothing of the batch it stood in is stored.
+        """
+        self.report = IngestReport()
+        self._engine = engine
+        self._format: Format = format
+        self._resume = resume
+        self._strict = strict
+        self._on_error, self._on_warning, self._on_step, self._stop = on_error, on_warning, on_step, stop
+        self._batch_turns = min(engine.settings.batch_turns or MOST_TURNS, engine.settings.queue_turns)
+        self._batch: list[Turn] = []
+        self._reached: dict[str, dict[str, Any]] = {}
+        self._stored = self._stored_offsets() if resume else {}
+
+    def feed(self, paths: Sequence[Log | Path]) -> None:
+        """Store every turn of the files; decisions go on alongside. JournalError: reopen the engine."""
+        began_s = time.perf_counter()
+        for path in paths:
+            if not self.report.ended:
+                self._feed_file(Log.of(path))
+        if not self.report.ended:
+            self._flush()
+        self._batch.clear()
+        self._reached.clear()
+        self.report.admit_s += time.perf_counter() - began_s
+
+    def settle(self) -> bool:
+        """Step until all is decided. False: something waits (see `obstacles`), or `stop` said so."""
+        while not self._engine.idle:
+            if self._stopping():
+                return False
+            self._on_step(self._engine.step(WAIT_FOR_REPLY_S))
+            if self._engine.server_lost:
+                return False
+        return not self._engine.scheduler.blocked
+
+    def _stopping(self) -> bool:
+        return self.report.interrupt_if(self._stop)
+
+    def _feed_file(self, log: Log) -> None:
+        source = self._engine.journal.info.tenant_key(log.uri)
+        head = log.head()
+        after = self._start(log, source)
+        bound = self._engine.settings.max_message_bytes
+        for record in read(log, self._format, after=after, max_message_bytes=bound):
+            self._note_problems(record)
+            for turn in record.turns:
+                if len(self._batch) == self._batch_turns:
+                    self._flush()
+                if self.report.ended:
+                    return
+                self._batch.append(turn)
+            if self.report.ended or self._stopping():
+                return
+            self._reached[source] = {"source": source, "position": record.position, **head}
+
+    def _note_problems(self, record: Record) -> None:
+        self.report.warnings += len(record.warnings)
+        self.report.errors += len(record.errors)
+        for warning in record.warnings:
+            self._on_warning(warning)
+        for error in record.errors:
+            self._on_error(error)
+            if self._strict:
+                self.report.stopped_by = error
+                return
+
+    def _flush(self) -> None:
+        """One step: the batch and the positions that it completes, in one commit."""
+        batch, self._batch = self._batch, []
+        reached, self._reached = self._reached, {}
+        if not batch and not reached:
+            return
+        for body in reached.values():
+            self._engine.note(Row("source_offset", "", "", -1, orjson.dumps(body)))
+        for turn in batch:
+            self._engine.scheduler.inbox.put(turn)
+        stored = False
+        while not stored:  # where the arena is full, the batch waits for decisions
+            step = self._engine.step(WAIT_FOR_REPLY_S)
+            stored = len(self._engine.scheduler.inbox) == 0
+            self.report.new_turns += step.admitted
+            self._on_step(step)
+            if self._stopping():
+                break
+        self.report.read_turns += len(batch) if stored else 0
+
+    def _start(self, log: Log, source: str) -> int:
+        """After which position to read: the stored one where the file still begins as it did."""
+        stored = self._stored.get(source)
+        if stored is None:
+            return 0
+        if log.head(stored["head_bytes"]) == {k: stored[k] for k in ("head", "head_bytes")}:
+            return int(stored["position"])
+        self.report.warnings += 1
+        self._on_warning(f"{log}: has changed since it was last read; reading it from the start")
+        return 0
+
+    def _stored_offsets(self) -> dict[str, dict[str, Any]]:
+        rows = sorted(
+            self._engine.journal.read(kinds=["source_offset"], vectors=False), key=lambda row: row.lsn
+        )
+        return {body["source"]: body for body in (orjson.loads(row.payload) for row in rows)}
+
+
+def obstacles(engine: Engine) -> list[str]:
+    """Why work is pending, in words: one line for each reason."""
+    blocked = Counter(engine.scheduler.blocked.values())
+    lines = [f"{count} tenant{'s' * (count > 1)}: {why}" for why, count in blocked.most_common()]
+    if engine.server_lost:
+        lines.insert(0, f"the LLM server does not answer: {engine.llm_error}")
+    return lines

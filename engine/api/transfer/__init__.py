@@ -1,0 +1,1 @@
+"""Tenants out of a store and into one: export, import, re-embedding."""

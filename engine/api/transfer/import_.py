@@ -1,0 +1,336 @@
+"""Taking in an export: the records of engine/api/transfer/export.py become a tenant of this store.
+
+Ids are hashes of the tenant's name and life, so all get those that they would have here, and whatever names
+them follows. Nothing is stored until every record has been checked and every text embedded, by this store's
+encoder: vectors that an export may carry can be another one's. Then one commit has it all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from undertow.engine.api.transfer.export import FORMAT, Seal
+from undertow.engine.api.transfer.import_schema import (
+    EDITED,
+    Content,
+    ControlRecord,
+    DecisionRecord,
+    JobRecord,
+    MemoryRecord,
+    TurnRecord,
+    content_of,
+)
+from undertow.engine.api.transfer.import_validation import Checks, Versions
+from undertow.engine.api.transfer.reindex import embedded_text
+from undertow.engine.api.views.format import Report, Withheld
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import InputError, Memory, MemoryKind, Turn, UndertowError, memory_id
+from undertow.engine.readers import parse_messages
+from undertow.engine.readers.record import BadField
+from undertow.engine.step.admission import check_turn
+from undertow.engine.storage.journal import Row
+from undertow.engine.storage.row_codec import (
+    Control,
+    Job,
+    control_row,
+    job_row,
+    memory_of,
+    memory_row,
+    turn_id,
+    turn_row,
+)
+
+# between two of these, a shard does other work
+RECORDS_PER_STEP = 512
+
+Encode = Callable[[Sequence[str]], NDArray[np.float16]]
+
+
+class TenantExists(UndertowError):
+    """The tenant that an export is to become has something here already."""
+
+    def __init__(self, tenant: str) -> None:
+        super().__init__(tenant)
+
+    def __str__(self) -> str:
+        return f"tenant {self.args[0]!r} has memories here. Import under another name, or erase it first."
+
+
+class CalledOff(UndertowError):
+    """The tenant was erased while an export was being taken in for it; nothing of that is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import has stored: turns that were not deleted, and every version of episodes and facts."""
+
+    turns: int
+    episodes: int
+    facts: int
+    decisions: int
+
+
+class Import:
+    """One export on its way to become a tenant. `rows` are its rows once the steps are done."""
+
+    def __init__(
+        self, tenant: str, key: str, generation: int, records: Sequence[Report], settings: Settings
+    ) -> None:
+        """InputError: the name cannot be a tenant's."""
+        check_turn(Turn(tenant, (), ""))
+        self.tenant = tenant
+        self.key = key
+        self.generation = generation
+        self.rows: list[Row] = []
+        self._records = records
+        self._settings = settings
+        self._checks = Checks()
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells a repeated import; of records that were not checked yet, what their end claims."""
+        last = self._records[-1] if self._records else {}
+        return str(last.get("fingerprint")) if isinstance(last, dict) else ""
+
+    @property
+    def imported(self) -> Imported:
+        """The counts, once the steps are done."""
+        counts = Counter(row.kind for row in self.rows)
+        return Imported(counts["turn"], counts["episode"], counts["fact"], counts["decision"])
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether nothing of the log is left to decide."""
+        return self._checks.decided == self._checks.log_len
+
+    def steps(self, encode: Encode) -> Iterator[None]:
+        """All the work, a slice at a time. InputError: nothing can be taken."""
+        contents: list[tuple[int, Content]] = []
+        for checked in self._checked():
+            contents.append(checked)
+            if len(contents) % RECORDS_PER_STEP == 0:
+                yield
+        rows: list[Row] = []
+        for line, content in contents:
+            rows.append(self._row(line, content))
+            rows[-1].lsn = line  # its order, and what an error names
+            if len(rows) % RECORDS_PER_STEP == 0:
+                yield
+        self.rows = self._kept(rows)
+        for start in range(0, len(self.rows), RECORDS_PER_STEP):
+            yield
+            self._embed(self.rows[start : start + RECORDS_PER_STEP], encode)
+
+    # ---- reading
+
+    def _checked(self) -> Iterator[tuple[int, Content]]:
+        """The records between head and end, each with its number, from 1, once it is checked."""
+        records, max_bytes = self._records, self._settings.max_import_bytes
+        source = self._ends()
+        seal, size = Seal(), 0
+        for line, record in enumerate(records[1:-1], 2):
+            with _about(line):
+                size += _size(seal, record)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                content = content_of(record)
+                if content.tenant != source:
+                    raise BadField("tenant", f"is not {source!r:.80}, as in the first record", EDITED)
+                self._checks.take(content)
+            yield line, content
+        with _about(len(records)):
+            if records[-1] != seal.end(source):
+                raise BadField("fingerprint", "is not that of the records: some were lost or changed", EDITED)
+            self._checks.finish()
+
+    def _ends(self) -> str:
+        """The tenant that was exported, as the first record says, if the last one is an end."""
+        first, last = (self._records[0], self._records[-1]) if self._records else ({}, {})
+        with _about(1):
+            if not isinstance(first, dict) or first.get("kind") != "export":
+                raise BadField("kind", "is not export: the beginning is missing", "Export it again.")
+            if first.get("format") != FORMAT:
+                cure = "Use the version of Undertow that wrote it, or a newer one."
+                raise BadField("format", f"is {first.get('format')!r:.40}, {FORMAT} can be read", cure)
+            if not isinstance(first.get("tenant"), str):
+                raise BadField("tenant", "is no name", EDITED)
+        with _about(len(self._records)):
+            if not isinstance(last, dict) or last.get("kind") != "end":
+                raise BadField("kind", "is not end: the export was cut off", "Export it again.")
+        return str(first["tenant"])
+
+    # ---- rows
+
+    def _row(self, line: int, content: Content) -> Row:
+        with _about(line):
+            match content:
+                case TurnRecord():
+                    return self._turn(line, content)
+                case MemoryRecord():
+                    return self._memory(content)
+                case DecisionRecord():
+                    return self._decision(content)
+                case ControlRecord():
+                    return self._control(content)
+                case JobRecord():
+                    return self._job(content)
+
+    def _turn(self, line: int, record: TurnRecord) -> Row:
+        bound = self._settings.max_message_bytes
+        messages = parse_messages(record.messages, source="import", line=line, max_message_bytes=bound)
+        turn = Turn(
+            self.tenant,
+            tuple(messages),
+            record.dedupe_key,
+            record.session,
+            record.timestamp,
+            record.metadata,
+        )
+        return turn_row(self.tenant, self.key, self.generation, record.seq, turn, record.timestamp)
+
+    def _memory(self, record: MemoryRecord) -> Row:
+        for field in ("source_seqs", "shown_seqs"):
+            self._checks.check_seqs(field, getattr(record, field), record.made_at_seq)
+        if {seq for seq, _ in record.source_messages} - set(record.source_seqs):
+            raise BadField("source_messages", "names a turn that source_seqs does not", EDITED)
+        fields = record.model_dump(exclude={"vector", "superseded_at_seq"})
+        fields |= {
+            "id": self._renamed("id", record.id, record.kind),
+            "tenant": self.tenant,
+            "source_seqs": tuple(record.source_seqs),
+            "source_messages": tuple((seq, line) for seq, line in record.source_messages),
+            "shown_seqs": tuple(record.shown_seqs),
+            "supersedes": tuple(self._renamed("supersedes", i, "fact") for i in record.supersedes),
+        }
+        if record.episode_id is not None:
+            fields["episode_id"] = self._renamed("episode_id", record.episode_id, "episode")
+        return memory_row(Memory(**fields), self.key, None)
+
+    def _decision(self, record: DecisionRecord) -> Row:
+        for field in ("relevant", "cluster_seqs", "settled", "revived"):
+            self._checks.check_seqs(field, getattr(record, field), record.seq)
+        body = record.model_dump(exclude={"kind", "tenant", "seq"}, exclude_unset=True)
+        if record.nearest_episode is not None:
+            body["nearest_episode"] = self._renamed("nearest_episode", record.nearest_episode, "episode")
+        kinds: tuple[tuple[str, MemoryKind], ...] = (("episode_ids", "episode"), ("fact_ids", "fact"))
+        for field, kind in kinds:
+            if field in body:
+                body[field] = [self._renamed(field, i, kind) for i in body[field]]
+        return Row("decision", self.tenant, self.key, record.seq, orjson.dumps(body))
+
+    def _control(self, record: ControlRecord) -> Row:
+        body = dict(record.body)
+        if "turn_seq" in body:
+            body["id"] = self._turn_id(body["turn_seq"])
+        if "replaced_by" in body:
+            body["replaced_by"] = self._turn_id(record.seq + 1)
+        if "memory_id" in body:
+            body["memory_id"] = self._renamed("body.memory_id", body["memory_id"], body["kind"])
+        named: tuple[tuple[str, MemoryKind], ...] = (("episode_ids", "episode"), ("fact_ids", "fact"))
+        for field, kind in named:
+            if field in body:
+                body[field] = [self._renamed(f"body.{field}", i, kind) for i in body[field]]
+        if "job_id" in body:
+            body["job_id"] = self._job_id(body["job_id"])
+        return control_row(self.tenant, self.key, Control(record.control, record.seq, body))
+
+    def _job(self, record: JobRecord) -> Row:
+        self._checks.check_seqs("cluster_seqs", record.cluster_seqs, record.seq)
+        identity, cluster = self._job_id(record.id), tuple(record.cluster_seqs)
+        job = Job(identity, record.seq, record.state, record.operation, cluster, record.reason)
+        return job_row(self.tenant, self.key, job)
+
+    def _turn_id(self, seq: int) -> str:
+        return turn_id(self.tenant, self.generation, seq)
+
+    def _job_id(self, old: str) -> str:
+        """The id here of a job of the export."""
+        number, seq = self._checks.job_places[old]
+        return memory_id(self.tenant, self.generation + number - 1, seq, "job", 0)
+
+    def _renamed(self, field: str, old: str, kind: MemoryKind) -> str:
+        """The id here of an episode or fact of the export."""
+        birth = self._checks.births.get(old)
+        if birth is None or birth[1] != kind:
+            raise BadField(field, f"names {old:.80}, of which the export has no {kind}", EDITED)
+        number, _, born_at_seq, ordinal = birth
+        return memory_id(self.tenant, self.generation + number - 1, born_at_seq, kind, ordinal)
+
+    def _kept(self, rows: Sequence[Row]) -> list[Row]:
+        """Without words that were deleted while the export was being read."""
+        withheld = Withheld([row for row in rows if row.kind in ("control", "episode", "fact")])
+        kept = [row for row in rows if row not in withheld]
+        versions = Versions(set(self._checks.deletions.values()))
+        for row in kept:
+            if row.kind in ("episode", "fact"):
+                with _about(row.lsn):
+                    versions.take(memory_of(row))
+        return kept
+
+    def _embed(self, rows: Sequence[Row], encode: Encode) -> None:
+        texts = [embedded_text(row, self._settings.embed_timestamp) for row in rows]
+        speaking = [(row, text) for row, text in zip(rows, texts, strict=True) if text is not None]
+        if not speaking:
+            return
+        for (row, _), vector in zip(speaking, encode([text for _, text in speaking]), strict=True):
+            row.vector = vector
+
+
+def read_records(lines: Iterable[bytes], max_bytes: int) -> list[Report]:
+    """An export's lines of JSON as records, for `Import`. InputError: one is no JSON, or all are too long."""
+    records: list[Report] = []
+    size = 0
+    for line, text in enumerate(lines, 1):
+        size += len(text)
+        with _about(line):
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            try:
+                records.append(orjson.loads(text))
+            except orjson.JSONDecodeError as error:
+                raise BadField(None, f"is no JSON ({error})", "Export it again.") from None
+    return records
+
+
+def _too_large(max_bytes: int) -> BadField:
+    cure = "Export it without vectors, or raise UNDERTOW_MAX_IMPORT_BYTES."
+    return BadField(None, f"the export is larger than {max_bytes:,} bytes", cure)
+
+
+def note_row(work: Import) -> Row:
+    """What tells a repeated call that the import was done."""
+    body = {"imported": asdict(work.imported), "fingerprint": work.fingerprint}
+    return Row("note", work.tenant, work.key, -1, orjson.dumps(body))
+
+
+def earlier_import(notes: Iterable[Row], fingerprint: str) -> Imported | None:
+    """What an import of these records has stored, if one of a tenant's notes tells of it."""
+    bodies = [orjson.loads(row.payload) for row in notes]
+    done = [body for body in bodies if "imported" in body and body["fingerprint"] == fingerprint]
+    return Imported(**done[0]["imported"]) if done else None
+
+
+def _size(seal: Seal, record: object) -> int:
+    """Add a record; its size in bytes, about. BadField."""
+    if not isinstance(record, dict):
+        raise BadField(None, "is no JSON object", "Write one object a line, as in an export.")
+    try:
+        return seal.add(record)
+    except TypeError as error:
+        raise BadField(None, f"is no JSON ({error})", EDITED) from None
+
+
+@contextmanager
+def _about(line: int) -> Iterator[None]:
+    """Around what is done with one record: InputError names it."""
+    try:
+        yield
+    except BadField as bad:
+        raise InputError(bad.at("import", line)) from None

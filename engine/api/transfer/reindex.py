@@ -1,0 +1,121 @@
+"""Embedding a store again with another encoder. What was decided stays as it was decided.
+
+The rows are copied, with new vectors, into a second journal beside the first. `store.json` names the
+journal in force and its encoder, so replacing that one file puts the new one in place: killed at any
+moment before, the store is as it was, and the same call goes on with the copy where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from undertow.engine.base.model import as_embedded, spoken
+from undertow.engine.encoders.base import Encoder, Fingerprint
+from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.storage.location import Place
+from undertow.engine.storage.row_codec import messages_of
+from undertow.engine.storage.store_info import StoreError, StoreInfo, write_info
+
+ROWS_PER_STEP = 512
+PROGRESS_FILE = "reindex.json"
+
+
+def reindex(
+    store: Place | Path | str,
+    encoder: Encoder,
+    *,
+    embed_timestamp: bool = False,
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
+) -> int:
+    """Give every turn, episode and fact (all versions) a vector of `encoder`; returns how many.
+
+    0 when the store's vectors are of this encoder already. `on_rows(done, total)` is told of progress.
+    Takes the writer's lock; readers that have the store open must open it again afterwards. StoreError.
+    On an object store, which has no lock, let nobody open the store as a writer meanwhile.
+    """
+    # the old vectors are deleted afterwards, so the new ones must be on the disk by then
+    journal = Journal.open(store, writable=True, durability="fsync")
+    plain = encoder.fingerprint
+    fingerprint = plain.with_timestamps() if embed_timestamp else plain
+    try:
+        if Fingerprint.stored(journal.info.encoder).mismatch(fingerprint) is None:
+            return 0
+        copy = _begin_or_resume(journal, fingerprint)
+        embedded = _copy(journal, copy, encoder, embed_timestamp, on_rows)
+        if copy.row_count != journal.row_count:
+            journal.place.remove(PROGRESS_FILE)
+            raise StoreError(
+                f"the copy has {copy.row_count} rows and the store {journal.row_count}; nothing was "
+                "replaced. Run reindex again: it begins afresh."
+            )
+        copy.compact()
+        journal.check_in_force()
+        write_info(journal.place, copy.info)
+        copy.remove_others()
+        journal.place.remove(PROGRESS_FILE)
+        return embedded
+    finally:
+        journal.close()
+
+
+def _begin_or_resume(journal: Journal, fingerprint: Fingerprint) -> Journal:
+    """The copy to go on with. A half-made one counts only if no one has written the store since."""
+    place = journal.place
+    wanted: dict[str, Any] = {"encoder": asdict(fingerprint)}
+    name = f"journal-{journal.epoch}.lance"
+    if (progress := place.read(PROGRESS_FILE)) is not None:
+        state = orjson.loads(progress)
+        if state["encoder"] == wanted["encoder"] and state["epoch"] == journal.former_epoch:
+            name = state["journal"]
+    if not place.exists(name):
+        journal.remove_others()
+    place.write(PROGRESS_FILE, orjson.dumps({**wanted, "journal": name, "epoch": journal.epoch}))
+    info: StoreInfo = replace(journal.info, dim=fingerprint.dim, encoder=wanted["encoder"], journal=name)
+    return journal.sibling(info)
+
+
+def _copy(
+    journal: Journal,
+    copy: Journal,
+    encoder: Encoder,
+    embed_timestamp: bool,
+    on_rows: Callable[[int, int], None],
+) -> int:
+    """Copy what the copy does not have yet; how many vectors it then holds."""
+    total, embedded, done = journal.row_count, 0, 0
+    first = max(copy.columns(["lsn"])["lsn"].to_pylist(), default=-1) + 1
+    for rows in _batches(journal):
+        texts = [embedded_text(row, embed_timestamp) for row in rows]
+        embedded += sum(text is not None for text in texts)
+        fresh = [(row, text) for row, text in zip(rows, texts, strict=True) if row.lsn >= first]
+        speaking = [(row, text) for row, text in fresh if text is not None]
+        vectors = encoder.encode([text for _, text in speaking])
+        for (row, _), vector in zip(speaking, vectors, strict=True):
+            row.vector = vector
+        if fresh:
+            copy.append_copies([row for row, _ in fresh])
+        done += len(rows)
+        on_rows(done, total)
+    return embedded
+
+
+def _batches(journal: Journal) -> Iterator[list[Row]]:
+    rows = journal.read(vectors=False)
+    while batch := list(islice(rows, ROWS_PER_STEP)):
+        yield batch
+
+
+def embedded_text(row: Row, embed_timestamp: bool) -> str | None:
+    """The text whose vector a row holds; None for rows that hold none."""
+    if row.kind not in ("turn", "episode", "fact"):
+        return None
+    body = orjson.loads(row.payload)
+    if row.kind != "turn":
+        return None if body.get("deleted") else str(body["text"])
+    return as_embedded(spoken(messages_of(body)), row.timestamp, embed_timestamp)

@@ -1,0 +1,110 @@
+"""How what a journal holds is shown to users: plain data, and what of it is withheld.
+
+Every report is made of str, int, float, list, dict and None, ready to be written as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import orjson
+
+from undertow.engine.base.model import Memory, spoken
+from undertow.engine.storage.journal import Row
+from undertow.engine.storage.row_codec import control_of, memory_of, messages_of, outdated_updates
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some records, and where the next ones begin; None: there are no more."""
+
+    items: tuple[Report, ...]
+    after: str | None
+
+
+class Withheld:
+    """Rows of one tenant with a deleted turn's words, which a crash may have left for the next purge.
+
+    Those are the turn itself, the versions older than one that was made at the deletion's seq, and updates
+    of which there is a copy without words.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """`rows`, oldest first: the control records, and every version of the memories in question."""
+        deletions = deleted_turns(rows)
+        seqs = {row.seq for row in deletions.values()}
+        self._turns = deletions.keys()
+        self._remade_lsn = {
+            row.id: row.lsn for row in rows if row.kind in ("episode", "fact") and row.seq in seqs
+        }
+        self._outdated = set(outdated_updates(rows))
+
+    def __contains__(self, row: Row) -> bool:
+        if row.kind == "turn":
+            return row.seq in self._turns
+        if row.kind == "control":
+            return row.lsn in self._outdated
+        return row.kind in ("episode", "fact") and row.lsn < self._remade_lsn.get(row.id, -1)
+
+
+def deleted_turns(rows: Sequence[Row]) -> dict[int, Row]:
+    """The control row that deleted it, by seq of the deleted turn."""
+    return {seq: row for row in rows if (seq := deleted_turn(row)) is not None}
+
+
+def deleted_turn(row: Row) -> int | None:
+    """The seq of the turn that a row deletes, if it does that."""
+    if row.kind != "control":
+        return None
+    control = control_of(row)
+    return int(control.body["turn_seq"]) if control.kind == "delete" and "turn_seq" in control.body else None
+
+
+def versions_of(rows: Sequence[Row]) -> list[Memory]:
+    """The versions in `rows` (oldest first), each with the seq of the one that replaced it."""
+    found = [memory_of(row) for row in rows]
+    next_seq: dict[str, int] = {}
+    for i in range(len(found) - 1, -1, -1):
+        memory = found[i]
+        found[i] = replace(memory, superseded_at_seq=next_seq.get(memory.id))
+        next_seq[memory.id] = memory.made_at_seq
+    return found
+
+
+def turn_report(row: Row) -> Report:
+    body = orjson.loads(row.payload)
+    return {
+        "id": row.id,
+        "kind": "turn",
+        "tenant": row.tenant,
+        "seq": row.seq,
+        "made_at_seq": row.seq,
+        "superseded_at_seq": None,
+        "session": body["session"],
+        "timestamp": row.timestamp,
+        "text": spoken(messages_of(body)),
+        "messages": body["messages"],
+        "metadata": body.get("metadata", {}),
+    }
+
+
+def memory_report(memory: Memory) -> Report:
+    report = asdict(memory)
+    report["source_messages"] = [list(message) for message in memory.source_messages]
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in report.items()}
+
+
+def row_report(row: Row) -> Report:
+    if row.kind == "turn":
+        return turn_report(row)
+    if row.kind in ("episode", "fact"):
+        return memory_report(memory_of(row))
+    body = orjson.loads(row.payload)
+    head: Report = {"kind": row.kind, "tenant": row.tenant, "seq": row.seq}
+    if row.kind == "control":
+        return {**head, "control": body["kind"], "body": body["body"]}
+    return {**head, **body}

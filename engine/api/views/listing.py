@@ -1,0 +1,120 @@
+"""Listing what a tenant has, page by page, in order of birth."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
+from typing import NoReturn, get_args
+
+import orjson
+
+from undertow.engine.api.views.format import Page, Report, memory_report, turn_report
+from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.search.ranking import HitKind, Rows, Window, rests_on, shows
+from undertow.engine.storage.journal import Row
+from undertow.engine.storage.row_codec import turn_id
+from undertow.engine.tenants.tenant import Tenant
+
+__all__ = ["MAX_LISTED", "Page", "kinds_of", "list_page", "names_page"]
+
+MAX_LISTED = 1_000
+# of what was born at one record of the log: turns before episodes before facts
+KINDS: tuple[HitKind, ...] = get_args(HitKind)
+
+# record of the log, number of the kind, ordinal
+Place = tuple[int, int, int]
+Item = tuple[Place, Callable[[], Report]]
+BEFORE_ALL: Place = (-1, -1, -1)
+
+
+def kinds_of(kinds: Collection[str] | None) -> frozenset[HitKind]:
+    """Those named, or all. InputError."""
+    if wrong := sorted(set(kinds or ()) - set(KINDS)):
+        _refuse("kinds", f"{wrong[0]!r:.80} is none", f"Name some of {', '.join(KINDS)}.")
+    return frozenset(kind for kind in KINDS if kinds is None or kind in kinds)
+
+
+def list_page(
+    tenant: Tenant,
+    kinds: frozenset[HitKind],
+    window: Window,
+    passing: Rows | None,
+    within: Rows | None,
+    *,
+    limit: int,
+    after: str | None,
+) -> Page:
+    """The first `limit` of the tenant's turns and memories that pass the filters and stand behind `after`.
+
+    Those that a search may find, in the form of Reports.get. `passing`, and `within` of the window, as of
+    Retrieval. Nothing stands twice in the pages of one walk, and nothing that stays is left out, whatever is
+    added meanwhile; what is born meanwhile at a record that the walk has passed is not in it. InputError.
+    """
+    check_limit(limit)
+    start = BEFORE_ALL if after is None else _place_of(after)
+    lines: list[Iterator[Item]] = []
+    if "turn" in kinds:
+        lines.append(_turns(tenant, start, passing, within))
+    lines += [
+        _memories(tenant, kind, start, window, passing) for kind in ("episode", "fact") if kind in kinds
+    ]
+    found = list(islice(merge(*lines, key=itemgetter(0)), limit + 1))
+    shown = found[:limit]
+    last = ".".join(map(str, shown[-1][0])) if len(found) > limit else None
+    return Page(tuple(report() for _, report in shown), last)
+
+
+def names_page(names: Iterable[str], prefix: str, limit: int, after: str) -> list[str]:
+    """Of sorted names, the first `limit` that begin with `prefix` and stand behind `after`. InputError."""
+    check_limit(limit)
+    return list(islice((name for name in names if name > after and name.startswith(prefix)), limit))
+
+
+def check_limit(limit: int) -> None:
+    """InputError."""
+    if not 1 <= limit <= MAX_LISTED:
+        _refuse("limit", f"is {limit}", f"Ask for 1 to {MAX_LISTED:,}; `after` gives the next page.")
+
+
+def _turns(tenant: Tenant, start: Place, passing: Rows | None, within: Rows | None) -> Iterator[Item]:
+    rank = KINDS.index("turn")
+    first = bisect_left(tenant.seq_by_row, start[0])
+    for row in range(first, len(tenant.seq_by_row)):
+        seq = tenant.seq_by_row[row]
+        payload = tenant.records[seq]
+        if (seq, rank, 0) <= start or not isinstance(payload, bytes):  # deleted
+            continue
+        if all(rows is None or rows[row] for rows in (passing, within)):
+            yield (seq, rank, 0), partial(_turn, tenant, seq, payload)
+
+
+def _turn(tenant: Tenant, seq: int, payload: bytes) -> Report:
+    identity = turn_id(tenant.name, tenant.life, seq)
+    timestamp = orjson.loads(payload).get("timestamp")
+    return turn_report(Row("turn", tenant.name, tenant.key, seq, payload, identity, timestamp))
+
+
+def _memories(
+    tenant: Tenant, kind: HitKind, start: Place, window: Window, passing: Rows | None
+) -> Iterator[Item]:
+    rank = KINDS.index(kind)
+    for memory in tenant.current("episode" if kind == "episode" else "fact"):
+        place = (memory.born_at_seq, rank, memory.ordinal)
+        if place > start and shows(tenant, memory, window) and rests_on(tenant, memory, passing):
+            yield place, partial(memory_report, memory)
+
+
+def _place_of(after: str) -> Place:
+    try:
+        seq, rank, ordinal = map(int, after.split("."))
+    except ValueError:
+        _refuse("after", f"{after!r:.80} is not what a page gave", "Pass on the last page's `after`.")
+    return seq, rank, ordinal
+
+
+def _refuse(field: str, reason: str, cure: str) -> NoReturn:
+    raise InputError(BadInput("list", None, field, reason, cure))

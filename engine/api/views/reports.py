@@ -1,0 +1,303 @@
+"""What a store holds and why, read from its journal: no encoder, no LLM, no writer's lock.
+
+Every report is plain data (str, int, float, list, dict, None), ready to be written as JSON.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from undertow.engine.api.policy_change import policy_report
+from undertow.engine.api.transfer.export import (
+    EXPORTED,
+    MAX_PAGE_BYTES,
+    MAX_PAGE_RECORDS,
+    ExportBroken,
+    Mark,
+    Seal,
+    check_limit,
+    exported,
+    head,
+    stay_of,
+)
+from undertow.engine.api.views.format import (
+    Page,
+    Report,
+    Withheld,
+    deleted_turn,
+    deleted_turns,
+    memory_report,
+    row_report,
+    turn_report,
+    versions_of,
+)
+from undertow.engine.base.model import Decision, MemoryKind, UnknownMemory, unknown_memory
+from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.storage.row_codec import control_of, job_of, memory_of
+from undertow.engine.tenants.generations import BEFORE_LOG, is_change, shown_generation, since_reread
+from undertow.engine.tenants.registry import Tenants
+from undertow.kernels.arena.arena import Arena
+
+__all__ = ["Report", "Reports"]
+
+MADE_IDS = ("episode_ids", "fact_ids")
+# control records that make memories of turns
+DECIDING = ("replay", "flush")
+CONSOLIDATING = (Decision.MERGED, Decision.FIRED)
+
+
+class Reports:
+    """The reports of one open journal."""
+
+    def __init__(self, journal: Journal, tenants: Tenants | None = None) -> None:
+        """`tenants`: those of an engine that has the journal open."""
+        self._journal = journal
+        self.tenants = Tenants(journal, Arena(journal.info.dim)) if tenants is None else tenants
+
+    def tenant_sizes(self) -> list[Report]:
+        """One record a tenant, by name: how many turns it has, deleted ones left out. Loads no tenant."""
+        table = self._journal.columns(["tenant", "tenant_key", "lsn"], kinds=["turn"])
+        counted = self.tenants.alive(table).group_by("tenant").aggregate([("lsn", "count")])
+        sizes: Counter[str] = Counter(dict.fromkeys(self.tenants.names(), 0))
+        sizes.update(dict(zip(counted["tenant"].to_pylist(), counted["lsn_count"].to_pylist(), strict=True)))
+        sizes.subtract(row.tenant for row in self._deleted_but_stored())
+        return [{"tenant": name, "turns": turns} for name, turns in sorted(sizes.items())]
+
+    def _deleted_but_stored(self) -> list[Row]:
+        """Rows of deleted turns that a crash left behind."""
+        controls = self._alive(self._journal.read(kinds=["control"], vectors=False))
+        ids = [control_of(row).body["id"] for row in controls if deleted_turn(row) is not None]
+        return self._alive(self._journal.read(kinds=["turn"], ids=ids, vectors=False)) if ids else []
+
+    def turns(self, tenant: str, *, every: bool = False) -> list[Report]:
+        """The turns in seq order. `every`: with a stub for each deleted one, whose words are gone."""
+        rows = self._rows(tenant, ["turn", "control"])
+        deleted = deleted_turns(rows)
+        turns = {row.seq: turn_report(row) for row in rows if row.kind == "turn"}
+        if every:
+            for seq, row in deleted.items():
+                body = control_of(row).body
+                turns[seq] = {
+                    "id": body["id"],
+                    "kind": "turn",
+                    "tenant": tenant,
+                    "seq": seq,
+                    "made_at_seq": seq,
+                    "superseded_at_seq": row.seq,
+                    "deleted": True,
+                }
+        return [turns[seq] for seq in sorted(turns)]
+
+    def turn_vectors(self, tenant: str) -> Iterator[NDArray[np.float16]]:
+        """The vectors of a tenant's turns, float16 [dim] each, in seq order; streamed."""
+        withheld = Withheld(self._rows(tenant, ["control"]))
+        key = self._journal.info.tenant_key(tenant)
+        rows = self._journal.read(tenant_keys=[key], kinds=["turn"])
+        shown = (row for row in rows if self._is_alive(row) and row not in withheld)
+        return (row.vector for row in shown if row.vector is not None)
+
+    def memories(self, tenant: str, kind: MemoryKind, *, every: bool = False) -> list[Report]:
+        """Episodes or facts in order of birth.
+
+        `every`: with all their earlier versions, and those of generations that are not searched.
+        """
+        versions = [m for m in versions_of(self._rows(tenant, [kind])) if not m.deleted]
+        if not every:
+            number = self._shown_generation(tenant)
+            versions = [m for m in versions if m.superseded_at_seq is None and m.generation == number]
+        versions.sort(key=lambda m: (m.generation, m.born_at_seq, m.ordinal, m.version))
+        return [memory_report(m) for m in versions]
+
+    def _shown_generation(self, tenant: str) -> int:
+        """See generations.shown_generation."""
+        controls = self._every_row(tenant, ["control"])
+        if not any(map(is_change, controls)):
+            return 1
+        return shown_generation(self._every_row(tenant, ["control", "decision"]))
+
+    def policy(self, tenant: str) -> Report:
+        """See policy_change.policy_report. UnknownTenant."""
+        return policy_report(self.tenants.existing(tenant), self._journal.info.policy)
+
+    def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> list[Report]:
+        """One record a turn in seq order: what was decided, on what grounds, and what it made.
+
+        Of those behind record `after_seq`, the first `limit`; None: all.
+
+        `consolidated_at_seq` is the log record that took the turn out of the gates by a merge or a
+        fire (of a flush or a replay of a parked job too, the remaking after a deletion not). Deleted turns
+        say so. While a log is read again for a change of policy, it is told what that decides.
+        """
+        rows = since_reread(self._rows(tenant, ["turn", "control", "decision", "job"]))
+        rows = [row for row in rows if row.kind != "decision" or row.seq != BEFORE_LOG]
+        decisions = {row.seq: orjson.loads(row.payload) for row in rows if row.kind == "decision"}
+        cursor = max(decisions, default=-1) + 1
+        pending = {row.seq for row in rows if row.kind == "job" and job_of(row).state == "pending"}
+        other = {row.seq for row in rows if row.kind == "control" and control_of(row).kind not in DECIDING}
+        consolidated = {
+            seq: at
+            for at, body in sorted(decisions.items())
+            if body["decision"] in CONSOLIDATING and at not in other and any(map(body.get, MADE_IDS))
+            for seq in body.get("cluster_seqs", ())
+        }
+        deleted = deleted_turns(rows)
+        records = []
+        seqs = sorted({row.seq for row in rows if row.kind == "turn"} | set(deleted))
+        for seq in [seq for seq in seqs if seq > after_seq][:limit]:
+            undecided = Decision.PENDING if seq == cursor and seq in pending else Decision.UNDECIDED
+            body = decisions.get(seq, {"decision": undecided.value})
+            record = _explanation(seq, body, consolidated.get(seq))
+            records.append({**record, "deleted": True} if seq in deleted else record)
+        return records
+
+    def history(self, memory_id: str, tenant_key: str | None = None) -> list[Report]:
+        """Every version of one memory, its deletion included, oldest first. UndertowError: unknown id.
+
+        `tenant_key`: whose it is, where that is known; it is then found without looking at all tenants.
+        """
+        rows = self._rows_of(memory_id, tenant_key)
+        if rows and rows[0].kind == "turn":
+            return [turn_report(rows[0])]
+        if not rows:
+            raise UnknownMemory(
+                f"no memory has the id {memory_id!r}. `undertow list` shows the ids; a deleted turn has none."
+            )
+        return [memory_report(m) for m in versions_of(rows)]
+
+    def get(self, memory_id: str, tenant_key: str | None = None) -> Report:
+        """One memory as it stands, in the form of `history`. UndertowError: unknown id, or deleted."""
+        return row_report(self.row(memory_id, tenant_key))
+
+    def row(self, memory_id: str, tenant_key: str | None = None) -> Row:
+        """The newest version of a memory, without its vector. UndertowError: unknown id, or deleted."""
+        rows = self._rows_of(memory_id, tenant_key)
+        if not rows or (rows[-1].kind != "turn" and memory_of(rows[-1]).deleted):
+            raise unknown_memory(memory_id)
+        return rows[-1]
+
+    def _rows_of(self, memory_id: str, tenant_key: str | None) -> list[Row]:
+        """The rows of one memory that may be shown, oldest first."""
+        keys, kinds = None if tenant_key is None else [tenant_key], ["turn", "episode", "fact"]
+        found = self._journal.read(tenant_keys=keys, ids=[memory_id], kinds=kinds, vectors=False)
+        rows = self._alive(found)
+        if not rows:
+            return []
+        of_tenant = self._journal.read(tenant_keys=[rows[0].tenant_key], kinds=["control"], vectors=False)
+        withheld = Withheld([*self._alive(of_tenant), *rows])
+        return [row for row in rows if row not in withheld]
+
+    def export(self, tenant: str, *, vectors: bool = False) -> Iterator[Report]:
+        """Everything of a tenant in the order of its commits, every version; streamed.
+
+        `kind` is turn, episode, fact, decision, control or job, between the head and the end of the export
+        (engine/api/transfer/export.py); `vector` is a list of floats.
+        """
+        self.tenants.require(tenant)
+        return self._export(tenant, vectors)
+
+    def _export(self, tenant: str, vectors: bool) -> Iterator[Report]:
+        seal = Seal()
+        yield head(tenant)
+        known = self._every_row(tenant, ["control", "episode", "fact"])
+        for _, record in exported(self._exported_rows(tenant, vectors), known, vectors=vectors):
+            seal.add(record)
+            yield record
+        yield seal.end(tenant)
+
+    def export_page(
+        self, tenant: str, *, after: str | None = None, limit: int = 1000, vectors: bool = False
+    ) -> Page:
+        """Some of `export`: at most `limit` records and a few megabytes, from where the page before ended.
+
+        Pages in a row, read by whatever process, make one export. What is added meanwhile is in it; what is
+        deleted meanwhile may be, with the record of its deletion, if its page had been read: an import leaves
+        it out. InputError; ExportBroken.
+        """
+        check_limit(limit, MAX_PAGE_RECORDS)
+        known = self._every_row(tenant, ["control", "episode", "fact"])
+        stay = stay_of(self._journal, known)
+        mark = Mark(stay) if after is None else Mark.parse(after)
+        if mark.stay != stay:
+            raise ExportBroken(
+                f"{tenant!r} has moved or was erased since its export began. Begin the export again."
+            )
+        items, seal, size = [head(tenant)] if after is None else [], mark.seal, 0
+        rows = self._exported_rows(tenant, vectors, after_lsn=mark.lsn)
+        for taken, (lsn, record) in enumerate(exported(rows, known, vectors=vectors), 1):
+            items.append(record)
+            size += seal.add(record)
+            if taken == limit or size >= MAX_PAGE_BYTES:
+                return Page(tuple(items), str(Mark(stay, lsn, seal)))
+        return Page((*items, seal.end(tenant)), None)
+
+    def _exported_rows(self, tenant: str, vectors: bool, *, after_lsn: int = -1) -> Iterator[Row]:
+        key = self._journal.info.tenant_key(tenant)
+        rows = self._journal.read(tenant_keys=[key], kinds=EXPORTED, vectors=vectors, after_lsn=after_lsn)
+        return filter(self._is_alive, rows)
+
+    def jobs(self) -> list[Report]:
+        """Pending and parked jobs of all tenants, by tenant and seq."""
+        latest: dict[str, Row] = {}
+        for row in self._alive(self._journal.read(kinds=["job"], vectors=False)):
+            if row.id is not None:
+                latest[row.id] = row
+        pending = [row.tenant_key for row in latest.values() if job_of(row).state == "pending"]
+        decided = self._decided(sorted(set(pending)))
+        open_jobs = [
+            {"id": job.id, "tenant": row.tenant, "seq": job.seq, "state": job.state}
+            | {"operation": job.operation, "cluster_seqs": list(job.cluster), "reason": job.reason}
+            for row in latest.values()
+            for job in [job_of(row)]
+            if job.state == "parked"
+            or (job.state == "pending" and row.lsn > decided.get((row.tenant_key, job.seq), -1))
+        ]
+        return sorted(open_jobs, key=lambda job: (job["tenant"], job["seq"]))
+
+    def _decided(self, tenant_keys: Sequence[str]) -> dict[tuple[str, int], int]:
+        """The lsn of the last decision on each record of these tenants, by key and seq."""
+        if not tenant_keys:
+            return {}
+        table = self.tenants.alive(self._journal.columns(["tenant_key", "seq", "lsn"], kinds=["decision"]))
+        table = table.filter(pc.is_in(table["tenant_key"], pa.array(tenant_keys, pa.string())))
+        places = zip(table["tenant_key"].to_pylist(), table["seq"].to_pylist(), strict=True)
+        return dict(zip(places, table["lsn"].to_pylist(), strict=True))
+
+    def _rows(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
+        """A tenant's rows of some kinds that may be shown, oldest first. UnknownTenant."""
+        rows = self._every_row(tenant, [*kinds, "control"])
+        withheld = Withheld(rows)
+        return [row for row in rows if row.kind in kinds and row not in withheld]
+
+    def _every_row(self, tenant: str, kinds: Sequence[str]) -> list[Row]:
+        """As `_rows`, with those that are withheld."""
+        self.tenants.require(tenant)
+        key = self._journal.info.tenant_key(tenant)
+        return self._alive(self._journal.read(tenant_keys=[key], kinds=kinds, vectors=False))
+
+    def _alive(self, rows: Iterator[Row]) -> list[Row]:
+        return sorted((row for row in rows if self._is_alive(row)), key=lambda row: row.lsn)
+
+    def _is_alive(self, row: Row) -> bool:
+        return row.tenant_key not in self.tenants.departed and not self.tenants.buried(row)
+
+
+def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | None) -> Report:
+    made = body if body["decision"] in CONSOLIDATING else {}
+    return {
+        "seq": seq,
+        "decision": body["decision"],
+        "merge_asked": bool(body.get("merge_asked", False)),
+        "nearest_episode": body.get("nearest_episode"),
+        "score": body.get("score"),
+        "cluster_seqs": body.get("cluster_seqs", []),
+        "consolidated_at_seq": consolidated_at_seq,
+        **{name: made.get(name, []) for name in MADE_IDS},
+    }

@@ -1,0 +1,234 @@
+"""The nouns of the engine: messages, turns, memories, decisions, and how their ids are made.
+
+Vocabulary: spec of RecMem, section 3. A *turn* is one interaction unit u_i = (user message,
+assistant message, timestamp) of equation 3; an *episode* and a *fact* are what the LLM writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+
+LINKED_PAIRS = 0.025
+"""The share of pairs to link by default: with MiniLM, 0.7 links so many on LoCoMo (docs/cost.md)."""
+
+MemoryKind = Literal["episode", "fact"]
+PolicyName = Literal["recmem", "eager", "nemori", "himem"]
+# which tiers an answer reads, and when (engine/search/answer_modes.py); unrelated to how a search ranks
+AnswerMode = Literal["hybrid", "best_effort"]
+
+
+class Decision(StrEnum):
+    """What became of a turn. The last two are states of the cursor, never stored."""
+
+    WAITS = "waits"
+    MERGED = "merged"
+    FIRED = "fired"
+    PARKED = "parked"
+    PENDING = "pending"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One utterance of one speaker. `timestamp` is ISO 8601, as normalised by `parse_timestamp`."""
+
+    role: str
+    content: str
+    name: str | None = None
+    timestamp: str | None = None
+
+    @property
+    def speaker(self) -> str:
+        return self.name or self.role
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange, the atom of ingestion. It has no seq yet: the engine gives it one on arrival.
+
+    `dedupe_key`: the client's idempotency key, or one made from (source, session, position) and
+    the content, so that reading the same log twice changes nothing.
+    """
+
+    tenant: str
+    messages: tuple[Message, ...]
+    dedupe_key: str
+    session_id: str = ""
+    timestamp: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """What is embedded: speakers and words, no timestamp."""
+        return spoken(self.messages)
+
+
+class PackedTurn(NamedTuple):
+    """A turn whose row is made already: `payload` as the journal stores it, `text` as it is embedded.
+
+    It was checked where it was packed. A tuple, as a shard makes one of each turn that it is sent.
+    """
+
+    tenant: str
+    dedupe_key: str
+    session_id: str
+    timestamp: str | None
+    text: str
+    payload: bytes
+
+
+INSTRUCTIONS = frozenset({"system", "developer"})
+
+
+def spoken(messages: Sequence[Message]) -> str:
+    """The words of a turn, one line a message, each with its speaker's name.
+
+    Instructions to the agent are no one's words: repeated in each turn they would make all turns
+    alike (measured: a 40-word system prompt lifts the median cosine of unrelated turns from 0.24 to
+    0.70). They stay stored, and are read only where a turn has nothing else.
+    """
+    return "\n".join(lines_of(messages))
+
+
+def lines_of(messages: Sequence[Message]) -> tuple[str, ...]:
+    """The messages of a turn that count as its words (`spoken`), each with its speaker's name."""
+    said = [m for m in messages if m.role not in INSTRUCTIONS] or messages
+    return tuple(f"{m.speaker}: {m.content}" for m in said)
+
+
+def as_embedded(text: str, timestamp: str | None, embed_timestamp: bool) -> str:
+    """What the encoder is given of a turn; `timestamp`: its own, or the one that it inherits."""
+    return f"{timestamp}\n{text}" if embed_timestamp and timestamp is not None else text
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One version of an episode or a fact, as stored.
+
+    `made_at_seq` is the log record whose decision made this version, `born_at_seq` that of the
+    first version. `superseded_at_seq` is known only once a later version (or a deletion) exists.
+    `source_messages`, where it rests on parts of turns: (seq of the turn, which of its lines, from 0) of each
+    message; () stands for all messages of `source_seqs`.
+    `shown_seqs`: turns that it does not name, whose words its writer saw: they may be in its own.
+    `generation`: 1, and one more with each change of the tenant's policy before it.
+    """
+
+    id: str
+    kind: MemoryKind
+    tenant: str
+    text: str
+    version: int
+    born_at_seq: int
+    made_at_seq: int
+    ordinal: int
+    source_seqs: tuple[int, ...]
+    timestamp: str | None = None
+    episode_id: str | None = None
+    fact_kind: str | None = None
+    supersedes: tuple[str, ...] = ()
+    prompt_version: str | None = None
+    model: str | None = None
+    deleted: bool = False
+    superseded_at_seq: int | None = None
+    source_messages: tuple[tuple[int, int], ...] = ()
+    generation: int = 1
+    shown_seqs: tuple[int, ...] = ()
+
+    @property
+    def reach(self) -> frozenset[int]:
+        """The turns whose words it may hold."""
+        return frozenset((*self.source_seqs, *self.shown_seqs))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens and calls of one or more LLM requests; adds up."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_prompt_tokens + other.cached_prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BadInput:
+    """Why one piece of input was not taken: where it stands, what is wrong, what cures it."""
+
+    source: str
+    line: int | None
+    field: str | None
+    reason: str
+    cure: str
+
+    def __str__(self) -> str:
+        where = self.source if self.line is None else f"{self.source}:{self.line}"
+        what = f"field '{self.field}': {self.reason}" if self.field else self.reason
+        return f"{where}: {what}. {self.cure}"
+
+
+class UndertowError(Exception):
+    """Base of every error that a user can meet; its text says what to do about it."""
+
+
+class UnknownMemory(UndertowError):
+    """There is no memory of this id, or none any more."""
+
+
+def unknown_memory(memory_id: str, tenant: str | None = None) -> UnknownMemory:
+    """There is no memory of this id; with a tenant, none of its."""
+    whose = "" if tenant is None else f" of {tenant!r}"
+    return UnknownMemory(f"no memory{whose} has the id {memory_id}. `undertow list` shows the ids.")
+
+
+class NoLLM(UndertowError):
+    """What was asked needs an LLM server, and none is set."""
+
+
+class InputError(UndertowError, ValueError):
+    """Input that cannot be taken."""
+
+    def __init__(self, problem: BadInput) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+def memory_id(tenant: str, generation: int, seq: int, operation: str, ordinal: int) -> str:
+    """The id of whatever `operation` made as its `ordinal`-th result at log record `seq`.
+
+    A hash, so that a step replayed after a crash writes the same rows again.
+    """
+    parts = f"{tenant}\x1f{generation}\x1f{seq}\x1f{operation}\x1f{ordinal}"
+    return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+
+def dedupe_key(source: str, session_id: str, position: str, messages: Sequence[Message]) -> str:
+    """Key of a turn that carries no idempotency key of its own."""
+    parts = [
+        source,
+        session_id,
+        position,
+        *(f"{m.speaker}\x1e{m.content}\x1e{m.timestamp}" for m in messages),
+    ]
+    text = "\x1f".join(parts).encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=12).hexdigest()
+
+
+def time_key(timestamp: str | None) -> datetime:
+    """Sort key of a stored timestamp: zoned times in UTC, zoneless as they are, undated first."""
+    if timestamp is None:
+        return datetime.min
+    moment = datetime.fromisoformat(timestamp)
+    return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo else moment

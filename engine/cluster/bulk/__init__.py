@@ -1,0 +1,1 @@
+"""Bulk ingest of many logs with Ray Data."""

@@ -1,0 +1,194 @@
+"""What a worker of a bulk ingest reads: logs in, tables of turns out, each turn with its group and place.
+
+A group holds whole tenants of one shard. Within it the order of turns is that in which one process would
+take them: by file, then by place in the file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain, islice, pairwise
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import orjson
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from undertow.engine.base.model import BadInput, Turn
+from undertow.engine.cluster.shard_map import ShardMap
+from undertow.engine.cluster.wire import TURNS, pack
+from undertow.engine.readers import Format, Log, Record, read
+
+# turns a table; Ray Data joins them to blocks
+TABLE_TURNS = 1_024
+# of each file and kind, how many problems are reported word by word
+TOLD_PROBLEMS = 50
+# the group of the rows that are no turns but reports on files
+REPORTS = -1
+ROWS = pa.schema(
+    [
+        pa.field("group", pa.int32(), nullable=False),
+        pa.field("file", pa.int32(), nullable=False),
+        pa.field("number", pa.int64(), nullable=False),
+        *TURNS,
+    ]
+)
+
+
+# within a wave
+ORDER = ("group", "file", "number")
+
+
+class Span(NamedTuple):
+    """The rows of one group in a block: `first` is the (file, number) of the first."""
+
+    group: int
+    first: tuple[int, int]
+    offset: int
+    rows: int
+
+
+@dataclass(slots=True)
+class FileReport:
+    """How one log was read: counts, and the first problems of each kind.
+
+    `position`: the last record that was read, to resume after. `whole`: the reader came to its end;
+    else it failed on the way, and one of the errors says how. `head`: how the file began (`Log.head`).
+    """
+
+    file: int
+    position: int
+    turns: int = 0
+    errors: int = 0
+    warnings: int = 0
+    first_errors: list[BadInput] = field(default_factory=list)
+    first_warnings: list[str] = field(default_factory=list)
+    head: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
+
+    def stop(self, log: Log, problem: Exception) -> None:
+        """Something failed that is no fault of the input: the file ends here."""
+        self.whole = False
+        reason = (
+            f"reading stopped after position {self.position}, with {self.turns:,} turns taken: "
+            f"{type(problem).__name__}: {problem}"
+        )
+        cure = "Please report it, with what stands there; the next run reads the file again."
+        self.note(Record(self.position, errors=(BadInput(log.shown, None, None, reason, cure),)))
+
+    def note(self, record: Record) -> None:
+        self.position = record.position
+        self.turns += len(record.turns)
+        self.errors += len(record.errors)
+        self.warnings += len(record.warnings)
+        self.first_errors += record.errors[: TOLD_PROBLEMS - len(self.first_errors)]
+        self.first_warnings += record.warnings[: TOLD_PROBLEMS - len(self.first_warnings)]
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        body = orjson.loads(data)
+        return cls(**{**body, "first_errors": [BadInput(**e) for e in body["first_errors"]]})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is to be read of one log: all of it after a position. `file` is its number in the order."""
+
+    file: int
+    log: Log
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a wave's logs become groups. Travels to the workers."""
+
+    shard_map: ShardMap
+    # into how many groups the tenants of one shard are split
+    buckets: int
+    format: Format
+    max_message_bytes: int
+    # groups that are stored already, of an earlier run of the same wave
+    done: frozenset[int] = frozenset()
+
+    @property
+    def groups(self) -> int:
+        return self.buckets * len(self.shard_map.shards)
+
+    def shard_of(self, group: int) -> str:
+        return self.shard_map.shards[group % len(self.shard_map.shards)]
+
+    def groups_of(self, tenants: Sequence[str]) -> NDArray[np.int32]:
+        """The group of each tenant, [n]. Neighbouring numbers belong to different shards."""
+        names = list(dict.fromkeys(tenants))
+        buckets = np.array([zlib.crc32(name.encode()) for name in names], dtype=np.int64) % self.buckets
+        groups = buckets * len(self.shard_map.shards) + self.shard_map.owner_ids(names)
+        of_name = dict(zip(names, groups.tolist(), strict=True))
+        return np.array([of_name[name] for name in tenants], dtype=np.int32)
+
+    def tables(self, piece: Piece) -> Iterator[pa.Table]:
+        """The turns of one log, in order, in tables of ROWS; the last has the file's report alone.
+
+        Whatever fails, in a reader or after it, ends this file and no other: it is an error of the report.
+        """
+        report = FileReport(piece.file, piece.after, head=piece.log.head())
+        numbered = enumerate(self._turns(piece, report))
+        while batch := list(islice(numbered, TABLE_TURNS)):
+            try:
+                table = self._table(piece.file, batch)
+            except Exception as problem:  # noqa: BLE001 - as in _turns
+                report.turns = batch[0][0]  # what has been read since is not taken
+                report.stop(piece.log, problem)
+                break
+            if table.num_rows:
+                yield table
+        yield report_row(report)
+
+    def _turns(self, piece: Piece, report: FileReport) -> Iterator[Turn]:
+        records = read(piece.log, self.format, after=piece.after, max_message_bytes=self.max_message_bytes)
+        try:
+            for record in records:
+                report.note(record)
+                yield from record.turns
+            report.whole = True
+        except Exception as problem:  # noqa: BLE001 - a worker's boundary: other files are to be read
+            report.stop(piece.log, problem)
+
+    def _table(self, file: int, batch: Sequence[tuple[int, Turn]]) -> pa.Table:
+        numbers, turns = zip(*batch, strict=True)
+        groups = self.groups_of([turn.tenant for turn in turns])
+        wanted = ~np.isin(groups, list(self.done)) if self.done else np.ones(len(groups), dtype=bool)
+        packed = pack([turn for turn, take in zip(turns, wanted, strict=True) if take])
+        places = [
+            groups[wanted],
+            np.full(packed.num_rows, file, dtype=np.int32),
+            np.array(numbers, dtype=np.int64)[wanted],
+        ]
+        return pa.table([*map(pa.array, places), *packed.columns], schema=ROWS)
+
+
+def read_all(reading: Reading, pieces: Iterable[Piece]) -> Iterator[pa.Table]:
+    return chain.from_iterable(map(reading.tables, pieces))
+
+
+def report_row(report: FileReport) -> pa.Table:
+    """A file's report as a row among its turns."""
+    text: dict[str, Any] = dict.fromkeys(("tenant", "key", "session", "text"), "")
+    row = {"group": REPORTS, "file": report.file, "number": -1, "timestamp": None, **text}
+    return pa.Table.from_pylist([{**row, "payload": report.to_json()}], schema=ROWS)
+
+
+def spans(block: pa.Table) -> list[Span]:
+    """The groups that a block sorted by ORDER holds, in its order."""
+    groups, files, numbers = (block.column(name).to_numpy() for name in ORDER)
+    starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1)).tolist()
+    return [
+        Span(int(groups[start]), (int(files[start]), int(numbers[start])), start, end - start)
+        for start, end in pairwise([*starts, len(groups)])
+    ]

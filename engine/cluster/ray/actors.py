@@ -1,0 +1,165 @@
+"""Shards as Ray actors: detached, named by root and shard, restarted when they die.
+
+A driver may end at any time: its shards live on, and the next driver finds them by their names. A shard
+that is restarted takes its journal over and goes on from it. One that the map does without ends for good by
+itself, whoever removed it, and is not started again: callers that do not know yet are told (Removed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import UndertowError
+from undertow.engine.base.trace_context import cause
+from undertow.engine.cluster import shard_map
+from undertow.engine.cluster.ray.shard_actor import ShardActor
+from undertow.engine.cluster.routing.errors import ShardGone, ShardLeft
+from undertow.engine.cluster.settings import ClusterSettings
+from undertow.engine.cluster.wire import from_buffer, to_pieces
+from undertow.engine.step.admission import QueueFull
+from undertow.engine.storage.journal import Fenced
+from undertow.engine.storage.location import Place
+
+try:
+    import ray
+    from ray import cloudpickle
+    from ray.exceptions import (
+        PendingCallsLimitExceeded,
+        RayActorError,
+        RayError,
+        RayTaskError,
+    )
+except ModuleNotFoundError as missing:
+    if missing.name != "ray":
+        raise
+    raise UndertowError(
+        "a cluster needs Ray, which is not installed. Install it: pip install 'undertow[cluster]'"
+    ) from None
+
+NAMESPACE = "undertow"
+
+
+class RayShard:
+    """The calls of one shard's actor, which is found or started with the first of them."""
+
+    def __init__(self, start: Starter, shard: str) -> None:
+        self.shard = shard
+        self._start = start
+        self._actor: Any = None
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """See lane.ShardCalls. Removed: there is no such shard any more."""
+        try:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(self._start, self.shard)
+            pieces = to_pieces(args[0]) if args and isinstance(args[0], pa.Table) else []
+            rest = args[1:] if pieces else args
+            answer = await self._actor.call.remote(method, rest, kwargs, cause(), *pieces)
+            return from_buffer(answer) if isinstance(answer, pa.Buffer) else answer
+        except PendingCallsLimitExceeded:
+            raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, Fenced):
+                raise ShardLeft(f"shard {self.shard}: {error.cause}") from None
+            _reraise(error)
+        except RayActorError as error:
+            self._actor = None  # it restarts by itself; but if it is gone for good, there is to be a new one
+            raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
+        except RayError as error:  # an object lost on the way, a node that died: not told apart from here
+            raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
+
+    async def end(self) -> None:
+        """Close the shard's engine and end its actor for good, where there is one."""
+        if (actor := self._actor or self._start.find(self.shard)) is None:
+            return
+        with suppress(RayError):  # dead already: it left its journal as good as closed
+            await actor.close.remote()
+        ray.kill(actor, no_restart=True)
+
+
+class Starter:
+    """Finds the actors of a root's shards by their names, and starts those that are not there."""
+
+    def __init__(self, root: Place, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
+        """`settings`, `resources` and `parts` are those of shards that are started here."""
+        self._root = root
+        self._settings = settings.model_dump()
+        self._resources = resources
+        self._parts = cloudpickle.dumps(parts)  # type: ignore[no-untyped-call]
+
+    def __call__(self, shard: str) -> Any:
+        """The shard's actor. Removed: there is to be none."""
+        shard_map.load(self._root).require(shard)
+        resources = self._resources
+        environment = resources.environment()
+        return (
+            ray.remote(ShardActor)
+            .options(
+                name=actor_name(self._root, shard),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                # repeating is the router's: Ray would keep no order
+                max_task_retries=0,
+                max_pending_calls=resources.max_pending_calls,
+                num_cpus=resources.num_cpus,
+                num_gpus=resources.num_gpus,
+                memory=resources.memory_bytes or None,
+                runtime_env={"env_vars": environment} if environment else None,
+            )
+            .remote(str(self._root), shard, self._settings, self._parts, secrets.token_hex(8))
+        )
+
+    def check(self, shards: Sequence[str]) -> None:
+        """ResourcesLacking where those of the shards that do not run yet find no room."""
+        missing = [shard for shard in shards if self.find(shard) is None]
+        every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        self._resources.check(len(missing), free, [node["Resources"] for node in every if node["Alive"]])
+
+    def find(self, shard: str) -> Any:
+        """The shard's actor, be it restarting; None where there is none."""
+        try:
+            return ray.get_actor(actor_name(self._root, shard), namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+
+def actor_name(root: Place, shard: str) -> str:
+    """A shard's name in the cluster's namespace: its root may be long, so it goes in as a hash."""
+    digest = hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()
+    return f"{digest}-{shard}"
+
+
+def connect(address: str | None = None, **options: Any) -> None:
+    """Join the Ray cluster at `address`, or start one on this machine ("local"); once a process.
+
+    `options`: of ray.init. UndertowError where there is no cluster.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, namespace=NAMESPACE, **options)
+    except ConnectionError as error:
+        raise UndertowError(f"no Ray cluster at {address}: {error}. Start one with `ray start`.") from None
+
+
+def _reraise(error: RayTaskError) -> NoReturn:
+    """The shard's own error, without Ray's report around it."""
+    cause = error.cause
+    if isinstance(cause, UndertowError | ValueError):
+        raise cause from None
+    raise error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

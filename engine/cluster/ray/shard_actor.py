@@ -1,0 +1,108 @@
+"""What runs in a shard's process.
+
+This module loads next to nothing: what a shard needs is loaded when it begins, in the way that takes least.
+A shard that was killed is back so much sooner (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from undertow.engine.base.process_tuning import settle_in, without_pandas
+
+log = logging.getLogger(__name__)
+
+# what an actor that ends itself leaves its answers to get away
+LAST_WORDS_S = 1.0
+# between looks of a shard at the map: whether it is still one of the cluster's
+LOOK_S = 60.0
+
+
+class ShardActor:
+    """Calls of `Shard` by name, awaited side by side."""
+
+    def __init__(self, root: str, shard: str, settings: dict[str, Any], parts: bytes, life: str) -> None:
+        """`parts`: a pickle of `Parts`, which is not to be loaded before the rest."""
+        with without_pandas():
+            from undertow.engine.cluster.shard.shard import Shard
+        from undertow.engine.base.config import Settings
+        from undertow.engine.storage.location import Place
+
+        loaded = pickle.loads(parts)
+        settle_in()
+        self._closing = False
+        self._restarting = False
+        self._shard = Shard(Place.of(root), shard, Settings(**settings), loaded, life=life)
+        threading.Thread(target=self._watch, name=f"watch-{shard}", daemon=True).start()
+
+    def _watch(self) -> None:
+        """A shard whose thread has ended of itself serves nobody any more; a new process does."""
+        from undertow.engine.base.model import UndertowError
+        from undertow.engine.cluster.shard_map import Removed
+
+        while not self._shard.join(LOOK_S):
+            try:
+                self._shard.look().result()
+            except Removed:
+                self._end()
+            except UndertowError as error:
+                log.warning("shard %s cannot look at the map: %s", self._shard.id, error)
+        if not self._closing:
+            os._exit(1)
+
+    def _end(self) -> None:
+        """End for good: nobody is to restart this actor."""
+        import ray
+
+        self._closing = True
+        self._shard.close()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def call(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        how: Mapping[str, Any] | None = None,
+        cause: str | None = None,
+        *pieces: bytes,
+    ) -> Any:
+        """The shard's answer; its errors as they are. `pieces`: of a table, the method's first argument.
+
+        `cause`: see engine/base/trace_context.py.
+        """
+        import pyarrow as pa
+
+        from undertow.engine.base.trace_context import caused_by
+        from undertow.engine.cluster.routing.errors import ShardLeft
+        from undertow.engine.cluster.shard.supervisor import Sick
+        from undertow.engine.cluster.shard_map import Removed
+        from undertow.engine.cluster.wire import from_pieces, to_buffer
+        from undertow.engine.storage.journal import Fenced
+
+        if self._restarting:  # so that nothing which comes now is blamed for the end
+            raise ShardLeft(f"shard {self._shard.id} is being restarted")
+        try:
+            tables = [from_pieces(pieces)] if pieces else []
+            with caused_by(cause):
+                answered = self._shard.call(method, *tables, *args, **(how or {}))
+            answer = await asyncio.wrap_future(answered)
+            return to_buffer(answer) if isinstance(answer, pa.Table) else answer
+        except (Fenced, Sick):
+            # To take the journal over again, or to have a device again, takes a new process.
+            self._restarting = True
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+            raise
+        except Removed:
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
+            raise
+
+    async def close(self) -> None:
+        """Close the engine; the actor answers nothing after it."""
+        self._closing = True
+        await asyncio.to_thread(self._shard.close)

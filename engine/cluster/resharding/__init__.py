@@ -1,0 +1,1 @@
+"""Adding and removing shards: tenants move between journals."""

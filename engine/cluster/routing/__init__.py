@@ -1,0 +1,1 @@
+"""The router: finds the shard of each tenant, sends calls, aggregates results."""

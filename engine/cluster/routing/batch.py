@@ -1,0 +1,157 @@
+"""What a router has on its way: calls of its users, cut into parcels, each for one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from undertow.engine.base.trace_context import cause
+from undertow.engine.cluster.wire import RETURNED, Status, receipts_table
+
+Key = TypeVar("Key", bound=Hashable)
+Rows = NDArray[np.int64]
+
+_RETURNED = pa.array([str(status) for status in RETURNED], pa.string())
+
+
+class Delivery:
+    """One call of a user: its receipts come in parts, as its parcels are stored."""
+
+    def __init__(self, count: int) -> None:
+        """`count`: its turns."""
+        self.future: Future[pa.Table] = Future()
+        self.cause = cause()
+        self._missing = count
+        self._parts: list[tuple[Rows, pa.Table]] = []
+        if not count:
+            self.future.set_result(receipts_table([]))
+
+    def give(self, rows: Rows, receipts: pa.Table) -> None:
+        """The receipts of some of its turns, `rows` int64 [n]; the last ones fulfil it, in order."""
+        if self.future.done() or not len(rows):
+            return
+        self._parts.append((rows, receipts))
+        self._missing -= len(rows)
+        if self._missing:
+            return
+        if len(self._parts) == 1:
+            self.future.set_result(receipts)
+            return
+        places = np.concatenate([rows for rows, _ in self._parts])
+        together = pa.concat_tables([part for _, part in self._parts])
+        self.future.set_result(together.take(pa.array(np.argsort(places))))
+
+    def fail(self, error: Exception) -> None:
+        """Some of its turns cannot be stored. Parcels on their way go on; their receipts find no one."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Returned(NamedTuple):
+    """What a shard has not taken of a parcel.
+
+    `moved`: the new shards of tenants that have moved; `in_transit`: those that are on their way.
+    """
+
+    parcel: Parcel
+    moved: dict[str, str]
+    in_transit: set[str]
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """Turns of one delivery for one shard: `table` holds its turns `rows`, in order.
+
+    `suspected`: it was under way when the shard's process died. `tried_in`: the process that it was alone
+    in when it got lost; empty: none. `deaths`: how many processes have died of it while it was alone there.
+    `back_since_s`: since when (monotonic) shards have been returning its turns; None: none has.
+    """
+
+    delivery: Delivery
+    rows: Rows
+    table: pa.Table
+    suspected: bool = False
+    tried_in: str = ""
+    deaths: int = 0
+    back_since_s: float | None = None
+    _tenants: list[str] | None = field(default=None, init=False)
+    _encoded: pa.DictionaryArray | None = field(default=None, init=False)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def tenants(self) -> list[str]:
+        """Each of its tenants once, in the order of their first turns."""
+        if self._tenants is None:
+            self._tenants = self.encoded.dictionary.to_pylist()
+        return self._tenants
+
+    @property
+    def encoded(self) -> pa.DictionaryArray:
+        """The tenant of each turn, as its place in `tenants`."""
+        if self._encoded is None:
+            self._encoded = self.table.column("tenant").combine_chunks().dictionary_encode()
+        return self._encoded
+
+    def settle(self, receipts: pa.Table) -> Returned | None:
+        """Hand on the receipts. What has been returned; None: nothing."""
+        status = receipts.column("status")
+        back = pc.is_in(status, value_set=_RETURNED)
+        if not pc.any(back).as_py():
+            self.delivery.give(self.rows, receipts)
+            return None
+        mask = back.to_numpy()
+        self.delivery.give(self.rows[~mask], receipts.filter(pc.invert(back)))
+        tenants, moved = self.table.column("tenant"), pc.equal(status, str(Status.MOVED))
+        names, places = tenants.filter(moved).to_pylist(), receipts.column("detail").filter(moved).to_pylist()
+        in_transit = tenants.filter(pc.equal(status, str(Status.IN_TRANSIT))).to_pylist()
+        parcel = Parcel(
+            self.delivery, self.rows[mask], self.table.filter(back), back_since_s=self.back_since_s
+        )
+        return Returned(parcel, dict(zip(names, places, strict=True)), set(in_transit))
+
+    def part(self, places: Rows) -> Parcel:
+        """Some of its turns, by their places in it; copied, as Arrow would send the whole with a slice."""
+        table = self.table.take(pa.array(places))
+        return replace(self, rows=self.rows[places], table=table)
+
+    def halves(self) -> list[Parcel]:
+        """Two parcels of half its turns each. One death more makes a half a suspect to be cut again."""
+        middle = len(self) // 2
+        halves = [self.part(np.arange(middle)), self.part(np.arange(middle, len(self)))]
+        for half in halves:
+            half.deaths = 1 if len(half) > 1 else 0
+        return halves
+
+
+def split(
+    parcel: Parcel, keys_of: Callable[[Sequence[str]], Sequence[Key]], most_turns: int
+) -> list[tuple[Key, Parcel]]:
+    """Cut a parcel by what `keys_of` says of its tenants, and into `most_turns` turns or fewer; in order."""
+    names = parcel.tenants
+    keys = keys_of(names)
+    of_key: dict[Key, list[str]] = {key: [] for key in keys}
+    if len(of_key) == 1 and len(parcel) <= most_turns:
+        return [(keys[0], parcel)]
+    number = {key: n for n, key in enumerate(of_key)}
+    for name, key in zip(names, keys, strict=True):
+        of_key[key].append(name)
+    of_tenant = np.array([number[key] for key in keys], dtype=np.int64)
+    of_turn = of_tenant[parcel.encoded.indices.to_numpy(zero_copy_only=False)]
+    parts = []
+    for key, n in number.items():
+        places = np.flatnonzero(of_turn == n)
+        for start in range(0, len(places), most_turns):
+            part = parcel.part(places[start : start + most_turns])
+            if len(part) == len(places):
+                part._tenants = of_key[key]
+            parts.append((key, part))
+    return parts

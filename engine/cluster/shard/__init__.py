@@ -1,0 +1,1 @@
+"""One shard: an engine on its own thread, behind futures."""

@@ -1,0 +1,335 @@
+"""The thread that owns a shard's engine: it feeds it, steps it, and runs what others ask of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import PackedTurn, UndertowError
+from undertow.engine.base.trace_context import cause, caused_by
+from undertow.engine.cluster.resharding.participant import Moving
+from undertow.engine.cluster.shard.call_queue import Call, Lines, Outcome, Stamp
+from undertow.engine.cluster.shard.quarantine import reason_of
+from undertow.engine.cluster.shard.supervisor import RETRY_S, Housing
+from undertow.engine.cluster.wire import Status
+from undertow.engine.tenants.migration_records import InTransit, Moved
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# between looks at the LLM's replies while there is nothing else to do
+POLL_S = 0.005
+
+
+class ShardClosed(UndertowError):
+    """The shard's thread has ended: it was closed, or met an error that it should have outlived."""
+
+    def __init__(self, shard: str) -> None:
+        super().__init__(shard)
+        self.shard = shard
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} was closed. Open it again."
+
+
+@dataclass(slots=True)
+class _Command:
+    """Something to do with the engine. `wait`: it is done again until it returns something but None.
+
+    It is done for whoever had it made: see engine/base/trace_context.py.
+    """
+
+    run: Callable[[], Any]
+    future: Future[Any]
+    wait: bool = False
+    cause: str | None = field(default_factory=cause)
+
+
+class Keeper:
+    """Runs commands and calls one after the other, on a thread of its own, and steps the engine meanwhile.
+
+    `ask`, `offer` and `close` may be called from any thread; all else belongs to the keeper's own.
+    """
+
+    def __init__(self, shard: str, housing: Housing, queue_turns: int) -> None:
+        self.housing = housing
+        # calls whose turns are not all stored yet, in order
+        self.calls: deque[Call] = deque()
+        self._shard = shard
+        self._commands: SimpleQueue[_Command | Call] = SimpleQueue()
+        # of what several threads touch: the lines, this count, and whether commands are taken still
+        self._lock = threading.Lock()
+        self._lines = Lines(queue_turns)
+        self.waiting_turns = 0
+        self._closed = False
+        self._waits: deque[_Command] = deque()
+        # tenants known to be served here, under a map by which nobody moves
+        self._mine: set[str] = set()
+        self._mine_by: Moving | None = None
+        self._busy = True
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"shard-{shard}", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread
+
+    def ask(self, run: Callable[[Engine], T | None], *, wait: bool = False) -> Future[T]:
+        """Have something done with the engine. `wait`: again and again, until it gives something."""
+        return self._command(lambda: run(self.housing.open()), wait)
+
+    def ask_without(self, run: Callable[[], T]) -> Future[T]:
+        """Have something done that goes without the engine too."""
+        return self._command(run, False)
+
+    def _command(self, run: Callable[[], T | None], wait: bool) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            self._put(_Command(run, future, wait))
+        return future
+
+    def offer(self, call: Call, stamp: Stamp) -> None:
+        """Have turns stored. StaleSession; the call's own future says all else."""
+        with self._lock:
+            ready = self._lines.accept(call, stamp, self.waiting_turns)
+            self.waiting_turns += sum(map(len, ready))
+            for accepted in ready:
+                self._put(accepted)
+
+    def begin_line(self, client: str) -> str:
+        """See Lines.begin."""
+        with self._lock:
+            return self._lines.begin(client)
+
+    @property
+    def process(self) -> str:
+        """See calls.Hello."""
+        return self._lines.process
+
+    def trial(self, client: str) -> str | None:
+        """See Lines.trial."""
+        with self._lock:
+            return self._lines.trial(client, self.waiting_turns)
+
+    def close(self) -> None:
+        """Close the engine and end the thread; what waits fails."""
+        if self._thread.is_alive():
+            with self._lock:
+                self._stopping = True
+            self._commands.put(_Command(lambda: True, Future()))
+            self._thread.join()
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait until the thread has ended: by `close`, or by an error that it should have outlived."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _put(self, command: _Command | Call) -> None:
+        """With the lock held."""
+        if self._closed:
+            command.future.set_exception(ShardClosed(self._shard))
+        else:
+            self._commands.put(command)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take()
+                self._work()
+        finally:
+            self.housing.close()
+            with self._lock:
+                self._closed = True
+            self._fail_all(ShardClosed(self._shard))
+
+    def _take(self) -> None:
+        """Take what has come; wait for something when there is nothing to do."""
+        try:
+            command = self._commands.get(timeout=self._patience_s)
+            while True:
+                if isinstance(command, Call):
+                    self.calls.append(command)
+                    if command.alone:  # its step is next: what kills the process in that is this call
+                        return
+                else:
+                    self._obey(command)
+                command = self._commands.get_nowait()
+        except Empty:
+            return
+
+    @property
+    def _patience_s(self) -> float | None:
+        if self._busy:
+            return 0.0
+        if self.housing.has_work or self.calls or self._waits:
+            return POLL_S
+        return None if self.housing.engine is not None else RETRY_S
+
+    def _obey(self, command: _Command) -> None:
+        """Run one command for the first time."""
+        self._busy = True
+        if command.future.set_running_or_notify_cancel():
+            self._run_command(command)
+
+    def _run_command(self, command: _Command) -> None:
+        """Its error is the caller's."""
+        try:
+            with caused_by(command.cause):
+                value = command.run()
+        except Exception as error:  # noqa: BLE001 - the boundary between callers and the thread
+            command.future.set_exception(error)
+            self._inspect(error)
+            return
+        except BaseException:  # a library's panic: the thread ends, and nobody is to wait for it
+            command.future.set_exception(ShardClosed(self._shard))
+            raise
+        if command.wait and value is None:
+            self._waits.append(command)
+        else:
+            command.future.set_result(value)
+
+    def _work(self) -> None:
+        """One step, if there is any to do: calls are fed and settled, those that wait are asked again."""
+        self._busy = False
+        if self.calls or self.housing.has_work:
+            self._step()
+        elif self.housing.due:
+            self._open()
+        for _ in range(len(self._waits)):
+            self._run_command(self._waits.popleft())
+
+    def _open(self) -> None:
+        try:
+            self.housing.open()
+        except Exception as error:  # noqa: BLE001 - status tells it, and so does the next call
+            log.warning("shard %s cannot be opened: %s", self._shard, error)
+        self._busy = True
+
+    def _step(self) -> None:
+        try:
+            engine = self.housing.open()
+            self._feed(engine)
+            report = self.housing.step(engine, len(self.calls))
+        except Exception as error:  # noqa: BLE001 - a shard outlives whatever a turn does to its engine
+            self._recover(error)
+        else:
+            self._busy = bool(report.admitted or report.decided)
+        self._settle()
+
+    def _feed(self, engine: Engine) -> None:
+        for call in self.calls:
+            self.keep_up(call.map_version)  # else it might refuse a turn, and take those behind it later
+            elsewhere = {name: refused(why) for name, why in self.refusals(call.tenants).items()}
+            parking = self.housing.parking
+            if not call.feed(engine.scheduler.inbox, _refusal(elsewhere, parking.reason, len(parking))):
+                return
+
+    def _settle(self) -> None:
+        open_calls: deque[Call] = deque()
+        for call in self.calls:
+            if call.settle():
+                self._release(call)
+            else:
+                open_calls.append(call)
+        self.calls = open_calls
+
+    def _release(self, call: Call) -> None:
+        self._busy = True
+        with self._lock:
+            self.waiting_turns -= len(call)
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed step: the engine again, without what made it fail."""
+        log.warning("shard %s: a step failed: %s", self._shard, reason_of(error))
+        suspects = [(call, place, call.turns[place]) for call in self.calls for place in call.recall()]
+        failure = self.housing.isolate(error, suspects)
+        if failure is not None:  # not the turns' doing: whoever sent them may send them again
+            with self._lock:
+                self._lines.end_all()  # what comes after would be out of order
+                self._take_calls()  # and so would what has come since
+            self._fail_calls(failure)
+
+    def _take_calls(self) -> None:
+        """With the lock held: take the calls that have come; commands stay, in their order."""
+        for _ in range(self._commands.qsize()):
+            late = self._commands.get_nowait()
+            if isinstance(late, Call):
+                self.calls.append(late)
+            else:
+                self._commands.put(late)
+
+    def _inspect(self, error: Exception) -> None:
+        """After a command that failed: where that cost the engine, its queue is filled again."""
+        if self.housing.inspect(error):
+            for call in self.calls:
+                call.restore(call.recall())
+
+    def _fail_calls(self, error: Exception) -> None:
+        for call in self.calls:
+            call.fail(error)
+            self._release(call)
+        self.calls.clear()
+
+    def _fail_all(self, error: Exception) -> None:
+        self._fail_calls(error)
+        for command in self._waits:
+            command.future.set_exception(error)
+        while not self._commands.empty():
+            late = self._commands.get_nowait()
+            if isinstance(late, Call) or late.future.set_running_or_notify_cancel():
+                late.future.set_exception(error)
+
+    # ---- whose turns
+
+    def keep_up(self, map_version: int) -> None:
+        """See Housing.keep_up."""
+        if self.housing.keep_up(map_version):
+            self.forget_owners()
+
+    def forget_owners(self) -> None:
+        """The map has changed."""
+        self._mine.clear()
+
+    def refusals(self, tenants: frozenset[str]) -> dict[str, Moved | InTransit]:
+        """As Moving.refusals; worked out once for a tenant as long as nobody moves."""
+        moving = self.housing.moving
+        if moving is not self._mine_by:  # the engine was opened anew, maybe with another map
+            self.forget_owners()
+            self._mine_by = moving
+        names = tenants - self._mine
+        if not names:
+            return {}
+        refusals = moving.refusals(list(names))
+        if moving.map.before is None:  # what is served now stays so until the next map
+            self._mine |= names - refusals.keys()
+        return refusals
+
+
+def refused(refusal: Moved | InTransit) -> Outcome:
+    """What becomes of a turn whose tenant is not served here."""
+    return Status.MOVED if isinstance(refusal, Moved) else Status.IN_TRANSIT, None, None, refusal.to
+
+
+def _refusal(
+    elsewhere: dict[str, Outcome], parked: Callable[[PackedTurn], str | None], parked_count: int
+) -> Callable[[PackedTurn], Outcome | None] | None:
+    """What becomes of a turn that is not to be stored here; None where all are."""
+    if not elsewhere and not parked_count:
+        return None
+
+    def refuse(turn: PackedTurn) -> Outcome | None:
+        if (outcome := elsewhere.get(turn.tenant)) is not None:
+            return outcome
+        reason = parked(turn)
+        return None if reason is None else (Status.PARKED, None, None, reason)
+
+    return refuse

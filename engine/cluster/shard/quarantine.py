@@ -1,0 +1,107 @@
+"""Poison turns, set aside: each an Arrow file in the cluster's root, with the reason.
+
+ROOT/parked/SHARD/TENANT_KEY/DEDUPE_HASH.arrow: one row of wire.TURNS; the reason stands in the schema's
+metadata. The names tell neither the tenant nor the key, and an erasure finds them by the tenant's key.
+
+What an error says may quote the turn, so that stays in this file. A reason goes further: into receipts,
+status, logs and the records of a bulk ingest, which no erasure reaches.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from undertow.engine.base.model import PackedTurn
+from undertow.engine.cluster.wire import TURNS
+from undertow.engine.storage.location import Place
+from undertow.engine.storage.row_codec import key_hash
+
+FOLDER = "parked"
+REASON, ERROR, PARKED_AT = b"reason", b"error", b"parked_at"
+
+
+class ParkedTurn(NamedTuple):
+    """A turn that was set aside. `parked_at` is ISO 8601, in UTC; `error`: all that is known of the cause."""
+
+    turn: PackedTurn
+    reason: str
+    error: str
+    parked_at: str
+
+
+class Parking:
+    """The turns that one shard has set aside. A turn that is sent again is parked still.
+
+    To have one tried again, remove its file and restart the shard.
+    """
+
+    def __init__(self, root: Place, shard: str, tenant_key: Callable[[str], str]) -> None:
+        self._root = root
+        self._folder = f"{FOLDER}/{shard}"
+        self._tenant_key = tenant_key
+        self._reasons = {name: self.read(name).reason for name in root.list(self._folder)}
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def reason(self, turn: PackedTurn) -> str | None:
+        """Why the turn was set aside; None: it was not."""
+        return self._reasons.get(self._name(turn)) if self._reasons else None
+
+    def park(self, turn: PackedTurn, reason: str, error: Exception | None = None) -> None:
+        """Set a turn aside, durably. StoreError; safe to repeat. `reason` has no words of the turn."""
+        texts = {
+            REASON: reason,
+            # without the errors that it came after: those may quote other tenants' turns
+            ERROR: "" if error is None else "".join(traceback.format_exception(error, chain=False)),
+            PARKED_AT: datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        schema = TURNS.with_metadata({name: text.encode(errors="replace") for name, text in texts.items()})
+        columns = [pa.array([value], field.type) for value, field in zip(turn, TURNS, strict=True)]
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, schema) as writer:
+            writer.write_table(pa.table(columns, schema=schema))
+        name = self._name(turn)
+        self._root.write(name, sink.getvalue().to_pybytes())
+        self._reasons[name] = reason
+
+    def read(self, name: str) -> ParkedTurn:
+        """One parked file, by its name in the root."""
+        table = pa.ipc.open_file(pa.py_buffer(self._root.read(name) or b"")).read_all()
+        row = [table.column(column)[0].as_py() for column in TURNS.names]
+        metadata = table.schema.metadata or {}
+        texts = (metadata.get(name, b"").decode() for name in (REASON, ERROR, PARKED_AT))
+        return ParkedTurn(PackedTurn._make(row), *texts)
+
+    def report(self) -> list[dict[str, str]]:
+        """What is parked, for people: the file and the reason, no words of the turn."""
+        return [{"file": name, "reason": reason} for name, reason in sorted(self._reasons.items())]
+
+    def forget(self, tenant: str) -> None:
+        """Remove what any shard has parked of a tenant that is being erased: it may have moved since."""
+        key = self._tenant_key(tenant)
+        forget(self._root, key)
+        mine = f"{self._folder}/{key}/"
+        self._reasons = {name: why for name, why in self._reasons.items() if not name.startswith(mine)}
+
+    def _name(self, turn: PackedTurn) -> str:
+        return f"{self._folder}/{self._tenant_key(turn.tenant)}/{key_hash(turn.dedupe_key):016x}.arrow"
+
+
+def forget(root: Place, tenant_key: str) -> None:
+    """Remove what was parked of a tenant in a cluster's root, or beside a plain store."""
+    for shard in root.children(FOLDER):
+        root.remove(f"{FOLDER}/{shard}/{tenant_key}")
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong and where, without what the error says: that may quote a turn."""
+    last = (traceback.extract_tb(error.__traceback__) or [None])[-1]
+    where = "" if last is None else f" in {last.name} ({Path(last.filename).name}:{last.lineno})"
+    return f"{type(error).__name__}{where}"

@@ -1,0 +1,420 @@
+"""The engine inside a shard: opened from its journal, and opened again without what made it fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine, make_llm
+from undertow.engine.api.erasure import Certificate, NotCertified, certificate_of
+from undertow.engine.api.memory_updates import Updated, Wording
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import PackedTurn, UndertowError
+from undertow.engine.base.trace import STEP, Observer, Trace
+from undertow.engine.cluster.resharding.participant import Moving
+from undertow.engine.cluster.root import Site
+from undertow.engine.cluster.shard.call_queue import Call, outcome_of
+from undertow.engine.cluster.shard.quarantine import Parking, reason_of
+from undertow.engine.cluster.shard_map import Removed, ShardMap
+from undertow.engine.cluster.wire import Status
+from undertow.engine.encoders.base import Encoder, make_encoder
+from undertow.engine.llm.client import LLMClient
+from undertow.engine.step.admission import Ticket
+from undertow.engine.step.scheduler import StepReport, TenantFault
+from undertow.engine.step.shard_metrics import Tally
+from undertow.engine.step.warm_up import warm_up
+from undertow.engine.storage.journal import Fenced
+from undertow.engine.storage.location import StoreError
+from undertow.engine.storage.row_codec import Control, control_of
+from undertow.engine.tenants.registry import ArenaFull
+
+log = logging.getLogger(__name__)
+
+# between attempts to open a journal that could not be opened
+RETRY_S = 5.0
+
+# so many turns do not all happen to be poison: if each of them fails, it is the engine
+SICK_TURNS = 8
+
+Suspect = tuple[Call, int, PackedTurn]
+
+
+class Sick(UndertowError):
+    """The engine fails whatever it is given; a new process may help, as with a lost device."""
+
+
+def no_observers(settings: Settings) -> Sequence[Observer]:
+    """Nobody looks, but for the shard's own tally."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What makes an engine's encoder, LLM client and observers; module-level functions, as they travel to
+    actors.
+
+    The encoder and the observers live as long as the shard; each engine closes its client, so that is made
+    anew.
+    """
+
+    encoder: Callable[[Settings], Encoder] = make_encoder
+    llm: Callable[[Settings], LLMClient | None] = make_llm
+    observers: Callable[[Settings], Sequence[Observer]] = no_observers
+
+
+class Housing:
+    """One shard's engine, or why there is none now. Not thread-safe."""
+
+    def __init__(self, site: Site, shard: str, settings: Settings, parts: Parts, life: str) -> None:
+        """`life`: see engine/storage/fencing.py."""
+        self.engine: Engine | None = None
+        self.failure: Exception | None = None
+        self.site = site
+        self._shard = shard
+        self._settings = settings
+        self._parts = parts
+        self._life = life
+        self._encoder: Encoder | None = None
+        self._warm = False
+        self._tally = Tally()
+        self.trace = Trace(observers=[self._tally, *parts.observers(settings)])
+        self._parking: Parking | None = None
+        self._moving: Moving | None = None
+        # why no engine is to be opened here any more: fenced, or removed from the cluster
+        self._ended: Exception | None = None
+        # tenants whose deciding has failed, and why: left alone until the shard is restarted
+        self._faults: dict[str, str] = {}
+        self._tried_s = -RETRY_S
+        self.reopened_count = 0
+        # how long the last opening took
+        self.opened_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine is not None and not self.engine.idle
+
+    @property
+    def parking(self) -> Parking:
+        assert self._parking is not None, "it comes with the engine"
+        return self._parking
+
+    @property
+    def moving(self) -> Moving:
+        assert self._moving is not None, "it comes with the engine"
+        return self._moving
+
+    def open(self) -> Engine:
+        """The engine; opened, where it was not, with all that is undecided taken up. UndertowError."""
+        if self._ended is not None:
+            raise self._ended
+        if self.engine is None:
+            self._tried_s = time.monotonic()
+            try:
+                self.engine = self._opened()
+                self.opened_s = time.monotonic() - self._tried_s
+            except Exception as error:
+                self.failure = error
+                raise
+            self.failure = None
+        return self.engine
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to try again to open what could not be opened."""
+        return self.engine is None and self._ended is None and self._tried_s + RETRY_S <= time.monotonic()
+
+    def _opened(self) -> Engine:
+        newest = self.newest_map()
+        if self._parking is None:
+            self._parking = Parking(self.site.place, self._shard, newest.tenant_key)
+        if self._encoder is None:
+            self._encoder = self._parts.encoder(self._settings)
+        engine = self._made(self._encoder, newest.hash_key)
+        try:
+            if not self._warm:
+                warm_up(self._encoder, engine.arena)
+                self._warm = True
+            self._moving = Moving(engine, self._shard, self.site.stores, newest)
+            engine.resume()
+            for tenant, why in self._faults.items():
+                engine.scheduler.block(tenant, why)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _made(self, encoder: Encoder, hash_key: str) -> Engine:
+        settings = self.site.settings(self._settings)
+        llm = self._parts.llm(settings)
+        try:
+            return Engine(
+                self.site.store(self._shard),
+                settings,
+                encoder,
+                llm=llm,
+                takeover=self.site.takeover,
+                life=self._life,
+                hash_key=hash_key,
+                trace=self.trace,
+            )
+        except BaseException:
+            if llm is not None:
+                llm.close()
+            raise
+
+    def step(self, engine: Engine, calls: int = 0, wait_s: float = 0.0) -> StepReport:
+        """A step of the engine, counted. `calls`: how many calls wait for what they have brought."""
+        with self.trace.span(STEP, calls=calls):
+            report = engine.step(wait_s)
+        self._tally.stepped(report)
+        return report
+
+    def keep_up(self, map_version: int) -> bool:
+        """Go by the newest map, where there is one of this version. Whether it was new here.
+
+        StoreError; Removed: that map does without this shard.
+        """
+        if map_version <= self.moving.map.version:
+            return False
+        self.moving.adopt(self.newest_map())
+        return True
+
+    def newest_map(self) -> ShardMap:
+        """The site's newest map. StoreError; Removed: it does without this shard, whose engine has gone."""
+        newest = self.site.newest_map()
+        try:
+            newest.require(self._shard)
+        except Removed as removed:
+            self._discard(removed)
+            raise
+        return newest
+
+    def close(self) -> None:
+        """Let the engine go. What it cannot write any more stands in the journal, or is done again."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            try:
+                engine.close()
+            except UndertowError as error:
+                log.warning("shard %s: its engine could not be closed properly: %s", self._shard, error)
+
+    # ---- when it fails
+
+    def inspect(self, error: Exception) -> bool:
+        """After a command that failed: whether the engine had to go, and its queue with it."""
+        if isinstance(error, ValueError) or (
+            isinstance(error, UndertowError) and not isinstance(error, StoreError)
+        ):
+            return False
+        return self._discard(error)
+
+    def isolate(self, error: Exception, suspects: Sequence[Suspect]) -> Exception | None:
+        """After a step that failed: store what was in the queue, but for the turns that make it fail.
+
+        Those are parked. An error that is not their doing is returned, one of parking too; then some may
+        be neither stored nor parked.
+        """
+        if isinstance(error, ArenaFull):  # the engine is sound, and has dropped them
+            return error
+        self._discard(error)
+        if _is_environment(error):
+            return error
+        guilty: list[tuple[Suspect, Exception]] = []
+        if (failure := self._narrow(suspects, guilty)) is not None or not guilty:
+            return failure
+        if (sickness := self._sickness(guilty, len(suspects))) is not None:
+            return sickness
+        try:
+            for suspect, error in guilty:
+                self._park(suspect, error)
+        except UndertowError as failure:
+            return failure
+        return None
+
+    def _narrow(
+        self, suspects: Sequence[Suspect], guilty: list[tuple[Suspect, Exception]]
+    ) -> Exception | None:
+        """Store those that can be, by halves; the others, each with its error, go into `guilty`."""
+        error = self._attempt(suspects)
+        if error is None or _is_environment(error) or not suspects:
+            return error
+        if len(suspects) == 1:
+            guilty.append((suspects[0], error))
+            return None
+        middle = len(suspects) // 2
+        return self._narrow(suspects[:middle], guilty) or self._narrow(suspects[middle:], guilty)
+
+    def _sickness(self, guilty: Sequence[tuple[Suspect, Exception]], suspects: int) -> Sick | None:
+        """Whether it is the engine that fails, whatever it is given: then no turn is to blame."""
+        if (without := self._attempt([])) is None and (suspects < SICK_TURNS or len(guilty) < suspects):
+            try:
+                assert self._encoder is not None, "an engine was opened with it"
+                self._encoder.encode(["hello"])
+                return None
+            except Exception as failure:  # noqa: BLE001 - as in _attempt
+                without = failure
+        error = without or guilty[-1][1]
+        return Sick(
+            f"shard {self._shard} fails with all that it is given ({error!r}). It is to be restarted."
+        )
+
+    def _attempt(self, suspects: Sequence[Suspect]) -> Exception | None:
+        """Have these turns stored by the engine, opened anew if need be; None, or what went wrong."""
+        while True:
+            try:
+                self._store(self.open(), suspects)
+                return None
+            except TenantFault as fault:
+                self._discard(fault)  # and once more, the tenant left alone
+            except Exception as error:  # noqa: BLE001 - this is what it is here to find out
+                if not isinstance(error, ArenaFull):
+                    self._discard(error)
+                return error
+
+    def _store(self, engine: Engine, suspects: Sequence[Suspect]) -> None:
+        tickets: list[Ticket] = []
+        for _, _, turn in suspects:
+            while engine.scheduler.inbox.room <= 0:
+                self.step(engine)
+            tickets.append(engine.scheduler.inbox.put(turn))
+        self.step(engine)
+        while any(ticket.receipt is None for ticket in tickets):
+            self.step(engine, wait_s=WAIT_FOR_REPLY_S)
+            if engine.server_lost:
+                raise UndertowError(f"no room, and the LLM server does not answer: {engine.llm_error}")
+        for (call, place, _), ticket in zip(suspects, tickets, strict=True):
+            if ticket.receipt is not None:
+                call.set(place, outcome_of(ticket.receipt))
+
+    def _park(self, suspect: Suspect, error: Exception) -> None:
+        call, place, turn = suspect
+        reason = reason_of(error)
+        log.error("shard %s: a turn makes the engine fail and is parked: %s", self._shard, reason)
+        self.parking.park(turn, reason, error)
+        call.set(place, (Status.PARKED, None, None, reason))
+
+    def park_all(self, turns: Sequence[PackedTurn], reason: str) -> int:
+        """Set turns aside at a router's word."""
+        for turn in turns:
+            self.parking.park(turn, reason)
+        return len(turns)
+
+    def _discard(self, error: Exception) -> bool:
+        """Let the engine go; its memory may be ahead of the journal. Whether there was one."""
+        if isinstance(error, Fenced | Removed):
+            self._ended = error
+        if isinstance(error, TenantFault):
+            self._faults[error.tenant] = error.reason
+        self.failure = error
+        if self.engine is None:
+            return False
+        self.reopened_count += 1
+        self.close()
+        return True
+
+    # ---- what repeated calls need to know
+
+    def log_flush(self, tenant: str, *, again: bool) -> None:
+        """Log a flush. `again`: one at the log's end will do."""
+        engine = self.open()
+        if not (again and self._ends_in_flush(engine, tenant)):
+            engine.log_flush(tenant)
+
+    def _ends_in_flush(self, engine: Engine, tenant: str) -> bool:
+        engine.tenants.require(tenant)
+        last = max(engine.tenants.stored(tenant, "turn", "control"), key=lambda row: row.seq, default=None)
+        return last is not None and last.kind == "control" and control_of(last).kind == "flush"
+
+    def decided(self, tenant: str) -> bool | None:
+        """Whether the tenant's log is decided; False: it cannot be; None: not yet."""
+        engine = self.open()
+        engine.tenants.require(tenant)
+        if engine.at_rest(tenant):
+            return tenant not in engine.scheduler.blocked
+        return False if engine.server_lost else None
+
+    def holder(self, memory_id: str, tenant: str | None) -> str | None:
+        """The tenant whose memory has this id, if it is here; `tenant`: if it is this one."""
+        row = self.open().row_of(memory_id, tenant)
+        return None if row is None else row.tenant
+
+    def deleted(self, memory_id: str, tenant: str | None) -> str | None:
+        """The kind of the memory of this id, if its deletion is logged here; `tenant`: in this one's log."""
+        for control in self._controls(tenant):
+            if control.kind == "delete" and memory_id in (
+                control.body.get("id"),
+                control.body.get("memory_id"),
+            ):
+                return str(control.body.get("kind", "turn"))
+        return None
+
+    def updated(self, memory_id: str, text: Wording, tenant: str | None) -> Updated | None:
+        """What an update of this memory has made, if it is logged here; `tenant`: in this one's log.
+
+        Of an episode or fact: if it is the last change of it, and to this text.
+        """
+        last: Control | None = None
+        for control in self._controls(tenant):
+            if control.body.get("id") == memory_id and "replaced_by" in control.body:
+                return Updated(control.body["replaced_by"], "turn")
+            if control.body.get("memory_id") == memory_id:
+                last = control
+        if last is None or not isinstance(text, str) or last.body.get("text") != text.strip():
+            return None
+        return Updated(memory_id, last.body["kind"])
+
+    def _controls(self, tenant: str | None) -> Iterator[Control]:
+        """The control records of one tenant's log, or of all."""
+        journal = self.open().journal
+        keys = None if tenant is None else [journal.info.tenant_key(tenant)]
+        for row in journal.read(tenant_keys=keys, kinds=["control"], vectors=False):
+            yield control_of(row)
+
+    def certificate(self, tenant: str) -> Certificate | None:
+        """The certificate of a tenant that is erased already; None: nothing is known of it. NotCertified."""
+        engine = self.open()
+        key = engine.journal.info.tenant_key(tenant)
+        stone = engine.tenants.erased.get(key)
+        if stone is None:
+            return None
+        if stone["purged"]:
+            return certificate_of(key, stone)
+        if key in engine.tenants.arrived:
+            raise NotCertified
+        return engine.purge()[key]
+
+    def report(self) -> dict[str, Any]:
+        """The engine's state as plain data."""
+        engine = self.engine
+        state: dict[str, Any] = {
+            "state": "failed" if engine is None else "serving",
+            "failure": None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
+            "reopened": self.reopened_count,
+            "pid": os.getpid(),
+            "parked": self._parking.report() if self._parking is not None else [],
+            "faulty_tenants": dict(self._faults),
+            "tally": self._tally.report(),
+        }
+        if engine is None:
+            return state
+        return state | {
+            "map_version": self.moving.map.version,
+            **asdict(engine.lag),
+            "blocked": dict(Counter(engine.scheduler.blocked.values())),
+            "llm_in_flight": engine.llm_in_flight,
+            "llm_error": engine.llm_error,
+            "llm_silent_s": engine.llm_silent_s,
+            "arena_bytes": engine.arena.nbytes,
+            "opened_s": round(self.opened_s, 3),
+            "journal_rows": engine.journal.row_count,
+        }
+
+
+def _is_environment(error: Exception) -> bool:
+    """A disk, a server, a lost right to write: it would fail with other turns too."""
+    return isinstance(error, UndertowError) and not isinstance(error, TenantFault)

@@ -1,0 +1,285 @@
+"""A sentence-transformers model in batches of fixed shapes: what every device has in common, and the CPU.
+
+Every window of a text goes through the model in the one shape (padded tokens, rows) that belongs to its
+length, whatever else is encoded and however few windows there are: a short batch is filled up. So
+neighbours cannot reach a text's bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.engine.encoders.base import TEXT_FORMAT, Fingerprint, Float16, unit
+from undertow.engine.encoders.model_files import (
+    AMX,
+    DEFAULT_MODEL,
+    Dtype,
+    EncoderError,
+    cpu_has,
+    load_model,
+    model_digest,
+    model_folder,
+    single_threaded_pool,
+    tokenizer_of,
+    working_dtype,
+)
+from undertow.engine.encoders.tokenizer import Int32, Int64, TextWindows, Windows, make_tokens
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, int]  # padded tokens, rows
+
+TAKES_ADDITIVE_MASK = frozenset({"bert"})
+"""Model types that add a four-dimensional mask to every layer's attention scores as it stands. Others may
+refuse it, or use it where they would have cut their own (sliding windows)."""
+
+
+ROWS = 2
+"""Of a batch on a CPU without AMX, see `rows_of`."""
+
+
+class Batch(NamedTuple):
+    """Windows (their numbers, int64, at most `rows`) that go through the model in one shape."""
+
+    members: Int64
+    shape: Shape
+
+
+class WindowEncoder(ABC):
+    """Windows, shapes, batches and the model's forward pass. Subclasses run the batches on their device."""
+
+    def __init__(self, model: str, dtype: Dtype, device: str) -> None:
+        """Load `model`, a name or a folder. EncoderError: it is nowhere or not of sentence-transformers."""
+        folder = model_folder(model)
+        self._model = load_model(folder, model).to(device)
+        self._head, *self._tail = self._model
+        self._dtype = working_dtype(dtype, device)
+        self._head.to(self._dtype)
+        tokenizer, self._window = tokenizer_of(self._model)
+        transformer: Any = self._head
+        form = transformer.auto_model.config
+        self._additive_mask = form.model_type in TAKES_ADDITIVE_MASK and form._attn_implementation == "sdpa"
+        self._takes_types = "token_type_ids" in self._model.tokenizer.model_input_names
+        self._pad_id = int(self._model.tokenizer.pad_token_id or 0)
+        self._prefix = self._model.prompts.get(self._model.default_prompt_name or "") or ""
+        self._filler = np.array(tokenizer.encode("").ids or [self._pad_id], np.int32)
+        self._tokens, self._tokenizer_note = make_tokens(tokenizer, self._window, self._filler.tolist())
+        self._shapes = self.shapes_up_to(self._window)
+        self._widths = np.array([width for width, _ in self._shapes])
+        self._fingerprint = Fingerprint(
+            model=model,
+            digest=model_digest(folder, TEXT_FORMAT, self._window, self._prefix),
+            dim=self._measure_dim(),
+            dtype=str(self._dtype).removeprefix("torch."),
+            device=device,
+        )
+
+    @abstractmethod
+    def shapes_up_to(self, window: int) -> list[Shape]:
+        """The shapes for windows of up to `window` tokens, by width; the last is wider than that."""
+
+    @abstractmethod
+    def _measure_dim(self) -> int:
+        """Run the model once and see."""
+
+    @property
+    def dim(self) -> int:
+        return self._fingerprint.dim
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self._fingerprint
+
+    @property
+    def window(self) -> int:
+        """Tokens the model sees at once, special tokens included."""
+        return self._window
+
+    @property
+    def tokenizer_note(self) -> str:
+        """Which tokenizer is at work, and why."""
+        return self._tokenizer_note
+
+    def padding_share(self, texts: Sequence[str]) -> float:
+        """Share of the token places computed for `texts` that hold padding or filler; for benchmarks."""
+        lengths = self.windows(texts).lengths
+        places = sum(width * rows for _, (width, rows) in self.batches(lengths))
+        return 1.0 - int(lengths.sum()) / places if places else 0.0
+
+    def windows(self, texts: Sequence[str]) -> TextWindows:
+        """Token ids of the windows of each text, as the model sees them."""
+        if self._prefix:
+            return self._tokens([self._prefix + speakable(t) for t in texts])
+        # most texts are spared the call: it is made once a text at millions of tokens a second
+        return self._tokens([t if t.isascii() else speakable(t) for t in texts])
+
+    def batches(self, lengths: Int64) -> list[Batch]:
+        """Every window in its shape, the widest batches first: no long one is left to the end."""
+        # side="right": a window is always shorter than its width. A batch without any padding would make
+        # transformers drop a two-dimensional mask and take another kernel, and that is company.
+        bucket = np.searchsorted(self._widths, lengths, side="right")
+        order = np.argsort(bucket, kind="stable")
+        ends = np.searchsorted(bucket[order], np.arange(len(self._shapes)), side="right")
+        found: list[Batch] = []
+        for b in range(len(self._shapes) - 1, -1, -1):
+            members, rows = order[ends[b - 1] if b else 0 : ends[b]], self._shapes[b][1]
+            found += [Batch(members[i : i + rows], self._shapes[b]) for i in range(0, len(members), rows)]
+        return found
+
+    def pack(self, windows: Windows, batch: Batch, out: Int32) -> None:
+        """Write a batch into `out`, int32 [rows, width + 1]: ids with padding, then each row's length."""
+        width = out.shape[1] - 1
+        begins = windows.offsets[batch.members]
+        lengths = windows.offsets[batch.members + 1] - begins
+        count = len(lengths)
+        column = np.arange(width)
+        mask = column < lengths[:, None]
+        # places beyond a window hold some other window's ids for a moment
+        np.take(windows.ids, begins[:, None] + column, mode="clip", out=out[:count, :-1])
+        out[:count, :-1][~mask] = self._pad_id
+        out[:count, -1] = lengths
+        out[count:, :-1] = self._pad_id
+        out[count:, : len(self._filler)] = self._filler
+        out[count:, -1] = len(self._filler)
+
+    def pooled(self, packed: torch.Tensor) -> torch.Tensor:
+        """The model over one packed batch: float32 [rows, dim], not normalised.
+
+        A pure function of the packed rows: no branch here or below depends on what they hold, as
+        `batches` leaves no batch without padding.
+        """
+        import torch
+
+        ids = packed[:, :-1].long()
+        mask = torch.arange(ids.shape[1], device=ids.device) < packed[:, -1:]
+        features = {"input_ids": ids, "attention_mask": self._attention_mask(mask)}
+        if self._takes_types:
+            features["token_type_ids"] = torch.zeros_like(ids)
+        with torch.inference_mode():
+            features = self._head(features)
+            features["attention_mask"] = mask.long()  # as pooling wants it
+            # pooling and what follows in fp32: a 16-bit mean would throw away half of what is left
+            features["token_embeddings"] = features["token_embeddings"].float()
+            for module in self._tail:
+                features = module(features)
+        vectors: torch.Tensor = features["sentence_embedding"]
+        return vectors
+
+    def _attention_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """What the transformer is given for bool [rows, width].
+
+        Additive in the working dtype if it may be: torch makes that of a boolean mask anew in every layer.
+        """
+        import torch
+
+        if not self._additive_mask:
+            return mask.long()
+        zeros = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device)
+        return zeros.masked_fill_(~mask, float("-inf"))[:, None, None, :]
+
+    def _damaged(self) -> EncoderError:
+        return EncoderError(
+            f"the encoder {self._fingerprint.model} gave vectors that are not finite in "
+            f"{self._fingerprint.dtype}: its weights are damaged, or its numbers are too large for that "
+            "type; fetch the model again or use another one"
+        )
+
+
+class SentenceEncoder(WindowEncoder):
+    """On the CPU: every batch runs on a single thread, the batches are what runs in parallel.
+
+    So the number of threads cannot reach a text's bits either.
+    """
+
+    # padded tokens of a batch
+    WIDTHS: ClassVar[tuple[int, ...]] = (
+        *(16, 32, 48, 64, 80, 96, 112, 128),
+        *(160, 192, 224, 256, 320, 384, 448, 512),
+    )
+
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, dtype: Dtype = "auto", threads: int | None = None
+    ) -> None:
+        """Load `model`, a name or a folder. `dtype` "auto" is bfloat16 where the CPU has `BF16_UNITS`.
+
+        `threads`: batches in flight at once; torch's own thread count by default.
+        Raises EncoderError if the model is nowhere to be found or is not one of sentence-transformers,
+        ValueError for `threads` < 1.
+        """
+        import torch
+
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads is {threads}; give at least 1")
+        self._threads = threads or torch.get_num_threads()
+        super().__init__(model, dtype, "cpu")
+        if not cpu_has(AMX):  # the shapes decide the last bits, so stores tell them apart
+            where = f"cpu in batches of {ROWS} rows"
+            self._fingerprint = replace(self._fingerprint, device=where)
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return single_threaded_pool(self._threads)
+
+    def shapes_up_to(self, window: int) -> list[Shape]:
+        widths = [*(width for width in self.WIDTHS if width <= window), window // 16 * 16 + 16]
+        on_amx = cpu_has(AMX)
+        return [(width, rows_of(width, on_amx=on_amx)) for width in widths]
+
+    def encode(self, texts: Sequence[str]) -> Float16:
+        """Embed texts: float16 [n, dim], L2-normalised, row i of text i; [0, dim] for no texts.
+
+        A text over the window is embedded in consecutive windows; their normalised vectors are averaged
+        and normalised again. Raises EncoderError if the model yields a vector that is not finite.
+        """
+        if not texts:
+            return np.zeros((0, self.dim), np.float16)
+        windows = self.windows(texts)
+        batches = self.batches(windows.lengths)
+        vectors = np.empty((len(windows), self.dim))
+        done = self._pool.map(lambda batch: self._run(windows, batch), batches)
+        for batch, part in zip(batches, done, strict=True):
+            vectors[batch.members] = part
+        if not np.isfinite(vectors).all():
+            raise self._damaged()
+        return unit(np.add.reduceat(unit(vectors), windows.first, axis=0)).astype(np.float16)
+
+    def _run(self, windows: Windows, batch: Batch) -> NDArray[np.float32]:
+        """float32 [members, dim], not normalised."""
+        import torch
+
+        width, rows = batch.shape
+        packed = np.empty((rows, width + 1), np.int32)
+        self.pack(windows, batch, packed)
+        vectors: NDArray[np.float32] = self.pooled(torch.from_numpy(packed))[: len(batch.members)].numpy()
+        return vectors
+
+    def _measure_dim(self) -> int:
+        one = Windows(self._filler, np.array([0, len(self._filler)]))
+        [batch] = self.batches(one.lengths)
+        return int(self._pool.submit(self._run, one, batch).result().shape[1])
+
+
+def rows_of(width: int, *, on_amx: bool) -> int:
+    """Rows of a batch of `width` tokens.
+
+    Few, as a short batch is filled up: a query alone takes half as long with 2 rows as with 4, eight texts
+    three fifths, 384 some 5 to 14% more (AVX512-BF16). On AMX, measured on two cores, the matrix unit
+    starves below some 1,000 token places a batch, and above 1,500 the batch drops out of the cache.
+    """
+    if not on_amx:
+        return ROWS
+    return 16 if width <= 80 else 12 if width <= 128 else 8
+
+
+def speakable(text: str) -> str:
+    """The text without lone surrogates, which JSON can carry and no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,0 +1,293 @@
+"""The sentence encoder on a CUDA device: one CUDA graph a shape, text to device vectors without a detour.
+
+Why neighbours cannot reach a text's bits: the shape belongs to the window's length alone, so each window
+always meets the same kernels; a kernel computes a row from that row in an order that its launch, fixed in
+the graph, decides. The tests marked `gpu` hold this against the card at hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from undertow.engine.encoders.base import Encoded, Float16
+from undertow.engine.encoders.cpu import Batch, Shape, WindowEncoder
+from undertow.engine.encoders.cuda_graphs import FixedShape, GraphSpace
+from undertow.engine.encoders.model_files import DEFAULT_MODEL, Dtype, EncoderError
+from undertow.engine.encoders.tokenizer import Int64, TextWindows, Windows, spread
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_CHARS = 1 << 19
+"""Texts are tokenised in pieces of about so many characters, one while the device computes another."""
+
+MEAN_ROWS = 64
+"""Texts of several windows are averaged in blocks of this many: a shape fixed like all others."""
+
+
+class CudaSentenceEncoder(WindowEncoder):
+    """Fixed shapes replayed as CUDA graphs; results stay on the device, with a copy for the host.
+
+    Safe to call from several threads: one call at a time has the device. All work goes to torch's
+    current stream.
+    """
+
+    # Token places a batch, at most. One lone window pays for a whole batch, as its shape must not depend on
+    # its company: fewer places make a question quick and waste less on the last batch of each width. More
+    # places fill the card better. With 8 Ki, the narrowest product of a 384-dimensional model has 128
+    # tiles of 128 x 192 for the 132 multiprocessors of an H100, and the widest activation (8 Ki x 1536 in
+    # 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. `undertow bench gpu`
+    # measures this many, twice and four times as many. The fingerprint tells other
+    # numbers from the default, not one default from the next.
+    PLACES = 8_192
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        dtype: Dtype = "auto",
+        device: str = "cuda",
+        graphs: bool = True,
+        places: int | None = None,
+    ) -> None:
+        """Load `model`, a name or a folder, in float16 unless `dtype` says otherwise.
+
+        `device` "cpu" runs the same batches without graphs, for tests; `graphs` False does so on CUDA.
+        `places`: token places a batch, at most; PLACES by default. Another number means other shapes, for
+        which cuBLAS may take other kernels and give other last bits: the fingerprint's `device` says so.
+        Raises EncoderError if the model is nowhere to be found, is not one of sentence-transformers, or
+        torch has no CUDA; ValueError for `places` < 128.
+        """
+        import torch
+
+        self._places = self.PLACES if places is None else places
+        if self._places < 128:
+            raise ValueError(f"places is {places}; give at least 128")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise EncoderError(
+                "torch finds no CUDA device for the encoder. Install a CUDA build of torch that fits the "
+                "driver, or set UNDERTOW_DEVICE to cpu."
+            )
+        self._lock = threading.Lock()
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="undertow-tokenizer")
+        self._device = torch.device(device)
+        self._graphs = GraphSpace() if graphs and device == "cuda" else None
+        self._fixed: dict[Shape, FixedShape] = {}
+        super().__init__(model, dtype, device)
+        if self._places != self.PLACES:
+            where = f"{device} in batches of {self._places} places"
+            self._fingerprint = replace(self._fingerprint, device=where)
+        # all graphs share one memory: with the largest in place it need not grow
+        self._shape(max(self._shapes, key=lambda shape: shape[0] * shape[1]))
+
+    def shapes_up_to(self, window: int) -> list[Shape]:
+        return self.shapes_of(window, self._places)
+
+    @staticmethod
+    def shapes_of(window: int, places: int) -> list[Shape]:
+        """Widths in steps of 16 up to 256, of 32 beyond; places in multiples of 128, for whole tiles."""
+        widths = [*range(16, 257, 16), *range(288, window + 1, 32)]
+        widths = [*(w for w in widths if w <= window), window // 16 * 16 + 16]
+        tiles = [lcm(width, 128) for width in widths]
+        return [(w, max(8, places // tile * tile // w)) for w, tile in zip(widths, tiles, strict=True)]
+
+    def prepare(self) -> None:
+        """Capture every shape now, not at first use, so that no later call takes longer for it."""
+        with self._lock:
+            for shape in self._shapes:
+                self._shape(shape)
+
+    def encode(self, texts: Sequence[str]) -> Float16:
+        """Embed texts: float16 [n, dim], L2-normalised, row i of text i; [0, dim] for no texts."""
+        return self.embed(texts).host
+
+    def embed(self, texts: Sequence[str]) -> Encoded:
+        """Embed texts: float16 [n, dim], L2-normalised, on the device and, copied, on the host.
+
+        Long texts as in `SentenceEncoder.encode`. EncoderError: a vector is not finite.
+        """
+        import torch
+
+        if not texts:
+            empty = torch.empty((0, self.dim), dtype=torch.float16, device=self._device)
+            return Encoded(np.zeros((0, self.dim), np.float16), empty)
+        with self._lock, torch.no_grad():
+            vectors, first = self.run_windows(texts)
+            result = self._of_texts(vectors, first)
+            finite = torch.isfinite(result).all()
+            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=self._device.type == "cuda")
+            host.copy_(result, non_blocking=True)
+            if not finite.item():  # waits for everything before it on the stream, the copy included
+                raise self._damaged()
+        return Encoded(host.numpy(), result)
+
+    def run_windows(self, texts: Sequence[str]) -> tuple[torch.Tensor, Int64]:
+        """Unit vectors of all windows, float32 [windows, dim], and the first window of each text."""
+        import torch
+
+        backlog = Backlog()
+        firsts: list[Int64] = []
+        parts: list[torch.Tensor] = []
+        done: list[Int64] = []
+        for windows, is_last in self._pieces(texts):
+            firsts.append(windows.first + backlog.received)
+            backlog.add(windows)
+            for batch in backlog.take(self.batches(backlog.windows.lengths), only_full=not is_last):
+                parts.append(self._run(backlog.windows, batch))
+                done.append(backlog.numbers[batch.members])
+            backlog.shrink()
+        order = np.concatenate(done)
+        row_of = np.empty(len(order), np.int64)
+        row_of[order] = np.arange(len(order))
+        return torch.cat(parts).index_select(0, self._upload(row_of)), np.concatenate(firsts)
+
+    def run_packed(self, packed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Unit vectors of batches as `pack` writes them: float32 [rows, dim] each, on the device.
+
+        `packed`: int32 [rows, width + 1] each, of the encoder's shapes (ValueError if not), on any device.
+        The vectors are there when the call returns.
+        """
+        import torch
+
+        for batch in packed:
+            if (batch.shape[1] - 1, batch.shape[0]) not in self._shapes:
+                raise ValueError(f"a batch of shape {tuple(batch.shape)} is none of this encoder's")
+        with self._lock:
+            vectors = [self._shape((b.shape[1] - 1, b.shape[0]))(b).clone() for b in packed]
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        return vectors
+
+    def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[TextWindows, bool]]:
+        """Windows of consecutive texts, and whether they are the last; a thread tokenises ahead."""
+        starts = np.cumsum([len(text) for text in texts]) // PIECE_CHARS
+        cuts = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(texts)]
+        pieces = [texts[begin:end] for begin, end in pairwise(cuts)]
+        ahead = self._tokenizer_thread.submit(self.windows, pieces[0]) if len(pieces) > 1 else None
+        for i, piece in enumerate(pieces):
+            windows = ahead.result() if ahead else self.windows(piece)
+            is_last = i + 1 == len(pieces)
+            ahead = None if is_last else self._tokenizer_thread.submit(self.windows, pieces[i + 1])
+            yield windows, is_last
+
+    def _run(self, windows: Windows, batch: Batch) -> torch.Tensor:
+        """One batch: unit vectors float32 [members, dim], a tensor of their own."""
+        import torch
+
+        width, rows = batch.shape
+        # pinned memory comes back to torch's cache only when the copy out of it is done
+        packed = torch.empty((rows, width + 1), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self.pack(windows, batch, packed.numpy())
+        return self._shape(batch.shape)(packed)[: len(batch.members)].clone()
+
+    def _shape(self, shape: Shape) -> FixedShape:
+        if shape not in self._fixed:
+            example = self._one_token_rows(shape)
+            self._fixed[shape] = FixedShape(self.unit_pooled, example, self.dim, self._graphs)
+        return self._fixed[shape]
+
+    def _one_token_rows(self, shape: Shape) -> torch.Tensor:
+        import torch
+
+        width, rows = shape
+        packed = torch.full((rows, width + 1), self._pad_id, dtype=torch.int32, device=self._device)
+        packed[:, -1] = 1
+        return packed
+
+    def unit_pooled(self, packed: torch.Tensor) -> torch.Tensor:
+        """`pooled`, normalised in fp64: float32 [rows, dim]."""
+        with _attention(self._device.type):
+            return _unit(self.pooled(packed).double()).float()
+
+    def _of_texts(self, vectors: torch.Tensor, first: Int64) -> torch.Tensor:
+        """Vectors of windows to vectors of texts: float16 [texts, dim]."""
+        counts = np.diff(np.append(first, len(vectors)))
+        result = vectors.index_select(0, self._upload(first))
+        long = np.flatnonzero(counts > 1)
+        for start in range(0, len(long), MEAN_ROWS):
+            some = long[start : start + MEAN_ROWS]
+            members = vectors.index_select(0, self._upload(spread(first[some], counts[some])))
+            result[self._upload(some)] = self._means(members, counts[some])
+        return result.half()
+
+    def _means(self, members: torch.Tensor, counts: Int64) -> torch.Tensor:
+        """Normalised means of runs of `counts` rows, in fp64: float32 [runs, dim]; at most MEAN_ROWS runs."""
+        import torch
+
+        # a run is summed by one thread a column, first row to last, whatever runs stand beside it
+        lengths = self._upload(np.pad(counts, (0, MEAN_ROWS - len(counts))))
+        sums = torch.segment_reduce(members.double(), "sum", lengths=lengths, axis=0, unsafe=True)
+        return _unit(sums)[: len(counts)].float()
+
+    def _upload(self, numbers: Int64) -> torch.Tensor:
+        import torch
+
+        host = torch.from_numpy(numbers)
+        if self._device.type == "cpu":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def _measure_dim(self) -> int:
+        import torch
+
+        with torch.no_grad():
+            return int(self.pooled(self._one_token_rows(self._shapes[0])).shape[1])
+
+
+class Backlog:
+    """Windows that wait for a full batch while texts go on coming."""
+
+    def __init__(self) -> None:
+        self.windows = Windows(np.zeros(0, np.int32), np.zeros(1, np.int64))
+        self.numbers = np.zeros(0, np.int64)
+        """In the order of arrival over the whole call: int64 [windows]."""
+        self.received = 0
+        self._left = np.zeros(0, bool)
+
+    def add(self, more: Windows) -> None:
+        old = self.windows
+        ids = np.concatenate([old.ids, more.ids]) if len(old) else more.ids
+        offsets = np.concatenate([old.offsets, more.offsets[1:] + old.offsets[-1]])
+        self.windows = Windows(ids, offsets)
+        self.numbers = np.concatenate([self.numbers, np.arange(len(more)) + self.received])
+        self.received += len(more)
+        self._left = np.ones(len(self.windows), bool)
+
+    def take(self, batches: Sequence[Batch], *, only_full: bool) -> Iterator[Batch]:
+        for batch in batches:
+            if not only_full or len(batch.members) == batch.shape[1]:
+                self._left[batch.members] = False
+                yield batch
+
+    def shrink(self) -> None:
+        """Keep the windows not taken."""
+        rows = np.flatnonzero(self._left)
+        lengths = self.windows.lengths[rows]
+        ids = self.windows.ids[spread(self.windows.offsets[rows], lengths)]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        self.windows = Windows(ids, offsets)
+        self.numbers = self.numbers[rows]
+
+
+def _attention(device: str) -> Any:
+    """On CUDA, attention by the kernel that takes masks and never splits a row's keys over blocks."""
+    if device != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def _unit(vectors: torch.Tensor) -> torch.Tensor:
+    """Rows scaled to length 1; a row of zeros stays."""
+    lengths = (vectors * vectors).sum(dim=1, keepdim=True).sqrt()
+    return vectors / lengths.where(lengths > 0, 1.0)

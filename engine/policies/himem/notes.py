@@ -1,0 +1,209 @@
+"""HiMem's notes: what is said outright, what it implies, and both put into lasting form (section 2.2.2).
+
+A note is stored as a fact whose `fact_kind` is fact, preference or profile. Its episodes are those that hold
+its source turns: as no two episodes share a turn, that is one answer; the first stands in `episode_id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from undertow.engine.base.model import Memory
+from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, cosine, deletion
+from undertow.engine.policies.work import Steps, Work, apart
+from undertow.prompts.builders import Prompt, ShownMemory, align_prompt, notes_prompt, traits_prompt
+from undertow.prompts.reply_schemas import (
+    AlignReply,
+    NoteChange,
+    NoteDraft,
+    NotesReply,
+    TraitDraft,
+    TraitsReply,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A note on its way through the stages. `sources`, and `shown` beside them: seqs of turns, ascending."""
+
+    text: str
+    kind: str
+    sources: tuple[int, ...]
+    version: str
+    shown: tuple[int, ...] = ()
+
+
+def write_notes(work: Work, turns: Sequence[int], *, align: bool) -> Steps:
+    """The notes of these turns; `align`: with stage 3. PromptTooLong."""
+    for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
+        notes = yield from _written(work, part, align=align)
+        yield from _store(work, notes)
+
+
+def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], *, align: bool) -> Steps:
+    """Of the notes of these turns those again that were `lost`; the others stand. PromptTooLong.
+
+    Without a lost note to tell by (its words are gone, where its deletion was parked) nothing is written of
+    turns that have notes: it would double them.
+    """
+    if not lost and any(note.reach.intersection(turns) for note in living_notes(work)):
+        return
+    notes: list[Note] = []
+    for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
+        notes += yield from _written(work, part, align=align)
+    if lost and notes:
+        notes = yield from _in_place_of(work, lost, notes)
+    yield from _store(work, notes)
+
+
+def _in_place_of(
+    work: Work, lost: Sequence[Memory], notes: Sequence[Note]
+) -> Generator[Effect, Any, list[Note]]:
+    """For each lost note the one that is nearest to it, but none to which a note that stands is nearer."""
+    wanted = yield Embed(tuple(note.text for note in lost))
+    vectors = yield Embed(tuple(note.text for note in notes))
+    said = {note.text for note in living_notes(work)}
+    found: dict[int, Note] = {}
+    for vector in wanted:
+        nth = max(range(len(notes)), key=lambda n: cosine(vector, vectors[n]))
+        nearest = yield from work.known("fact", vectors[nth], 1)
+        doubles = any(known.score >= cosine(vector, vectors[nth]) for known in nearest)
+        if notes[nth].text in said or not doubles:
+            found[nth] = notes[nth]
+    return list(found.values())
+
+
+def _written(work: Work, part: Sequence[int], *, align: bool) -> Generator[Effect, Any, list[Note]]:
+    """What the stages make of turns that one prompt holds."""
+    notes = yield from _stated(work, part)
+    notes += yield from _implied(work, part, notes)
+    if align and notes:
+        notes = yield from aligned_notes(work, part, notes)
+    return [replace(note, shown=apart(part, note.sources)) for note in notes]
+
+
+def _stated(work: Work, part: Sequence[int]) -> Generator[Effect, Any, list[Note]]:
+    prompt = notes_prompt(work.turns(part))
+    reply: NotesReply = yield Complete(prompt)
+    return [_note(draft, part, prompt) for draft in reply.notes]
+
+
+def _implied(work: Work, part: Sequence[int], stated: Sequence[Note]) -> Generator[Effect, Any, list[Note]]:
+    prompt = shortened(work, stated, lambda notes: traits_prompt(work.turns(part), _shown(work, notes)))
+    reply: TraitsReply = yield Complete(prompt)
+    return [_note(draft, part, prompt) for draft in reply.notes]
+
+
+def aligned_notes(
+    work: Work, part: Sequence[int], notes: Sequence[Note]
+) -> Generator[Effect, Any, list[Note]]:
+    """Stage 3, in sight of as many of the turns in `part` as there is room for."""
+    prompt = shortened(work, part, lambda seqs: align_prompt(work.turns(seqs), _shown(work, notes)))
+    reply: AlignReply = yield Complete(prompt)
+    return settled(notes, reply.changes, prompt.version)
+
+
+def settled(notes: Sequence[Note], changes: Sequence[NoteChange], version: str) -> list[Note]:
+    """The notes with the changes made; those that no change names, or only a wrong number, as they were.
+
+    A note that says what another says goes, and the other rests on its turns too. Of several changes of one
+    note the first counts, and of notes that are said to be each other one stays.
+    """
+    kept = dict(enumerate(notes, 1))
+    first = {change.note: change for change in reversed(changes) if change.note in kept}
+    for number, change in sorted(first.items()):
+        if change.text:
+            kept[number] = replace(kept[number], text=change.text, version=version)
+    for number, change in sorted(first.items()):
+        if change.same_as is not None and change.same_as != number and change.same_as in kept:
+            gone, into = kept.pop(number), kept[change.same_as]
+            sources = tuple(sorted({*into.sources, *gone.sources}))
+            kept[change.same_as] = replace(into, sources=sources)
+    return list(kept.values())
+
+
+def _store(work: Work, notes: Sequence[Note]) -> Steps:
+    """Each note as a memory; one that is stored word for word is said again."""
+    if not notes:
+        return
+    vectors = yield Embed(tuple(note.text for note in notes))
+    known = {memory.text: memory for memory in living_notes(work)}
+    for note, vector in zip(notes, vectors, strict=True):
+        if (same := known.get(note.text)) is not None:
+            known[note.text] = work.said_again(same, note.sources, vector)
+            continue
+        known[note.text] = add_note(work, note, vector).memory
+
+
+def add_note(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...] = ()) -> Draft:
+    """A note that was not there before."""
+    return work.new(
+        "fact",
+        note.text,
+        vector,
+        note.sources,
+        note.version,
+        episode_id=episode_of(work, note.sources[0]),
+        fact_kind=note.kind,
+        supersedes=supersedes,
+        shown_seqs=note.shown,
+    )
+
+
+def living_notes(work: Work) -> list[Memory]:
+    """The notes as they stand after what this job has made and deleted."""
+    notes = {memory.id: memory for memory in work.view.current("fact")}
+    notes |= {d.memory.id: d.memory for d in work.drafts if d.memory.kind == "fact"}
+    return [memory for memory in notes.values() if not memory.deleted]
+
+
+def forget_least_used(work: Work, most: int) -> int:
+    """Delete notes until there are `most`; how many. Their history stays, and turns and episodes all stay.
+
+    Those that fewest answers were given go first, of equal ones the oldest; what this job has made is not yet
+    known to be of no use, and goes last.
+    """
+    uses = work.view.uses()
+    notes = sorted(
+        living_notes(work),
+        key=lambda n: (n.made_at_seq == work.seq, uses.get(n.id, 0), n.born_at_seq, n.ordinal),
+    )
+    gone = notes[: max(0, len(notes) - most)]
+    work.drafts += [Draft(deletion(note, work.seq), None) for note in gone]
+    return len(gone)
+
+
+def episode_of(work: Work, seq: int) -> str | None:
+    """The episode that holds a turn. None: a user has deleted it."""
+    mine = [d.memory for d in work.drafts if d.memory.kind == "episode"]
+    gone = {memory.id for memory in mine if memory.deleted}
+    for memory in (*mine, *work.view.current("episode")):
+        if memory.id not in gone and seq in memory.source_seqs:
+            return memory.id
+    return None
+
+
+def shortened(work: Work, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> Prompt:
+    """The prompt with as many of the items as fit, the first ones left out. PromptTooLong: with none, too."""
+    while items and not work.fits(prompt_of(items)):
+        items = items[1:]
+    return work.checked(prompt_of(items))
+
+
+def named(numbers: Sequence[int], shown: Sequence[T]) -> list[T]:
+    """What a reply names by number; all that was shown where it names none, or what is not there."""
+    if not numbers or any(not 1 <= n <= len(shown) for n in numbers):
+        return list(shown)
+    return [shown[n - 1] for n in dict.fromkeys(numbers)]
+
+
+def _note(draft: NoteDraft | TraitDraft, part: Sequence[int], prompt: Prompt) -> Note:
+    return Note(draft.text, draft.kind, tuple(sorted(named(draft.turns, part))), prompt.version)
+
+
+def _shown(work: Work, notes: Sequence[Note]) -> list[ShownMemory]:
+    return [ShownMemory(n, work.latest(note.sources), note.text) for n, note in enumerate(notes, 1)]

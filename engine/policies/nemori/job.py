@@ -1,0 +1,268 @@
+"""One job of NEMORI: what is made of a window of messages, and what is made again (algorithm 1)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from undertow.engine.base.config import Ablation
+from undertow.engine.base.model import Decision, Memory
+from undertow.engine.policies.base import (
+    Draft,
+    Effect,
+    Embed,
+    MemoryView,
+    Outcome,
+    PromptBudget,
+    TurnView,
+    Vector,
+    forgotten,
+)
+from undertow.engine.policies.nemori.knowledge import Management, NemoriWork, Origin, Statement
+from undertow.engine.policies.nemori.partition import MessageRef, messages_of, partition_of
+from undertow.engine.policies.work import Steps, as_shown, parked
+from undertow.prompts.builders import (
+    Prompt,
+    ShownMemory,
+    ShownTurn,
+    distil_direct_prompt,
+    distil_prompt,
+    integrate_prompt,
+    narrate_prompt,
+    partition_prompt,
+    predict_prompt,
+    select_prompt,
+)
+from undertow.prompts.reply_schemas import (
+    NarrativeReply,
+    PartitionReply,
+    PredictionReply,
+    SelectReply,
+    StatementDraft,
+    StatementsReply,
+)
+
+# K_e of section 4.1
+CANDIDATE_EPISODES = 5
+
+PromptOf = Callable[[Sequence[ShownTurn]], Prompt]
+
+
+class NemoriJob(NemoriWork):
+    """One job's steps."""
+
+    def __init__(
+        self,
+        seq: int,
+        view: MemoryView,
+        budget: PromptBudget,
+        management: Management,
+        ablation: Ablation | None,
+    ) -> None:
+        super().__init__(seq, view, budget)
+        self._management = management
+        self._ablation = ablation
+        # how many numbers of partitions had to be put right; and in which way
+        self.repairs = 0
+        self._repaired: Counter[str] = Counter()
+        # as they were when the job began: what is deleted meanwhile is forgotten afterwards
+        self._turns: dict[int, TurnView] = {}
+
+    def outcome(self, cluster: tuple[int, ...], settled: tuple[int, ...] = ()) -> Outcome:
+        """What was made; with the count of what a reply's partition had to be repaired by."""
+        counts = ", ".join(f"{count} {what}" for what, count in self._repaired.items() if count)
+        reason = f"the partition was repaired: {counts}" if counts else None
+        return Outcome(
+            Decision.FIRED,
+            cluster=cluster,
+            settled=settled,
+            drafts=tuple(self.drafts),
+            reason=reason,
+            repairs=self.repairs,
+        )
+
+    def parked(self, error: Exception, cluster: tuple[int, ...], gone: tuple[Draft, ...] = ()) -> Outcome:
+        """What failed, with the repairs until then; `gone`: what must go all the same."""
+        outcome = Outcome(Decision.PARKED, drafts=gone, repairs=self.repairs)
+        return parked(error, self.operation, cluster, outcome)
+
+    # ---- episodes (section 3.2)
+
+    def take(self, window: Sequence[MessageRef]) -> Steps:
+        """Algorithm 1 on a window: the groups one after the other, each seeing what the one before made."""
+        for seq, _ in window:
+            self._turns.setdefault(seq, self.view.turn(seq))
+        for group in (yield from self._partition(window)):
+            if self._ablation == "direct-extraction":
+                yield from self.distil_direct(group)
+            else:
+                yield from self._remember(group)
+
+    def _partition(
+        self, window: Sequence[MessageRef]
+    ) -> Generator[Effect, Any, list[tuple[MessageRef, ...]]]:
+        if self._ablation == "fixed-chunks" or len(window) < 2:
+            return [tuple(window)] if window else []
+        groups: list[tuple[MessageRef, ...]] = []
+        for part in self._message_parts(window, partition_prompt):
+            reply: PartitionReply = yield from self.ask(partition_prompt(self._lines(part)))
+            found = partition_of([group.messages for group in reply.groups], len(part))
+            self.repairs += found.repairs
+            self._repaired.update(missing=found.missing, repeated=found.repeated, invented=found.invented)
+            groups += [tuple(part[n - 1] for n in numbers) for numbers in found.groups]
+        return groups
+
+    def _remember(self, group: tuple[MessageRef, ...]) -> Steps:
+        """Narrate a group, join it to the episode that it continues, and learn from what comes of it."""
+        told, version = yield from self._narrate(group)
+        (vector,) = yield Embed((told,))
+        sources = _turns_of(group)
+        older = yield from self._continued(told, vector, sources)
+        if older is None:
+            draft = self.new("episode", told, vector, sources, version, source_messages=group)
+            yield from self._learn(draft, group)
+            return
+        group = (*_messages_in(older, self.view), *group)
+        told, version = yield from self._integrate(as_shown(1, older), told, sources)
+        (vector,) = yield Embed((told,))
+        sources = tuple(sorted({*older.source_seqs, *sources}))
+        draft = self.revise(older, told, vector, sources, version, source_messages=group)
+        yield from self._learn(draft, group)
+
+    def _narrate(self, group: Sequence[MessageRef]) -> Generator[Effect, Any, tuple[str, str]]:
+        """Cue and narrative of messages, as one text, and the prompt's version; of many, part by part."""
+        told = version = ""
+        for part in self._message_parts(group, narrate_prompt):
+            prompt = narrate_prompt(self._lines(part))
+            reply: NarrativeReply = yield from self.ask(prompt)
+            text, version = _text_of(reply), prompt.version
+            if told:
+                earlier = ShownMemory(1, self.latest(_turns_of(group)), told)
+                text, version = yield from self._integrate(earlier, text, _turns_of(part))
+            told = text
+        return told, version
+
+    def _continued(
+        self, told: str, vector: Vector, sources: tuple[int, ...]
+    ) -> Generator[Effect, Any, Memory | None]:
+        """The stored episode that a new one continues, if the LLM names one of the nearest."""
+        found = yield from self.known("episode", vector, CANDIDATE_EPISODES)
+        new = ShownMemory(1, self.latest(sources), told)
+        prompt, candidates = self.that_fit([s.memory for s in found], lambda shown: select_prompt(new, shown))
+        if not candidates:
+            return None
+        reply: SelectReply = yield from self.ask(prompt)
+        number = reply.continues or 0
+        return candidates[number - 1] if 1 <= number <= len(candidates) else None
+
+    def _integrate(
+        self, older: ShownMemory, told: str, sources: tuple[int, ...]
+    ) -> Generator[Effect, Any, tuple[str, str]]:
+        prompt = integrate_prompt([older, ShownMemory(2, self.latest(sources), told)])
+        reply: NarrativeReply = yield from self.ask(prompt)
+        return _text_of(reply), prompt.version
+
+    # ---- facts (section 3.3)
+
+    def _learn(self, episode: Draft, messages: Sequence[MessageRef]) -> Steps:
+        """Predict the episode from what is known, and distil what its raw messages tell beyond that."""
+        held = self._present(messages)
+        if self._ablation == "without-facts" or not held:
+            return
+        assert episode.vector is not None, "only living episodes are learnt from"
+        known = yield from self._management.evoke(self, episode.vector)
+        cue, _, _ = episode.memory.text.partition("\n")
+        shown = ShownMemory(1, episode.memory.timestamp, cue)
+        prompt, _ = self.that_fit(known, lambda facts: predict_prompt(shown, facts))
+        guess: PredictionReply = yield from self.ask(prompt)
+        prediction = ShownMemory(1, episode.memory.timestamp, guess.prediction)
+        yield from self._distil(held, lambda lines: distil_prompt(lines, prediction), episode.memory.id)
+
+    def distil_direct(self, messages: Sequence[MessageRef]) -> Steps:
+        """NEMORI-s, section 4.4: facts of raw messages without a prediction."""
+        if self._ablation != "without-facts":
+            yield from self._distil(self._present(messages), distil_direct_prompt, None)
+
+    def _distil(self, messages: Sequence[MessageRef], prompt_of: PromptOf, episode_id: str | None) -> Steps:
+        for part in self._message_parts(messages, prompt_of):
+            prompt = prompt_of(self._lines(part))
+            reply: StatementsReply = yield from self.ask(prompt)
+            found: dict[str, Statement] = {}
+            for draft in reply.facts:
+                found.setdefault(draft.text, Statement(draft.text, _said_in(draft, part)))
+            if found:
+                origin = Origin(_turns_of(part), episode_id, prompt.version)
+                yield from self._management.consolidate(self, tuple(found.values()), origin)
+
+    # ---- what is made again
+
+    def relearn(self, episode: Memory, turns: Sequence[int]) -> Steps:
+        """Distil again what an episode holds of these turns."""
+        messages = [ref for ref in _messages_in(episode, self.view) if ref[0] in turns]
+        if messages:
+            (vector,) = yield Embed((episode.text,))
+            yield from self._learn(Draft(episode, vector), messages)
+
+    def retell(self, episode: Memory, lost: Sequence[int]) -> Steps:
+        """An episode without its deleted turns, distilled again where facts of it were `lost`."""
+        group = self._present(_messages_in(episode, self.view))
+        if not group:
+            self.drafts.append(Draft(forgotten(episode, self.seq), None))
+            return
+        told, version = yield from self._narrate(group)
+        (vector,) = yield Embed((told,))
+        draft = self.revise(episode, told, vector, _turns_of(group), version, source_messages=group)
+        yield from self._learn(draft, [ref for ref in group if ref[0] in lost])
+
+    def unheld(self, turns: Sequence[int]) -> tuple[MessageRef, ...]:
+        """The messages of these turns that are in no episode."""
+        held = {ref for e in self.view.current("episode") for ref in _messages_in(e, self.view)}
+        return tuple(ref for ref in messages_of(turns, self.view) if ref not in held)
+
+    def dropped(self) -> frozenset[MessageRef]:
+        """The messages of the episodes that a user has deleted."""
+        return frozenset(ref for e in self.view.ended("episode") for ref in _messages_in(e, self.view))
+
+    # ---- messages
+
+    def _turn(self, seq: int) -> TurnView:
+        return self._turns.get(seq) or self.view.turn(seq)
+
+    def _present(self, messages: Sequence[MessageRef]) -> tuple[MessageRef, ...]:
+        """Those that were not deleted."""
+        kept = [ref for ref in messages if ref[0] in self._turns or self.view.exists(ref[0])]
+        return tuple((seq, line) for seq, line in kept if line < len(self._turn(seq).messages))
+
+    def _lines(self, messages: Sequence[MessageRef]) -> list[ShownTurn]:
+        said = [(self._turn(seq), line) for seq, line in messages]
+        return [ShownTurn(n, turn.timestamp, turn.messages[line]) for n, (turn, line) in enumerate(said, 1)]
+
+    def _message_parts(
+        self, messages: Sequence[MessageRef], prompt_of: PromptOf
+    ) -> list[Sequence[MessageRef]]:
+        """The messages in as few prompts as hold them, oldest first. PromptTooLong if one is too long."""
+        parts = self.parts(
+            range(len(messages)), lambda places: prompt_of(self._lines([messages[n] for n in places]))
+        )
+        return [[messages[n] for n in part] for part in parts]
+
+
+def _messages_in(episode: Memory, view: MemoryView) -> tuple[MessageRef, ...]:
+    """The raw episode; all messages of its turns where it does not say which."""
+    return episode.source_messages or messages_of(episode.source_seqs, view)
+
+
+def _turns_of(messages: Sequence[MessageRef]) -> tuple[int, ...]:
+    return tuple(sorted({seq for seq, _ in messages}))
+
+
+def _said_in(draft: StatementDraft, shown: Sequence[MessageRef]) -> tuple[int, ...]:
+    """The turns of the messages that say a fact; the oldest where none is named, or one that is not there."""
+    right = draft.messages and all(1 <= n <= len(shown) for n in draft.messages)
+    return _turns_of([shown[n - 1] for n in draft.messages] if right else [min(shown)])
+
+
+def _text_of(reply: NarrativeReply) -> str:
+    """An episode as it is stored and embedded: the cue is its first line."""
+    return f"{' '.join(reply.cue.split())}\n{reply.narrative}"

@@ -1,0 +1,204 @@
+"""What NEMORI's facts are kept by: its `management`, a plug with two ends (section 3.3, appendix A).
+
+`evoke` gives what is known of an episode, from which a prediction of it is made; `consolidate` takes what the
+prediction missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from undertow.engine.base.config import ManagementName
+from undertow.engine.base.model import Memory
+from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, deletion
+from undertow.engine.policies.work import Steps, Work, apart, as_shown
+from undertow.prompts.builders import Prompt, ShownMemory, consolidate_prompt, summarise_prompt
+from undertow.prompts.reply_schemas import ConsolidateReply, SummaryReply
+
+# K_s and K_m of section 4.1
+EVOKED_FACTS = 10
+SIMILAR_FACTS = 5
+
+
+class NemoriWork(Work):
+    """A job of NEMORI. `operation`: the LLM call that it made last."""
+
+    operation = "partition"
+
+    def ask(self, prompt: Prompt) -> Generator[Effect, Any, Any]:
+        """The reply to a prompt. PromptTooLong, BadReply."""
+        self.operation = prompt.operation
+        return (yield Complete(self.checked(prompt)))
+
+    def that_fit(
+        self, memories: Sequence[Memory], prompt_of: Callable[[Sequence[ShownMemory]], Prompt]
+    ) -> tuple[Prompt, Sequence[Memory]]:
+        """The prompt with those of these that the model's context has room for, see `fitting`; and they."""
+
+        def prompt_with(some: Sequence[Memory]) -> Prompt:
+            return prompt_of([as_shown(n, memory) for n, memory in enumerate(some, 1)])
+
+        kept = self.fitting(memories, prompt_with)
+        return prompt_with(kept), kept
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A fact on its way, and the turns that say it, ascending.
+
+    Of two facts in conflict the later words hold, so these are its sources. What else was shown is beside
+    them: an episode that goes on is read as a whole, with all that was said long before.
+    """
+
+    text: str
+    said: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where facts come from: the turns whose messages were shown, their episode, and the prompt's version."""
+
+    turns: tuple[int, ...]
+    episode_id: str | None
+    version: str
+
+
+class Management(Protocol):
+    """Evoke and Consolidate of section 3.3."""
+
+    def evoke(self, job: NemoriWork, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+        """What is known of the episode with this vector, nearest first."""
+        ...
+
+    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+        """Take in facts, each text once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Appendix A.2: facts are added as they come, and nothing is done about them."""
+
+    theta_evoke: float
+
+    def evoke(self, job: NemoriWork, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+        found = yield from job.known("fact", vector, EVOKED_FACTS)
+        return [s.memory for s in found if s.score > self.theta_evoke]
+
+    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+        vectors = yield Embed(tuple(fact.text for fact in facts))
+        for fact, vector in zip(facts, vectors, strict=True):
+            _add(job, fact, vector, origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Native(Append):
+    """Section 3.3.3: each fact is compared with those most like it, and is new, a merge or a conflict."""
+
+    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+        vectors = yield Embed(tuple(fact.text for fact in facts))
+        for fact, vector in zip(facts, vectors, strict=True):
+            yield from self._consolidate(job, fact, vector, origin)
+
+    def _consolidate(self, job: NemoriWork, fact: Statement, vector: Vector, origin: Origin) -> Steps:
+        found = yield from job.known_facts(vector, SIMILAR_FACTS)
+        new = ShownMemory(1, job.latest(fact.said), fact.text)
+        prompt, similar = job.that_fit(found, lambda known: consolidate_prompt(new, known))
+        if not similar:
+            _add(job, fact, vector, origin)
+            return
+        reply: ConsolidateReply = yield from job.ask(prompt)
+        targets = [similar[n - 1] for n in dict.fromkeys(reply.targets) if 1 <= n <= len(similar)]
+        if reply.action == "merge" and targets:
+            yield from _merge(
+                job, targets, replace(fact, text=reply.text or fact.text), origin, prompt.version
+            )
+        elif reply.action == "conflict":
+            _replace(job, targets, fact, vector, origin)
+        else:
+            _add(job, fact, vector, origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Appendix A.1: one summary, kept as one fact that is told anew each time."""
+
+    def evoke(self, job: NemoriWork, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+        return _summary(job)
+        yield
+
+    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+        stored = _summary(job)
+        lines = [ShownMemory(n, job.latest(fact.said), fact.text) for n, fact in enumerate(facts, 1)]
+        prompt = summarise_prompt(lines, [as_shown(1, memory) for memory in stored])
+        reply: SummaryReply = yield from job.ask(prompt)
+        (vector,) = yield Embed((reply.summary,))
+        told = {seq for memory in stored for seq in memory.source_seqs}
+        sources = tuple(sorted(told.union(*(fact.said for fact in facts))))
+        seen = {seq for memory in stored for seq in memory.shown_seqs}
+        beside = apart(seen.union(origin.turns), sources)
+        if stored:
+            job.revise(stored[0], reply.summary, vector, sources, prompt.version, shown_seqs=beside)
+        else:
+            job.new("fact", reply.summary, vector, sources, prompt.version, shown_seqs=beside)
+
+
+def management_of(name: ManagementName, theta_evoke: float) -> Management:
+    """The plug of this name."""
+    match name:
+        case "native":
+            return Native(theta_evoke)
+        case "append":
+            return Append(theta_evoke)
+        case "summary":
+            return Summary()
+
+
+def _summary(job: NemoriWork) -> list[Memory]:
+    """The one summary, as this job has it; [] where there is none yet."""
+    made = (d.memory for d in job.drafts if d.memory.kind == "fact")
+    newest = {memory.id: memory for memory in (*job.view.current("fact"), *made)}
+    return [memory for memory in newest.values() if not memory.deleted][:1]
+
+
+def _add(
+    job: NemoriWork, fact: Statement, vector: Vector, origin: Origin, replaced: tuple[str, ...] = ()
+) -> None:
+    job.new(
+        "fact",
+        fact.text,
+        vector,
+        fact.said,
+        origin.version,
+        episode_id=origin.episode_id,
+        supersedes=replaced,
+        shown_seqs=apart(origin.turns, fact.said),
+    )
+
+
+def _merge(
+    job: NemoriWork, targets: Sequence[Memory], merged: Statement, origin: Origin, version: str
+) -> Steps:
+    """One canonical text in the place of the targets: a version of the first; the others give way."""
+    kept, *others = targets
+    (vector,) = yield Embed((merged.text,))
+    sources = tuple(sorted({*merged.said, *(seq for fact in targets for seq in fact.source_seqs)}))
+    beside = apart({*origin.turns, *(seq for fact in targets for seq in fact.shown_seqs)}, sources)
+    replaced = tuple(dict.fromkeys((*kept.supersedes, *(fact.id for fact in others))))
+    job.drafts += [Draft(deletion(fact, job.seq), None) for fact in others]
+    job.revise(kept, merged.text, vector, sources, version, supersedes=replaced, shown_seqs=beside)
+
+
+def _replace(
+    job: NemoriWork, targets: Sequence[Memory], fact: Statement, vector: Vector, origin: Origin
+) -> None:
+    """The fact in the place of those that it makes untrue: they keep their history, out of search.
+
+    What later words told stays, and then the fact itself holds no more: its episode alone tells it.
+    """
+    untrue = [target for target in targets if max(target.source_seqs) <= max(fact.said)]
+    job.drafts += [Draft(deletion(target, job.seq), None) for target in untrue]
+    if len(untrue) == len(targets):
+        _add(job, fact, vector, origin, tuple(target.id for target in untrue))

@@ -1,0 +1,78 @@
+"""Consolidation policies: coroutines that read like their papers. Here a name becomes one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, get_args
+
+from undertow.engine.base.model import PolicyName, UndertowError
+from undertow.engine.policies.base import Policy, PromptBudget, Tiers
+from undertow.engine.policies.eager import Eager
+from undertow.engine.policies.himem.policy import Alignment, HiMem
+from undertow.engine.policies.nemori.knowledge import management_of
+from undertow.engine.policies.nemori.policy import Nemori
+from undertow.engine.policies.recmem import RecMem
+
+if TYPE_CHECKING:
+    from undertow.engine.base.config import Settings
+
+
+def policy_of(settings: Settings) -> Policy:
+    """The policy that the settings name."""
+    budget = PromptBudget(settings.context_tokens, settings.reply_tokens)
+    match settings.policy:
+        case "recmem":
+            return RecMem(budget, settings.ablation)
+        case "eager":
+            return Eager(budget)
+        case "nemori":
+            management = management_of(settings.management, settings.theta_evoke)
+            return Nemori(budget, settings.window_messages, management, settings.ablation)
+        case "himem":
+            alignment = Alignment(settings.himem_align_notes, settings.himem_align_episodes)
+            evolves = settings.himem_self_evolution
+            return HiMem(budget, alignment, settings.himem_max_notes, self_evolution=evolves)
+
+
+def tiers_of(settings: Settings) -> Tiers:
+    """What the policy gives an answer, and where the settings say something else, that."""
+    return _as_set(policy_of(settings).tiers, settings)
+
+
+def _as_set(own: Tiers, settings: Settings) -> Tiers:
+    k_sem = settings.k_sem
+    if k_sem is None and settings.k_epi is not None:
+        k_sem = 2 * settings.k_epi
+    return replace(
+        own,
+        k_sub=own.k_sub if settings.k_sub is None else settings.k_sub,
+        k_epi=own.k_epi if settings.k_epi is None else settings.k_epi,
+        k_sem=own.k_sem if k_sem is None else k_sem,
+        raw_of_best=own.raw_of_best if settings.raw_of_best is None else settings.raw_of_best,
+    )
+
+
+class Policies:
+    """The policies by name: that of the settings, and those that tenants have of their own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._made: dict[str, Policy] = {}
+
+    def named(self, name: str | None) -> Policy:
+        """None: the one of the settings. UndertowError: no such policy."""
+        wanted = self._settings.policy if name is None else name
+        if wanted not in self._made:
+            self._made[wanted] = policy_of(self.settings_of(wanted))
+        return self._made[wanted]
+
+    def settings_of(self, name: str | None) -> Settings:
+        """The settings as they hold under this policy. UndertowError: no such policy."""
+        wanted = next((n for n in get_args(PolicyName) if n == name), None)
+        if name is not None and wanted is None:
+            raise UndertowError(f"a tenant has the policy {name!r}, which this Undertow does not have.")
+        return self._settings if wanted is None else self._settings.under(wanted)
+
+    def tiers(self, name: str | None) -> Tiers:
+        """As `tiers_of`, under this policy."""
+        return _as_set(self.named(name).tiers, self._settings)

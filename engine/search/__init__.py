@@ -1,0 +1,1 @@
+"""Ranking: dense and keyword scores, filters by time and metadata, answer modes."""

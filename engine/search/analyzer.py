@@ -1,0 +1,98 @@
+"""Texts as terms, for search by words: the roots of lower-cased words, as numbers."""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+from undertow.engine.search.irregular_forms import BASE_FORMS
+
+# Chinese and Japanese put no spaces between words, Korean few: pairs of characters serve as words
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff"
+_FIRST_UNSPACED, _LAST_UNSPACED = "\u3040", "\ufaff"
+_NO_TERM = -1
+_WORDS = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
+_VOWELS = frozenset("aeiouy")
+
+# English words that say how a question is put, not what it is about. In a tenant's few texts they are not
+# common enough to weigh next to nothing by themselves. ("s", "t" and such: what an apostrophe cuts off.)
+_FUNCTION_WORDS = frozenset(
+    (
+        *("a", "about", "after", "am", "an", "and", "are", "as", "at", "be", "been", "before", "being"),
+        *("but", "by", "can", "could", "d", "did", "do", "does", "down", "for", "from", "had", "has"),
+        *("have", "he", "her", "here", "him", "his", "how", "i", "if", "in", "into", "is", "it", "its"),
+        *("just", "ll", "m", "may", "me", "might", "my", "no", "not", "of", "on", "or", "our", "out"),
+        *("over", "re", "s", "she", "should", "so", "t", "than", "that", "the", "their", "them", "then"),
+        *("there", "these", "they", "this", "those", "to", "up", "us", "ve", "was", "we", "were", "what"),
+        *("when", "where", "which", "who", "whom", "why", "will", "with", "would", "you", "your"),
+    )
+)
+
+
+class Terms:
+    """Texts as lists of terms. Remembers the words it has met, so use one for many texts, and let it go.
+
+    A term is the CRC-32 of a stem: of 65,000 stems, one pair may be equal.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = _Numbers()
+
+    def of(self, text: str) -> list[int]:
+        """The terms of a text, in order, as often as they stand there."""
+        numbers = self._numbers
+        return [term for word in _words(text.lower()) if (term := numbers[word]) != _NO_TERM]
+
+
+class _Numbers(dict[str, int]):
+    def __missing__(self, word: str) -> int:
+        number = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
+        return number
+
+
+def _words(text: str) -> list[str]:
+    found: list[str] = _WORDS.findall(text)
+    if text.isascii():
+        return found
+    return [word for run in found for word in _parted(run)]
+
+
+def _parted(run: str) -> list[str]:
+    if run[0] < _FIRST_UNSPACED or run[0] > _LAST_UNSPACED or len(run) == 1:
+        return [run]
+    return [run[i : i + 2] for i in range(len(run) - 1)]
+
+
+def root(word: str) -> str:
+    """What all forms of a lower-case word have in common: the stem of its base form."""
+    return stem(BASE_FORMS.get(word, word))
+
+
+def stem(word: str) -> str:
+    """A lower-case word without the commonest English endings.
+
+    Lighter than Porter's: what it joins is nearly always the same word, and in other languages it does
+    little. Plurals as Harman (1991) takes them off.
+    """
+    word = _singular(word)
+    for ending in ("ing", "ed"):
+        base = word.removesuffix(ending)
+        if base != word and len(base) >= 3 and not _VOWELS.isdisjoint(base):
+            doubled = len(base) > 3 and base[-1] == base[-2] and base[-1] not in "lsz"
+            word = base[:-1] if doubled else base
+            break
+    if len(word) > 4:
+        word = word.removesuffix("ly")
+    if len(word) > 3:
+        word = word.removesuffix("e")
+    return word[:-1] + "i" if len(word) > 3 and word.endswith("y") else word
+
+
+def _singular(word: str) -> str:
+    if len(word) <= 3 or not word.endswith("s"):
+        return word
+    if word.endswith("ies"):
+        return word if word.endswith(("eies", "aies")) else word[:-3] + "y"
+    if word.endswith("es"):
+        return word if word.endswith(("aes", "ees", "oes")) else word[:-1]
+    return word if word.endswith(("us", "ss")) else word[:-1]

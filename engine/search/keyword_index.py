@@ -1,0 +1,216 @@
+"""One tenant's texts as BM25 knows them: made when first searched by words, from and beside its live state.
+
+A tenant has indexes of its own, so that nobody's words weigh in another's scores.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from undertow.engine.base.model import Memory, MemoryKind, spoken
+from undertow.engine.base.timestamps import day_in_words
+from undertow.engine.search.analyzer import Terms
+from undertow.engine.storage.row_codec import messages_of
+from undertow.engine.tenants.tenant import Tenant
+from undertow.kernels.bm25 import Bm25, Float64s
+
+# what the turns right before and after in a session count for beside a turn's own words: an answer often
+# does not repeat the words of what it answers
+NEIGHBOUR_SHARE = 0.3
+# and what the best turn of its stretch of the session counts for, at most as much as the turn has itself:
+# people stay with a thing for a while, but what has no word of the query is not about it for that
+STRETCH_SHARE = 0.3
+# more than any session of LoCoMo (22), few enough for one that never ends
+STRETCH_TURNS = 32
+
+# of turns and memories, how many are taken in at a time where others wait: some 40 ms
+SLICE_ROWS = 1_024
+
+_NONE = -1
+Int64s = NDArray[np.int64]
+
+
+class TurnWords:
+    """The turns, each with its day, and who follows whom in a session."""
+
+    def __init__(self) -> None:
+        self._index = Bm25()
+        self._session_numbers: dict[str, int] = {}
+        # by arena row
+        self._session = array("i")
+        self._places: Places | None = None
+        self._deleted = 0
+
+    def shares(self, tenant: Tenant, query: Sequence[int]) -> Float64s:
+        """[rows]: Bm25.scores of each turn, and parts of its neighbours' and of its stretch's best."""
+        self.take_in(tenant)
+        session = np.frombuffer(self._session, np.int32)
+        own = self._index.scores(query, len(session))
+        if self._places is None:
+            self._places = places(session)
+        return in_context(own, self._places)
+
+    def __len__(self) -> int:
+        """Arena rows taken in so far."""
+        return len(self._session)
+
+    def take_in(self, tenant: Tenant, count: int | None = None) -> None:
+        """Follow the log: what was deleted goes, what has come is taken in, `count` turns of it at most."""
+        known = len(self._session)
+        if known < len(tenant.seq_by_row) or tenant.counts["deleted"] != self._deleted:
+            self._places = None
+        if tenant.counts["deleted"] != self._deleted:
+            for row in range(known):
+                if not tenant.exists(tenant.seq_by_row[row]):
+                    self._index.drop(row)
+                    self._session[row] = _NONE
+            self._deleted = tenant.counts["deleted"]
+        terms = Terms()
+        stop = None if count is None else known + count
+        for row, seq in enumerate(tenant.seq_by_row[known:stop], known):
+            self._put(row, tenant.records[seq], terms)
+        if count is not None:
+            self._index.sort_in()
+
+    def _put(self, row: int, record: object, terms: Terms) -> None:
+        if not isinstance(record, bytes):
+            self._session.append(_NONE)
+            return
+        turn = orjson.loads(record)
+        text = spoken(messages_of(turn))
+        if (timestamp := turn.get("timestamp")) is not None:
+            text = f"{text}\n{day_in_words(timestamp)}"
+        self._index.put(row, terms.of(text))
+        number = self._session_numbers.setdefault(turn["session"], len(self._session_numbers))
+        self._session.append(number)
+
+
+class Places(NamedTuple):
+    """Where rows stand in their sessions; deleted ones have none, so those around them are neighbours.
+
+    Row `before[i]` is right before row `after[i]`, int64 [pairs] each. `stretch`, int64 [rows]: the number
+    of a row's stretch, -1 for none.
+    """
+
+    before: Int64s
+    after: Int64s
+    stretch: Int64s
+
+
+def places(session: NDArray[np.int32]) -> Places:
+    """`session` [rows]: numbers of sessions, -1 for none."""
+    order = np.argsort(session, kind="stable")
+    order = order[session[order] != _NONE]
+    goes_on = np.zeros(len(order), bool)
+    goes_on[1:] = session[order[1:]] == session[order[:-1]]
+    number = np.arange(len(order))
+    since_begin = number - np.maximum.accumulate(np.where(goes_on, 0, number))
+    stretch = np.full(len(session), _NONE, np.int64)
+    stretch[order] = np.cumsum(since_begin % STRETCH_TURNS == 0) - 1
+    return Places(order[:-1][goes_on[1:]], order[1:][goes_on[1:]], stretch)
+
+
+def in_context(
+    own: Float64s,
+    places: Places,
+    *,
+    neighbour_share: float = NEIGHBOUR_SHARE,
+    stretch_share: float = STRETCH_SHARE,
+) -> Float64s:
+    """[rows]: each turn's own share, a part of its neighbours', and of the most that its stretch then has."""
+    before, after, stretch = places
+    shares = own.copy()
+    shares[after] += neighbour_share * own[before]
+    shares[before] += neighbour_share * own[after]
+    said = np.flatnonzero(shares)
+    most = np.zeros(stretch.max(initial=_NONE) + 1)
+    np.maximum.at(most, stretch[said], shares[said])
+    shares[said] += np.minimum(shares[said], stretch_share * most[stretch[said]])
+    return shares
+
+
+class MemoryWords:
+    """The episodes or the facts.
+
+    Each word counts once: how often a memory repeats it says how many turns are retold there. Else an
+    episode of six turns would outdo the very turn that was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._index = Bm25()
+        self._seen: list[Memory | None] = []
+
+    def __len__(self) -> int:
+        """Arena rows taken in so far."""
+        return len(self._seen)
+
+    def take_in(self, rows: Sequence[Memory | None], count: int) -> None:
+        """Take `count` at most of those in that have come since."""
+        terms = Terms()
+        for memory in rows[len(self._seen) : len(self._seen) + count]:
+            if memory is not None:
+                self._index.put(len(self._seen), set(terms.of(memory.text)))
+            self._seen.append(memory)
+        self._index.sort_in()
+
+    def shares(self, rows: Sequence[Memory | None], query: Sequence[int]) -> Float64s:
+        """[rows]: Bm25.scores of each memory. A new version counts in the place of the old one."""
+        if rows != self._seen:
+            terms = Terms()
+            for row, (memory, seen) in enumerate(zip_longest(rows, self._seen)):
+                if memory is None:
+                    self._index.drop(row)
+                elif memory is not seen:
+                    self._index.put(row, set(terms.of(memory.text)))
+            self._seen = list(rows)
+        return self._index.scores(query, len(rows))
+
+
+class Lexicon:
+    """All of a tenant's tiers.
+
+    A search takes in by itself what it lacks. Where others would wait for that, it is had done before, slice
+    by slice, while the tenant lives on: what is the same in the end is the same to the last bit.
+    """
+
+    def __init__(self) -> None:
+        self.turns = TurnWords()
+        self.memories: dict[MemoryKind, MemoryWords] = {"episode": MemoryWords(), "fact": MemoryWords()}
+        # at the last slice of those that are being made
+        self._rows_before: int | None = None
+
+    def __len__(self) -> int:
+        """Arena rows taken in so far, of all tiers."""
+        return len(self.turns) + sum(len(words) for words in self.memories.values())
+
+    def is_close(self, tenant: Tenant) -> bool:
+        """Whether a search has no more than a slice to take in."""
+        return _rows_of(tenant) - len(self) <= self._slice_of(tenant)
+
+    def take_in_slice(self, tenant: Tenant) -> None:
+        """Some more of what a search lacks."""
+        goal = len(self) + self._slice_of(tenant)
+        self._rows_before = _rows_of(tenant)
+        self.turns.take_in(tenant, goal - len(self))
+        for kind, words in self.memories.items():
+            words.take_in(tenant.tiers[kind].rows, goal - len(self))
+
+    def end_slices(self) -> None:
+        """A search takes in the rest now."""
+        self._rows_before = None
+
+    def _slice_of(self, tenant: Tenant) -> int:
+        """With what has come since the last one, so that an end comes however much does."""
+        before = self._rows_before
+        return SLICE_ROWS + (0 if before is None else _rows_of(tenant) - before)
+
+
+def _rows_of(tenant: Tenant) -> int:
+    return len(tenant.seq_by_row) + sum(len(tier.rows) for tier in tenant.tiers.values())

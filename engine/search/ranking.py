@@ -1,0 +1,429 @@
+"""Search over the three tiers, by meaning and by words, and answering from it (paper, section 3.5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.engine.base.model import Memory, time_key
+from undertow.engine.base.timestamps import in_words
+from undertow.engine.policies.base import PromptBudget, PromptTooLong
+from undertow.engine.search.analyzer import Terms
+from undertow.engine.search.keyword_index import Lexicon
+from undertow.engine.search.metadata_index import MetadataIndex, Where
+from undertow.engine.search.time_index import TimeIndex
+from undertow.engine.storage.row_codec import turn_id
+from undertow.engine.tenants.tenant import Tenant
+from undertow.kernels.arena.arena import Arena
+from undertow.kernels.arena.vector_checks import widened
+from undertow.kernels.bm25 import Float64s
+from undertow.kernels.gate.gate import Gate
+from undertow.kernels.topk.ivf import IvfIndex, IvfReport
+from undertow.kernels.topk.topk import Int64s, rows_of, top_k
+from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
+
+HitKind = Literal["turn", "episode", "fact"]
+# of a segment, which rows: bool [rows]
+Rows = NDArray[np.bool_]
+
+EVERYWHERE = Where()
+
+# A text with every word of the query has a share of about 0.45, and three quarters less to go to 1.
+# From 2 to 5 all is alike, see docs/quality.md.
+WORDS_WEIGHT = 3.0
+# of each way to search, how many of its best are scored by both
+CANDIDATES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One item found and where it comes from. `score`: see `raised`; without words the exact cosine."""
+
+    id: str
+    kind: HitKind
+    memory: str
+    score: float
+    timestamp: str | None
+    source_seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Time filter, both ends included, a date alone meaning the whole day.
+
+    With either end set, undated items are left out.
+    """
+
+    since: str | None = None
+    until: str | None = None
+
+    def allows(self, timestamp: str | None) -> bool:
+        if self.since is None and self.until is None:
+            return True
+        if timestamp is None:
+            return False
+        start, end = self.ends
+        return start <= time_key(timestamp) <= end
+
+    @property
+    def ends(self) -> tuple[datetime, datetime]:
+        """Both included."""
+        return (
+            time_key(self.since) if self.since else datetime.min,
+            _end(self.until) if self.until else datetime.max,
+        )
+
+    @property
+    def open(self) -> bool:
+        return self.since is None and self.until is None
+
+
+ANY_TIME = Window()
+
+
+def _end(until: str) -> datetime:
+    moment = time_key(until)
+    if len(until) > len("2026-01-31"):
+        return moment
+    return moment.replace(hour=23, minute=59, second=59, microsecond=999_999)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is asked: its vector, float16 [1, dim], and its terms; without any, meaning alone counts."""
+
+    vector: NDArray[np.float16]
+    terms: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found, tier by tier, each nearest first (ties: the older first).
+
+    `turn_recall`: the measured recall of the index that found the turns; 1.0 where the search was exact.
+    `quoted`: seqs of the turns that were not found, but are the words of episodes that were.
+    """
+
+    episodes: tuple[Hit, ...]
+    facts: tuple[Hit, ...]
+    turns: tuple[Hit, ...]
+    turn_recall: float = 1.0
+    quoted: frozenset[int] = frozenset()
+
+    def ranked(self, k: int | None = None) -> list[Hit]:
+        """All tiers as one list, nearest first."""
+        hits = sorted((*self.episodes, *self.facts, *self.turns), key=lambda h: -h.score)
+        return hits if k is None else hits[:k]
+
+
+class Retrieval:
+    """Search over the tiers of any tenant of one arena.
+
+    Searches are exact, but for one: the turns of a tenant with more than `ivf_rows` of them are found
+    through an index of its own, where no filter asks for turns of some time or metadata (the lists that
+    an index opens might hold none of those), nor are consolidated turns left out.
+    """
+
+    def __init__(
+        self, arena: Arena, gate: Gate, ivf_rows: int, words_rows: int, *, retain_consolidated: bool = True
+    ) -> None:
+        self._arena = arena
+        self._gate = gate
+        self._ivf_rows = ivf_rows
+        self._words_rows = min(words_rows, ivf_rows)
+        self._retain_consolidated = retain_consolidated
+        # an index goes with its tenant's live state, when that is evicted or erased
+        self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
+        self._metadata: WeakKeyDictionary[Tenant, MetadataIndex] = WeakKeyDictionary()
+        self._times: WeakKeyDictionary[Tenant, TimeIndex] = WeakKeyDictionary()
+        self._lexicons: WeakKeyDictionary[Tenant, Lexicon] = WeakKeyDictionary()
+
+    def search(
+        self,
+        tenant: Tenant,
+        query: NDArray[np.float16],
+        *,
+        k_sub: int,
+        k_epi: int,
+        k_sem: int,
+        window: Window,
+        where: Where = EVERYWHERE,
+        words: str = "",
+        consolidated: bool = True,
+    ) -> Found:
+        """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
+
+        By cosine alone; with `words`, those of the query, by both (`raised`). All tiers of a tenant with more
+        than `words_rows` turns and memories are searched by cosine all the same.
+        `consolidated`: whether turns that memories were made of are among those that are found.
+        The filters are applied before the ranking, so that each tier gives its k where it has them. An
+        episode or fact passes `where` if one of the turns it rests on does; its time is its own.
+        The first search of a tenant that needs an index, and the first by words, wait until it is made; the
+        latter can be had made before, see `prepare`.
+        """
+        every_turn = consolidated and self._retain_consolidated
+        anywhere = window.open and where.open and every_turn
+        index = self._index_of(tenant) if anywhere else None
+        passing = self.passing(tenant, where)
+        terms = tuple(Terms().of(words)) if self._by_words(tenant) else ()
+        asked = Query(query.reshape(1, -1), terms)
+        self._lexicon_of(tenant).end_slices()
+        return Found(
+            tuple(self._memories(tenant, "episode", asked, k_epi, window, passing)),
+            tuple(self._memories(tenant, "fact", asked, k_sem, window, passing)),
+            tuple(self._turns(tenant, asked, k_sub, window, passing, index, every_turn=every_turn)),
+            1.0 if index is None else index.recall(k_sub),
+        )
+
+    def is_ready(self, tenant: Tenant) -> bool:
+        """Whether a search by words may be made at once: it has little to take in first, or nothing."""
+        return not self._by_words(tenant) or self._lexicon_of(tenant).is_close(tenant)
+
+    def prepare(self, tenant: Tenant) -> int:
+        """A slice of what a search by words has to take in first; how many rows are taken in by now."""
+        lexicon = self._lexicon_of(tenant)
+        lexicon.take_in_slice(tenant)
+        return len(lexicon)
+
+    def _by_words(self, tenant: Tenant) -> bool:
+        return size_of(tenant) <= self._words_rows
+
+    def passing(self, tenant: Tenant, where: Where) -> Rows | None:
+        """Which of the tenant's turns have what is asked for, bool [turns], by arena row; None: all."""
+        if where.open:
+            return None
+        if (index := self._metadata.get(tenant)) is None:
+            index = self._metadata[tenant] = MetadataIndex()
+        return index.passing(tenant, where)
+
+    def within(self, tenant: Tenant, window: Window) -> Rows | None:
+        """Which of the tenant's turns are of this time, bool [turns], by arena row; None: all."""
+        if window.open:
+            return None
+        if (index := self._times.get(tenant)) is None:
+            index = self._times[tenant] = TimeIndex()
+        return index.within(tenant, *window.ends)
+
+    def indexes(self) -> dict[str, IvfReport]:
+        """Method, size and measured recall of each index in memory, by tenant."""
+        return {tenant.name: index.report for tenant, index in self._indexes.items()}
+
+    def _index_of(self, tenant: Tenant) -> IvfIndex | None:
+        """The tenant's index, up to date; None where the tenant is small enough for exact search."""
+        if live_turns(tenant) <= self._ivf_rows:
+            return None
+        index = self._indexes.get(tenant)
+        if index is None:
+            index = self._indexes[tenant] = IvfIndex(self._arena, tenant.turns_segment, self._gate)
+        else:
+            index.refresh()
+        return index
+
+    def _turns(
+        self,
+        tenant: Tenant,
+        query: Query,
+        k: int,
+        window: Window,
+        passing: Rows | None,
+        index: IvfIndex | None,
+        *,
+        every_turn: bool,
+    ) -> list[Hit]:
+        allowed = passing
+        if (within := self.within(tenant, window)) is not None:
+            allowed = within if passing is None else within & passing
+        if not every_turn:
+            kept = tenant.not_consolidated()
+            allowed = kept if allowed is None else allowed & kept
+        shares = None
+        if query.terms:
+            shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms)
+        hits = []
+        for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
+            turn = tenant.turn(tenant.seq_by_row[row])
+            identity = turn_id(tenant.name, tenant.life, turn.seq)
+            hits.append(Hit(identity, "turn", turn.text, score, turn.timestamp, (turn.seq,)))
+        return hits
+
+    def _memories(
+        self,
+        tenant: Tenant,
+        kind: Literal["episode", "fact"],
+        query: Query,
+        k: int,
+        window: Window,
+        passing: Rows | None,
+    ) -> list[Hit]:
+        tier = tenant.tiers[kind]
+        allowed = None
+        if not window.open or passing is not None or tenant.counts["deleted"] or tenant.may_change:
+            allowed = np.array(
+                [
+                    m is not None and shows(tenant, m, window) and rests_on(tenant, m, passing)
+                    for m in tier.rows
+                ],
+                dtype=bool,
+            )
+        words = self._lexicon_of(tenant).memories[kind]
+        shares = words.shares(tier.rows, query.terms) if query.terms else None
+        found: list[tuple[float, Memory]] = [
+            (score, memory)
+            for score, row in self._best(tier.segment, query, k, allowed, shares)
+            if (memory := tier.rows[row]) is not None
+        ]
+        return [Hit(m.id, kind, m.text, score, m.timestamp, m.source_seqs) for score, m in found]
+
+    def _lexicon_of(self, tenant: Tenant) -> Lexicon:
+        return self._lexicons.setdefault(tenant, Lexicon())
+
+    def _best(
+        self,
+        segment: int,
+        query: Query,
+        k: int,
+        allowed: Rows | None,
+        shares: Float64s | None,
+        index: IvfIndex | None = None,
+    ) -> list[tuple[float, int]]:
+        """The k best (score, row), best first, ties by row; `shares` [rows] of the query's words, if any."""
+        if k == 0 or self._arena.length(segment) == 0:
+            return []
+        if shares is None:
+            return self._nearest(segment, query, k, allowed, index)
+        depth = max(k, CANDIDATES)
+        near = self._nearest(segment, query, depth, allowed)
+        said = np.setdiff1d(most_said(shares, depth, allowed), [row for _, row in near])
+        if len(said):
+            asked = widened(query.vector, self._arena.dim)
+            cosines = rows_of(self._arena, segment).scores(asked, said.reshape(1, -1))[0]
+            near += zip(cosines.tolist(), said.tolist(), strict=True)
+        scored = [(raised(cosine, float(shares[row])), row) for cosine, row in near]
+        return sorted(scored, key=lambda found: (-found[0], found[1]))[:k]
+
+    def _nearest(
+        self, segment: int, query: Query, k: int, allowed: Rows | None, index: IvfIndex | None = None
+    ) -> list[tuple[float, int]]:
+        """The k nearest (cosine, row)."""
+        if index is not None:
+            scores, rows = index.search(query.vector, k)
+        else:
+            scores, rows = top_k(self._arena, segment, query.vector, k, allowed, self._gate)
+        return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
+
+
+def with_words(tenant: Tenant, found: Found, best: int) -> Found:
+    """What was found, and the raw messages of the `best` first episodes among its turns.
+
+    A hit for each of their turns, in order, with the messages that the episode rests on and the episode's
+    score; not for a turn that was found as a whole.
+    """
+    whole = {seq for hit in found.turns for seq in hit.source_seqs}
+    raw = [hit for episode in found.episodes[:best] for hit in _words_of(tenant, episode, whole)]
+    turns = tuple(sorted((*raw, *found.turns), key=lambda hit: -hit.score))
+    return replace(found, turns=turns, quoted=frozenset(seq for hit in raw for seq in hit.source_seqs))
+
+
+def _words_of(tenant: Tenant, episode: Hit, left_out: Set[int]) -> list[Hit]:
+    tier = tenant.tiers["episode"]
+    memory = tier.rows[tier.row_of[episode.id]]
+    assert memory is not None, "it was found"
+    hits = []
+    for seq in memory.source_seqs:
+        if seq in left_out:
+            continue
+        turn = tenant.turn(seq)
+        lines = [line for its_seq, line in memory.source_messages if its_seq == seq]
+        said = [turn.messages[n] for n in sorted(lines) if n < len(turn.messages)] or turn.messages
+        identity = turn_id(tenant.name, tenant.life, seq)
+        hits.append(Hit(identity, "turn", "\n".join(said), episode.score, turn.timestamp, (seq,)))
+    return hits
+
+
+def live_turns(tenant: Tenant) -> int:
+    return len(tenant.seq_by_row) - tenant.counts["deleted"]
+
+
+def size_of(tenant: Tenant) -> int:
+    """Turns and memories."""
+    return live_turns(tenant) + sum(len(tier.rows) for tier in tenant.tiers.values())
+
+
+def raised(cosine: float, share: float) -> float:
+    """A cosine, brought nearer to 1 by the share that a text has of the query's words.
+
+    Never below the cosine, never above 1, and 1 for the query itself, so that scores stay in the range that
+    they have without words.
+    """
+    if share == 0.0:
+        return cosine  # to the last bit
+    return 1.0 - (1.0 - cosine) * math.exp(-WORDS_WEIGHT * share)
+
+
+def most_said(shares: Float64s, count: int, allowed: Rows | None) -> Int64s:
+    """The rows with most of the query's words: `count` at most, of equal ones the lower."""
+    rows = np.flatnonzero(shares if allowed is None else np.where(allowed, shares, 0.0))
+    if len(rows) > count:  # sort no more than can be among them
+        rows = rows[shares[rows] >= np.partition(shares[rows], -count)[-count]]
+    return rows[np.argsort(-shares[rows], kind="stable")[:count]]
+
+
+def shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
+    """Whether a memory may be found or listed.
+
+    A deleted turn takes along, until that is remade, what may hold its words: an episode, and the facts that
+    were written in sight of it. What a user has deleted or updated is out until the cursor reaches that
+    record.
+    """
+    return (
+        window.allows(memory.timestamp)
+        and not tenant.is_changing(memory)
+        and _is_whole(tenant, memory)
+        and ((episode := tenant.episode_of(memory)) is None or _is_whole(tenant, episode))
+    )
+
+
+def _is_whole(tenant: Tenant, memory: Memory) -> bool:
+    return all(tenant.exists(seq) for seq in memory.source_seqs) and all(
+        tenant.exists(seq) for seq in memory.shown_seqs
+    )
+
+
+def rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
+    """Whether one of the memory's turns is among these; None: all are."""
+    return passing is None or any(passing[tenant.row_by_seq[seq]] for seq in memory.source_seqs)
+
+
+def question_prompt(question: str, found: Found, as_of: str | None, budget: PromptBudget) -> Prompt:
+    """The answering prompt over what was found, each tier sorted by relevance, each line dated.
+
+    Where it does not fit the model's context, it has the most relevant items that do, and the words of
+    episodes only where all else has found room. PromptTooLong when the question alone does not fit.
+    """
+
+    def prompt_of(kept: Sequence[Hit]) -> Prompt:
+        episodes, facts, turns = (
+            _shown([hit for hit in tier if hit in kept])
+            for tier in (found.episodes, found.facts, found.turns)
+        )
+        return answer_prompt(question, episodes, facts, turns, as_of)
+
+    ranked = sorted(found.ranked(), key=lambda hit: hit.kind == "turn" and hit.source_seqs[0] in found.quoted)
+    prompt = prompt_of(budget.that_fit(ranked, prompt_of))
+    if not budget.fits(prompt):
+        raise PromptTooLong(f"the question alone needs about {prompt.size_tokens} tokens")
+    return prompt
+
+
+def _shown(hits: Sequence[Hit]) -> list[ShownMemory]:
+    # dated as people write: answers take over the form that they are shown
+    return [
+        ShownMemory(n, hit.timestamp and in_words(hit.timestamp), hit.memory) for n, hit in enumerate(hits, 1)
+    ]

@@ -1,0 +1,1 @@
+"""The step loop: admit turns, ask the gate, run policies, commit."""

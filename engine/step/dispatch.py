@@ -1,0 +1,138 @@
+"""How a record of the log is decided, whatever its kind, and what is written down of it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+from undertow.engine.base.model import Decision, Usage, memory_id
+from undertow.engine.llm.client import BadReply
+from undertow.engine.policies.base import (
+    Complete,
+    Decide,
+    Draft,
+    Effect,
+    Embed,
+    GateReading,
+    Nearest,
+    Outcome,
+    deletion,
+    nothing_to_decide,
+    rewording,
+)
+from undertow.engine.policies.registry import Policies
+from undertow.engine.storage.row_codec import Control, usage_to_json
+from undertow.engine.tenants.generations import Generation
+from undertow.engine.tenants.tenant import Tenant, View
+
+
+def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:
+    """The coroutine that decides record `seq`: the policy's for all that may make memories."""
+    record = tenant.records[seq]
+    policy = policies.named(tenant.making.policy)
+    view = View(tenant, seq, tenant.making)
+    if isinstance(record, bytes):
+        return policy.decide(seq, view)
+    if isinstance(record, Control) and record.kind == "delete":
+        if "turn_seq" in record.body:
+            return forget(policies, tenant, seq, record.body["turn_seq"])
+        return delete_memory(record, view)
+    if isinstance(record, Control) and record.kind == "update":
+        return update_memory(record, view)
+    if isinstance(record, Control) and record.kind == "replay":
+        job = tenant.jobs.get(record.body["job_id"])
+        return nothing_to_decide() if job is None else policy.replay(seq, job, view)
+    if isinstance(record, Control) and record.kind == "flush":
+        return policy.flush(seq, view)
+    if isinstance(record, Control) and record.kind == "reconsolidate":
+        return policy.reconsolidate(seq, record.body["question"], record.body["episode_ids"], view)
+    return nothing_to_decide()  # settings, what answers were given, and turns that were deleted
+
+
+def job_id(tenant: Tenant, seq: int) -> str:
+    return memory_id(tenant.name, tenant.generation, seq, "job", 0)
+
+
+def forget(policies: Policies, tenant: Tenant, seq: int, turn_seq: int) -> Decide:
+    """Remake what rested on a deleted turn; what other generations have of it goes.
+
+    Where the log is read again, the turns deleted before the change were not read.
+    """
+    gone: list[Draft] = []
+    for generation in tenant.generations[1:]:
+        gone += yield from _shed(policies, View(tenant, seq, generation), turn_seq, generation)
+    if tenant.reread_to is not None and seq < tenant.reread_to:
+        return Outcome(Decision.WAITS, shed=tuple(gone))
+    policy = policies.named(tenant.making.policy)
+    outcome = yield from policy.forget(seq, turn_seq, View(tenant, seq, tenant.making))
+    return replace(outcome, shed=tuple(gone))
+
+
+def _shed(
+    policies: Policies, view: View, turn_seq: int, generation: Generation
+) -> Generator[Effect, Any, list[Draft]]:
+    """Deletions of what a generation that is no longer made has of a turn; none that were made before.
+
+    As its policy forgets a turn while no LLM is to be had: nothing takes the place of what goes.
+    """
+    steps = policies.named(generation.policy).forget(view.seq, turn_seq, view)
+    try:
+        effect = next(steps)
+        while True:
+            if isinstance(effect, Complete):
+                effect = steps.throw(BadReply("memories of an earlier generation are not remade", Usage()))
+            else:
+                effect = steps.send([] if isinstance(effect, Nearest) else (yield effect))
+    except StopIteration as stop:
+        drafts: tuple[Draft, ...] = stop.value.drafts
+    done = {m.id for kind in generation.tiers for m in view.ended(kind) if m.made_at_seq >= view.seq}
+    return [d for d in drafts if d.memory.deleted and d.memory.id not in done]
+
+
+def delete_memory(control: Control, view: View) -> Decide:
+    """Delete one episode or fact: a last, empty version; its history stays."""
+    kind = control.body["kind"]
+    found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
+    drafts = tuple(Draft(deletion(m, control.seq), None) for m in found)
+    return Outcome(Decision.WAITS, drafts=drafts)
+    yield
+
+
+def update_memory(control: Control, view: View) -> Decide:
+    """Give one episode or fact a user's words: a new version; the earlier ones stay in its history."""
+    kind = control.body["kind"]
+    found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
+    if not found:  # in a log that is read again, so it is of each; their words may have gone
+        return Outcome(Decision.WAITS, reason="the memory was deleted before its update was reached")
+    text = control.body["text"]
+    (vector,) = yield Embed((text,))
+    drafts = tuple(Draft(rewording(m, text, control.seq), vector) for m in found)
+    return Outcome(Decision.WAITS, drafts=drafts)
+
+
+def decision_body(outcome: Outcome, usage: dict[str, Usage]) -> dict[str, Any]:
+    """The payload of a decision row: scores, cluster, what it made, what it cost."""
+    body: dict[str, Any] = {"decision": outcome.decision.value}
+    reading: GateReading | None = outcome.reading
+    if reading is not None:
+        if reading.episode is not None:
+            body["nearest_episode"] = reading.episode.id
+            body["score"] = reading.episode_score
+        if reading.count:
+            body["count"] = reading.count
+            body["relevant"] = reading.relevant
+            body["relevant_scores"] = reading.scores
+    if outcome.merge_asked:
+        body["merge_asked"] = True
+    if outcome.cluster:
+        body["cluster_seqs"] = outcome.cluster
+    for name in ("settled", "revived", "reason", "operation", "repairs"):
+        if value := getattr(outcome, name):
+            body[name] = value
+    for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):
+        if ids := [d.memory.id for d in (*outcome.drafts, *outcome.shed) if d.memory.kind == kind]:
+            body[name] = ids
+    if usage:
+        body["usage"] = usage_to_json(usage)
+    return body

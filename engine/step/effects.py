@@ -1,0 +1,87 @@
+"""What the index answers to policies and to search: gate, nearest, embed. Each call is one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.engine.policies.base import GateReading, Nearest, Scored
+from undertow.engine.tenants.tenant import Tenant
+from undertow.kernels.arena.arena import Arena
+from undertow.kernels.gate.gate import Gate as GateKernel
+from undertow.kernels.topk.topk import top_k_many
+
+if TYPE_CHECKING:
+    from undertow.engine.encoders.embedding_cache import TenantTextCache
+
+
+class Readings:
+    """Reads of the arena on behalf of tenants; translates rows into turns and memories."""
+
+    def __init__(self, arena: Arena, gate: GateKernel, encoder: TenantTextCache) -> None:
+        self._arena = arena
+        self._gate = gate
+        self._encoder = encoder
+
+    def gate(self, queries: Sequence[tuple[Tenant, int]]) -> list[GateReading]:
+        """Nearest episode and relevant set of each (tenant, seq), as they stood before seq."""
+        if not queries:
+            return []
+        thetas = [t.thresholds_at(s) for t, s in queries]
+        handles = [Arena.handle(t.turns_segment, t.row_by_seq[s]) for t, s in queries]
+        episodes = [t.making.tiers["episode"] for t, _ in queries]
+        found = self._gate.read(
+            queries=self._arena.take(np.array(handles, dtype=np.int64)),
+            turn_segments=np.array([t.turns_segment for t, _ in queries], dtype=np.int64),
+            episode_segments=np.array([tier.segment for tier in episodes], dtype=np.int64),
+            visible=np.array([t.row_by_seq[s] for t, s in queries], dtype=np.int64),
+            theta=np.array([theta.theta_sim for theta in thetas]),
+            k=np.array([theta.k_gate for theta in thetas], dtype=np.int64),
+        )
+        nearest = found.nearest_row.tolist()
+        nearest_scores = found.nearest_score.tolist()
+        counts = found.count.tolist()
+        offsets = found.offsets.tolist()
+        readings = []
+        for i, (tenant, _) in enumerate(queries):
+            rows = found.rows[offsets[i] : offsets[i + 1]].tolist()
+            readings.append(
+                GateReading(
+                    episode=episodes[i].rows[nearest[i]] if nearest[i] >= 0 else None,
+                    episode_score=nearest_scores[i] if nearest[i] >= 0 else None,
+                    relevant=tuple(tenant.seq_by_row[r] for r in rows),
+                    scores=tuple(found.scores[offsets[i] : offsets[i + 1]].tolist()),
+                    count=counts[i],
+                )
+            )
+        return readings
+
+    def embed(self, asks: Sequence[tuple[Tenant, tuple[str, ...]]]) -> list[NDArray[np.float16]]:
+        """Vectors of each ask's texts, float16 [len(texts), dim]; one batch for all."""
+        if not asks:
+            return []
+        names = [t.name for t, texts in asks for _ in texts]
+        vectors = self._encoder.encode(names, [text for _, texts in asks for text in texts])
+        bounds = np.cumsum([len(texts) for _, texts in asks])[:-1]
+        return np.split(vectors, bounds)
+
+    def nearest(self, asks: Sequence[tuple[Tenant, Nearest]]) -> list[list[Scored]]:
+        """The k nearest current memories of each ask, nearest first; exact."""
+        if not asks:
+            return []
+        tiers = [tenant.making.tiers[ask.kind] for tenant, ask in asks]
+        segments = np.array([tier.segment for tier in tiers], dtype=np.int64)
+        queries = np.stack([ask.vector for _, ask in asks])
+        most = max(ask.k for _, ask in asks)
+        scores, rows = top_k_many(self._arena, segments, queries, most, self._gate)
+        return [
+            [
+                Scored(memory, score)
+                for score, row in zip(scores[i, : ask.k].tolist(), rows[i, : ask.k].tolist(), strict=True)
+                if row >= 0 and (memory := tiers[i].rows[row]) is not None
+            ]
+            for i, (_, ask) in enumerate(asks)
+        ]

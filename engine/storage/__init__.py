@@ -1,0 +1,1 @@
+"""Bytes on disk or in an object store: the journal, its fences, and how rows are coded."""

@@ -1,0 +1,248 @@
+"""Where a store lies: a folder (of this machine, or a shared disk) or a prefix of an S3 bucket.
+
+Small files are read, replaced and created here; Lance reads and writes its datasets itself, at `uri`.
+Credentials, region and endpoint of S3 come from the AWS_* variables, which both sides read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Self
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import S3Store
+
+from undertow.engine.base.model import UndertowError
+
+S3 = "s3://"
+DRAFT = ".draft"
+
+
+class StoreError(UndertowError):
+    """The store cannot be opened or written; the text names the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder or a prefix of a bucket, whether or not anything is there; can be pickled and compared.
+
+    Names are relative and use slashes. StoreError where the disk or the object store refuses.
+    """
+
+    uri: str
+
+    @classmethod
+    def of(cls, where: Place | Path | str) -> Place:
+        """A place of its text; a folder is made absolute, so that other processes mean the same one.
+
+        ValueError: the text is an address of another kind.
+        """
+        if isinstance(where, Place):
+            return where
+        if isinstance(where, Path) or "://" not in where:
+            return cls(str(Path(where).absolute()))
+        bucket = where.removeprefix(S3).split("/")[0]
+        if not where.startswith(S3) or not bucket:
+            raise ValueError(f"{where!r} is no place of a store. Name a folder or s3://BUCKET/PREFIX.")
+        return cls(S3 + "/".join(part for part in where.removeprefix(S3).split("/") if part))
+
+    def __str__(self) -> str:
+        return self.uri
+
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(f"{self.uri.rstrip('/')}/{name}")
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder; None on an object store."""
+        return None if self.uri.startswith(S3) else Path(self.uri)
+
+    def read(self, name: str) -> bytes | None:
+        """The whole file; None where there is none."""
+        with _telling("read", self / name):
+            try:
+                if self.folder is not None:
+                    return (self.folder / name).read_bytes()
+                client, key = self._at(name)
+                return bytes(obstore.get(client, key).bytes())
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a file there, or others' contents in its place: atomic, and durable on return."""
+        with _telling("write", self / name):
+            if self.folder is None:
+                client, key = self._at(name)
+                obstore.put(client, key, data, mode="overwrite", use_multipart=False)
+                return
+            replace_file(self.folder / name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Like `write`, but only where there is no such file; False: there is, and it stays as it is."""
+        with _telling("write", self / name):
+            if self.folder is None:
+                client, key = self._at(name)
+                try:
+                    obstore.put(client, key, data, mode="create")
+                except AlreadyExistsError:
+                    return False
+                return True
+            target = self.folder / name
+            with _draft(target, data) as draft:
+                try:
+                    os.link(draft, target)
+                except FileExistsError:
+                    return False
+            fsync_path(target.parent)
+            return True
+
+    def exists(self, name: str = "") -> bool:
+        """Whether there is a file of this name, or a folder (on an object store: anything below it)."""
+        with _telling("read", self / name):
+            if self.folder is not None:
+                return (self.folder / name).exists()
+            client, key = self._at(name)
+            with suppress(FileNotFoundError):
+                if key:
+                    obstore.head(client, key)
+                    return True
+            return any(map(len, obstore.list(client, _below(key), chunk_size=1)))
+
+    def children(self, prefix: str = "") -> list[str]:
+        """Names of the files and folders that lie in the folder `prefix` itself, sorted; relative to it."""
+        with _telling("read", self / prefix):
+            if self.folder is not None:
+                folder = self.folder / prefix
+                return (
+                    sorted(p.name for p in folder.iterdir() if p.suffix != DRAFT) if folder.is_dir() else []
+                )
+            client, key = self._at(prefix)
+            found = obstore.list_with_delimiter(client, _below(key))
+            paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+            return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
+
+    def list(self, prefix: str = "", *, before: datetime | None = None) -> list[str]:
+        """Names of all files in the folder `prefix` and below it, sorted; relative to this place.
+
+        `before`, zoned: only those last written earlier than that.
+        """
+        bound = datetime.max.replace(tzinfo=UTC) if before is None else before
+        with _telling("read", self / prefix):
+            if self.folder is not None:
+                return sorted(name for name, moment in _files(self.folder, prefix) if moment < bound)
+            client, key = self._at(prefix)
+            found = chain.from_iterable(obstore.list(client, _below(key)))
+            return sorted(self._name(entry["path"]) for entry in found if entry["last_modified"] < bound)
+
+    def remove(self, prefix: str) -> None:
+        """Remove the file or folder of this name with all that is in it; nothing there is no error."""
+        with _telling("remove", self / prefix):
+            if self.folder is None:
+                client, key = self._at(prefix)
+                below = [entry["path"] for entry in chain.from_iterable(obstore.list(client, _below(key)))]
+                obstore.delete(client, [key, *below] if key else below)
+                return
+            path = self.folder / prefix
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _at(self, name: str) -> tuple[S3Store, str]:
+        """The client of the bucket, and the key of a file in it."""
+        bucket, _, prefix = self.uri.removeprefix(S3).partition("/")
+        return s3_client(bucket), "/".join(part for part in (prefix, name.strip("/")) if part)
+
+    def _name(self, key: str) -> str:
+        _, _, prefix = self.uri.removeprefix(S3).partition("/")
+        return key.removeprefix(f"{prefix}/") if prefix else key
+
+
+def _below(key: str) -> str | None:
+    """The prefix of all keys below one."""
+    return f"{key}/" if key else None
+
+
+@lru_cache
+def s3_client(bucket: str) -> S3Store:
+    """The client of a bucket; credentials, region and endpoint come from the AWS_* variables."""
+    return S3Store(bucket)
+
+
+def _files(root: Path, prefix: str) -> Iterator[tuple[str, datetime]]:
+    """Name and time of the last change of every file."""
+    for path in (root / prefix).rglob("*"):
+        if path.suffix != DRAFT and path.is_file():
+            yield path.relative_to(root).as_posix(), datetime.fromtimestamp(path.stat().st_mtime, UTC)
+
+
+def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Put a file there, or others' contents in its place: atomic, and durable on return. OSError.
+
+    `mode`: its rights from the first byte on, less what the umask takes away.
+    """
+    with _draft(target, data, mode) as draft:
+        draft.replace(target)
+    fsync_path(target.parent)
+
+
+def remove_drafts(target: Path) -> None:
+    """Remove what killed writers of a file have left. Only for who keeps other writers out. OSError."""
+    for draft in target.parent.glob(f".{target.name}.*{DRAFT}"):
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def _draft(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
+    """A durable file with `data` beside `target`, of a name that no other writer has."""
+    make_folder(target.parent)
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}{DRAFT}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, durably. OSError."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_path(folder.parent)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk. OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _telling(verb: str, place: Place) -> Iterator[None]:
+    try:
+        yield
+    except (BaseError, OSError) as error:
+        if place.folder is None:
+            why = str(error).partition("\n")[0]  # what follows is for those who mend the client
+            cure = "Check the bucket, the AWS_* variables and the network"
+        else:
+            why = str(getattr(error, "strerror", error))
+            cure = "Check the path, its rights and the disk's space"
+        raise StoreError(f"cannot {verb} {place}: {why}. {cure}.") from error

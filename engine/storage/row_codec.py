@@ -1,0 +1,200 @@
+"""What the journal's payloads hold, by kind of row, and the codecs between them and engine/base/model.py."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from undertow.engine.base.model import Memory, MemoryKind, Message, PackedTurn, Turn, Usage, memory_id
+from undertow.engine.storage.journal import Row
+
+ControlKind = Literal["settings", "flush", "delete", "update", "replay", "policy", "reconsolidate", "used"]
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A record of the log that is no turn: what a user did to the tenant's memories, or asked of them.
+
+    `settings` and `policy` with seq -1 are those the tenant began with and take no place in the log.
+    """
+
+    kind: ControlKind
+    seq: int
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An LLM job as `undertow jobs` shows it. `cluster` holds the seqs it will consolidate."""
+
+    id: str
+    seq: int
+    state: Literal["pending", "parked", "replayed"]
+    operation: str
+    cluster: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+def turn_row(
+    tenant: str, tenant_key: str, generation: int, seq: int, turn: Turn | PackedTurn, timestamp: str | None
+) -> Row:
+    """The row of a turn; its vector is set once it is encoded. `timestamp` is the effective one."""
+    if isinstance(turn, Turn):
+        payload = turn_payload(turn, timestamp)
+    else:
+        payload = turn.payload if timestamp == turn.timestamp else _stamped(turn.payload, timestamp)
+    return Row("turn", tenant, tenant_key, seq, payload, turn_id(tenant, generation, seq), timestamp)
+
+
+def turn_payload(turn: Turn, timestamp: str | None) -> bytes:
+    """What the journal stores of a turn, as JSON. JSONEncodeError (a TypeError) for what JSON cannot hold."""
+    messages = [_message_body(m) for m in turn.messages]
+    body: dict[str, Any] = {"key": turn.dedupe_key, "session": turn.session_id, "messages": messages}
+    if timestamp is not None:
+        body["timestamp"] = timestamp
+    if turn.metadata:
+        body["metadata"] = dict(turn.metadata)
+    # The copy has its exact size: orjson's own buffer is cut short in place, which leaves about 4 KB of heap
+    # that nothing else fits into for each of the payloads that stay in memory.
+    return bytes(memoryview(orjson.dumps(body)))
+
+
+def _stamped(payload: bytes, timestamp: str | None) -> bytes:
+    """The payload of a turn without a time of its own, with its session's; fields in their usual order."""
+    body = orjson.loads(payload)
+    metadata = body.pop("metadata", None)
+    body["timestamp"] = timestamp
+    if metadata is not None:
+        body["metadata"] = metadata
+    return bytes(memoryview(orjson.dumps(body)))
+
+
+def _message_body(message: Message) -> dict[str, str]:
+    body = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        body["name"] = message.name
+    if message.timestamp is not None:
+        body["timestamp"] = message.timestamp
+    return body
+
+
+def turn_id(tenant: str, generation: int, seq: int) -> str:
+    return memory_id(tenant, generation, seq, "turn", 0)
+
+
+def messages_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
+    return tuple(Message(**m) for m in body["messages"])
+
+
+def key_hash(dedupe_key: str) -> int:
+    """64-bit hash of a dedupe key: a tenant's set of them is small enough to keep in memory."""
+    return int.from_bytes(hashlib.blake2b(dedupe_key.encode(errors="surrogatepass"), digest_size=8).digest())
+
+
+def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | None) -> Row:
+    """The row of one version of an episode or a fact; a deleted version has no vector."""
+    body: dict[str, Any] = {
+        "text": memory.text,
+        "version": memory.version,
+        "born_at_seq": memory.born_at_seq,
+        "ordinal": memory.ordinal,
+        "source_seqs": memory.source_seqs,
+    }
+    for name in ("episode_id", "fact_kind", "prompt_version", "model"):
+        if (value := getattr(memory, name)) is not None:
+            body[name] = value
+    if memory.source_messages:
+        body["source_messages"] = memory.source_messages
+    if memory.shown_seqs:
+        body["shown_seqs"] = memory.shown_seqs
+    if memory.supersedes:
+        body["supersedes"] = memory.supersedes
+    if memory.deleted:
+        body["deleted"] = True
+    if memory.generation != 1:
+        body["generation"] = memory.generation
+    return Row(
+        memory.kind,
+        memory.tenant,
+        tenant_key,
+        memory.made_at_seq,
+        orjson.dumps(body),
+        memory.id,
+        memory.timestamp,
+        vector,
+    )
+
+
+def memory_of(row: Row) -> Memory:
+    body = orjson.loads(row.payload)
+    kind: MemoryKind = "episode" if row.kind == "episode" else "fact"
+    assert row.id is not None, "a memory's row always has its id"
+    return Memory(
+        id=row.id,
+        kind=kind,
+        tenant=row.tenant,
+        made_at_seq=row.seq,
+        timestamp=row.timestamp,
+        source_seqs=tuple(body.pop("source_seqs")),
+        source_messages=tuple((seq, line) for seq, line in body.pop("source_messages", ())),
+        shown_seqs=tuple(body.pop("shown_seqs", ())),
+        supersedes=tuple(body.pop("supersedes", ())),
+        **body,
+    )
+
+
+def control_row(tenant: str, tenant_key: str, control: Control) -> Row:
+    payload = orjson.dumps({"kind": control.kind, "body": dict(control.body)})
+    return Row("control", tenant, tenant_key, control.seq, payload)
+
+
+def control_of(row: Row) -> Control:
+    body = orjson.loads(row.payload)
+    return Control(body["kind"], row.seq, body["body"])
+
+
+def without_words(control: Control) -> Control:
+    """An update whose text has to go with a deleted turn's words; its place in the log stays."""
+    return Control(control.kind, control.seq, {k: v for k, v in control.body.items() if k != "text"})
+
+
+def outdated_updates(rows: Iterable[Row]) -> list[int]:
+    """Lsns of the updates among `rows` (oldest first) that a later row, `without_words`, stands for."""
+    newest: dict[tuple[str, int, str], int] = {}
+    outdated = []
+    for row in rows:
+        if row.kind != "control" or (control := control_of(row)).kind != "update":
+            continue
+        # with the id, which no other life of the tenant has
+        place = (row.tenant_key, row.seq, control.body["memory_id"])
+        if place in newest:
+            outdated.append(newest[place])
+        newest[place] = row.lsn
+    return outdated
+
+
+def job_row(tenant: str, tenant_key: str, job: Job) -> Row:
+    body = {"state": job.state, "operation": job.operation, "cluster": job.cluster, "reason": job.reason}
+    return Row("job", tenant, tenant_key, job.seq, orjson.dumps(body), job.id)
+
+
+def job_of(row: Row) -> Job:
+    body = orjson.loads(row.payload)
+    assert row.id is not None, "a job's row always has its id"
+    return Job(row.id, row.seq, body["state"], body["operation"], tuple(body["cluster"]), body["reason"])
+
+
+def usage_to_json(usage: Mapping[str, Usage]) -> dict[str, list[int]]:
+    return {
+        op: [u.calls, u.prompt_tokens, u.cached_prompt_tokens, u.completion_tokens] for op, u in usage.items()
+    }
+
+
+def usage_from_json(body: Mapping[str, list[int]]) -> dict[str, Usage]:
+    return {op: Usage(*counts) for op, counts in body.items()}

@@ -1,0 +1,157 @@
+"""What makes a place a store: its description (`store.json`), its format version, its writer's lock.
+
+store/store.json      format version, encoder fingerprint, key of the tenant hashes, journal in force
+store/writer.lock     in a folder: held by the one process that may append
+store/journal.lance   the journal (after a reindex journal-EPOCH.lance)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from dataclasses import MISSING, asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self, get_type_hints
+
+import orjson
+from filelock import FileLock, Timeout
+
+from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import StoreError as StoreError
+
+FORMAT_VERSION = 2
+DESCRIPTION = "store.json"
+
+HASH_KEY = re.compile(r"[0-9a-f]{64}")
+JOURNAL_NAME = re.compile(r"journal[0-9A-Za-z_-]*\.lance")
+
+
+class StoreLocked(StoreError):
+    """Another process holds the writer's lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """What `store.json` holds.
+
+    `journal` names the dataset in force, so that replacing this one file puts another in its place.
+    `policy` has made the memories; stores from before there was a second one do not name it.
+    """
+
+    format_version: int
+    dim: int
+    encoder: dict[str, Any]
+    hash_key: str
+    journal: str = "journal.lance"
+    policy: str = "recmem"
+
+    @classmethod
+    def new(
+        cls, dim: int, encoder: dict[str, Any], hash_key: str | None = None, policy: str = "recmem"
+    ) -> Self:
+        """A description with this key, or a new one. ValueError: the key is not 64 hexadecimal digits."""
+        if hash_key is not None and not HASH_KEY.fullmatch(hash_key):
+            raise ValueError(f"hash_key is {hash_key!r:.80}; it must be 64 hexadecimal digits in lower case")
+        return cls(FORMAT_VERSION, dim, encoder, hash_key or secrets.token_hex(32), policy=policy)
+
+    @property
+    def as_json(self) -> bytes:
+        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2)
+
+    def tenant_key(self, tenant: str) -> str:
+        """Keyed 128-bit hash of a tenant's name: what the index and deletions name it by."""
+        key = bytes.fromhex(self.hash_key)
+        return hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=key, digest_size=16).hexdigest()
+
+
+def is_store(where: Place | Path | str) -> bool:
+    """Whether the place holds a description and a journal, whatever is in them."""
+    names = Place.of(where).children()
+    return DESCRIPTION in names and any(JOURNAL_NAME.fullmatch(name) for name in names)
+
+
+def read_info(where: Place | Path | str) -> StoreInfo:
+    """Read `store.json`; StoreError when it is missing, damaged, no description or of another format."""
+    place = Place.of(where)
+    data = place.read(DESCRIPTION)
+    if data is None:
+        raise StoreError(f"{place} is not an Undertow store (no {DESCRIPTION}). Check --store.")
+    try:
+        raw = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise StoreError(
+            f"{place / DESCRIPTION} cannot be read ({error}). Restore it from a backup."
+        ) from error
+    if not isinstance(raw, dict):
+        raise _no_description(place, "it is no JSON object")
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        raise StoreError(
+            f"{place} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
+            "Install the Undertow that wrote it, or export there and ingest here."
+        )
+    if flaw := _flaw(raw):
+        raise _no_description(place, flaw)
+    return StoreInfo(**raw)
+
+
+def _no_description(place: Place, flaw: str) -> StoreError:
+    return StoreError(f"{place / DESCRIPTION} does not describe a store: {flaw}. Restore it from a backup.")
+
+
+def _flaw(raw: dict[str, Any]) -> str | None:
+    """What keeps a JSON object from being a description of this format; None for nothing."""
+    types = {"encoder": dict} | {n: t for n, t in get_type_hints(StoreInfo).items() if n != "encoder"}
+    needed = [f.name for f in fields(StoreInfo) if f.default is MISSING]
+    if missing := [name for name in needed if name not in raw]:
+        return f"it lacks {', '.join(missing)}"
+    if unknown := sorted(raw.keys() - types):
+        return f"it has the unknown field {unknown[0]!r}"
+    # JSON's true would pass for an int
+    wrong = [n for n, v in raw.items() if isinstance(v, bool) or not isinstance(v, types[n])]
+    if wrong:
+        return f"{wrong[0]} is {raw[wrong[0]]!r:.60}"
+    if not HASH_KEY.fullmatch(raw["hash_key"]):
+        return "hash_key is not 64 hexadecimal digits"
+    if not JOURNAL_NAME.fullmatch(raw["journal"]):
+        return f"journal is {raw['journal']!r:.60}"
+    return None if raw["dim"] > 0 else "dim is out of range"
+
+
+def write_info(place: Place, info: StoreInfo) -> None:
+    """Replace `store.json` atomically and durably. StoreError."""
+    place.write(DESCRIPTION, info.as_json)
+
+
+class WriterLock:
+    """The right to append to one store: held by one process at a time, until closed or killed."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "writer.lock"
+        self._lock = FileLock(path)
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            self._lock.acquire(timeout=0)
+            path.write_text(f"process {os.getpid()} on {os.uname().nodename} since {since}")
+        except Timeout:
+            raise StoreLocked(
+                f"{folder} is being written by {_holder(path)}. Wait for it, or stop it."
+            ) from None
+        except OSError as error:
+            self._lock.release()
+            raise StoreError(
+                f"cannot lock {path}: {error.strerror}. Is the folder read-only, or the disk full?"
+            ) from error
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text() or "another process"
+    except OSError:
+        return "another process"

@@ -1,0 +1,1 @@
+"""A tenant's live state, and its replay from the journal."""

@@ -1,0 +1,146 @@
+"""Generations of memories: what one policy has made of a tenant's log, from its start.
+
+The first begins with the log. A change of policy begins another: the log is read again, while searches go
+on in the one before, until the new one has come to the record of the change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from undertow.engine.base.model import Decision, Memory, MemoryKind
+from undertow.engine.storage.journal import Row
+from undertow.engine.storage.row_codec import Control, control_of
+from undertow.kernels.arena.arena import Arena
+
+# in the place of a tier's segment: its memories are no longer searched
+NO_SEGMENT = -1
+# where the decision stands that begins to read a log anew: before all records
+BEFORE_LOG = -1
+
+
+@dataclass(slots=True)
+class Tier:
+    """The episodes or the facts of a generation: one arena row each, in order of birth.
+
+    `ended`: the last versions of those that were deleted, by id; what they said before is in the journal.
+    """
+
+    segment: int
+    rows: list[Memory | None] = field(default_factory=list)
+    row_of: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, Memory] = field(default_factory=dict)
+
+    def current(self) -> list[Memory]:
+        return [m for m in self.rows if m is not None]
+
+    def find(self, memory_id: str) -> Memory | None:
+        """A memory as it stands, or the last version of a deleted one; None: there never was one."""
+        row = self.row_of.get(memory_id)
+        current = None if row is None else self.rows[row]
+        return current or self.ended.get(memory_id)
+
+    def set(self, memory: Memory, vector: NDArray[np.float16] | None, arena: Arena) -> None:
+        """A new version takes its memory's row; a first version gets a row of its own."""
+        row = self.row_of.get(memory.id)
+        if memory.deleted:
+            self.ended[memory.id] = memory
+        if self.segment == NO_SEGMENT:
+            memory = replace(memory, text="")
+        if row is None and vector is not None:
+            self.row_of[memory.id] = len(self.rows)
+            self.rows.append(memory)
+            if self.segment != NO_SEGMENT:
+                arena.extend(np.array([self.segment]), vector.reshape(1, -1), live=False)
+        elif row is not None and (memory.deleted or vector is None):
+            self.rows[row] = None
+            if self.segment != NO_SEGMENT:
+                arena.redact(np.array([Arena.handle(self.segment, row)]))
+        elif row is not None and vector is not None:
+            self.rows[row] = memory
+            if self.segment != NO_SEGMENT:
+                arena.write(Arena.handle(self.segment, row), vector)
+
+
+Missed = tuple[str, frozenset[str]]
+"""A question that facts did not cover, and the ids of the episodes that did."""
+
+
+def missed_of(body: Mapping[str, Any]) -> Missed:
+    """What a `reconsolidate` record is about."""
+    return body["question"], frozenset(body["episode_ids"])
+
+
+class Generation:
+    """What `policy` (None: the store's) has made of a tenant's log. `number`: 1 for the first."""
+
+    def __init__(self, number: int, policy: str | None, arena: Arena) -> None:
+        self.number = number
+        self.policy = policy
+        # behind the last turn of the log that it has settled
+        self.settled_end = 0
+        # by id of a fact: the answers that were given it, as far as the log is decided
+        self.uses: Counter[str] = Counter()
+        # what questions have taught since anything but a question changed its memories: once more would teach
+        # nothing. No more than there are such records in the log
+        self.learned: set[Missed] = set()
+        self.tiers: dict[MemoryKind, Tier] = {
+            "episode": Tier(arena.new_segment()),
+            "fact": Tier(arena.new_segment()),
+        }
+
+    def note(self, record: Control | bytes | None, body: Mapping[str, Any]) -> None:
+        """A record was decided, as `body` says."""
+        match record:
+            case Control(kind="used"):
+                self.uses.update(record.body["fact_ids"])
+            case Control(kind="reconsolidate"):
+                if body["decision"] == Decision.FIRED:
+                    self.learned.add(missed_of(record.body))
+            case _ if body.get("episode_ids") or body.get("fact_ids"):
+                self.learned.clear()
+
+    @property
+    def segments(self) -> list[int]:
+        return [tier.segment for tier in self.tiers.values() if tier.segment != NO_SEGMENT]
+
+    def retire(self, arena: Arena) -> None:
+        """Give the arena its rows back. What rests on which turns stays known; words are in the journal."""
+        for tier in self.tiers.values():
+            arena.release(tier.segment)
+            tier.segment = NO_SEGMENT
+            tier.rows = [m if m is None else replace(m, text="") for m in tier.rows]
+
+
+def shown_generation(rows: Iterable[Row]) -> int:
+    """Which generation is searched. `rows`: a tenant's control and decision rows, oldest first."""
+    rows = list(rows)
+    changes = sorted(row.seq for row in rows if row.kind == "control" and is_change(row))
+    shown, target = 1, None
+    for row in rows if changes else ():
+        if row.kind != "decision":
+            continue
+        if row.seq == BEFORE_LOG:
+            target = int(orjson.loads(row.payload)["reread"])
+        elif row.seq == target:
+            shown, target = 2 + changes.index(target), None
+    return shown
+
+
+def is_change(row: Row) -> bool:
+    """Whether a control row is a change of policy with a place in the log."""
+    return row.seq >= 0 and control_of(row).kind == "policy"
+
+
+def since_reread(rows: Iterable[Row]) -> list[Row]:
+    """Of a tenant's rows, oldest first, without those of earlier generations' decisions and jobs."""
+    rows = list(rows)
+    begun = max((row.lsn for row in rows if row.kind == "decision" and row.seq == BEFORE_LOG), default=-1)
+    return [row for row in rows if row.kind not in ("decision", "job") or row.lsn > begun]

@@ -1,0 +1,212 @@
+"""Slabs on a device: one pool of fp16 rows and one of flags, reserved at the start and never returned.
+
+Row r of the pool has flag r, so a slab is a range of rows. The host keeps a copy of all flags, on
+which checks rest; the device's copy, which kernels read, follows by the same operations. Everything
+is queued on torch's current stream. Tensors that are appended are not copied to the host; their check
+waits for the device once a batch. NumPy arrays are checked on the host, and then nothing waits; nor
+does `take`, whose rows are not checked again.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from undertow.kernels.arena.backend import Int64s
+from undertow.kernels.arena.range_allocator import Range, Ranges, class_rows
+from undertow.kernels.arena.vector_checks import (
+    Float16s,
+    Taken,
+    Vectors,
+    check_array,
+    check_tensor,
+    to_tensor,
+)
+
+_ALIGN_BYTES = 16
+_BOUNCE_BYTES = 16 << 20
+# at most this share of the pool is kept free for moving rows
+_BOUNCE_SHARE = 64
+
+
+class DeviceMemory:
+    """`nbytes` of a torch device for rows of `dim` float16, padded with zeros to multiples of 16 bytes.
+
+    `device` is what torch takes; "cpu" serves machines without a card, in tests. Raises ValueError for
+    a pool that holds not even one small slab, MemoryError when the device does not have the bytes.
+    """
+
+    def __init__(self, dim: int, device: str | torch.device, nbytes: int) -> None:
+        self.dim = dim
+        self.row_bytes = -(-dim * 2 // _ALIGN_BYTES) * _ALIGN_BYTES
+        self._device = torch.device(device)
+        bounce = max(1, min(_BOUNCE_BYTES, nbytes // _BOUNCE_SHARE) // self.row_bytes)
+        rows = (nbytes - bounce * self.row_bytes) // (self.row_bytes + 1)
+        if rows < class_rows(1):
+            raise ValueError(
+                f"an arena of {nbytes} bytes on {self._device} holds no segment of vectors of {dim} "
+                f"values: give it {(class_rows(1) + bounce + 1) * (self.row_bytes + 1)} bytes at least"
+            )
+        self._rows, self._flags, self._bounce = self._reserve(rows, bounce)
+        self._values = self._rows[:, :dim]
+        self._mirror = np.zeros(rows, np.uint8)
+        self._ranges = Ranges(rows)
+        self._address = self._rows.data_ptr()
+        self._flags_address = self._flags.data_ptr()
+
+    def _reserve(self, rows: int, bounce: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        width, device = self.row_bytes // 2, self._device
+        try:
+            return (
+                torch.zeros((rows, width), dtype=torch.float16, device=device),
+                torch.zeros(rows, dtype=torch.uint8, device=device),
+                torch.empty((bounce, width), dtype=torch.float16, device=device),
+            )
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            wanted = rows * (self.row_bytes + 1) + bounce * self.row_bytes
+            free = f"; {torch.cuda.mem_get_info(device)[0]} are free" if device.type == "cuda" else ""
+            raise MemoryError(
+                f"the arena cannot have its {wanted} bytes on {device}{free}: "
+                "give it less, or end what else uses the device"
+            ) from error
+
+    @property
+    def device(self) -> str:
+        return self._device.type
+
+    @property
+    def nbytes(self) -> int:
+        return self._ranges.taken * (self.row_bytes + 1)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._ranges.total * (self.row_bytes + 1)
+
+    # -- slabs
+
+    def resize(self, slab: Range | None, rows: int, length: int) -> Range:
+        size = class_rows(rows)
+        if slab is not None and self._ranges.stretch(slab, size):
+            return slab
+        new = self._ranges.take(size)
+        if new is None:
+            raise MemoryError(
+                f"the arena on {self._device} has room for {self._ranges.free} of {self._ranges.total} rows, "
+                f"{self._ranges.largest_free} of them together, and a segment needs {size}"
+            )
+        if slab is not None:
+            source, target = slice(slab.start, slab.start + length), slice(new.start, new.start + length)
+            self._rows[target], self._flags[target] = self._rows[source], self._flags[source]
+            self._mirror[target] = self._mirror[source]
+            self.give(slab)
+        return new
+
+    def spare(self, slab: Range, rows: int) -> int:
+        return (slab.rows - class_rows(rows)) * (self.row_bytes + 1)
+
+    def give(self, slab: Range) -> None:
+        self._clear(slab.start, slab.end)
+        self._ranges.give(slab)
+
+    def pack(self, rows: int) -> bool:
+        size = class_rows(rows) if rows else 0
+        if self._ranges.free < size or self._ranges.free == self._ranges.largest_free:
+            return False
+        first, sources = self._ranges.pack()
+        # in ascending order no row is overwritten before it has moved: sources[i] >= first + i
+        for start in range(0, len(sources), len(self._bounce)):
+            some = sources[start : start + len(self._bounce)]
+            passing = self._bounce[: len(some)]
+            torch.index_select(self._rows, 0, self._upload(some), out=passing)
+            self._rows[first + start : first + start + len(some)] = passing
+        end = first + len(sources)
+        self._mirror[first:end] = self._mirror[sources]
+        self._flags[first:end] = self._upload(self._mirror[first:end])
+        self._clear(end, self._ranges.total)
+        return True
+
+    def place(self, slab: Range) -> tuple[int, int, int]:
+        address = self._address + slab.start * self.row_bytes
+        return address, self._flags_address + slab.start, slab.rows
+
+    def _clear(self, start: int, end: int) -> None:
+        self._rows[start:end].zero_()
+        self._flags[start:end].zero_()
+        self._mirror[start:end] = 0
+
+    # -- rows and flags
+
+    def accept(self, vectors: Vectors) -> torch.Tensor:
+        # each is checked where it lies: then an array makes nobody wait for the device
+        if not isinstance(vectors, torch.Tensor):
+            return self._upload(check_array(vectors, self.dim))
+        if vectors.device.type != self._device.type:
+            raise ValueError(f"vectors are on {vectors.device}, and the arena is on {self._device}")
+        check_tensor(vectors, self.dim)
+        return vectors
+
+    def write(self, addresses: Int64s, held: torch.Tensor) -> None:
+        self._values.index_copy_(0, self._rows_at(addresses), held)
+
+    def wipe(self, addresses: Int64s) -> None:
+        self._rows.index_fill_(0, self._rows_at(addresses), 0)
+
+    def take(self, addresses: Int64s) -> Taken:
+        return self._values.index_select(0, self._rows_at(addresses)).as_subclass(Taken)
+
+    def read(self, addresses: Int64s) -> Float16s:
+        vectors: Float16s = self.take(addresses).cpu().numpy()
+        return vectors
+
+    def change_flags(self, addresses: Int64s, keep: int, add: int) -> None:
+        rows = addresses - self._flags_address
+        changed = self._mirror[rows] & keep | add
+        self._mirror[rows] = changed
+        # a row that is named twice gets the same flag twice
+        self._flags.index_copy_(0, self._upload(rows), self._upload(changed))
+
+    def read_flags(self, addresses: Int64s) -> NDArray[np.uint8]:
+        flags: NDArray[np.uint8] = self._mirror[addresses - self._flags_address]
+        return flags
+
+    def vectors(self, slab: Range | None, length: int) -> torch.Tensor:
+        start = 0 if slab is None else slab.start
+        return self._values[start : start + length]
+
+    def flags(self, slab: Range | None, length: int) -> NDArray[np.uint8]:
+        start = 0 if slab is None else slab.start
+        view = self._mirror[start : start + length]
+        view.flags.writeable = False
+        return view
+
+    def held_flags(self, slab: Range | None, length: int) -> torch.Tensor:
+        start = 0 if slab is None else slab.start
+        return self._flags[start : start + length]
+
+    def _rows_at(self, addresses: Int64s) -> torch.Tensor:
+        return self._upload((addresses - self._address) // self.row_bytes)
+
+    def _upload(self, values: NDArray[Any]) -> torch.Tensor:
+        # from pageable memory this returns once the values are staged, so they may go at once
+        return to_tensor(values).to(self._device, non_blocking=True)
+
+
+def share_pool() -> None:
+    """Have CuPy allocate through torch's caching allocator: one pool a process, no memory idle in two.
+
+    A block belongs to the stream that is CuPy's when it is asked for: use it on no other. ImportError
+    without CuPy.
+    """
+    cuda = importlib.import_module("cupy").cuda
+
+    def allocate(nbytes: int, device: int) -> int:
+        return int(torch.cuda.caching_allocator_alloc(nbytes, device, cuda.get_current_stream().ptr))
+
+    def free(address: int, device: int) -> None:
+        torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
+
+    cuda.set_allocator(cuda.PythonFunctionAllocator(allocate, free).malloc)

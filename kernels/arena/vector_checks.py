@@ -1,0 +1,105 @@
+"""What every vector must be before a kernel meets it: float16, of the arena's width, finite, not too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from undertow.kernels.error_bounds import MAX_NORM
+
+Float16s = NDArray[np.float16]
+Vectors = Float16s | torch.Tensor
+
+BLOCK_ROWS = 4096
+
+
+class Taken(torch.Tensor):
+    """Rows of an arena, which has checked them: `check_tensor` does not wait for the device again.
+
+    What is computed from one is a plain tensor; one must not be changed in place.
+    """
+
+    # otherwise results of torch's functions would be Taken too
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def check_form(
+    vectors: NDArray[Any] | torch.Tensor, dim: int, *dtypes: type[np.floating[Any]]
+) -> NDArray[Any]:
+    """The vectors, after refusing (ValueError) all but NumPy arrays [n, dim] of one of the dtypes.
+
+    dtypes: float16 where none is named.
+    """
+    names = [np.dtype(dtype).name for dtype in dtypes or (np.float16,)]
+    if not isinstance(vectors, np.ndarray) or vectors.dtype.name not in names:
+        found = getattr(vectors, "dtype", type(vectors).__name__)
+        raise ValueError(f"vectors must be an array of {' or '.join(names)}, not {found}")
+    if vectors.ndim != 2 or vectors.shape[1] != dim:
+        raise ValueError(f"vectors must have shape [n, {dim}], not {list(vectors.shape)}")
+    return vectors
+
+
+def widened(
+    vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]], first: int = 0
+) -> NDArray[np.float32]:
+    """The vectors as float32 [n, dim], after refusing (ValueError) what no kernel may meet.
+
+    dtypes: what is taken; float16 where none is named. Values must be finite, norms at most 4.
+    first: the number of the first vector in error texts.
+    """
+    check_form(vectors, dim, *dtypes)
+    wide = to_float32(vectors)
+    # written so that NaN fails it
+    bad = np.flatnonzero(~(np.einsum("nd,nd->n", wide, wide) <= MAX_NORM * MAX_NORM))
+    if len(bad):
+        raise ValueError(_refusal(first + int(bad[0]), bool(np.isfinite(wide[bad[0]]).all())))
+    return wide
+
+
+def check_array(vectors: Vectors, dim: int) -> Float16s:
+    """The vectors, NumPy float16 [n, dim], refused as by `widened`."""
+    checked = check_form(vectors, dim)
+    # block by block, and again when they are written: a bulk load must not exist twice in fp32
+    for start in range(0, len(checked), BLOCK_ROWS):
+        widened(checked[start : start + BLOCK_ROWS], dim, first=start)
+    return checked
+
+
+def check_tensor(vectors: torch.Tensor, dim: int) -> None:
+    """As `widened`, for a tensor where it lies.
+
+    Waits for the device once, for the verdict on all rows; not at all for rows `Taken` from an arena.
+    """
+    if vectors.dtype != torch.float16:
+        raise ValueError(
+            f"vectors must be a tensor of float16, not {str(vectors.dtype).removeprefix('torch.')}"
+        )
+    if vectors.ndim != 2 or vectors.shape[1] != dim:
+        raise ValueError(f"vectors must have shape [n, {dim}], not {list(vectors.shape)}")
+    if isinstance(vectors, Taken):
+        return
+    norms = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float32)
+    bad = ~(norms <= MAX_NORM)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0, 0])
+        raise ValueError(_refusal(row, bool(vectors[row].isfinite().all())))
+
+
+def _refusal(row: int, finite: bool) -> str:
+    problem = "has a norm above 4" if finite else "is not finite"
+    return f"vector {row} {problem}: L2-normalise it first"
+
+
+def to_float32(vectors: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    """The same values as float32, contiguous; by torch, as numpy takes fp16 one value at a time (20x)."""
+    return to_tensor(vectors).float().numpy()
+
+
+def to_tensor(vectors: NDArray[Any]) -> torch.Tensor:
+    """The array as a tensor: of the same memory where it is contiguous and may be written."""
+    values = np.ascontiguousarray(vectors)
+    # torch warns of memory that it may not write
+    return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -1,0 +1,230 @@
+"""The gate on a CUDA device: plans on the host, everything else in gate.cu, on torch's current stream.
+
+Needs CuPy, which compiles gate.cu for the card on first use and keeps the result in its cache. All
+memory is torch's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from undertow.kernels.arena.arena import Arena
+from undertow.kernels.arena.vector_checks import Vectors, check_form, check_tensor, to_tensor
+from undertow.kernels.error_bounds import tensor_core_slack
+from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
+from undertow.kernels.gate.plan import Cut, Found, Plan
+
+SOURCE = Path(__file__).with_name("gate.cu")
+
+# as in gate.cu
+WARP = 32
+ABREAST = 8
+STEP_ROWS = 32
+BLOCK_THREADS = 128
+BLOCKS_PER_SM = 4
+
+# so many a warp that the last ones to finish leave the card idle for little of the time
+_TASKS_PER_WARP = 8
+# a task for each of the four schedulers of an SM, which runs 16 warps
+_ENOUGH_OF_WARPS = 1 / 4
+
+
+def _struct(*fields: str) -> np.dtype[Any]:
+    return np.dtype([(name, np.float64 if name == "slack" else np.int64) for name in fields])
+
+
+# structs of gate.cu, passed by value; pointers are int64
+_PLAN = _struct(
+    "queries",
+    *(name.removeprefix("probe_").removeprefix("group_") for name in Plan._fields),
+    *("probes", "groups", "tasks", "slack"),
+)
+_CELLS = _struct("count", "size", "scores", "rows", "next_task")
+_FOUND = _struct("count", "kept", "starts", "rows", "scores")
+
+
+class Kernels(Protocol):
+    """The kernels of gate.cu, compiled for one dim."""
+
+    warps: int  # that the device runs at a time
+
+    def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
+        """Queue a kernel on torch's current stream, with at least so many warps; structs by value."""
+
+
+class CupyKernels:
+    """Compiled by NVRTC for torch's current device."""
+
+    def __init__(self, dim: int) -> None:
+        self._cupy = importlib.import_module("cupy")
+        module = self._cupy.RawModule(code=SOURCE.read_text(), options=(f"-DDIM={dim}",))
+        self._functions = {name: module.get_function(name) for name in ("scan", "tally", "merge")}
+        processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self.warps = int(processors) * BLOCKS_PER_SM * (BLOCK_THREADS // WARP)
+
+    def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
+        blocks = -(-warps // (BLOCK_THREADS // WARP))
+        with self._cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+            self._functions[kernel]((blocks,), (BLOCK_THREADS,), structs)
+
+
+@cache
+def _cupy_kernels(dim: int, device: int) -> CupyKernels:
+    return CupyKernels(dim)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One batch on the device, ready to be launched any number of times. Good until the arena changes."""
+
+    probes: Probes
+    plan: NDArray[Any]  # structs of gate.cu
+    cells: NDArray[Any]
+    found: NDArray[Any]
+    counted: torch.Tensor  # int64 [3 p + 1]: starts, count, kept
+    rows: torch.Tensor  # int64, room for all lists
+    scores: torch.Tensor  # float64
+    memory: tuple[torch.Tensor, ...]  # what else the structs point to
+    scanned_bytes: int  # rows that the batch asks for, each once
+
+
+class CudaGate(PlannedGate):
+    """Three kernels over rows as they lie on the device; results come back as compact lists.
+
+    `read` is `collect` of a batch that was `prepare`d and `launch`ed, or of its parts where the whole
+    would take too much space. `launch` alone neither copies nor waits, so that it can be timed by CUDA
+    events.
+    """
+
+    def __init__(self, arena: Arena, kernels: Kernels | None = None) -> None:
+        super().__init__(arena)
+        self._device = torch.device(arena.device)
+        self._kernels = kernels or _cupy_kernels(arena.dim, torch.cuda.current_device())
+
+    def _cut(self) -> Cut:
+        warps = self._kernels.warps
+        return Cut(
+            tasks=warps * _TASKS_PER_WARP,
+            least_work=STEP_ROWS,
+            abreast=ABREAST,
+            step_rows=STEP_ROWS,
+            enough=max(int(warps * _ENOUGH_OF_WARPS), 1),
+        )
+
+    def _run(self, probes: Probes, plan: Plan) -> GateReadings:
+        prepared = self._prepare(probes, plan)
+        self.launch(prepared)
+        return self.collect(prepared)
+
+    def prepare(self, **asked: Any) -> Prepared:
+        """Check, plan and upload one batch, arguments as in `read`; the whole, whatever space it takes."""
+        probes = self._check(**asked)
+        return self._prepare(probes, self._plan(probes, self._cut()))
+
+    def launch(self, prepared: Prepared) -> None:
+        """Queue all that the device does for a batch on torch's current stream."""
+        plan, cells, found = prepared.plan, prepared.cells, prepared.found
+        count = int(plan["probes"])
+        if count == 0:
+            return
+        # a grid of no blocks is an error, and segments without rows make no tasks
+        self._kernels.launch("scan", max(1, min(self._kernels.warps, int(plan["tasks"]))), plan, cells)
+        self._kernels.launch("tally", count, plan, cells, found)
+        starts, kept = prepared.counted[: count + 1], prepared.counted[2 * count + 1 :]
+        torch.cumsum(kept, 0, out=starts[1:])
+        self._kernels.launch("merge", count, plan, cells, found)
+
+    def collect(self, prepared: Prepared) -> GateReadings:
+        """Wait for a launched batch; what it found."""
+        count = int(prepared.plan["probes"])
+        if count == 0:  # nothing was launched
+            counted = np.zeros(1, np.int64)
+        else:
+            (counted,) = _to_host(prepared.counted[: 2 * count + 1])
+        starts = counted[: count + 1]
+        rows, scores = _to_host(prepared.rows[: starts[-1]], prepared.scores[: starts[-1]])
+        return self._readings(prepared.probes, Found(counted[count + 1 :], starts, rows, scores))
+
+    def _admit(self, queries: Vectors) -> torch.Tensor:
+        """float16 on the device, laid out as the arena's rows are."""
+        if isinstance(queries, torch.Tensor):
+            if queries.device.type != self._device.type:
+                raise ValueError(f"queries are on {queries.device}, and the arena is on {self._device}")
+            held = queries
+        else:
+            check_form(queries, self.arena.dim)
+            held = to_tensor(queries).to(self._device, non_blocking=True)
+        check_tensor(held, self.arena.dim)
+        padding = self.arena.row_bytes // 2 - self.arena.dim
+        held = (torch.nn.functional.pad(held, (0, padding)) if padding else held).contiguous()
+        return held if held.data_ptr() % 16 == 0 else held.clone()
+
+    def _prepare(self, probes: Probes, plan: Plan) -> Prepared:
+        table, addresses = self._upload(plan)
+        count, cells, room = len(plan.probe_place), int(plan.probe_cell[-1]), int(plan.probe_list[-1])
+        listed = int(plan.probe_k.sum())
+        counted, cell_counts, cell_rows, rows = (
+            torch.empty(size, dtype=torch.int64, device=self._device)
+            for size in (3 * count + 1, 2 * cells, room, listed)
+        )
+        cell_scores, scores = (
+            torch.empty(size, dtype=torch.float64, device=self._device) for size in (room, listed)
+        )
+        next_task = torch.zeros(1, dtype=torch.int64, device=self._device)
+        at, starts = cell_counts.data_ptr(), counted.data_ptr()
+        sizes = (count, len(plan.group_rows), int(plan.group_task[-1]), tensor_core_slack(self.arena.dim))
+        return Prepared(
+            probes,
+            np.array((probes.queries.data_ptr(), *addresses, *sizes), _PLAN),
+            np.array(
+                (at, at + 8 * cells, cell_scores.data_ptr(), cell_rows.data_ptr(), next_task.data_ptr()),
+                _CELLS,
+            ),
+            np.array(
+                (
+                    starts + 8 * (count + 1),
+                    starts + 8 * (2 * count + 1),
+                    starts,
+                    rows.data_ptr(),
+                    scores.data_ptr(),
+                ),
+                _FOUND,
+            ),
+            counted,
+            rows,
+            scores,
+            (table, cell_counts, cell_scores, cell_rows, next_task),
+            int(plan.group_rows.sum()) * self.arena.row_bytes,
+        )
+
+    def _upload(self, plan: Plan) -> tuple[torch.Tensor, list[int]]:
+        """The plan's arrays in one tensor on the device, and the address of each."""
+        columns = [column.view(np.int64) for column in plan]
+        ends = np.cumsum([len(column) for column in columns])
+        packed = _host_buffer(int(ends[-1]), torch.int64, self._device)
+        np.concatenate(columns, out=packed.numpy())
+        table = packed.to(self._device, non_blocking=True)
+        return table, [table.data_ptr() + 8 * int(end - len(c)) for end, c in zip(ends, columns, strict=True)]
+
+
+def _host_buffer(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory that a device copies from and to by itself, where there is one."""
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def _to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
+    """Copies of the tensors on the host, once all that was queued before is done."""
+    copies = [_host_buffer(len(tensor), tensor.dtype, tensor.device) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    if tensors[0].device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    return [copy.numpy() for copy in copies]

@@ -1,0 +1,329 @@
+"""The recurrence gate's arithmetic (RecMem, section 3.2, equation 5), for a ragged batch of queries.
+
+One call answers, for each query: which episode is nearest, how many live earlier turns are at least
+theta similar, and which k of those are nearest. Answers are exact (see `kernels/error_bounds.py`), so they
+do not depend on the batch, the device or the number of threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from undertow.kernels.arena.arena import LIVE, PRESENT, Arena
+from undertow.kernels.arena.vector_checks import Vectors, to_tensor, widened
+from undertow.kernels.gate.plan import MAX_SPACE_BYTES, Asked, Cut, Found, Plan, group, lay_out
+
+Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
+
+NO_SEGMENT = -1
+_BLOCK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class GateReadings:
+    """What the gate reads for q queries. Scores are exact dot products.
+
+    nearest_row: int64 [q], row of the nearest PRESENT episode, -1 if there is none
+    nearest_score: float64 [q], its score, -inf if there is none
+    count: int64 [q], all LIVE visible turns with score >= theta, also beyond the k nearest
+    offsets: int64 [q + 1]; rows, scores: int64, float64 [offsets[-1]]: of query i, in
+        [offsets[i], offsets[i + 1]), the k nearest of the counted turns, by score descending,
+        then row ascending
+    """
+
+    nearest_row: Int64s
+    nearest_score: Float64s
+    count: Int64s
+    offsets: Int64s
+    rows: Int64s
+    scores: Float64s
+
+    @property
+    def cut_bound(self) -> NDArray[np.bool_]:
+        """bool [q]: more turns were relevant than the k that are listed."""
+        return self.count > np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of one segment's rows, made for one call: uint8 [n] where the arena's rows lie."""
+
+    held: torch.Tensor
+
+    @property
+    def address(self) -> int:
+        return self.held.data_ptr()
+
+    @property
+    def host(self) -> NDArray[np.uint8]:
+        """A copy for the reference."""
+        flags: NDArray[np.uint8] = self.held.cpu().numpy()
+        return flags
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Checked input of one call, as in `Gate.read`; `visible` and `k` are cut to the segment's rows."""
+
+    queries: Any  # [q, dim], as `Gate._admit` gives them
+    turn_segments: Int64s
+    episode_segments: Int64s
+    visible: Int64s
+    theta: Float64s
+    k: Int64s
+    turn_flag: int = LIVE  # only turn rows with it are seen
+    turn_flags: Flags | None = None  # in place of the arena's, where all turns are of one segment
+
+    def __len__(self) -> int:
+        """How many queries these are."""
+        return len(self.turn_segments)
+
+    def part(self, start: int, stop: int) -> Probes:
+        """The probes of some of the queries."""
+        some = slice(start, stop)
+        return Probes(
+            self.queries[some],
+            self.turn_segments[some],
+            self.episode_segments[some],
+            self.visible[some],
+            self.theta[some],
+            self.k[some],
+            self.turn_flag,
+            self.turn_flags,
+        )
+
+
+class Gate:
+    """The reference, in NumPy: fp64 scores of every row. Subclasses make `_read` faster, not different."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+
+    def read(
+        self,
+        *,
+        queries: Vectors,
+        turn_segments: ArrayLike,
+        episode_segments: ArrayLike,
+        visible: ArrayLike,
+        theta: ArrayLike,
+        k: ArrayLike,
+    ) -> GateReadings:
+        """Read the gate for q queries.
+
+        queries: float16 [q, dim], for a gate on a device also a tensor there, which is checked unless
+        it is what `Arena.take` gave;
+        turn_segments, episode_segments: int64 [q] (episodes: -1 for none);
+        visible: int64 [q], only turn rows below it are seen (the causal mask); theta: float64 [q];
+        k: int64 [q], how many relevant turns to list. Raises ValueError for wrong shapes or dtypes,
+        vectors that are not finite, unknown or released segments, negative visible or k, NaN theta.
+        """
+        return self._read(self._check(queries, turn_segments, episode_segments, visible, theta, k))
+
+    def nearest(
+        self,
+        *,
+        queries: Vectors,
+        segments: ArrayLike,
+        k: ArrayLike,
+        wanted: NDArray[np.bool_] | torch.Tensor | None = None,
+    ) -> tuple[Int64s, Int64s, Float64s]:
+        """The k nearest PRESENT rows of each query's segment, live or not: the same pass, without a gate.
+
+        queries as in `read`; segments, k: int64 [q]; wanted: bool [rows], for a gate on a device also a
+        tensor there; only these rows are read, and all segments must be one. Returns offsets [q + 1], rows
+        and scores as GateReadings has them. Raises ValueError as `read` does.
+        """
+        count = len(queries)
+        probes = self._check(
+            queries,
+            segments,
+            np.full(count, NO_SEGMENT),
+            np.full(count, np.iinfo(np.int64).max),
+            np.full(count, -np.inf),
+            k,
+        )
+        flags = None if wanted is None or count == 0 else self._flags(probes.turn_segments, wanted)
+        found = self._read(replace(probes, turn_flag=PRESENT, turn_flags=flags))
+        return found.offsets, found.rows, found.scores
+
+    def _flags(self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor) -> Flags:
+        present = self.arena.held_flags(int(segments[0]))
+        is_bool = str(wanted.dtype) in ("bool", "torch.bool")  # other numbers would alter the flags
+        if (segments != segments[0]).any() or not is_bool or tuple(wanted.shape) != tuple(present.shape):
+            raise ValueError(f"wanted must be bool [{len(present)}], one entry a row of the only segment")
+        if not isinstance(present, torch.Tensor):
+            return Flags(to_tensor(np.where(np.asarray(wanted), present & PRESENT, np.uint8(0))))
+        # what the host knows goes up; the rows' own flags are read where they are
+        held = wanted if isinstance(wanted, torch.Tensor) else to_tensor(wanted).to(present.device)
+        return Flags((present & PRESENT) * held)
+
+    def _check(
+        self,
+        queries: Vectors,
+        turn_segments: ArrayLike,
+        episode_segments: ArrayLike,
+        visible: ArrayLike,
+        theta: ArrayLike,
+        k: ArrayLike,
+    ) -> Probes:
+        admitted = self._admit(queries)
+        count = len(queries)
+        turns = _column("turn_segments", turn_segments, count)
+        episodes = _column("episode_segments", episode_segments, count)
+        limits, cuts = _column("visible", visible, count), _column("k", k, count)
+        thetas = np.asarray(theta, np.float64)
+        if thetas.shape != (count,) or np.isnan(thetas).any():
+            raise ValueError(f"theta must be {count} numbers, none of them NaN")
+        if (limits < 0).any() or (cuts < 0).any():
+            raise ValueError("visible and k must not be negative")
+        self.arena.locate(episodes[episodes != NO_SEGMENT])
+        limits = np.minimum(limits, self.arena.locate(turns)[2])
+        return Probes(admitted, turns, episodes, limits, thetas, np.minimum(cuts, limits))
+
+    def _admit(self, queries: Vectors) -> Any:
+        """The queries, checked, in the form that `_read` wants: float32 [q, dim] here."""
+        return widened(queries, self.arena.dim)  # type: ignore[arg-type]
+
+    def _read(self, probes: Probes) -> GateReadings:
+        count = len(probes.queries)
+        nearest_row, nearest_score = np.full(count, -1, np.int64), np.full(count, -np.inf)
+        relevant, rows, scores = np.zeros(count, np.int64), [], []
+        for i, query in enumerate(probes.queries.astype(np.float64)):
+            if probes.episode_segments[i] != NO_SEGMENT:
+                episodes, near = self._scores(probes.episode_segments[i], query, None, PRESENT)
+                if len(episodes):
+                    best = np.argmax(near)  # the first of equals
+                    nearest_row[i], nearest_score[i] = episodes[best], near[best]
+            turns, near = self._scores(
+                probes.turn_segments[i],
+                query,
+                int(probes.visible[i]),
+                probes.turn_flag,
+                probes.turn_flags,
+            )
+            turns, near = turns[near >= probes.theta[i]], near[near >= probes.theta[i]]
+            relevant[i] = len(turns)
+            order = np.lexsort((turns, -near))[: probes.k[i]]
+            rows.append(turns[order])
+            scores.append(near[order])
+        offsets = np.concatenate(([0], np.cumsum([len(r) for r in rows], dtype=np.int64)))
+        return GateReadings(
+            nearest_row,
+            nearest_score,
+            relevant,
+            offsets,
+            np.concatenate([np.zeros(0, np.int64), *rows]),
+            np.concatenate([np.zeros(0, np.float64), *scores]),
+        )
+
+    def _scores(
+        self, segment: int, query: Float64s, limit: int | None, flag: int, flags: Flags | None = None
+    ) -> tuple[Int64s, Float64s]:
+        """Rows below `limit` that have the flag, and their exact scores."""
+        vectors = self.arena.vectors(segment)[:limit]
+        rows = np.flatnonzero((self.arena.flags(segment) if flags is None else flags.host)[:limit] & flag)
+        scores = np.empty(len(rows), np.float64)
+        for start in range(0, len(rows), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            some = vectors[rows[block]]
+            on_host = some.cpu().numpy() if isinstance(some, torch.Tensor) else some
+            scores[block] = on_host.astype(np.float64) @ query
+        return rows, scores
+
+
+class PlannedGate(Gate, ABC):
+    """What gates with a compiled scan share: a batch becomes a plan, and what is found the readings.
+
+    The nearest episode is the same scan with k = 1 and no threshold. Subclasses say how their device
+    wants its tasks, and run a plan.
+    """
+
+    @abstractmethod
+    def _cut(self) -> Cut:
+        """How this device wants its tasks."""
+
+    @abstractmethod
+    def _run(self, probes: Probes, plan: Plan) -> GateReadings:
+        """What the plan's probes find."""
+
+    def _read(self, probes: Probes) -> GateReadings:
+        count, cut = len(probes), self._cut()
+        # one query cannot be read in parts: then space goes before speed
+        plan = self._plan(probes, cut if count > 1 else cut._replace(enough=1))
+        if plan.space_bytes <= MAX_SPACE_BYTES or count == 1:
+            return self._run(probes, plan)
+        half = count // 2
+        return _joined(self._read(probes.part(0, half)), self._read(probes.part(half, count)))
+
+    def _plan(self, probes: Probes, cut: Cut) -> Plan:
+        count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
+        episodes = probes.episode_segments[asks]
+        lengths = self.arena.locate(episodes)[2]
+        asked = Asked(
+            query=np.concatenate((np.arange(count), asks)),
+            segment=np.concatenate((probes.turn_segments, episodes)),
+            limit=np.concatenate((probes.visible, lengths)),
+            flag=np.repeat(np.array([probes.turn_flag, PRESENT]), (count, len(asks))),
+            theta=np.concatenate((probes.theta, np.full(len(asks), -np.inf))),
+            k=np.concatenate((probes.k, np.minimum(lengths, 1))),
+        )
+        order, first = group(asked)
+        vectors, flags, _ = self.arena.locate(asked.segment[order[first[:-1]]])
+        if probes.turn_flags is not None:
+            flags = np.full_like(flags, probes.turn_flags.address)
+        return lay_out(asked, order, first, (vectors, flags), cut)
+
+    @staticmethod
+    def _readings(probes: Probes, found: Found) -> GateReadings:
+        count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
+        turns = found.starts[count]
+        nearest_row, nearest_score = np.full(count, -1, np.int64), np.full(count, -np.inf)
+        some = asks[np.diff(found.starts[count:]) > 0]
+        nearest_row[some], nearest_score[some] = found.rows[turns:], found.scores[turns:]
+        return GateReadings(
+            nearest_row,
+            nearest_score,
+            found.counts[:count],
+            found.starts[: count + 1],
+            found.rows[:turns],
+            found.scores[:turns],
+        )
+
+
+def _joined(one: GateReadings, two: GateReadings) -> GateReadings:
+    """The readings of two parts of a batch as those of the whole."""
+    return GateReadings(
+        np.concatenate((one.nearest_row, two.nearest_row)),
+        np.concatenate((one.nearest_score, two.nearest_score)),
+        np.concatenate((one.count, two.count)),
+        np.concatenate((one.offsets, one.offsets[-1] + two.offsets[1:])),
+        np.concatenate((one.rows, two.rows)),
+        np.concatenate((one.scores, two.scores)),
+    )
+
+
+def _column(name: str, values: ArrayLike, count: int) -> Int64s:
+    column = np.asarray(values)
+    if column.shape != (count,) or (count and column.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be {count} integers, not {column.dtype} of shape {list(column.shape)}")
+    return column.astype(np.int64)
+
+
+def make_gate(arena: Arena) -> Gate:
+    """The fastest gate for where an arena's rows lie."""
+    # imported where it is used: a machine with a card may lack numba, one without it lacks CuPy
+    if arena.device == "cuda":
+        from undertow.kernels.gate.cuda_gate import CudaGate
+
+        return CudaGate(arena)
+    from undertow.kernels.gate.cpu_gate import NumbaGate
+
+    return NumbaGate(arena)

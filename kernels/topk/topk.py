@@ -1,0 +1,205 @@
+"""Exact top-k by inner product over arena slabs.
+
+With a gate at hand its scan answers, which is exact by itself and reads many segments, or some rows of
+one, in one pass. What it is not made for (queries finer than fp16, more rows than a scan keeps) goes by
+blocks of one segment: fast arithmetic finds candidates, fp64 orders them. The fast sums are fp32, in an
+order that depends on the machine and on the number of queries, so near-equal scores may come in any
+order. The candidates are therefore scored again in fp64 (exact for fp16-valued vectors, see
+`kernels/error_bounds.py`), and more are fetched until nothing left out can belong to the k best. FAISS finds
+the candidates on the host (`topk_host.py`), FAISS or torch on a device (`topk_device.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from undertow.kernels.arena.arena import PRESENT, Arena
+from undertow.kernels.arena.vector_checks import widened
+
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+Float64s = NDArray[np.float64]
+Queries = NDArray[np.float16] | Float32s
+
+# a scan keeps its best rows by insertion, which costs more than the reading where it keeps many
+_SCAN_K = 256
+# candidates fetched beyond k: enough that rounding alone rarely forces a second fetch
+_SPARE = 16
+
+
+class Rows(Protocol):
+    """Some rows of one segment, where its memory holds them."""
+
+    def __len__(self) -> int:
+        """How many rows these are."""
+
+    def block_rows(self, queries: int) -> int:
+        """How many rows to search at a time for so many queries."""
+
+    def part(self, start: int, stop: int) -> Self:
+        """A view of some of these rows."""
+
+    def pick(self, rows: Int64s) -> Self:
+        """A copy of some of these rows."""
+
+    def slack(self, queries: Float32s) -> Float64s:
+        """[q]: how far a score of `nearest` can be from the exact one."""
+
+    def nearest(self, queries: Float32s, take: int) -> tuple[Float32s, Int64s]:
+        """The `take` nearest rows and their scores in fast arithmetic, [q, take], by score descending."""
+
+    def scores(self, queries: Float32s, rows: Int64s | None) -> Float64s:
+        """[q, c]: exact scores of rows [q, c], or of all rows."""
+
+
+class Scan(Protocol):
+    """One pass over many segments, or over some rows of one, as a gate makes it (`kernels/gate/gate.py`)."""
+
+    def nearest(
+        self,
+        *,
+        queries: NDArray[np.float16],
+        segments: ArrayLike,
+        k: ArrayLike,
+        wanted: NDArray[np.bool_] | torch.Tensor | None = None,
+    ) -> tuple[Int64s, Int64s, Float64s]:
+        """(offsets [q + 1], rows, scores): the k nearest PRESENT (and wanted) rows for each query."""
+
+
+def top_k(
+    arena: Arena,
+    segment: int,
+    queries: Queries,
+    k: int,
+    allowed: NDArray[np.bool_] | None = None,
+    scan: Scan | None = None,
+) -> tuple[Float64s, Int64s]:
+    """The k rows of a segment nearest to each query, among PRESENT (and `allowed`) rows.
+
+    queries: float16 or float32 [q, dim], norms at most 4; allowed: bool [rows of the segment].
+    scan: a gate over the same arena; it serves float16 queries and k up to 256, in one pass that copies
+    nothing and reads only the rows that may be found.
+    Returns scores float64 [q, k] and rows int64 [q, k], by score descending, then row ascending, the
+    cut at k included; where there are fewer rows, the rest is -inf and -1. Scores are exact for
+    fp16-valued queries; for other float32 queries they are fp64 sums. Raises ValueError for wrong
+    shapes, dtypes or segments, ImportError where the host's search misses FAISS.
+    """
+    wide = widened(queries, arena.dim, np.float16, np.float32)
+    if allowed is not None:
+        length = arena.length(segment)
+        if np.shape(allowed) != (length,) or np.asarray(allowed).dtype != np.bool_:
+            raise ValueError(f"allowed must be bool [{length}], one entry a row of segment {segment}")
+    if scan is not None and _scannable(queries, k):
+        return scanned(scan, np.full(len(wide), segment), queries, k, allowed)
+    present = arena.flags(segment) & PRESENT != 0
+    wanted = present if allowed is None else present & allowed
+    return _search(rows_of(arena, segment), np.flatnonzero(wanted), wide, k)
+
+
+def top_k_many(
+    arena: Arena, segments: ArrayLike, queries: Queries, k: int, scan: Scan | None = None
+) -> tuple[Float64s, Int64s]:
+    """`top_k` of queries[i] in segments[i]: segments int64 [q], queries [q, dim]; results as there.
+
+    With a scan all segments are read in one pass; otherwise each is searched by itself.
+    """
+    wide = widened(queries, arena.dim, np.float16, np.float32)
+    owners = np.asarray(segments)
+    if owners.shape != (len(wide),) or (len(owners) and owners.dtype.kind not in "iu"):
+        raise ValueError(f"segments must be {len(wide)} integers, one a query")
+    if scan is not None and _scannable(queries, k):
+        return scanned(scan, owners, queries, k)
+    scores, rows = _padded(len(wide), k)
+    order = np.argsort(owners, kind="stable")
+    ids, starts = np.unique(owners[order], return_index=True)
+    for segment, start, stop in zip(ids, starts, [*starts[1:], len(order)], strict=False):
+        members = order[start:stop]
+        scores[members], rows[members] = top_k(arena, int(segment), wide[members], k)
+    return scores, rows
+
+
+def _scannable(queries: Queries, k: int) -> bool:
+    return queries.dtype == np.float16 and 0 < k <= _SCAN_K
+
+
+def scanned(
+    scan: Scan,
+    segments: Int64s,
+    queries: Queries,
+    k: int,
+    allowed: NDArray[np.bool_] | torch.Tensor | None = None,
+) -> tuple[Float64s, Int64s]:
+    """`top_k_many` by one scan, of float16 queries; allowed: as `wanted` of `Scan.nearest`."""
+    halves = queries.astype(np.float16, copy=False)
+    offsets, found, near = scan.nearest(
+        queries=halves, segments=segments, k=np.full(len(halves), k), wanted=allowed
+    )
+    scores, rows = _padded(len(halves), k)
+    query = np.repeat(np.arange(len(halves)), np.diff(offsets))
+    place = np.arange(len(found)) - offsets[query]
+    scores[query, place], rows[query, place] = near, found
+    return scores, rows
+
+
+def rows_of(arena: Arena, segment: int) -> Rows:
+    """A segment's rows, with the search that fits their memory."""
+    vectors = arena.vectors(segment)
+    # what searches one kind of memory is not imported for the other: the host's needs FAISS
+    if isinstance(vectors, torch.Tensor):
+        from undertow.kernels.topk.device_rows import DeviceRows
+
+        return DeviceRows.of(vectors)
+    from undertow.kernels.topk.host_rows import HostRows
+
+    return HostRows(vectors)
+
+
+def _padded(count: int, k: int) -> tuple[Float64s, Int64s]:
+    if k < 0:
+        raise ValueError(f"k must not be negative, and is {k}")
+    return np.full((count, k), -np.inf), np.full((count, k), -1, np.int64)
+
+
+def _search(rows: Rows, wanted: Int64s, queries: Float32s, k: int) -> tuple[Float64s, Int64s]:
+    """Exact top-k over the wanted rows (ascending), block by block, each block exact by itself."""
+    scores, places = _padded(len(queries), k)
+    step = rows.block_rows(len(queries))
+    for start in range(0, len(wanted) if k and len(queries) else 0, step):
+        ids = wanted[start : start + step]
+        gapless = ids[-1] - ids[0] + 1 == len(ids)
+        block = rows.part(int(ids[0]), int(ids[-1]) + 1) if gapless else rows.pick(ids)
+        near, found = _block(block, queries, min(k, len(ids)))
+        joined = np.concatenate((scores, near), axis=1)
+        rows_found = np.concatenate((places, ids[found]), axis=1)
+        # a stable sort keeps the rows of equal scores ascending, as earlier blocks come first
+        order = np.argsort(-joined, axis=1, kind="stable")[:, :k]
+        scores, places = np.take_along_axis(joined, order, 1), np.take_along_axis(rows_found, order, 1)
+    return scores, places
+
+
+def _block(block: Rows, queries: Float32s, k: int) -> tuple[Float64s, Int64s]:
+    """Exact scores and rows [q, k] within one block of at least k rows."""
+    scores, rows = _padded(len(queries), k)
+    pending = np.arange(len(queries))
+    slack, take = block.slack(queries), k + _SPARE
+    while len(pending) and take * 4 < len(block):
+        near, found = block.nearest(queries[pending], take)
+        scores[pending], rows[pending] = _best(block, queries[pending], np.sort(found, axis=1), k)
+        # a row left out has a fast score of at most near[:, -1], so an exact one of at most slack more
+        pending = pending[near[:, -1] + slack[pending] >= scores[pending, -1]]
+        take *= 4
+    if len(pending):
+        scores[pending], rows[pending] = _best(block, queries[pending], None, k)
+    return scores, rows
+
+
+def _best(block: Rows, queries: Float32s, candidates: Int64s | None, k: int) -> tuple[Float64s, Int64s]:
+    """The k best of the candidates [q, c] (ascending), or of all rows, by exact score, then row."""
+    scores = block.scores(queries, candidates)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    rows = order if candidates is None else np.take_along_axis(candidates, order, 1)
+    return np.take_along_axis(scores, order, 1), rows

@@ -1,0 +1,359 @@
+"""The prompts: fills the Jinja2 templates of `templates/`, whose replies `reply_schemas` describes.
+
+Roles and rules follow RecMem, appendix F, for the eager policy Mem0, for NEMORI its appendix D, and HiMem;
+the wording is our own. A system message is fixed text, opened alike by all operations, and everything
+variable stands in the user message, so that the server's prefix cache serves the fixed part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from undertow.prompts.reply_schemas import (
+    AlignReply,
+    ConsolidateReply,
+    EpisodesReply,
+    ExtractReply,
+    FactsReply,
+    MergeReply,
+    NarrativeReply,
+    NotesReply,
+    PartitionReply,
+    PredictionReply,
+    ReconcileReply,
+    Reply,
+    ReviseReply,
+    SegmentReply,
+    SelectReply,
+    StatementsReply,
+    SufficiencyReply,
+    SummaryReply,
+    SupplementReply,
+    TraitsReply,
+)
+
+UNDATED = "undated"
+"""Stands in a prompt for a date that is not known."""
+# each policy's templates in a folder of its own; names are unique over all of them
+_LOADER = FileSystemLoader(sorted(path for path in (Path(__file__).parent / "templates").iterdir()))
+# what the lists of memories in an answering prompt are sorted by
+Order = Literal["relevance", "time"]
+Operation = Literal[
+    "episode",
+    "merge",
+    "refine",
+    "direct",
+    "extract",
+    "reconcile",
+    "partition",
+    "narrate",
+    "select",
+    "integrate",
+    "predict",
+    "distil",
+    "distil_direct",
+    "consolidate",
+    "summarise",
+    "segment",
+    "notes",
+    "traits",
+    "align",
+    "supplement",
+    "revise",
+    "sufficiency",
+    "answer",
+]
+
+# asked by whoever waits for an answer: a cost of queries, not of making memories
+QUERY_OPERATIONS: frozenset[str] = frozenset({"sufficiency", "answer"})
+
+REPLIES: dict[Operation, type[Reply] | None] = {
+    "episode": EpisodesReply,
+    "merge": MergeReply,
+    "refine": FactsReply,
+    "direct": FactsReply,
+    "extract": ExtractReply,
+    "reconcile": ReconcileReply,
+    "partition": PartitionReply,
+    "narrate": NarrativeReply,
+    "select": SelectReply,
+    "integrate": NarrativeReply,
+    "predict": PredictionReply,
+    "distil": StatementsReply,
+    "distil_direct": StatementsReply,
+    "consolidate": ConsolidateReply,
+    "summarise": SummaryReply,
+    "segment": SegmentReply,
+    "notes": NotesReply,
+    "traits": TraitsReply,
+    "align": AlignReply,
+    "supplement": SupplementReply,
+    "revise": ReviseReply,
+    "sufficiency": SufficiencyReply,
+    "answer": None,
+}
+
+# the templates that an operation's own one includes, beside the opening
+_INCLUDED: dict[Operation, tuple[str, ...]] = {
+    "refine": ("facts",),
+    "direct": ("facts",),
+    "narrate": ("episode_form",),
+    "integrate": ("episode_form",),
+    "distil": ("statements",),
+    "distil_direct": ("statements",),
+    "notes": ("note_rules",),
+    "traits": ("note_rules",),
+}
+
+# Chat templates wrap messages in control tokens, which servers recognise inside content too:
+# <|im_end|>, </s>, <start_of_turn>, [INST]. Also escaped: characters that some readers take for a
+# line end, and lone surrogates, which UTF-8 cannot carry.
+_RISKY = re.compile(r"<(?![\s\d=-])|\[(?=/?[A-Za-z_]+\])|[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+_BYTES_PER_TOKEN = 3  # below the 3.5 to 4.5 of common tokenizers on prose
+_OVERHEAD_TOKENS = 32  # the chat template around two messages
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTurn:
+    """A turn as a prompt shows it. `number` is how replies refer to it; `timestamp` ISO 8601."""
+
+    number: int
+    timestamp: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMemory:
+    """An episode, a fact or a retrieved turn as a prompt shows it; `date`: as it is to be shown, or None."""
+
+    number: int
+    date: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request to the LLM. `reply` is None where plain text is expected."""
+
+    operation: Operation
+    system: str
+    user: str
+    reply: type[Reply] | None
+    version: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt in the form of OpenAI's chat completions."""
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": self.user}]
+
+    @property
+    def size_tokens(self) -> int:
+        """Estimate from above of the prompt's tokens (bytes / 3, and the chat template)."""
+        size_bytes = len(self.system.encode()) + len(self.user.encode())
+        return math.ceil(size_bytes / _BYTES_PER_TOKEN) + _OVERHEAD_TOKENS
+
+
+def episode_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Ask for the episodes of a cluster (equation 7)."""
+    return _prompt("episode", turns=turns)
+
+
+def merge_prompt(episode: ShownMemory, turn: ShownTurn) -> Prompt:
+    """Ask whether `turn` continues `episode`, and for the merged narrative (equation 6)."""
+    return _prompt("merge", episode=episode, turn=turn)
+
+
+def refine_prompt(episode: ShownMemory, turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask for facts of `turns` that `episode` misses, new against the stored `facts` (equation 9)."""
+    return _prompt("refine", episode=episode, turns=turns, facts=facts)
+
+
+def direct_prompt(turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask for facts of `turns` without an episode as reference (RecMem, section 4.3: an ablation)."""
+    return _prompt("direct", turns=turns, facts=facts)
+
+
+def extract_prompt(recent: Sequence[ShownTurn], turn: ShownTurn) -> Prompt:
+    """Ask for the facts of the newest `turn`, which `recent` ones help to understand (eager policy)."""
+    return _prompt("extract", recent=recent, turn=turn)
+
+
+def reconcile_prompt(candidates: Sequence[ShownMemory], facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask what each of the `candidates` is to do to the stored `facts` (eager policy)."""
+    return _prompt("reconcile", candidates=candidates, facts=facts)
+
+
+def partition_prompt(messages: Sequence[ShownTurn]) -> Prompt:
+    """Ask which of a window's `messages` belong together (NEMORI, section 3.2.1)."""
+    return _prompt("partition", messages=messages)
+
+
+def narrate_prompt(messages: Sequence[ShownTurn]) -> Prompt:
+    """Ask for cue and narrative of one raw episode (NEMORI, section 3.2.2)."""
+    return _prompt("narrate", messages=messages)
+
+
+def select_prompt(episode: ShownMemory, candidates: Sequence[ShownMemory]) -> Prompt:
+    """Ask which of the stored `candidates` the new `episode` continues (NEMORI, section 3.2.3)."""
+    return _prompt("select", episode=episode, candidates=candidates)
+
+
+def integrate_prompt(episodes: Sequence[ShownMemory]) -> Prompt:
+    """Ask for cue and narrative of two `episodes` that are one (NEMORI, section 3.2.3)."""
+    return _prompt("integrate", episodes=episodes)
+
+
+def predict_prompt(cue: ShownMemory, facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask what `facts` let one expect of the episode with this `cue` (NEMORI, section 3.3.1)."""
+    return _prompt("predict", cue=cue, facts=facts)
+
+
+def distil_prompt(messages: Sequence[ShownTurn], prediction: ShownMemory) -> Prompt:
+    """Ask for what `messages` tell and the `prediction` does not (NEMORI, section 3.3.2)."""
+    return _prompt("distil", messages=messages, prediction=prediction)
+
+
+def distil_direct_prompt(messages: Sequence[ShownTurn]) -> Prompt:
+    """Ask for the facts of `messages` without a prediction (NEMORI-s, section 4.4)."""
+    return _prompt("distil_direct", messages=messages)
+
+
+def consolidate_prompt(fact: ShownMemory, facts: Sequence[ShownMemory]) -> Prompt:
+    """Ask whether `fact` is new beside the stored `facts` (NEMORI, section 3.3.3)."""
+    return _prompt("consolidate", fact=fact, facts=facts)
+
+
+def summarise_prompt(facts: Sequence[ShownMemory], summary: Sequence[ShownMemory]) -> Prompt:
+    """Ask for the `summary`, of one line or none yet, with `facts` (NEMORI, appendix A.1)."""
+    return _prompt("summarise", facts=facts, summary=summary)
+
+
+def segment_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Ask where the topic shifts or something surprises in a dialogue window (HiMem, section 2.2.1)."""
+    return _prompt("segment", turns=turns)
+
+
+def notes_prompt(turns: Sequence[ShownTurn]) -> Prompt:
+    """Stage 1 of HiMem's section 2.2.2: ask for what the turns say outright."""
+    return _prompt("notes", turns=turns)
+
+
+def traits_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
+    """Stage 2: ask for the preferences and traits that the turns imply beside the `notes` of stage 1."""
+    return _prompt("traits", turns=turns, notes=notes)
+
+
+def align_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
+    """Stage 3: ask for duplicates, names and dates to be settled, with the turns to resolve them by."""
+    return _prompt("align", turns=turns, notes=notes)
+
+
+def supplement_prompt(question: str, episodes: Sequence[ShownMemory]) -> Prompt:
+    """Ask for the notes that the `question` missed (HiMem, section 2.4)."""
+    return _prompt("supplement", question=question, episodes=episodes)
+
+
+def revise_prompt(candidates: Sequence[ShownMemory], notes: Sequence[ShownMemory]) -> Prompt:
+    """Ask how each of the `candidates` stands to the stored `notes` (HiMem, section 2.4)."""
+    return _prompt("revise", candidates=candidates, notes=notes)
+
+
+def sufficiency_prompt(
+    question: str, heading: str, memories: Sequence[ShownMemory], as_of: str | None
+) -> Prompt:
+    """Ask whether `memories` are enough to answer (HiMem, section 2.4)."""
+    return _prompt("sufficiency", heading=heading, memories=memories, as_of=as_of, question=question)
+
+
+def answer_prompt(
+    question: str,
+    episodes: Sequence[ShownMemory],
+    facts: Sequence[ShownMemory],
+    turns: Sequence[ShownMemory],
+    as_of: str | None,
+    *,
+    order: Order = "relevance",
+) -> Prompt:
+    """Ask the question against the three tiers (section 3.5), each in the same order, which is said."""
+    sections = (("Episodes", episodes), ("Facts", facts), ("Turns", turns))
+    return _prompt("answer", order=order, sections=sections, as_of=as_of, question=question)
+
+
+def repair_messages(prompt: Prompt, bad_reply: str, problem: str) -> list[dict[str, str]]:
+    """`prompt` again, with the reply that could not be used and what was wrong with it."""
+    request = _block("repair", "user", problem=_defused(problem), schema=prompt.reply is not None)
+    return [
+        *prompt.messages,
+        {"role": "assistant", "content": _defused(bad_reply) or "(empty)"},
+        {"role": "user", "content": request},
+    ]
+
+
+def fenced(shown: ShownTurn | ShownMemory) -> str:
+    """One line of material, `[number, date, text]` as JSON: no text can end its own line or string."""
+    date = shown.timestamp if isinstance(shown, ShownTurn) else shown.date
+    return quoted([shown.number, date or UNDATED, shown.text])
+
+
+def quoted(value: Any) -> str:
+    """`value` as one line of JSON in which no chat template's control token can be read."""
+    return _defused(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def _defused(text: str) -> str:
+    return _RISKY.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+@cache
+def prompt_version(operation: Operation) -> str:
+    """12 hex digits that change with any fixed text or the reply schema of `operation`."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name in ("opening", *_INCLUDED.get(operation, ()), operation, "repair"):
+        text, _, _ = _LOADER.get_source(_templates(), f"{name}.j2")
+        digest.update(text.encode() + b"\x1f")
+    reply = REPLIES[operation]
+    if reply is not None:
+        digest.update(json.dumps(reply.wire_schema(), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+@cache
+def _templates() -> Environment:
+    env = Environment(  # plain text for a model, no HTML: nothing to autoescape
+        loader=_LOADER, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    )
+    env.filters["fenced"] = fenced
+    env.filters["quoted"] = quoted
+    return env
+
+
+def _block(template_name: str, block: str, **variables: Any) -> str:
+    template = _templates().get_template(f"{template_name}.j2")
+    return "".join(template.blocks[block](template.new_context(variables))).strip()
+
+
+@cache
+def system_message(operation: Operation) -> str:
+    """The fixed text of an operation, which no other has."""
+    return _block(operation, "system")
+
+
+def _prompt(operation: Operation, **variables: Any) -> Prompt:
+    return Prompt(
+        operation,
+        system_message(operation),
+        _block(operation, "user", **variables),
+        REPLIES[operation],
+        prompt_version(operation),
+    )

@@ -1,0 +1,73 @@
+"""Reading a cluster's root as if it were one store: which shard's journal to open, or all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from undertow.engine.storage.location import Place
+from undertow.serving.cli.errors import WrongUsage
+from undertow.serving.cli.open_store import open_reports
+
+if TYPE_CHECKING:
+    from undertow.engine.api.views.reports import Reports
+
+
+def is_root(store: Place) -> bool:
+    """Whether a cluster's root lies there."""
+    from undertow.engine.cluster.shard_map import exists
+
+    return exists(store)
+
+
+def store_of(store: Place, tenant: str) -> Place:
+    """The store that holds the tenant: the one named, or on a cluster's root its shard's.
+
+    While tenants move, the one that has it at this moment.
+    """
+    if not is_root(store):
+        return store
+    from undertow.engine.cluster.shard_map import load
+    from undertow.engine.storage.store_info import is_store
+
+    shard_map = load(store)
+    places = [
+        _place(store, shard) for shard in dict.fromkeys((shard_map.owner(tenant), shard_map.home(tenant)))
+    ]
+    for place in places[:-1]:
+        if is_store(place):
+            with open_reports(place) as reports:
+                if tenant in reports.tenants:
+                    return place
+    return places[-1]
+
+
+@contextmanager
+def every_reports(store: Place) -> Iterator[list[Reports]]:
+    """The reports of `stores_of`."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(open_reports(place)) for place in stores_of(store)]
+
+
+def stores_of(store: Place) -> list[Place]:
+    """The store named, or those of all shards of a cluster's root that have stored anything."""
+    if not is_root(store):
+        return [store]
+    from undertow.engine.cluster.shard_map import load
+    from undertow.engine.storage.store_info import is_store
+
+    places = [_place(store, shard) for shard in load(store).everyone]
+    return [place for place in places if is_store(place)]
+
+
+def refuse_root(store: Place, command: str) -> None:
+    """WrongUsage where a command that writes one store is given the root of a cluster."""
+    if is_root(store):
+        raise WrongUsage(
+            f"{store} is the root of a cluster, whose journals its running shards write: {command}."
+        )
+
+
+def _place(root: Place, shard: str) -> Place:
+    return root / f"shards/{shard}"

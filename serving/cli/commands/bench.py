@@ -1,0 +1,204 @@
+"""`undertow bench`: measurements of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from undertow.serving.cli.commands.eval.eval import Only, chosen_samples
+from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.open_store import AsJson, EncoderName, KeptIn, Model, check_settings, settings_of
+from undertow.serving.cli.output import put_json, put_pairs, put_table, say
+
+if TYPE_CHECKING:
+    from undertow.engine.base.config import Settings
+
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+
+@bench.callback()
+def group() -> None:
+    """Measure this machine."""
+
+
+@bench.command()
+def gpu(
+    as_json: AsJson = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer repeats and shorter runs, of the same sizes.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="PARTS", help="Some of gate,topk,encoder,ingest.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the JSON here, a table beside it; a folder will do.")
+    ] = None,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(
+            "--encoder", metavar="FOLDER", help="The model of encoder and ingest; else the settings'."
+        ),
+    ] = None,
+) -> None:
+    """What the GPU path reaches on this card, against measured limits and targets (docs/gpu.md).
+
+    Minutes; nothing else should use the card. Exit code 1: a part failed or gave wrong results.
+    """
+    from undertow.bench.gpu.figures import PARTS, NotMeasured
+    from undertow.bench.gpu.run import Options, check, parts_of, report
+
+    options = Options(quick, PARTS if only is None else parts_of(only), out, encoder)
+    try:
+        with wrong_usage():
+            check(options)
+    except NotMeasured as error:
+        raise WrongUsage(str(error)) from error
+    raise typer.Exit(report(options, as_json=as_json))
+
+
+@bench.command()
+def sweep(
+    data: Annotated[
+        Path, typer.Option("--data", metavar="FILE", help="LoCoMo's published file.", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="For sweeps.json and sweeps.png.")
+    ] = Path("sweeps"),
+    only: Only = None,
+    vectors: KeptIn = None,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """What RecMem's thresholds cost and k_sub and k_epi find on LoCoMo, one at a time, with a mock LLM.
+
+    Deterministic: the same file, encoder and settings give the same figures.
+    """
+    from dataclasses import asdict
+
+    import orjson
+
+    from undertow.bench.quality.datasets import load
+    from undertow.bench.quality.sweep_plot import draw
+    from undertow.bench.quality.sweeps import RUNS
+    from undertow.bench.quality.sweeps import sweep as run
+    from undertow.bench.quality.vectors import KeptVectors
+    from undertow.engine.encoders.base import make_encoder
+    from undertow.serving.cli.progress import Bar
+
+    # RecMem's, whatever policy the environment names
+    settings = settings_of(llm="off", encoder=encoder).model_copy(
+        update={"policy": "recmem", "ablation": None}
+    )
+    check_settings(settings)
+    samples = chosen_samples(list(load(data, "locomo", settings.max_message_bytes)), only)
+    kept = KeptVectors(make_encoder(settings), vectors)
+    with Bar() as bar:
+        done = iter(range(1, RUNS + 1))
+
+        def show() -> None:
+            count = next(done)
+            bar.show(f"{count} of {RUNS} runs", count, RUNS)
+
+        sweeps = run(samples, settings, kept, show)
+    kept.save()
+    told: dict[str, Any] = {
+        "data": data.name,
+        "samples": [sample.tenant for sample in samples],
+        "encoder": settings.encoder,
+        "where_not_varied": _in_force(settings),
+        "llm": "mock, which agrees to every merge",
+        **asdict(sweeps),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    (out / "sweeps.json").write_bytes(orjson.dumps(told, option=options))
+    title = f"{data.name}, {len(samples)} conversations, {settings.encoder.rpartition('/')[2]}, mock LLM"
+    draw(sweeps, out / "sweeps.png", title)
+    if as_json:
+        put_json(told)
+        return
+    figures = ("consolidated_share", "consolidations", "merges")
+    for name, points in (("theta_sim", sweeps.theta_sim), ("theta_count", sweeps.theta_count)):
+        put_table(
+            [_row(point, name, figures) for point in points], [name, *figures, "calls", "prompt_tokens"]
+        )
+    put_table(sweeps.k_sub, ["k_sub", "evidence_recall", "questions"])
+    put_table(sweeps.k_epi, ["k_epi", "evidence_recall", "turns_behind", "questions"])
+    say(f"All figures and the picture: {out}")
+
+
+def _in_force(settings: Settings) -> dict[str, Any]:
+    from undertow.engine.policies.registry import tiers_of
+
+    tiers = tiers_of(settings)
+    return {
+        "search": settings.search,
+        "theta_sim": settings.similarity_threshold,
+        "theta_merge": settings.merge_threshold,
+        "theta_count": settings.recurrence_count,
+        "k_sub": tiers.k_sub,
+        "k_epi": tiers.k_epi,
+    }
+
+
+def _row(point: dict[str, Any], name: str, figures: tuple[str, ...]) -> dict[str, Any]:
+    totals = {total: sum(point[total].values()) for total in ("calls", "prompt_tokens")}
+    return {key: point[key] for key in (name, *figures)} | totals
+
+
+@bench.command()
+def ingest(
+    data: Annotated[
+        Path,
+        typer.Option("--data", metavar="LOG", help="In any format of `undertow ingest`.", show_default=False),
+    ],
+    tenants: Annotated[int, typer.Option("--tenants", min=1, help="So many, each with one conversation.")],
+    turns: Annotated[
+        int | None,
+        typer.Option("--turns", min=1, metavar="N", help="Of each tenant; left out: the whole conversation."),
+    ] = None,
+    salted: Annotated[
+        bool,
+        typer.Option(
+            "--salted/--copies", help="No text repeats across tenants, or all have plain copies of the log."
+        ),
+    ] = True,
+    latency_s: Annotated[
+        float, typer.Option("--llm-latency", min=0.0, metavar="SECONDS", help="Of the mock LLM.")
+    ] = 0.2,
+    llm: Annotated[
+        str | None, typer.Option("--llm", metavar="URL", help="A real server in place of the mock.")
+    ] = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="The figures, a picture and a Chrome trace."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turns/s until searchable and until consolidated, what a turn waits, and where the time goes.
+
+    A new store in a temporary folder. Nothing else should run. docs/peers.md says how to read it.
+    """
+    from undertow.bench.system.throughput_report import Load, run
+
+    load = Load(data, tenants, turns, salted=salted)
+    settings = settings_of(llm=llm or "off", model=model, encoder=encoder)
+    check_settings(settings)
+    result = run(load, settings, latency_s, out)
+    if as_json:
+        put_json(result)
+        return
+    put_pairs({name: value for name, value in result.items() if not isinstance(value, dict)})
+    for name in ("wait_s", "time_s"):
+        put_pairs(_flat(result[name]), title=f"\n{name}")
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """One level of names: {"a": {"b": 1}} as {"a b": 1}."""
+    inner = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
+    return {f"{name} {of}".strip(): value for name, values in inner.items() for of, value in values.items()}

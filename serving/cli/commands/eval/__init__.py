@@ -1,0 +1,1 @@
+"""`undertow eval`: answers to benchmark questions, or their evidence alone."""

@@ -1,0 +1,240 @@
+"""`undertow eval`: how well memories are found, and answered from, on the benchmarks of the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from undertow.bench.quality import Benchmark
+from undertow.serving.cli.commands.eval.answers import measure_answers
+from undertow.serving.cli.commands.eval.evidence import measure_evidence
+from undertow.serving.cli.commands.ingest import Profile, ThetaCount, ThetaMerge, ThetaSim
+from undertow.serving.cli.errors import WrongUsage
+from undertow.serving.cli.open_store import AsJson, EncoderName, KeptIn, Llm, check_settings, settings_of
+
+if TYPE_CHECKING:
+    from undertow.bench.quality.datasets import Sample
+    from undertow.engine.base.config import Settings
+
+Data = Annotated[
+    Path, typer.Option("--data", metavar="FILE", help="The benchmark's published file.", show_default=False)
+]
+Policy = Annotated[
+    str | None, typer.Option("--policy", metavar="NAME", help="Which system; default: recmem.")
+]
+LlmModel = Annotated[
+    str | None, typer.Option("--llm-model", metavar="NAME", help="Model at --llm; left out: its first.")
+]
+JudgeLlm = Annotated[
+    str | None,
+    typer.Option("--judge-llm", metavar="URL|off", help="The judge's server; left out: the same."),
+]
+JudgeModel = Annotated[
+    str | None, typer.Option("--judge-model", metavar="NAME", help="Model of the judge; left out: its first.")
+]
+JudgePrompt = Annotated[
+    Path | None,
+    typer.Option(
+        "--judge-prompt",
+        metavar="FILE",
+        help="A Jinja2 template of your own, with question, gold, answer and, if it likes, category.",
+    ),
+]
+EvidenceOnly = Annotated[
+    bool, typer.Option("--evidence-only", help="Only how much of the evidence a search finds: no LLM.")
+]
+Repeats = Annotated[
+    int | None,
+    typer.Option(
+        "--repeats",
+        min=1,
+        help="How often to answer and judge; default: 1. The requests are alike: the spread is the servers' "
+        "own variation.",
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--sample", metavar="ID", help="Only this conversation or question; may be given again."),
+]
+Questions = Annotated[
+    int | None, typer.Option("--questions", min=1, help="Only so many of a sample's, evenly spread.")
+]
+AblationName = Annotated[
+    str | None,
+    typer.Option("--ablation", metavar="NAME", help="The policy without a part of it, see docs/quality.md."),
+]
+MemoriesOf = Annotated[
+    Path | None,
+    typer.Option(
+        "--memories-of",
+        metavar="FOLDER",
+        help="Answer from the memories of another run, its --out, where other settings of search and answer "
+        "need no new ones.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FOLDER",
+        help="What each question brought; default: eval-BENCHMARK, with the policy's name unless "
+        "--evidence-only, and the ablation's.",
+    ),
+]
+
+
+def evaluate(
+    benchmark: Annotated[Benchmark, typer.Argument(help="Whose questions and evidence the file has.")],
+    data: Data,
+    policy: Policy = None,
+    ablation: AblationName = None,
+    memories_of: MemoriesOf = None,
+    llm: Llm = None,
+    llm_model: LlmModel = None,
+    judge_llm: JudgeLlm = None,
+    judge_model: JudgeModel = None,
+    judge_prompt: JudgePrompt = None,
+    evidence_only: EvidenceOnly = False,
+    repeats: Repeats = None,
+    only: Only = None,
+    questions: Questions = None,
+    profile: Profile = None,
+    theta_sim: ThetaSim = None,
+    theta_merge: ThetaMerge = None,
+    theta_count: ThetaCount = None,
+    vectors: KeptIn = None,
+    out: Out = None,
+    encoder: EncoderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """How well a system remembers: its memories built, every question answered and judged.
+
+    All systems are answered from by one prompt and one model at temperature 0. Stopped, the same command
+    goes on. With --evidence-only no LLM is asked: the share of each question's evidence (messages in LoCoMo,
+    answer sessions in LongMemEval) in the best 5, 10 and 20 turns.
+    """
+    from undertow.bench.quality.datasets import load
+    from undertow.bench.quality.systems.choice import POLICIES
+
+    name = _known(policy)
+    settings = settings_of(
+        policy=name if name in POLICIES else None,
+        llm="off" if evidence_only else llm,
+        model=llm_model,
+        encoder=encoder,
+        profile=profile and profile.value,
+        theta_sim=theta_sim,
+        theta_merge=theta_merge,
+        theta_count=theta_count,
+    )
+    check_settings(settings)
+    if ablation is not None:
+        settings = _ablated(settings, name, ablation)
+    if evidence_only:
+        _refuse_with_evidence(
+            {
+                "--policy": policy,
+                "--ablation": ablation,
+                "--memories-of": memories_of,
+                "--llm": llm,
+                "--llm-model": llm_model,
+                "--judge-llm": judge_llm,
+                "--judge-model": judge_model,
+                "--judge-prompt": judge_prompt,
+                "--repeats": repeats,
+                "--questions": questions,
+                "--profile": profile,
+                "--theta-sim": theta_sim,
+                "--theta-merge": theta_merge,
+                "--theta-count": theta_count,
+            }
+        )
+    if not evidence_only and settings.llm_url is None:
+        raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
+    folder = out or Path("-".join(["eval", benchmark, name, *([ablation] if ablation else [])]))
+    _check_memories(name, folder, memories_of)
+    judge = _judge_settings(settings, judge_llm, judge_model)
+    if judge is None and judge_prompt is not None:
+        raise WrongUsage("--judge-prompt is for a judge, and --judge-llm is off. Leave one of them out.")
+    samples = chosen_samples(list(load(data, benchmark, settings.max_message_bytes)), only)
+    if evidence_only:
+        found_in = out or Path(f"eval-{benchmark}")
+        measure_evidence(benchmark, data, samples, settings, found_in, vectors, as_json=as_json)
+        return
+    from undertow.bench.quality.run.plan import Plan
+
+    plan = Plan(
+        benchmark,
+        data,
+        tuple(samples),
+        name,
+        settings,
+        judge,
+        folder,
+        own_prompt=judge_prompt,
+        only=None if only is None else tuple(sample.tenant for sample in samples),
+        questions=questions,
+        repeats=repeats or 1,
+        vectors=vectors,
+        memories_of=memories_of,
+    )
+    measure_answers(plan, as_json=as_json)
+
+
+def _refuse_with_evidence(given: dict[str, object]) -> None:
+    if named := [option for option, value in given.items() if value is not None]:
+        raise WrongUsage(f"{named[0]} has no meaning with --evidence-only. Leave one of them out.")
+
+
+def _known(policy: str | None) -> str:
+    from undertow.bench.quality.systems.choice import DEFAULT, SYSTEMS
+
+    if policy is not None and policy not in SYSTEMS:
+        raise WrongUsage(f"--policy {policy!r:.80}: there are {', '.join(SYSTEMS)}.")
+    return policy or DEFAULT
+
+
+def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
+    from undertow.bench.quality.variants import ABLATIONS, ablated
+
+    if ablation not in ABLATIONS:
+        raise WrongUsage(f"--ablation {ablation!r:.80}: there are {', '.join(ABLATIONS)}.")
+    of = ABLATIONS[ablation].of
+    if policy not in of:
+        raise WrongUsage(
+            f"--ablation {ablation} leaves out a part of {' or '.join(of)}; --policy is {policy}."
+        )
+    return ablated(settings, ablation)
+
+
+def _check_memories(policy: str, folder: Path, memories_of: Path | None) -> None:
+    from undertow.bench.quality.systems.choice import CONSTRUCTING
+
+    if memories_of is None:
+        return
+    if policy not in CONSTRUCTING:
+        raise WrongUsage(f"--memories-of has no meaning with --policy {policy}, which makes no memories.")
+    if memories_of.resolve() == folder.resolve():
+        raise WrongUsage(f"--memories-of names this run's own folder, {folder}. Name another --out.")
+
+
+def _judge_settings(settings: Settings, url: str | None, model: str | None) -> Settings | None:
+    """Those of the run with the judge's server and model in their place; None: no judge."""
+    if url is not None and url.lower() == "off":
+        if model is not None:
+            raise WrongUsage("--judge-model names a model for a judge, and --judge-llm is off.")
+        return None
+    # another server's models are others
+    named = model or (settings.llm_model if url is None else None)
+    judge = settings.model_copy(update={"llm_url": url or settings.llm_url, "llm_model": named})
+    check_settings(judge)
+    return judge
+
+
+def chosen_samples(samples: list[Sample], only: list[str] | None) -> list[Sample]:
+    if unknown := set(only or ()) - {s.tenant for s in samples}:
+        names = ", ".join(s.tenant for s in samples[:20])
+        raise WrongUsage(f"--sample {sorted(unknown)[0]!r:.80}: the file has {names}.")
+    return [s for s in samples if only is None or s.tenant in only]

@@ -1,0 +1,79 @@
+"""`undertow eval --evidence-only`: what a search finds, without an LLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from undertow.bench.quality import Benchmark
+from undertow.serving.cli.output import put_json, put_table, say
+
+if TYPE_CHECKING:
+    from undertow.bench.quality.datasets import Sample
+    from undertow.engine.base.config import Settings
+
+
+def measure_evidence(
+    benchmark: Benchmark,
+    data: Path,
+    samples: list[Sample],
+    settings: Settings,
+    folder: Path,
+    vectors: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Every scored question through a search; its lines and the summary into the folder, and told."""
+    from undertow.bench.quality.evidence import retrieve
+    from undertow.bench.quality.run.report import write_evidence
+    from undertow.bench.quality.vectors import KeptVectors
+    from undertow.engine.api.engine import Engine
+    from undertow.engine.encoders.base import make_encoder
+    from undertow.serving.cli.progress import Bar
+
+    began_s = time.perf_counter()
+    questions = sum(len(s.questions) for s in samples)
+    scored = sum(q.is_scored for s in samples for q in s.questions)
+    about: dict[str, Any] = {
+        "benchmark": benchmark,
+        "data": data.name,
+        "samples": len(samples),
+        "turns": sum(len(s.turns) for s in samples),
+        "left_out": questions - scored,
+        "encoder": settings.encoder,
+        "search": settings.search,
+    }
+    kept = KeptVectors(make_encoder(settings), vectors)
+    with ExitStack() as stack:
+        store = Path(stack.enter_context(TemporaryDirectory(prefix="undertow-eval-")))
+        engine = stack.enter_context(Engine(store, settings, kept))
+        bar = stack.enter_context(Bar())
+        done = iter(range(1, scored + 1))
+
+        def show() -> None:
+            count = next(done)
+            if bar.is_due:
+                bar.show(f"{count:,} of {scored:,} questions", count, scored)
+
+        told = write_evidence(retrieve(engine, kept, samples, show), folder, about)
+    kept.save()
+    _put(told | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, folder, as_json=as_json)
+
+
+def _put(told: dict[str, Any], folder: Path, *, as_json: bool) -> None:
+    if as_json:
+        put_json(told)
+        return
+    rows = list(_rows(told))
+    put_table(rows, [name for name in rows[0] if name != "questions"] + ["questions"])
+    say(f"What was found for each question: {folder}")
+
+
+def _rows(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    figures = ("questions", *(name for name in told if name.startswith("evidence_recall_")), "mrr")
+    for name, means in [*told["by_category"].items(), ("all", told)]:
+        yield {"category": name, **{figure: means[figure] for figure in figures}}

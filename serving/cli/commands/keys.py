@@ -1,0 +1,225 @@
+"""`undertow keys`: the API keys of a service, made and changed while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from undertow.engine.storage.location import Place
+from undertow.serving.auth.principal import Limits, Reach, Scope
+from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.open_store import AsJson, place_of, settings_of
+from undertow.serving.cli.output import put_json, put_json_lines, put_table, put_text, say
+
+if TYPE_CHECKING:
+    from undertow.serving.auth.audit import Entry
+    from undertow.serving.auth.key_file import KeyFile, NewSecret
+
+StoreOfKeys = Annotated[
+    Place | None,
+    typer.Option(
+        "--store", parser=place_of, metavar="FOLDER", help="The store or the cluster's root: its keys.json."
+    ),
+]
+Keys = Annotated[
+    Path | None, typer.Option("--keys", metavar="FILE", help="A key file elsewhere, in the place of --store.")
+]
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id, as `undertow keys list` shows it.")]
+COLUMNS = ("id", "state", "label", "reach", "scopes", "created_at", "expires_at", "former_until")
+DAY_S = 86_400
+
+keys = typer.Typer(help="Make and change the API keys of a service.", no_args_is_help=True)
+
+
+@keys.callback()
+def group() -> None:
+    """Make and change the API keys of a service."""
+
+
+@keys.command()
+def create(
+    scope: Annotated[list[Scope], typer.Option("--scope", help="What it is for; may be repeated.")],
+    store: StoreOfKeys = None,
+    file: Keys = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option("--tenant", help="Only for this tenant; may be repeated.")
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option("--tenant-prefix", help="For all tenants whose names begin so, such as acme/."),
+    ] = None,
+    all_tenants: Annotated[bool, typer.Option("--all-tenants", help="For all tenants.")] = False,
+    label: Annotated[str, typer.Option("--label", help="For people; no tenant's name.")] = "",
+    expires_days: Annotated[
+        int | None,
+        typer.Option("--expires-days", min=1, max=36_500, help="Ends by itself; left out: it does not."),
+    ] = None,
+    requests_per_s: Annotated[
+        float | None, typer.Option("--requests-per-s", help="Requests a second in the long run.")
+    ] = None,
+    burst: Annotated[
+        int | None, typer.Option("--burst", help="Requests at once; left out: those of one second.")
+    ] = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option("--tokens-per-day", help="LLM tokens a day, in UTC.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and write it to standard output: it is stored hashed, and cannot be shown again."""
+    from undertow.serving.auth.key_file import utc_now
+
+    key_file = key_file_of(store, file)
+    with wrong_usage():
+        reach = Reach(tuple(dict.fromkeys(tenant or ())), prefix, all_tenants)
+        limits = Limits(requests_per_s, burst, tokens_per_day)
+    expires_at = None if expires_days is None else utc_now() + timedelta(days=expires_days)
+    scopes = dict.fromkeys(scope)
+    with audited(key_file.path.parent, "keys.create") as entry, wrong_usage():
+        made = key_file.create(reach, scopes, label=label, limits=limits, expires_at=expires_at)
+        entry.key_id = made.key.id
+    put_secret(key_file, made, as_json=as_json)
+    _warn_of_budget(limits, scopes)
+
+
+@keys.command(name="list")
+def list_(store: StoreOfKeys = None, file: Keys = None, as_json: AsJson = False) -> None:
+    """List the keys, revoked and expired ones too, without their secrets."""
+    from undertow.serving.auth.key_file import describe, utc_now
+
+    found = list(present_key_file(store, file).read().values())
+    records = [describe(key, utc_now()) for key in found]
+    if as_json:
+        put_json_lines(records)
+        return
+    shown = [record | {"reach": str(key.reach)} for record, key in zip(records, found, strict=True)]
+    put_table(shown, COLUMNS, title=f"{len(records)} keys")
+
+
+@keys.command()
+def rotate(
+    key_id: KeyId,
+    store: StoreOfKeys = None,
+    file: Keys = None,
+    grace_s: Annotated[
+        int,
+        typer.Option("--grace-s", min=0, max=365 * DAY_S, help="So long earlier secrets still hold."),
+    ] = DAY_S,
+    as_json: AsJson = False,
+) -> None:
+    """Give a key a new secret and write it to standard output; a service that runs takes it at once.
+
+    With --grace-s 0 the earlier secrets end now, as after a leak.
+    """
+    key_file = present_key_file(store, file)
+    key_file.require(key_id)
+    with audited(key_file.path.parent, "keys.rotate", key_id=key_id):
+        made = key_file.rotate(key_id, timedelta(seconds=grace_s))
+    put_secret(key_file, made, as_json=as_json)
+    if grace_s and not as_json:
+        say(f"Earlier secrets hold for {grace_s:,} more seconds; --grace-s 0 ends them now.")
+
+
+@keys.command()
+def revoke(key_id: KeyId, store: StoreOfKeys = None, file: Keys = None, as_json: AsJson = False) -> None:
+    """End a key for good; a service that runs refuses it from its next request on."""
+    from undertow.serving.auth.key_file import describe, utc_now
+
+    key_file = present_key_file(store, file)
+    key_file.require(key_id)
+    with audited(key_file.path.parent, "keys.revoke", key_id=key_id):
+        key = key_file.revoke(key_id)
+    if as_json:
+        put_json(describe(key, utc_now()))
+    else:
+        put_text(f"Key {key.id} is revoked.")
+
+
+def key_file_of(store: Place | None, file: Path | None) -> KeyFile:
+    """The key file that the options name. WrongUsage."""
+    from undertow.serving.auth.key_file import FILE_NAME, KeyFile
+
+    if (store is None) == (file is None):
+        raise WrongUsage("give --store FOLDER for the keys of a store, or --keys FILE for a file elsewhere")
+    if file is not None:
+        return KeyFile(file.absolute())
+    assert store is not None
+    if store.folder is None:
+        raise WrongUsage(f"{store} is no folder, and keys lie in a file of this machine: give --keys FILE")
+    return KeyFile(store.folder / FILE_NAME)
+
+
+def present_key_file(store: Place | None, file: Path | None) -> KeyFile:
+    """As `key_file_of`, of one that is there, or of a store that has no keys yet. KeyFileError."""
+    from undertow.engine.storage.store_info import is_store
+    from undertow.serving.auth.key_file import KeyFileError
+    from undertow.serving.cli.cluster_root import is_root
+
+    key_file = key_file_of(store, file)
+    if key_file.path.exists() or (store is not None and (is_store(store) or is_root(store))):
+        return key_file
+    option = "--keys" if store is None else "--store"
+    raise KeyFileError(
+        f"there is no {key_file.path}. Check {option}; `undertow keys create` makes it, with its first key."
+    )
+
+
+def _warn_of_budget(limits: Limits, scopes: Iterable[Scope]) -> None:
+    """Say so where a key may ask for answers, and its budget has no room for a single one."""
+    from undertow.serving.auth.limits import answer_tokens
+
+    if not limits.tokens_per_day or Scope.READ not in scopes:
+        return
+    if limits.tokens_per_day < (least := answer_tokens(settings_of())):
+        say(
+            f"warning: {limits.tokens_per_day:,} tokens a day are too few for any answer: each sets "
+            f"{least:,} aside first, by UNDERTOW_CONTEXT_TOKENS as it is here. Make another key with more."
+        )
+
+
+@contextmanager
+def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
+    """Around what a command does to keys or tenants: the audit log in the folder tells of it. AuditError.
+
+    None, of a store that is no folder: nothing is written.
+    """
+    from undertow.serving.auth.audit import FILE_NAME, AuditLog, Entry, local_user
+
+    if folder is None:
+        yield Entry(act, local_user(), **known)
+        return
+    log = AuditLog(folder / FILE_NAME)
+    try:
+        with log.act(act, local_user(), **known) as entry:
+            yield entry
+    finally:
+        log.close()
+
+
+def forget_names(store: Place, erased: Callable[[str], bool]) -> None:
+    """Take the names of erased tenants out of the keys in a store's folder, and say which keys had one."""
+    from undertow.serving.auth.key_file import FILE_NAME, KeyFile, KeyFileError
+
+    if not store.folder or not (store.folder / FILE_NAME).exists():
+        return
+    try:
+        for key_id in KeyFile(store.folder / FILE_NAME).forget(erased):
+            say(f"Key {key_id} names an erased tenant no more; if it named no other, it is gone.")
+    except KeyFileError as error:  # the tenant is erased all the same
+        say(f"warning: the keys may still name the tenant: {error}")
+
+
+def put_secret(key_file: KeyFile, made: NewSecret, *, as_json: bool) -> None:
+    """The one time that a key is shown: alone on standard output, so that it can be piped on."""
+    from undertow.serving.auth.key_file import describe, utc_now
+
+    if as_json:
+        document: dict[str, Any] = {"key": made.text, **describe(made.key, utc_now())}
+        put_json(document)
+        return
+    put_text(made.text)
+    say(f"Key {made.key.id} for {made.key.reach}, in {key_file.path}. It cannot be shown again: keep it now.")

@@ -1,0 +1,111 @@
+"""`undertow mcp`: memories as tools for an agent, on standard input and output."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from undertow.engine.storage.location import Place
+from undertow.serving.auth.principal import check_name
+from undertow.serving.cli.cluster_root import is_root
+from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.open_store import EncoderName, Llm, Model, check_settings, place_of, settings_of
+
+KEY_VARIABLE = "UNDERTOW_API_KEY"
+
+
+def mcp(
+    url: Annotated[
+        str | None, typer.Option("--url", help="A service's URL, such as http://localhost:8080.")
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--key-file", metavar="FILE", help=f"Holds the key for --url; left out: ${KEY_VARIABLE}."
+        ),
+    ] = None,
+    store: Annotated[
+        Place | None,
+        typer.Option(
+            "--store", parser=place_of, metavar="FOLDER", help="A store of this machine, without a service."
+        ),
+    ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option("--tenant", help="For this tenant's memories alone; left out: each call names one."),
+    ] = None,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+) -> None:
+    """Offer memories as MCP tools on standard input and output, for an agent that starts this command.
+
+    With --url it is a client of a service; with --store it opens the store itself, which nobody else may be
+    writing. A service offers the same over HTTP, at /mcp.
+    """
+    if (url is None) == (store is None):
+        raise WrongUsage("give --url URL for a service, or --store FOLDER for a store of this machine")
+    if url is None and key_file is not None:
+        raise WrongUsage("--key-file goes with --url: a store of this machine asks for no key")
+    if tenant is not None:
+        with wrong_usage("--tenant"):
+            check_name(tenant)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if url is not None:
+        if any(given is not None for given in (llm, model, encoder)):
+            raise WrongUsage("--llm, --model and --encoder go with --store: a service has its own")
+        _serve_remote(url, key_of(key_file), tenant)
+    elif store is not None:
+        _serve_store(store, tenant, llm, model, encoder)
+
+
+def key_of(file: Path | None) -> str | None:
+    """The key in the file or else in the environment; None: there is none."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUsage(
+            f"--key-file {file} cannot be read: {getattr(error, 'strerror', 'it is no text')}"
+        ) from error
+
+
+def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:
+    from undertow.serving.client.connection import checked_url, headers_of
+    from undertow.serving.mcp.stdio import serve_remote, wants_key
+
+    with wrong_usage():
+        checked_url(url)
+        headers_of(key)
+    if key is None and asyncio.run(wants_key(url)):
+        raise WrongUsage(
+            f"{url} wants a key: set {KEY_VARIABLE} for this command, or give --key-file FILE. Where the "
+            "service runs, `undertow keys create` makes one."
+        )
+    asyncio.run(serve_remote(url, key, tenant))
+
+
+def _serve_store(
+    store: Place, tenant: str | None, llm: str | None, model: str | None, encoder: str | None
+) -> None:
+    from undertow.engine.base.process_tuning import settle_in
+    from undertow.serving.async_memories import open_memories
+    from undertow.serving.http.hosting import Files
+    from undertow.serving.http.service_settings import ServiceSettings
+    from undertow.serving.mcp.local_store import serve_store
+
+    if is_root(store):
+        raise WrongUsage(f"{store} is a cluster's root: serve it with `undertow serve`, then give --url")
+    engine = settings_of(llm=llm, model=model, encoder=encoder)
+    check_settings(engine)
+    with wrong_usage():
+        settings = ServiceSettings()
+    files = Files.beside(store, None, None, open_to_all=True)
+    settle_in()
+    asyncio.run(serve_store(lambda: open_memories(store, engine), files, tenant, settings, engine))

@@ -1,0 +1,137 @@
+"""The commands about what makes memories, and when: policy, flush."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from undertow.serving.cli.cluster_root import every_reports, refuse_root, store_of
+from undertow.serving.cli.commands.edit import ADD_RAY, settle
+from undertow.serving.cli.commands.ingest import Ray
+from undertow.serving.cli.errors import Exit
+from undertow.serving.cli.open_store import (
+    AsJson,
+    EncoderName,
+    Llm,
+    Model,
+    Store,
+    Tenant,
+    open_engine,
+    open_reports,
+    settings_of,
+)
+from undertow.serving.cli.output import put_json, put_pairs
+
+if TYPE_CHECKING:
+    from undertow.engine.api.views.reports import Report
+    from undertow.engine.base.config import Settings
+    from undertow.engine.storage.location import Place
+
+
+def policy(
+    tenant: Tenant,
+    store: Store,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="The new one; left out: nothing is changed.")
+    ] = None,
+    drop_edits: Annotated[
+        bool,
+        typer.Option("--drop-edits", help="Go on though memories were reworded or deleted by hand."),
+    ] = False,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which policy makes a tenant's memories, or give the tenant another.
+
+    With another, all its turns are read again by the LLM, which costs its calls for each. Until that is done
+    searches find the former memories; these stay in the history. Interrupted, or without an LLM, the rest
+    waits: the same command goes on with it.
+    """
+    code = Exit.DONE
+    if name is None:
+        if ray is not None or drop_edits:
+            raise typer.BadParameter("--ray and --drop-edits go with a NAME: what is stored is only read")
+        told = _read(store, tenant)
+    else:
+        settings = settings_of(llm=llm, model=model, encoder=encoder)
+        if ray is None:
+            refuse_root(store, ADD_RAY)
+            told, code = _set(store, settings, tenant, name, drop_edits=drop_edits)
+        else:
+            from undertow.serving.cli.on_ray import set_policy_on_ray
+
+            told, _, code = set_policy_on_ray(store, settings, ray, tenant, name, drop_edits=drop_edits)
+    if as_json:
+        put_json(told)
+    else:
+        change = told["change"]
+        shown = {"policy": told["policy"], "generation": told["generation"]}
+        if change is not None:
+            shown["changing to"] = f"{change['policy']}, {change['decided']} of {change['records']} records"
+        put_pairs(shown, title=f"{tenant} in {store}")
+    raise typer.Exit(code)
+
+
+def _read(store: Place, tenant: str) -> Report:
+    with open_reports(store_of(store, tenant)) as reports:
+        return reports.policy(tenant)
+
+
+def _set(
+    store: Place, settings: Settings, tenant: str, name: str, *, drop_edits: bool
+) -> tuple[Report, Exit]:
+    with open_engine(store, settings) as engine:
+        engine.resume()
+        engine.set_policy(tenant, name, drop_edits=drop_edits)
+        _, code = settle(engine)
+        return engine.policy(tenant), code
+
+
+def flush(
+    store: Store,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose conversations have ended; left out: everybody's.")
+    ] = None,
+    llm: Llm = None,
+    model: Model = None,
+    encoder: EncoderName = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have turns that wait for others to come consolidated now, as their conversation has ended.
+
+    NEMORI gathers turns until its window is full, HiMem until a session ends: after an ingest the last ones
+    of each tenant wait. Under RecMem and the eager policy no turn waits for others.
+    """
+    settings = settings_of(llm=llm, model=model, encoder=encoder)
+    if ray is None:
+        refuse_root(store, ADD_RAY)
+    names = [tenant] if tenant is not None else _tenants(store)
+    if ray is None:
+        settled, code = _flush(store, settings, names)
+    else:
+        from undertow.serving.cli.on_ray import flush_on_ray
+
+        settled, code = flush_on_ray(store, settings, ray, names)
+    if as_json:
+        put_json({"tenants": len(names), "settled": settled})
+    else:
+        put_pairs({"tenants": len(names), "settled": settled}, title=f"Flushed in {store}")
+    raise typer.Exit(code)
+
+
+def _tenants(store: Place) -> list[str]:
+    with every_reports(store) as shards:
+        return sorted({name for reports in shards for name in reports.tenants.names()})
+
+
+def _flush(store: Place, settings: Settings, tenants: list[str]) -> tuple[bool, Exit]:
+    with open_engine(store, settings) as engine:
+        engine.resume()
+        for tenant in tenants:
+            engine.log_flush(tenant)
+        return settle(engine)

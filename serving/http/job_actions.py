@@ -1,0 +1,131 @@
+"""What a caller may wait for or have done as a job: flush, import, erase. Each may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from undertow.engine.api.erasure import Certificate, NotCertified
+from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.tenants.registry import UnknownTenant
+from undertow.serving.auth.key_file import KeyFileError
+from undertow.serving.http.jobs import Job, Operation, Work
+from undertow.serving.http.routes.audited import audited
+
+if TYPE_CHECKING:
+    from undertow.serving.http.services import Service
+
+log = logging.getLogger(__name__)
+
+OUT_OF_REACH = (
+    "lines of the audit log, and the record of the erasure itself, which name the tenant by its keyed hash",
+    "prefixes in the key file, which are of groups of tenants",
+    "other erasures of the tenant that still wait, which hold its name until they have ended",
+)
+KEYS_OUT_OF_REACH = "the key file, which could not be changed and may still name the tenant"
+
+
+def works(service: Service) -> Mapping[Operation, Work]:
+    """How a job of each operation is done."""
+
+    async def flush_job(job: Job) -> Mapping[str, Any]:
+        return await flush(service, _tenant(job), again=job.again)
+
+    async def import_job(job: Job) -> Mapping[str, Any]:
+        body = await asyncio.to_thread(service.jobs.body_of(job).read_bytes)
+        return await import_(service, _tenant(job), body, again=job.again)
+
+    async def erase_job(job: Job) -> Mapping[str, Any]:
+        return await erase(service, _tenant(job), job.key_id)
+
+    return {"flush": flush_job, "import": import_job, "erase": erase_job}
+
+
+def _tenant(job: Job) -> str:
+    assert job.tenant is not None, "an open job knows its tenant"
+    return job.tenant
+
+
+async def flush(service: Service, tenant: str, *, again: bool = False) -> dict[str, Any]:
+    """Wait until all that is stored of a tenant is decided."""
+    return {"decided": await service.memories.flush(tenant, again=again)}
+
+
+async def import_(service: Service, tenant: str, body: bytes, *, again: bool = False) -> dict[str, Any]:
+    """Take back an export, as it was sent. InputError names the line; Problem 409: there is something."""
+    records = await asyncio.to_thread(parsed, body)
+    return asdict(await service.memories.import_(tenant, records, again=again))
+
+
+def parsed(body: bytes) -> list[dict[str, Any]]:
+    """The records of JSON lines. InputError."""
+    records = []
+    for number, line in enumerate(body.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise _bad_line(number, f"is no JSON ({error.msg})") from None
+        if not isinstance(record, dict):
+            raise _bad_line(number, "is no JSON object")
+        records.append(record)
+    return records
+
+
+def _bad_line(number: int, reason: str) -> InputError:
+    cure = "Send what an export gave, one record a line. Nothing was stored."
+    return InputError(BadInput("import", number, None, reason, cure))
+
+
+async def erase(service: Service, tenant: str, by: str) -> dict[str, Any]:
+    """Erase a tenant, its bytes too, from the store and from what the service keeps; the certificate.
+
+    Of one that was erased or deleted before, the certificate of that. UnknownTenant: there never was any.
+    NotCertified: it was moved to another shard, and some of its bytes are still where it was.
+    `by`: the id of the key.
+    """
+    memories = service.memories
+    key = memories.tenant_key(tenant)
+    async with audited(service.audit, "erase", by, key) as entry:
+        # before the memories, as an import among them would bring some back
+        entry.counts["jobs_dropped"] = await service.jobs.forget(key)
+        try:
+            certificate = await memories.erase(tenant, now=True, again=True)
+        except NotCertified:  # it is erased all the same, and the caller asks again
+            await _forget(service, tenant, key)
+            raise
+        if certificate is None:
+            raise UnknownTenant(tenant)
+        left = await _forget(service, tenant, key)
+    return certified(certificate, left)
+
+
+def certified(certificate: Certificate, more: tuple[str, ...] = OUT_OF_REACH) -> dict[str, Any]:
+    """A certificate as callers see it, with what the service knows that it cannot reach."""
+    document = asdict(certificate)
+    return {**document, "out_of_reach": [*certificate.out_of_reach, *more]}
+
+
+async def _forget(service: Service, tenant: str, key: str) -> tuple[str, ...]:
+    """Drop what the service itself keeps of an erased tenant; what is out of reach."""
+    await service.once.forget(key)
+    await service.state.scrub()
+    return await _forget_name(service, tenant)
+
+
+async def _forget_name(service: Service, tenant: str) -> tuple[str, ...]:
+    """Take the tenant's name out of the keys; what is out of reach."""
+    if service.key_file is None:
+        return OUT_OF_REACH
+    try:
+        await asyncio.to_thread(service.key_file.forget, lambda name: name == tenant)
+    except KeyFileError as error:  # the tenant is erased all the same
+        log.error("the keys may still name an erased tenant: %s", error)
+        return (*OUT_OF_REACH, KEYS_OUT_OF_REACH)
+    return OUT_OF_REACH

@@ -1,0 +1,1 @@
+"""What a request passes on its way to an endpoint: keys, limits, idempotency."""

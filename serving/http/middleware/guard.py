@@ -1,0 +1,93 @@
+"""Who sends a request: the key that it brings, or nobody in particular on a loopback address."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from typing import Protocol
+
+from starlette.datastructures import Headers
+
+from undertow.serving.auth.audit import WITHOUT_KEY
+from undertow.serving.auth.authenticator import KeyRefused, Keys
+from undertow.serving.auth.limits import RequestRates
+from undertow.serving.auth.principal import NO_LIMITS, Principal, Reach, Scope
+from undertow.serving.http.problems import Problem
+
+log = logging.getLogger(__name__)
+
+CHALLENGE = {"WWW-Authenticate": "Bearer"}
+NO_KEY = "Send your key as Authorization: Bearer ut_... or as X-API-Key."
+NOT_LOOPBACK = (
+    "Without keys, this service answers to localhost and the loopback addresses, 127.x.x.x and [::1]."
+)
+ANYONE = Principal(WITHOUT_KEY, "", Reach(all_tenants=True), frozenset(Scope), NO_LIMITS)
+
+
+class Guard(Protocol):
+    """Tells who sends a request, from its headers alone."""
+
+    def admit(self, headers: Headers) -> Principal:
+        """Problem: 401 for a key that is not accepted, 403 and 429 where the sender may not, or not yet."""
+        ...
+
+
+class KeyGuard:
+    """Demands a key. Every request with one that is accepted counts at its rate, refused input included."""
+
+    def __init__(self, keys: Keys, rates: RequestRates) -> None:
+        self._keys = keys
+        self._rates = rates
+
+    def admit(self, headers: Headers) -> Principal:
+        text = key_text(headers)
+        if text is None:
+            raise Problem(
+                401,
+                "no-key",
+                NO_KEY,
+                headers=CHALLENGE,
+            )
+        try:
+            principal = self._keys.check(text)
+        except KeyRefused as refused:
+            log.info("key refused: %s", refused.reason)
+            raise Problem(401, "key-refused", str(refused), headers=CHALLENGE) from None
+        wait_s = self._rates.take(principal)
+        if wait_s:
+            raise Problem(
+                429, "rate", "This key sends more requests than it may. Wait.", retry_after_s=wait_s
+            )
+        return principal
+
+
+class OpenGuard:
+    """Lets everybody do everything: for one's own machine, on a loopback address alone.
+
+    A request must name that address as its host: else a web page anywhere could have a browser on this
+    machine send it, by a name that leads here.
+    """
+
+    def admit(self, headers: Headers) -> Principal:
+        host = headers.get("host", "")
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        origin = headers.get("origin")
+        if not is_loopback(name.lower()) or (origin is not None and origin.partition("//")[2] != host):
+            raise Problem(403, "host", NOT_LOOPBACK)
+        return ANYONE
+
+
+def key_text(headers: Headers) -> str | None:
+    """The key that a request brings; None: it brings none."""
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and text.strip():
+        return text.strip()
+    return headers.get("x-api-key")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host leads to this machine alone: by an address, not by a name that might lead elsewhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,1 @@
+"""Local vLLM servers: started, watched, restarted; small models for tests."""

@@ -1,0 +1,560 @@
+"""`undertow eval` with an LLM: what is kept of a run, what is told of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock.llm import MockLLM
+from undertow.bench.mock.server import spawn_server
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.run.answers import Answering
+from undertow.bench.quality.run.asking import Asker
+from undertow.bench.quality.run.folder import run_folder
+from undertow.bench.quality.run.json_lines import KeptLines
+from undertow.bench.quality.run.plan import chosen
+from undertow.bench.quality.systems.base import Material
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import UndertowError
+from undertow.serving.cli.commands.eval.answers import _left_out
+
+from ...support.cli import Ran, run
+from ...support.eval import conversation, haystack, question, written
+from ...support.llm_servers import completion, odd_server, server_stats
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with spawn_server(refusal_rate=0.4) as url:
+        yield url
+
+
+def evaluated(path: Path, out: Path, url: str, *options: str, benchmark: str = "locomo", **env: str) -> Ran:
+    fixed = ("eval", benchmark, "--data", path, "--llm", url, "--out", out, "--json")
+    return run(*fixed, *options, env=env)
+
+
+def lines_of(out: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_keeps_every_answer_and_verdict(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    told = evaluated(path, out, url, "--policy", "full-context").doc
+    answers, verdicts = lines_of(out, "answers"), lines_of(out, "verdicts")
+    asked = ["made-up:0", "made-up:1", "made-up:3", "made-up:4"]
+    assert [line["question_id"] for line in answers] == [line["question_id"] for line in verdicts] == asked
+    first = answers[0]
+    assert first["gold"] == "made up" and first["answer"].startswith("From memory: ")
+    assert first["material"]["turns"][0] == {
+        "number": 1,
+        "date": "8 May 2023, 13:56",
+        "text": "Ann: I signed up for the pottery course.\nBen: My brother sells canoes.",
+    }
+    assert first["evidence"] == ["D1:1"] and "D1:1" in first["in_turns"]
+    assert first["tokens"]["calls"] == 1 and first["model"] == "mock-llm"
+    assert (told["questions"], told["left_out"], told["errors"], told["unjudged"]) == (4, 1, 0, 0)
+    assert told["by_category"].keys() == {"single-hop", "multi-hop", "temporal", "open-domain"}
+    assert told["judge"]["mean"] == sum(v["verdict"] == "right" for v in verdicts) / 4
+    assert told["f1"]["mean"] == pytest.approx(sum(a["f1"] for a in answers) / 4, abs=1e-4)
+    shown = told["evidence_shown"]
+    assert shown == {"in_turns": pytest.approx(2 / 3, abs=1e-4), "behind_memories": None}, "D9:9 is nowhere"
+    assert told["query"]["prompt_tokens_per_question"] > 0
+    assert told["construction"]["per_conversation"]["calls"] == 0
+    assert told["latency_on_this_machine"]["llm_s_p95"] > 0
+    assert told["prompt_versions"]["answer"] == first["prompt_version"]
+    assert json.loads((out / "summary.json").read_text()) == told
+
+
+def talk_of_a_boat(tmp_path: Path) -> Path:
+    """Seven turns about one thing."""
+    talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
+    talk["session_1"] = [
+        {"dia_id": f"D1:{n}", "speaker": "Ann", "text": f"the wooden boat and its varnish, day {n}"}
+        for n in range(1, 15)
+    ]
+    return written(tmp_path, conversation(conversation=talk))
+
+
+def test_the_engine_is_the_default_and_its_construction_is_told(tmp_path: Path, url: str) -> None:
+    path = talk_of_a_boat(tmp_path)
+    thetas = ("--theta-sim", "0.4", "--theta-count", "3")
+    told = evaluated(path, tmp_path / "out", url, *thetas).doc
+    assert (told["policy"], told["theta_sim"], told["theta_merge"]) == ("recmem", 0.4, 0.4)
+    assert told["built"]["turns"] == 7 and told["built"]["episodes"] > 0
+    spent = told["construction"]["per_conversation"]
+    assert spent["calls"] == told["built"]["llm_calls"] > 0
+    by_operation = told["construction"]["by_operation"]
+    assert sum(one["tokens"] for one in by_operation.values()) == spent["tokens"]
+    assert "answer" not in by_operation
+    shown = lines_of(tmp_path / "out", "answers")[0]["material"]
+    assert shown["episodes"] and shown["facts"]
+
+
+def test_the_eager_policy_reads_every_turn(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERTOW_POLICY", "recmem")  # what the option says counts
+    told = evaluated(talk_of_a_boat(tmp_path), tmp_path / "out", url, "--policy", "eager").doc
+    assert told["policy"] == "eager"
+    assert told["construction"]["by_operation"]["extract"]["calls"] == told["built"]["turns"] == 7
+    shown = lines_of(tmp_path / "out", "answers")[0]["material"]
+    assert shown["facts"] and not shown["episodes"]
+
+
+def test_nemori_ends_with_a_flush_and_shows_the_words_of_the_best_episodes(tmp_path: Path, url: str) -> None:
+    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
+    told = evaluated(path, out, url, "--policy", "nemori").doc
+    assert (told["policy"], told["built"]["waiting_turns"], told["raw_of_best"]) == ("nemori", 0, 2)
+    by_operation = told["construction"]["by_operation"]
+    assert by_operation["partition"]["calls"] == 1, "fourteen messages are no whole window"
+    shown = lines_of(out, "answers")[0]["material"]
+    assert shown["episodes"] and shown["facts"] and shown["turns"]
+    assert evaluated(path, out, url, "--policy", "nemori").doc == told, "flushed once"
+
+
+def test_himem_is_asked_once_its_last_session_is_closed(tmp_path: Path, url: str) -> None:
+    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
+    told = evaluated(path, out, url, "--policy", "himem").doc
+    assert (told["policy"], told["k_epi"], told["k_sem"]) == ("himem", 10, 10)
+    assert told["construction"]["by_operation"].keys() == {"segment", "notes", "traits", "align"}
+    shown = lines_of(out, "answers")[0]["material"]
+    assert shown["episodes"] and shown["facts"] and not shown["turns"]
+
+
+def best_effort(body: Any, number: int) -> tuple[int, Any]:
+    """Judges by the question: notes are enough for one, episodes for another, and of one it says nothing."""
+    asked = body["messages"][1]["content"]
+    usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+    if not asked.startswith(("Notes and turns:", "Episodes:")) or "Facts:" in asked:
+        return 200, completion("it was varnish", usage=usage)
+    enough = "pottery" in asked or ("canoes" in asked and asked.startswith("Episodes:"))
+    judged = "no JSON" if "Nothing was noted" in asked else json.dumps({"lines": [1], "sufficient": enough})
+    return 200, completion(judged, usage=usage)
+
+
+def test_best_effort_answers_from_the_notes_where_they_are_enough(tmp_path: Path, url: str) -> None:
+    path, out, best = talk_of_a_boat(tmp_path), tmp_path / "out", tmp_path / "best"
+    options = ("--policy", "himem", "--judge-llm", "off")
+    hybrid = evaluated(path, out, url, *options).doc
+    mode = {"UNDERTOW_ANSWER_MODE": "best_effort"}
+    assert f"--memories-of {out} that needs no new" in evaluated(path, out, url, *options, **mode).err
+    with odd_server(best_effort, models=("mock-llm",)) as judging:
+        again = (*options, "--memories-of", str(out))
+        told = evaluated(path, best, judging, *again, **mode).doc
+    lines = lines_of(best, "answers")
+    assert [line["tokens"]["calls"] for line in lines] == [2, 3, 5, 2], "a bad reply is asked to be repaired"
+    assert [line["tokens"]["prompt_tokens"] for line in lines] == [200, 300, 500, 200]
+    said = [line["answer"] for line in lines]
+    assert said == ["it was varnish"] * 3 + ["Not answerable from memory."]
+    assert all(line["material"]["facts"] for line in lines)
+    assert [bool(line["material"]["episodes"]) for line in lines] == [False, True, True, True]
+    assert (hybrid["answer_mode"], told["answer_mode"]) == ("hybrid", "best_effort")
+    assert (hybrid["query"]["calls_per_question"], told["query"]["calls_per_question"]) == (1, 3)
+    assert told["query"]["prompt_tokens_per_question"] == 300
+    assert told["built"] == hybrid["built"], "what the notes missed is not learnt from a question"
+
+
+def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def reply(body: Any, number: int) -> tuple[int, Any]:
+        seen.append(body["messages"][1]["content"])
+        return 200, completion("yes")
+
+    path = written(tmp_path, haystack(), haystack("q2_abs"))
+    with odd_server(reply) as url:
+        told = evaluated(path, tmp_path / "out", url, "--policy", "full-context", benchmark="longmemeval").doc
+    assert told["judge"]["mean"] == 1.0 and told["left_out"] == 0
+    assert told["by_category"]["abstention"]["questions"] == 1
+    asked = [prompt for prompt in seen if "Question:" in prompt and "Turns:" in prompt]
+    assert len(asked) == 2 and all('Asked on: "2023-05-30T23:40:00"' in prompt for prompt in asked)
+
+
+def test_a_finished_run_asks_nothing_again_and_more_runs_are_added(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "naive-rag-2048")
+    first = evaluated(path, out, url, *options).doc
+    kept, calls = (out / "answers.jsonl").read_bytes(), server_stats(url)["calls"]["answer"]
+    assert evaluated(path, out, url, *options).doc == first
+    assert server_stats(url)["calls"]["answer"] == calls
+    both = evaluated(path, out, url, *options, "--repeats", "2").doc
+    assert server_stats(url)["calls"]["answer"] == calls + 8, "four answers and four verdicts"
+    assert (out / "answers.jsonl").read_bytes().startswith(kept)
+    assert [line["run"] for line in lines_of(out, "answers")] == [1] * 4 + [2] * 4
+    assert (both["judge"]["mean"], both["judge"]["spread"]) == (first["judge"]["mean"], 0.0)
+    assert both["judge"]["standard_error"] == first["judge"]["standard_error"], "no more questions by it"
+    assert both["questions"] == 4
+
+
+def test_a_bad_reply_is_an_error_and_no_answer(tmp_path: Path) -> None:
+    def reply(body: Any, number: int) -> tuple[int, Any]:
+        question = body["messages"][1]["content"]
+        return 200, completion("" if "zeppelin" in question else "yes")
+
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    with odd_server(reply) as url:
+        told = evaluated(path, out, url, "--policy", "full-context").doc
+        again = evaluated(path, out, url, "--policy", "full-context").doc
+    assert (told["questions"], told["errors"], told["first_error"]) == (4, 1, "it was empty")
+    failed = lines_of(out, "answers")[3]
+    assert failed["error"] == "it was empty" and not {"answer", "f1", "model"} & failed.keys()
+    assert failed["tokens"]["calls"] == 2, "asked, and once more to repair"
+    assert len(lines_of(out, "verdicts")) == 3, "there is nothing to judge"
+    assert told["by_category"]["open-domain"]["judge"]["mean"] == 0.0
+    assert told["judge"]["mean"] == 0.75, "all that was judged is right, and the error is not"
+    assert again["errors"] == 1 and again["judge"] == told["judge"]
+
+
+def test_an_error_is_asked_again_by_the_same_command(tmp_path: Path) -> None:
+    cured, asked = [False], [0]
+
+    def reply(body: Any, number: int) -> tuple[int, Any]:
+        asked[0] += 1
+        return 200, completion("yes" if cured[0] or "zeppelin" not in body["messages"][1]["content"] else "")
+
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    words = ("eval", "locomo", "--data", path, "--out", out, "--policy", "full-context")
+    with odd_server(reply) as url:
+        first = run(*words, "--llm", url)
+        assert "warning: 1 questions got no answer and count as wrong, with an F1 of 0" in first.err
+        assert "asks them again" in first.err
+        cured[0], before = True, asked[0]
+        told = evaluated(path, out, url, "--policy", "full-context").doc
+        assert asked[0] - before == 2, "the answer that was missing and its verdict"
+    assert (told["errors"], told["first_error"], told["judge"]["mean"]) == (0, None, 1.0)
+    assert len(lines_of(out, "answers")) == len(lines_of(out, "verdicts")) == 4, "the error's line is gone"
+
+
+def test_a_run_goes_on_with_the_model_that_began_it(tmp_path: Path) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "full-context", "--judge-llm", "off")
+
+    def reply(body: Any, number: int) -> tuple[int, Any]:
+        return 200, completion("yes") | {"model": "one name for all"}
+
+    with odd_server(reply, models=("a", "b")) as url:
+        assert evaluated(path, out, url, *options).doc["llm_model"] == "a"
+    with odd_server(reply, models=("b", "a")) as url:
+        refused = evaluated(path, out, url, *options)
+        assert refused.code == 1 and "llm_model 'a', now 'b'" in refused.err
+        assert evaluated(path, out, url, *options, "--llm-model", "a").code == 0
+
+
+def test_not_one_answer_is_a_failure(tmp_path: Path) -> None:
+    path = written(tmp_path, conversation())
+    with odd_server(lambda body, number: (200, completion(""))) as url:
+        failed = evaluated(path, tmp_path / "out", url, "--policy", "full-context")
+    assert failed.code == 1 and "not one question was answered: it was empty" in failed.err
+    assert failed.doc["f1"]["mean"] == failed.doc["judge"]["mean"] == 0.0
+
+
+def test_a_prompt_that_does_not_fit_names_the_setting_before_any_call(tmp_path: Path, url: str) -> None:
+    talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
+    talk["session_1"] = [{"dia_id": "D1:1", "speaker": "Ann", "text": "sails and ropes " * 300}]
+    path, before = written(tmp_path, conversation(conversation=talk)), server_stats(url)["calls"]
+    options = ("--policy", "full-context")
+    refused = evaluated(path, tmp_path / "out", url, *options, UNDERTOW_CONTEXT_TOKENS="2048")
+    assert refused.code == 1
+    assert "UNDERTOW_CONTEXT_TOKENS is 2048" in refused.err and "made-up:0" in refused.err
+    assert server_stats(url)["calls"] == before
+    assert evaluated(path, tmp_path / "other", url, *options, UNDERTOW_CONTEXT_TOKENS="4096").code == 0
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "naive-rag-2048")
+    assert evaluated(path, out, url, *options).code == 0
+    for other, named in (
+        (("--policy", "naive-rag-4096"), "policy 'naive-rag-2048', now 'naive-rag-4096'"),
+        ((*options, "--encoder", "hash:64"), "encoder 'hash:384', now 'hash:64'"),
+        ((*options, "--questions", "2"), "questions_per_sample None, now 2"),
+    ):
+        refused = evaluated(path, out, url, *other)
+        assert refused.code == 1 and named in refused.err and "--out" in refused.err
+    written(tmp_path, conversation(sample_id="changed"))
+    assert "data_digest" in evaluated(path, out, url, *options).err
+    (out / "run.json").write_text("[]")
+    assert "Name another --out" in evaluated(path, out, url, *options).err
+
+
+def constructed(url: str) -> int:
+    return sum(calls for operation, calls in server_stats(url)["calls"].items() if operation != "answer")
+
+
+def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> None:
+    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
+    thetas = ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off")
+    whole, calls = evaluated(path, out, url, *thetas).doc, constructed(url)
+    refused = evaluated(path, out, url, *thetas, UNDERTOW_K_EPI="1", UNDERTOW_K_SUB="2")
+    assert refused.code == 1 and "k_epi 5, now 1; k_sem 10, now 2; k_sub 10, now 2. " in refused.err
+    assert f"--memories-of {out} that needs no new memories" in refused.err
+    same = (*thetas, "--memories-of", str(out))
+    for name, empty in (("subconscious", "turns"), ("episodic", "episodes"), ("semantic", "facts")):
+        folder = tmp_path / name
+        told = evaluated(path, folder, url, *same, "--ablation", f"without-{name}").doc
+        assert (told["construction"], told["built"]) == (whole["construction"], whole["built"])
+        assert told["memories_of"] == "out" and not (folder / "store").exists()
+        assert told["memories_id"] == json.loads((out / "run.json").read_text())["id"]
+        shown = lines_of(folder, "answers")[0]["material"]
+        assert [tier for tier in ("turns", "episodes", "facts") if not shown[tier]] == [empty]
+    without_turns = json.loads((tmp_path / "subconscious" / "summary.json").read_text())
+    assert without_turns["evidence_shown"]["in_turns"] is None
+    assert without_turns["evidence_shown"]["behind_memories"] > 0
+    kept = evaluated(path, tmp_path / "kept", url, *same, "--ablation", "without-consolidated").doc
+    assert kept["retain_consolidated"] is False
+    shown = lines_of(tmp_path / "kept", "answers")[0]["material"]["turns"]
+    assert len(shown) == whole["built"]["waiting_turns"] < 7
+    assert constructed(url) == calls, "nothing was built again"
+
+
+def test_two_builds_of_the_same_settings_are_not_mixed(tmp_path: Path, url: str) -> None:
+    path, options = written(tmp_path, conversation()), ("--judge-llm", "off")
+    for name in ("a", "b"):
+        assert evaluated(path, tmp_path / name / "run", url, *options).code == 0
+    same = (*options, "--ablation", "without-semantic", "--memories-of")
+    assert evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "a" / "run")).code == 0
+    refused = evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "b" / "run"))
+    assert refused.code == 1 and "begun with other settings: memories_id " in refused.err
+    (tmp_path / "a" / "run").rename(tmp_path / "moved")
+    path = path.rename(tmp_path / "renamed.json")
+    again = evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "moved"))
+    assert (again.doc["memories_of"], again.doc["data"]) == ("moved", "renamed.json")
+
+
+def test_ablations_of_construction_build_what_they_leave(tmp_path: Path, url: str) -> None:
+    path, thetas = (
+        talk_of_a_boat(tmp_path),
+        ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off"),
+    )
+    made = {"direct-extraction": {"direct"}, "without-facts": {"episode", "merge"}}
+    for name, operations in made.items():
+        told = evaluated(path, tmp_path / name, url, *thetas, "--ablation", name).doc
+        assert told["ablation"] == name
+        assert told["construction"]["by_operation"].keys() == operations
+    other = evaluated(
+        path, tmp_path / "other", url, *thetas, "--memories-of", str(tmp_path / "without-facts")
+    )
+    assert other.code == 1 and "are others: ablation 'without-facts', now None." in other.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_memories_that_are_not_there_or_others_are_refused(tmp_path: Path, url: str) -> None:
+    path = written(tmp_path, conversation())
+    (tmp_path / "store").mkdir()
+    refused = evaluated(path, tmp_path / "out", url, "--memories-of", str(tmp_path))
+    assert refused.code == 1 and "Name the --out of a run" in refused.err
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        run_folder(tmp_path / "out", {}),
+        pytest.raises(UndertowError, match="another process"),
+        run_folder(tmp_path / "out", {}),
+    ):
+        pass
+
+
+def test_answers_of_two_models_are_not_mixed(tmp_path: Path) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "full-context", "--judge-llm", "off")
+    with odd_server(lambda body, number: (200, completion("yes") | {"model": "one"})) as url:
+        assert evaluated(path, out, url, *options).doc["answering_model"] == "one"
+    with odd_server(lambda body, number: (200, completion("yes") | {"model": "two"})) as url:
+        refused = evaluated(path, out, url, *options, "--repeats", "2")
+    assert refused.code == 1 and "model 'one', and now it is 'two'" in refused.err
+    assert {line["model"] for line in lines_of(out, "answers")} == {"one"}
+
+
+def test_another_judge(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    with odd_server(lambda body, number: (200, completion("no") | {"model": body["model"]})) as other:
+        options = ("--policy", "full-context", "--judge-llm", other, "--judge-model", "b")
+        told = evaluated(path, out, url, *options).doc
+    assert (told["answering_model"], told["judge_model"]) == ("mock-llm", "b")
+    assert told["judge"]["mean"] == 0.0
+
+
+def test_without_a_judge_there_are_only_overlaps(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    told = evaluated(path, out, url, "--policy", "full-context", "--judge-llm", "off").doc
+    assert told["judge"]["mean"] is None and told["f1"]["mean"] is not None
+    assert not (out / "verdicts.jsonl").exists()
+
+
+def test_an_unreachable_server_leaves_what_was_answered(tmp_path: Path, url: str) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    options = ("--policy", "full-context")
+    refused = evaluated(path, out, "http://127.0.0.1:9/v1", *options, UNDERTOW_LLM_PATIENCE_S="0.1")
+    assert refused.code == 4 and "run the same command again" in refused.err
+    assert evaluated(path, out, url, *options).doc["questions"] == 4
+
+
+def test_the_table_says_what_is_in_no_score(tmp_path: Path) -> None:
+    path, out = written(tmp_path, conversation()), tmp_path / "out"
+    with spawn_server(undecided_rate=1.0) as url:
+        words = ("eval", "locomo", "--data", path, "--llm", url, "--out", out, "--policy", "full-context")
+        told = run(*words)
+    assert "full-context on locomo, 1 run" in told.out and "open-domain" in told.out
+    assert "4 answers got no verdict" in told.err
+
+
+def test_errors_that_a_peer_only_logged_are_told() -> None:
+    told: dict[str, Any] = {"errors": 0, "unjudged": 0, "policy": "mem0", "built": {"complaints": 3}}
+    assert list(_left_out(told)) == ["3 errors were logged by mem0 and not raised: memories may be missing."]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--llm", "off"), "--evidence-only"),
+        (("--evidence-only", "--ablation", "without-facts"), "--ablation has no meaning"),
+        (("--evidence-only", "--memories-of", "out"), "--memories-of has no meaning"),
+        (("--llm", "http://127.0.0.1:9", "--ablation", "without-all"), "there are direct-extraction, "),
+        (
+            ("--llm", "http://127.0.0.1:9", "--ablation", "without-facts", "--policy", "eager"),
+            "part of recmem",
+        ),
+        (("--llm", "http://127.0.0.1:9", "--policy", "full-context", "--memories-of", "x"), "no memories"),
+        (("--llm", "http://127.0.0.1:9", "--out", "x", "--memories-of", "x"), "own folder"),
+        (("--policy", "memgpt"), "there are recmem, "),
+        (("--evidence-only", "--policy", "recmem"), "--policy has no meaning"),
+        (("--evidence-only", "--llm", "http://127.0.0.1:9"), "--llm has no meaning"),
+        (("--evidence-only", "--llm-model", "a"), "--llm-model has no meaning"),
+        (("--evidence-only", "--judge-model", "a"), "--judge-model has no meaning"),
+        (("--evidence-only", "--repeats", "1"), "--repeats has no meaning"),
+        (("--evidence-only", "--questions", "3"), "--questions has no meaning"),
+        (("--evidence-only", "--theta-sim", "0.7"), "--theta-sim has no meaning"),
+        (
+            ("--llm", "http://127.0.0.1:9", "--judge-llm", "off", "--judge-prompt", "own.j2"),
+            "--judge-prompt is for a judge",
+        ),
+        (("--llm", "http://127.0.0.1:9", "--judge-llm", "nowhere"), "nowhere"),
+        (("--llm", "http://127.0.0.1:9", "--judge-llm", "off", "--judge-model", "a"), "--judge-model"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, options: tuple[str, ...], why: str) -> None:
+    refused = run("eval", "locomo", "--data", written(tmp_path, conversation()), *options)
+    assert refused.code == 2 and why in refused.err
+
+
+def test_an_unusable_judge_prompt_is_refused_first(tmp_path: Path) -> None:
+    own = tmp_path / "own.j2"
+    own.write_text("{{ question }} {{ answer }}")
+    path = written(tmp_path, conversation())
+    refused = evaluated(path, tmp_path / "out", "http://127.0.0.1:9/v1", "--judge-prompt", str(own))
+    assert refused.code == 1 and "does not use gold" in refused.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_seconds_of_a_question_are_those_of_its_first_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(
+        "undertow.bench.quality.run.answers.time", SimpleNamespace(perf_counter=lambda: now_s[0])
+    )
+
+    class WarmingUp:
+        name = "warming-up"
+
+        def __init__(self) -> None:
+            self.searches = 0
+
+        def material(self, sample: Sample, question: Question) -> Material:
+            self.searches += 1
+            now_s[0] += 4.0 if self.searches == 1 else 0.25
+            return Material()
+
+    question = Question("q", "Where?", "single-hop", (), "here", None)
+    asked = [(Sample("t", (), (), (question,)), question)]
+    system: Any = WarmingUp()
+    settings = Settings(encoder="hash:384")
+    with (
+        closing(KeptLines(tmp_path / "answers.jsonl")) as lines,
+        closing(Asker(settings, MockLLM())) as asker,
+    ):
+        answering = Answering(system, settings, lines, asker)
+        answering.check_room(asked, [1, 2])
+        answering.answer(asked, [1, 2], lambda: None)
+    assert system.searches == 3
+    assert [line["retrieval_s"] for line in lines_of(tmp_path, "answers")] == [4.0, 4.0]
+
+
+def test_chosen_questions_are_evenly_spread() -> None:
+    of = [question(str(n), 5 if n % 3 == 2 else 4) for n in range(30)]
+    names = {4: "single-hop", 5: "adversarial"}
+    asked = tuple(Question(str(n), "?", names[q["category"]], (), "", None) for n, q in enumerate(of))
+    sample = Sample("t", (), (), asked)
+    assert len(chosen(sample, None)) == len(chosen(sample, 20)) == len(chosen(sample, 99)) == 20
+    # of the 20 that are answered, numbers 2, 7, 12 and 17
+    assert [q.id for q in chosen(sample, 4)] == ["3", "10", "18", "25"]
+
+
+def test_lines_that_are_no_lines_are_refused_and_a_torn_end_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    good = '{"question_id": "a", "run": 1}\n'
+    file.write_text(good + good.replace("a", "b", 1).replace('"b"', '"a"') + '{"question_id": "b", "ru')
+    lines = KeptLines(file)
+    assert len(lines) == 1 and file.read_text().count("\n") == 2
+    lines.close()
+    file.write_text(good + "not one\n" + good)
+    with pytest.raises(UndertowError, match=r"answers.jsonl:2 .* --out"):
+        KeptLines(file)
+
+
+def test_settled_lines_stand_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    lines = KeptLines(file, heavy=("big",))
+    for name in ("c", "a", "b"):
+        lines.add({"question_id": name, "run": 1, "big": "x" * 10})
+    lines.settle([(1, "a"), (1, "b"), (1, "c")])
+    lines.add({"question_id": "d", "run": 1, "big": "y"})
+    lines.close()
+    assert [json.loads(line)["question_id"] for line in file.read_text().splitlines()] == list("abcd")
+    assert all("big" in json.loads(line) for line in file.read_text().splitlines())
+    assert lines.get((1, "a")) == {"question_id": "a", "run": 1}
+
+
+def test_settling_what_is_settled_leaves_the_file_alone(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    with closing(KeptLines(file)) as lines:
+        for name in ("a", "b", "a"):
+            lines.add({"question_id": name, "run": 1, "n": len(lines)})
+        lines.settle([(1, "a")])
+        assert file.read_text() == '{"question_id":"a","run":1,"n":2}\n{"question_id":"b","run":1,"n":1}\n'
+        before = file.stat().st_ino
+        lines.settle([(1, "a"), (1, "b")])
+    assert file.stat().st_ino == before
+
+
+@pytest.mark.parametrize("torn_bytes", [0, 5, 65_535, 65_536, 200_000])
+def test_a_torn_end_of_any_length_is_cut(tmp_path: Path, torn_bytes: int) -> None:
+    file = tmp_path / "answers.jsonl"
+    for good in ("", '{"question_id": "a", "run": 1}\n'):
+        file.write_text(good + "x" * torn_bytes)
+        KeptLines(file).close()
+        assert file.read_text() == good
+
+
+def test_heavy_fields_are_never_held_in_memory_together(tmp_path: Path) -> None:
+    """The material of full context may be more than a machine has."""
+    file, count, size_bytes = tmp_path / "answers.jsonl", 100, 100_000
+    texts = (json.dumps({"question_id": f"q{n}", "run": 1, "big": "x" * size_bytes}) for n in range(count))
+    with file.open("w") as out:
+        out.writelines(text + "\n" for text in texts)
+        out.write("torn")
+    tracemalloc.start()
+    try:
+        with closing(KeptLines(file, heavy=("big",))) as lines:
+            lines.settle([(1, f"q{n}") for n in reversed(range(count))])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < count * size_bytes / 4, "a few lines at a time, as the parser needs them"
+    assert [line["question_id"] for line in lines_of(tmp_path, "answers")][:2] == ["q99", "q98"]

@@ -1,0 +1,222 @@
+"""`undertow eval --evidence-only`: what the figures mean, and which files are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from undertow.bench.quality import Benchmark
+from undertow.bench.quality.datasets import load
+from undertow.bench.quality.scoring import Score, score, summary
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.base.model import InputError, UndertowError
+from undertow.engine.encoders.base import Float16, HashingEncoder
+
+from ...support.cli import Ran, run
+from ...support.eval import conversation, haystack, only, question, said, written
+
+
+def evaluated(path: Path, out: Path, *options: str, benchmark: str = "locomo") -> Ran:
+    return run("eval", benchmark, "--data", path, "--evidence-only", "--out", out, "--json", *options)
+
+
+class Counting(HashingEncoder):
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.asked: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> Float16:
+        self.asked += texts
+        return super().encode(texts)
+
+
+def test_recall_is_the_share_of_the_evidence_in_the_best_turns() -> None:
+    found = [("a", "b"), ("c",), (), ("d",), ("e",), ("f",), *[()] * 13, ("g",)]
+    of = score("x", ["b", "f", "g", "nowhere"], found)
+    assert of == Score("x", (0.25, 0.5, 0.75), 1.0)
+    assert score("x", ["c"], found).reciprocal_rank == 0.5
+    assert score("x", ["nowhere"], found) == Score("x", (0.0, 0.0, 0.0), 0.0)
+    assert score("x", ["a", "b"], found).recall == (1.0, 1.0, 1.0), "one turn can hold two pieces"
+
+
+def test_the_summary_averages_over_questions_not_over_evidence() -> None:
+    of_a = [Score("a", (1.0, 1.0, 1.0), 1.0), Score("a", (0.0, 0.5, 1.0), 0.2)]
+    scores = [*of_a, Score("b", (0.0, 0.0, 0.5), 0.0)]
+    told = summary(scores)
+    assert told["questions"] == 3
+    assert (told["evidence_recall_at_5"], told["evidence_recall_at_20"]) == (0.3333, 0.8333)
+    assert told["mrr"] == 0.4
+    by_category: Any = told["by_category"]
+    assert by_category["a"]["evidence_recall_at_10"] == 0.75
+    assert summary([])["mrr"] is None
+
+
+def test_locomo_questions_and_what_each_turn_holds(tmp_path: Path) -> None:
+    sample = only(written(tmp_path, conversation()))
+    assert sample.holds == (("D1:1", "D1:2"), ("D1:3", "D1:4"), ("D1:5",), ("D2:1",))
+    asked = sample.questions
+    assert asked[1].evidence == ("D1:2", "D1:4", "D2:1"), "split at ; and , and each id once"
+    assert [q.is_scored for q in asked] == [True, True, False, False, True]
+    categories = ["single-hop", "multi-hop", "adversarial", "temporal", "open-domain"]
+    assert [q.category for q in asked] == categories
+
+
+def test_gold_answers_and_dates(tmp_path: Path) -> None:
+    asked = [{**question("When?", 2), "answer": 2022}, {**question("Who?", 5), "answer": None}]
+    locomo = only(written(tmp_path, conversation(qa=asked)))
+    assert [(q.answer, q.asked_on, q.is_answered) for q in locomo.questions] == [
+        ("2022", None, True),
+        ("", None, False),
+    ]
+    path = written(tmp_path, haystack(answer=3), haystack("q2_abs"), haystack("q3", question_date=None))
+    asked_of = [sample.questions[0] for sample in load(path, "longmemeval", 1000)]
+    assert [(q.answer, q.asked_on) for q in asked_of] == [
+        ("3", "2023-05-30T23:40:00"),
+        ("In the estuary", "2023-05-30T23:40:00"),
+        ("In the estuary", None),
+    ]
+    assert [(q.category, q.is_answered, q.is_scored) for q in asked_of[:2]] == [
+        ("single-session-user", True, True),
+        ("abstention", True, False),
+    ]
+    with pytest.raises(InputError, match="question_date"):
+        list(load(written(tmp_path, haystack(question_date="some day")), "longmemeval", 1000))
+
+
+def test_a_run_on_a_made_up_conversation(tmp_path: Path) -> None:
+    path = written(tmp_path, conversation())
+    told = evaluated(path, tmp_path / "out").doc
+    assert (told["questions"], told["left_out"], told["turns"]) == (3, 2, 4)
+    # four turns in all, so everything that exists is found; D9:9 is nowhere
+    assert told["evidence_recall_at_5"] == told["evidence_recall_at_20"] == 0.6667
+    assert told["by_category"]["open-domain"]["evidence_recall_at_20"] == 0.0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "evidence.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["made-up:0", "made-up:1", "made-up:4"]
+    assert lines[0]["retrieved"][0]["holds"] == ["D1:1", "D1:2"]
+    assert "pottery" in lines[0]["retrieved"][0]["memory"]
+    assert any("[image: a red lighthouse]" in hit["memory"] for hit in lines[1]["retrieved"])
+    summary_file = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary_file == {k: v for k, v in told.items() if k != "elapsed_s"}
+
+
+def test_runs_are_alike_and_kept_vectors_change_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path, conversation(), conversation(sample_id="other"))
+    kept = ("--vectors", str(tmp_path / "vectors" / "hash.npz"))
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder, options in zip(folders, ((), kept, kept), strict=True):
+        assert evaluated(path, folder, *options).code == 0
+    first, *others = [(f / "evidence.jsonl").read_bytes() for f in folders]
+    assert others == [first, first]
+    wrong = evaluated(path, folders[0], *kept, "--encoder", "hash:64")
+    assert wrong.code == 1 and "another encoder's" in wrong.err
+
+
+def test_kept_vectors_ask_the_encoder_once(tmp_path: Path) -> None:
+    encoder = Counting()
+    file = tmp_path / "kept.npz"
+    kept = KeptVectors(encoder, file)
+    expected = HashingEncoder(64).encode(["a", "b", "a"])
+    assert np.array_equal(kept.encode(["a", "b", "a"]), expected)
+    kept.save()
+    again = KeptVectors(encoder, file)
+    assert np.array_equal(again.encode(["a", "b", "a"]), expected)
+    assert again.encode([]).shape == (0, 64)
+    assert encoder.asked == ["a", "b"]
+    file.write_text("something else")
+    with pytest.raises(UndertowError, match="no file of kept vectors"):
+        KeptVectors(encoder, file)
+
+
+def test_turns_of_equal_score_come_in_their_order(tmp_path: Path) -> None:
+    """Sessions of one message, all alike on one day: nothing but their order tells them apart."""
+    talk: dict[str, Any] = {}
+    for n in range(1, 13):
+        talk[f"session_{n}"] = [{**said(1, "Ann", "the same words"), "dia_id": f"D{n}:1"}]
+        talk[f"session_{n}_date_time"] = "1:56 pm on 8 May, 2023"
+    asked = [question("the same words", 4, "D5:1"), question("the same words", 4, "D12:1")]
+    told = evaluated(written(tmp_path, conversation(conversation=talk, qa=asked)), tmp_path / "out").doc
+    assert [told[f"evidence_recall_at_{k}"] for k in (5, 10, 20)] == [0.5, 0.5, 1.0]
+    assert told["mrr"] == round((1 / 5 + 1 / 12) / 2, 4)
+
+
+def test_some_samples_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, conversation(), conversation(sample_id="other"))
+    told = evaluated(path, tmp_path / "out", "--sample", "other").doc
+    assert (told["samples"], told["questions"]) == (1, 3)
+    refused = evaluated(path, tmp_path / "out", "--sample", "nobody")
+    assert refused.code == 2 and "made-up, other" in refused.err
+
+
+def test_longmemeval_counts_answer_sessions_and_leaves_abstention_out(tmp_path: Path) -> None:
+    path = written(tmp_path, haystack(), haystack("q2_abs"))
+    told = evaluated(path, tmp_path / "out", benchmark="longmemeval").doc
+    assert (told["questions"], told["left_out"]) == (1, 1)
+    assert (told["evidence_recall_at_5"], told["mrr"]) == (1.0, 1.0)
+    assert list(told["by_category"]) == ["single-session-user"]
+    sample = next(load(path, "longmemeval", 1000))
+    assert sample.holds == (("s1",), ("s2",), ("s2",))
+
+
+def test_the_other_benchmarks_file_is_refused_by_name(tmp_path: Path) -> None:
+    refused = evaluated(written(tmp_path, haystack()), tmp_path / "out")
+    assert refused.code == 3
+    assert "is of the format longmemeval, not locomo" in refused.err
+    assert "undertow eval longmemeval" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"qa": None}, "qa"),
+        ({"qa": [question("?", 9, "D1:1")]}, "qa[0].category"),
+        ({"qa": [{"category": 4, "evidence": []}]}, "qa[0].question"),
+        ({"qa": [{**question("?", 4), "evidence": "D1:1"}]}, "qa[0].evidence"),
+        ({"qa": ["?"]}, "qa[0].category"),
+        ({"qa": [{**question("?", 4), "answer": None}]}, "qa[0].answer"),
+        ({"qa": [{**question("?", 4), "answer": True}]}, "qa[0].answer"),
+        ({"conversation": {"session_1": [{"text": "no speaker"}]}}, "speaker"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_place_field_and_cure(
+    tmp_path: Path, changes: dict[str, Any], field: str
+) -> None:
+    path = written(tmp_path, conversation(sample_id="good"), conversation(**changes))
+    with pytest.raises(InputError) as refused:
+        list(load(path, "locomo", 1000))
+    assert f"{path}:2: field" in str(refused.value)
+    assert field in str(refused.value)
+    assert refused.value.problem.cure
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "samples", "field"),
+    [
+        ("locomo", [conversation(), conversation(sample_id="other"), conversation(qa=[])], "sample_id"),
+        ("longmemeval", [haystack("q1"), haystack("q2"), haystack("q1", answer=3)], "question_id"),
+    ],
+)
+def test_an_id_that_stands_twice_is_refused(
+    tmp_path: Path, benchmark: Benchmark, samples: list[dict[str, Any]], field: str
+) -> None:
+    """Both would go into one tenant, and its questions be asked twice."""
+    path = written(tmp_path, *samples)
+    with pytest.raises(InputError) as refused:
+        list(load(path, benchmark, 1000))
+    told = str(refused.value)
+    assert f"{path}:3: field '{field}'" in told and "stands twice, the first time in sample 1" in told
+    assert "an id of its own" in refused.value.problem.cure
+
+
+def test_no_file_and_a_cut_off_file(tmp_path: Path) -> None:
+    assert evaluated(tmp_path / "none.json", tmp_path / "out").code == 3
+    path = written(tmp_path, conversation())
+    path.write_text(path.read_text()[:-20])
+    cut = evaluated(path, tmp_path / "out")
+    assert cut.code == 3 and "cannot be read" in cut.err

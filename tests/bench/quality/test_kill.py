@@ -1,0 +1,93 @@
+"""`kill -9` in the middle of an evaluation: the next run goes on, and ends with the same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock.server import spawn_server
+
+from ...support.cli import ENV, PROGRAM, run
+from ...support.eval import conversation, question, written
+from ...support.llm_servers import server_stats
+
+QUESTIONS = 12
+TOPICS = ("the wooden boat and its varnish", "the marathon along the estuary", "the wedding in lisbon")
+TIMES = {"retrieval_s", "llm_s"}
+# few at a time, so that a kill finds some done and some not
+SLOW = {"UNDERTOW_LLM_IN_FLIGHT": "2", "UNDERTOW_LLM_PATIENCE_S": "60"}
+
+
+def talk() -> dict[str, Any]:
+    said = [
+        {"dia_id": f"D1:{n}", "speaker": ("Ann", "Ben")[n % 2], "text": f"{TOPICS[n // 2 % 3]}, day {n}"}
+        for n in range(36)
+    ]
+    return {"session_1_date_time": "1:56 pm on 8 May, 2023", "session_1": said}
+
+
+def command(path: Path, out: Path, url: str) -> list[str]:
+    options = ["--theta-sim", "0.4", "--theta-count", "3", "--repeats", "2", "--json"]
+    return ["eval", "locomo", "--data", str(path), "--llm", url, "--out", str(out), *options]
+
+
+def killed(words: list[str], when: Callable[[], bool]) -> None:
+    """Run until something has come about, and no further."""
+    env = {**os.environ, **ENV, **SLOW}
+    process = subprocess.Popen([*PROGRAM, *words], env=env, stdout=subprocess.DEVNULL)
+    try:
+        while not when():
+            assert process.poll() is None, "it was over before it was to be killed"
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def finished(words: list[str]) -> dict[str, Any]:
+    done = run(*words, env=SLOW)
+    assert done.code == 0, done.err
+    return {name: value for name, value in done.doc.items() if name != "latency_on_this_machine"}
+
+
+def lines_of(out: Path, name: str) -> list[dict[str, Any]]:
+    """In the file's order, without what a clock has said."""
+    lines = [json.loads(line) for line in (out / name).read_text().splitlines()]
+    return [{field: value for field, value in line.items() if field not in TIMES} for line in lines]
+
+
+def count(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.mark.timeout(1200)  # starting processes took 5 minutes on two cores under a load of 9
+def test_kills_change_nothing(tmp_path: Path) -> None:
+    asked = [question(f"What of {TOPICS[n % 3]} on day {n}?", 4, f"D1:{n}") for n in range(QUESTIONS)]
+    path = written(tmp_path, conversation(conversation=talk(), qa=asked))
+    with spawn_server(latency_ms=25, refusal_rate=0.3, undecided_rate=0.6) as url:
+        whole = finished(command(path, tmp_path / "whole", url))
+        out = tmp_path / "killed"
+        words = command(path, out, url)
+        before = server_stats(url)["calls"].get("refine", 0)
+        killed(words, lambda: server_stats(url)["calls"].get("refine", 0) >= before + 3)
+        killed(words, lambda: count(out / "answers.jsonl") >= 5)
+        answered = count(out / "answers.jsonl")
+        with (out / "answers.jsonl").open("ab") as file:
+            file.write(b'{"question_id":"made-up:11","run":1,"answer":"torn')
+        killed(words, lambda: count(out / "verdicts.jsonl") >= 5)
+        assert 5 <= answered < 2 * QUESTIONS and not (out / "summary.json").exists()
+        before = server_stats(url)["calls"]
+        assert finished(words) == whole
+        after = server_stats(url)["calls"]
+    for name in ("answers.jsonl", "verdicts.jsonl"):
+        assert lines_of(out, name) == lines_of(tmp_path / "whole", name)
+    assert len(lines_of(out, "answers.jsonl")) == 2 * QUESTIONS
+    assert {line["verdict"] for line in lines_of(out, "verdicts.jsonl")} == {"right", "wrong", "unjudged"}
+    assert after["refine"] == before["refine"], "the last run had nothing left to construct"

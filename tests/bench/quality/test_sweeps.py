@@ -1,0 +1,151 @@
+"""`undertow bench sweep`: what its points mean, that it is deterministic, and its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.quality import sweeps
+from undertow.bench.quality.datasets import Sample, load
+from undertow.bench.quality.sweeps import construction, evidence, evidence_behind
+from undertow.bench.quality.variants import ABLATIONS, ablated, varied
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import PolicyName
+from undertow.engine.encoders.base import HashingEncoder
+
+from ...support.cli import TOPICS, run
+
+SETTINGS = Settings(device="cpu", encoder="hash:384")
+
+
+def conversation() -> dict[str, Any]:
+    """A made-up sample in LoCoMo's form: 24 messages, twelve turns, on three recurring topics."""
+    talk = {"speaker_a": "Ann", "speaker_b": "Ben", "session_1_date_time": "1:56 pm on 8 May, 2023"}
+    messages = [
+        {"dia_id": f"D1:{n}", "speaker": ("Ann", "Ben")[n % 2], "text": f"{TOPICS[n // 2 % 3]} day {n}"}
+        for n in range(24)
+    ]
+    asked = {
+        "question": "Who varnishes the boat on day 0?",
+        "category": 4,
+        "evidence": ["D1:0"],
+        "answer": "x",
+    }
+    lost = {"question": "And the zeppelin?", "category": 4, "evidence": ["D9:9"], "answer": "x"}
+    return {"sample_id": "made-up", "conversation": {**talk, "session_1": messages}, "qa": [asked, lost]}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "locomo.json"
+    path.write_text(json.dumps([conversation(), conversation() | {"sample_id": "another"}]))
+    return path
+
+
+@pytest.fixture
+def samples(data: Path) -> list[Sample]:
+    return list(load(data, "locomo", 1_000_000))[:1]
+
+
+def test_a_point_tells_what_construction_takes(samples: list[Sample]) -> None:
+    vectors = KeptVectors(HashingEncoder(384))
+    often = construction(samples, varied(SETTINGS, theta_sim=0.6, theta_count=3), vectors)
+    assert often["turns"] == 12
+    assert often["consolidated_share"] == 1.0, "each topic fires at its third turn, its fourth is merged"
+    assert (often["consolidations"], often["merges"]) == (3, 3)
+    assert often["calls"]["episode"] == often["calls"]["merge"] == 3
+    assert often["calls"]["refine"] == often["merges"] + often["episodes"]
+    assert often["prompt_tokens"].keys() == often["calls"].keys()
+    never = construction(samples, varied(SETTINGS, theta_sim=0.6, theta_count=5), vectors)
+    assert (never["consolidated_share"], never["calls"], never["prompt_tokens"]) == (0.0, {}, {})
+
+
+def test_a_varied_threshold_takes_theta_merge_along_unless_that_is_set() -> None:
+    assert varied(SETTINGS, theta_sim=0.9).merge_threshold == 0.9
+    fixed = Settings(device="cpu", theta_merge=0.6)
+    assert varied(fixed, theta_sim=0.9).merge_threshold == 0.6
+    assert varied(SETTINGS, theta_count=7).similarity_threshold == 0.7
+
+
+@pytest.mark.parametrize(
+    ("policy", "environment"),
+    [
+        ("recmem", {"ABLATION": "without-facts"}),
+        ("nemori", {"ABLATION": "without-facts", "MANAGEMENT": "append"}),
+        ("himem", {"HIMEM_ALIGN_EPISODES": "1"}),
+    ],
+)
+def test_an_ablation_leaves_out_one_part(
+    monkeypatch: pytest.MonkeyPatch, policy: PolicyName, environment: dict[str, str]
+) -> None:
+    for name, value in {**environment, "K_EPI": "7", "POLICY": policy}.items():
+        monkeypatch.setenv(f"UNDERTOW_{name}", value)
+    whole = Settings(device="cpu", encoder="hash:384")
+    plain = Settings(device="cpu", encoder="hash:384", ablation=None, management="native").model_dump()
+    plain |= {"himem_align_episodes": False, "k_sem": 14}
+    left = [name for name, of in ABLATIONS.items() if policy in of.of]
+    assert len(left) >= 4
+    for name in ABLATIONS:
+        if name not in left:
+            with pytest.raises(ValueError, match=f"{name} is an ablation of .*, and not of {policy}"):
+                ablated(whole, name)
+            continue
+        changes = ABLATIONS[name].changes
+        assert ablated(whole, name).model_dump() == {**plain, **changes}
+        assert changes.items() - plain.items(), "it changes something"
+
+
+def test_recall_grows_with_k_to_what_there_is(samples: list[Sample]) -> None:
+    points = evidence(samples, SETTINGS, KeptVectors(HashingEncoder(384)))
+    assert [point["k_sub"] for point in points] == list(sweeps.K_SUB)
+    recall = [point["evidence_recall"] for point in points]
+    assert recall == sorted(recall)
+    assert recall[-1] == 0.5, "all turns: the one that is there, of two questions"
+    assert {point["questions"] for point in points} == {2}
+
+
+def test_what_is_behind_episodes_grows_with_k_to_the_turns_they_rest_on(samples: list[Sample]) -> None:
+    often = varied(SETTINGS, theta_sim=0.6, theta_count=3)
+    points = evidence_behind(samples, often, KeptVectors(HashingEncoder(384)))
+    assert [point["k_epi"] for point in points] == list(sweeps.K_EPI)
+    first, last = points[0], points[-1]
+    assert first["turns_behind"] < last["turns_behind"] == 12.0, "all turns are consolidated"
+    assert last["evidence_recall"] == 0.5, "the one that is there, of two questions"
+    assert [p["evidence_recall"] for p in points] == sorted(p["evidence_recall"] for p in points)
+    never = evidence_behind(samples, varied(SETTINGS, theta_sim=0.99), KeptVectors(HashingEncoder(384)))
+    assert {(p["evidence_recall"], p["turns_behind"]) for p in never} == {(0.0, 0.0)}
+
+
+def test_the_command_writes_figures_and_picture_and_twice_the_same(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs the extra `eval`")
+    for name, few in (("THETA_SIM", (0.6, 0.9)), ("THETA_COUNT", (3, 5))):
+        monkeypatch.setattr(sweeps, name, few)
+    told = []
+    # what it draws is RecMem's, whatever policy the environment names
+    for folder, policy in ((tmp_path / "one", "recmem"), (tmp_path / "two", "himem")):
+        command = ("bench", "sweep", "--data", data, "--sample", "made-up", "--out", folder, "--json")
+        ran = run(*command, env={"UNDERTOW_POLICY": policy})
+        assert ran.code == 0, ran.err
+        assert (folder / "sweeps.png").read_bytes().startswith(b"\x89PNG")
+        assert json.loads((folder / "sweeps.json").read_bytes()) == ran.doc
+        told.append(ran.doc)
+    assert told[0] == told[1]
+    assert [point["theta_sim"] for point in told[0]["theta_sim"]] == [0.6, 0.9]
+    assert (told[0]["encoder"], told[0]["samples"]) == ("hash:384", ["made-up"])
+    assert told[0]["where_not_varied"]["k_sub"] == 10
+    assert [point["k_epi"] for point in told[0]["k_epi"]] == list(sweeps.K_EPI)
+
+
+def test_a_file_that_is_no_locomo_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"tenant": "ann", "messages": [{"role": "user", "content": "hi"}]}\n')
+    ran = run("bench", "sweep", "--data", path, "--out", tmp_path / "out")
+    assert ran.code != 0
+    assert "not locomo" in ran.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,193 @@
+"""The real mem0ai and langmem in .venv-peers, against the mock LLM server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from undertow.bench.machine import ROOT
+from undertow.bench.mock.server import spawn_server
+from undertow.bench.peers.peer import PeerSystem, added
+from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, command_of
+from undertow.bench.peers.throughput import drive
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.systems.base import Means
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Message, Turn
+from undertow.engine.encoders.base import HashingEncoder
+
+from ..support.llm_servers import completion, odd_server
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-peers: make setup-peers")
+
+PEERS = ("mem0", "langmem")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with spawn_server() as url:
+        yield url
+
+
+def turns_of(tenant: str, *topics: str) -> tuple[Turn, ...]:
+    return tuple(
+        Turn(
+            tenant,
+            (Message("user", f"{topic} is what I dream of", "Ann"), Message("assistant", "Tell me.", "Bob")),
+            f"{tenant}-{n}",
+            "s1",
+            f"2023-05-0{n + 1}T10:00:00",
+        )
+        for n, topic in enumerate(topics)
+    )
+
+
+def settings_at(url: str) -> Settings:
+    return Settings(encoder="hash:384", llm_url=url)
+
+
+def means(folder: Path, url: str) -> Means:
+    return Means("locomo", settings_at(url), folder, lambda: KeptVectors(HashingEncoder(384)))
+
+
+def stats(url: str) -> dict[str, int]:
+    with urlopen(f"{url.removesuffix('/v1')}/stats") as told:
+        found: dict[str, int] = json.load(told)
+    return found
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_remembers_over_restarts_and_its_tokens_are_counted(
+    name: str, url: str, tmp_path: Path
+) -> None:
+    """Built in two runs, of which the second finds what the first has made. Tenants do not mix."""
+    question = Question("q", "Who dreams of sailing or of a bicycle?", "single-hop", (), "Ann", None)
+    turns = turns_of("ann.b", "sailing to Norway", "a red bicycle")
+    ann = Sample("ann.b", turns, ((), ()), (question,))
+    bea = Sample("bea", turns_of("bea", "pottery"), ((),), (question,))
+    before = stats(url)
+    first = PeerSystem(name, means(tmp_path, url))
+    try:
+        first.build([Sample("ann.b", turns[:1], ((),), (question,))], lambda *_: None)
+    finally:
+        first.close()
+    second = PeerSystem(name, means(tmp_path, url))
+    try:
+        second.build([ann, bea], lambda *_: None)
+        facts = second.material(ann, question).facts
+        assert any("sailing" in fact.text and fact.date == "1 May 2023, 10:00" for fact in facts)
+        assert any("bicycle" in fact.text and fact.date == "2 May 2023, 10:00" for fact in facts)
+        assert not any("pottery" in fact.text for fact in facts)
+        spent = second.construction("ann.b")["add"] + second.construction("bea")["add"]
+        assert second.counts() == {"turns": 3, "complaints": 0}
+    finally:
+        second.close()
+    after = stats(url)
+    assert spent.calls == 3
+    assert spent.prompt_tokens == after["prompt_tokens"] - before["prompt_tokens"]
+    assert spent.completion_tokens == after["completion_tokens"] - before["completion_tokens"]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_server_that_fails_is_an_error_and_no_empty_memory(name: str, tmp_path: Path) -> None:
+    with (
+        spawn_server(context_tokens=10) as url,
+        PeerProcess(name, command_of(name, settings_at(url), tmp_path), tmp_path) as peer,
+    ):
+        [turn] = turns_of("ann", "sailing")
+        with pytest.raises(PeerError, match="400"):
+            peer.ask("add", **added(turn)).result()
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_tenants_on_several_threads_lose_nothing(name: str, url: str, tmp_path: Path) -> None:
+    log = [turn for n in range(12) for turn in turns_of(f"t{n}", "sailing", "pottery", "chess")]
+    with PeerProcess(name, command_of(name, settings_at(url), tmp_path, threads=8), tmp_path) as peer:
+        waits_s, replies = drive(peer, log, 8)
+        assert len(waits_s) == len(log)
+        assert [complaint for reply in replies for complaint in reply.spent.complaints] == []
+        for n in range(12):
+            found = peer.ask("search", tenant=f"t{n}", query="dream", count=60).result().result
+            texts = " ".join(memory["text"] for memory in found)
+            assert all(topic in texts for topic in ("sailing", "pottery", "chess"))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_brings_the_servers_key(name: str, tmp_path: Path) -> None:
+    [turn] = turns_of("ann", "sailing")
+    sample = Sample("ann", (turn,), ((),), ())
+    with spawn_server(api_key="right") as url:
+        settings = settings_at(url).model_copy(update={"llm_api_key": "right", "llm_model": "mock-llm"})
+        made = PeerSystem(name, replace(means(tmp_path, url), settings=settings))
+        try:
+            made.build([sample], lambda *_: None)
+            assert made.construction("ann")["add"].calls == 1
+        finally:
+            made.close()
+
+
+def test_mem0_is_told_when_something_was_said(tmp_path: Path) -> None:
+    """Its own prompt says that all was said today, and asks to date "yesterday" by that."""
+    prompts = []
+
+    def reply(body: dict[str, Any], _: int) -> tuple[int, dict[str, Any]]:
+        prompts.append(body["messages"][-1]["content"])
+        return 200, completion('{"memory": []}')
+
+    with (
+        odd_server(reply) as url,
+        PeerProcess("mem0", command_of("mem0", settings_at(url), tmp_path), tmp_path) as peer,
+    ):
+        peer.ask("add", **added(turns_of("ann", "sailing")[0])).result()
+    [prompt] = prompts
+    assert "These messages were said at 2023-05-01T10:00:00. That is their Observation Date" in prompt
+
+
+@pytest.mark.parametrize("ended", ["length", "stop"])
+def test_a_reply_that_langmem_passes_over_is_counted(ended: str, tmp_path: Path) -> None:
+    """Cut off within a tool call, or prose: the package stores nothing and says nothing."""
+
+    def reply(body: dict[str, Any], _: int) -> tuple[int, dict[str, Any]]:
+        told = completion("Let me think." if ended == "stop" else "", finish_reason=ended)
+        if ended == "length":
+            half = {"name": "Memory", "arguments": '{"content": "Ann dreams of sai'}
+            call = {"id": "c", "type": "function", "function": half}
+            told["choices"][0]["message"]["tool_calls"] = [call]
+        return 200, told
+
+    with (
+        odd_server(reply) as url,
+        PeerProcess("langmem", command_of("langmem", settings_at(url), tmp_path), tmp_path) as peer,
+    ):
+        spent = peer.ask("add", **added(turns_of("ann", "sailing")[0])).result().spent
+    assert any(f"it ended by {ended!r}" in complaint for complaint in spent.complaints)
+
+
+def test_a_runner_outlives_its_asker_by_seconds_only(tmp_path: Path) -> None:
+    """Even where its LLM call would take ten minutes more."""
+    [turn] = turns_of("ann", "sailing")
+    with spawn_server(latency_ms=600_000) as url:
+        command = command_of("mem0", settings_at(url), tmp_path)
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        runner = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        try:
+            assert runner.stdin is not None and runner.stdout is not None
+            assert "ready" in runner.stdout.readline()
+            runner.stdin.write(json.dumps({"id": 1, "op": "add", **added(turn)}) + "\n")
+            runner.stdin.close()
+            assert runner.wait(timeout=120) == 1
+            assert runner.stdout.read() == ""
+        finally:
+            runner.kill()
+            runner.wait()

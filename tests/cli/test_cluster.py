@@ -1,0 +1,397 @@
+"""The command line on a cluster: ingest with --ray, the reading commands on a root, `undertow cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from undertow.bench.mock.server import spawn_server
+from undertow.engine.cluster.shard_map import ShardMap, load, publish
+from undertow.engine.storage.location import Place
+
+from ..support.cli import ENV, PROGRAM, SUMMARY_KEYS, THETAS, contents, conversation, run, write_log
+
+pytestmark = pytest.mark.usefixtures("ray_address")
+
+TURNS = 18
+TENANTS = ("ada", "bo", "cy", "dee")
+CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster_env() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CLUSTER_ENV.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with spawn_server(refusal_rate=0.2) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three logs; `ada` and `bo` are in two of them."""
+    folder = tmp_path_factory.mktemp("logs")
+    said = {tenant: conversation(tenant, TURNS) for tenant in TENANTS}
+    half = TURNS // 2
+    write_log(folder / "a.jsonl", [*said["ada"][:half], *said["cy"]])
+    write_log(
+        folder / "b.jsonl",
+        [x for pair in zip(said["bo"][:half], said["dee"][:half], strict=True) for x in pair],
+    )
+    write_log(folder / "c.jsonl", [*said["dee"][half:], *said["ada"][half:], *said["bo"][half:]])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_process(
+    tmp_path_factory: pytest.TempPathFactory, logs: Path, server: str
+) -> tuple[Path, dict[str, Any]]:
+    store = tmp_path_factory.mktemp("plain") / "store"
+    done = run("ingest", logs, "--store", store, "--llm", server, *THETAS, "--json")
+    assert done.code == 0, done.err
+    assert done.doc["merges"] and done.doc["facts"]
+    return store, done.doc
+
+
+@pytest.fixture(scope="module")
+def expected(one_process: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    """What one process makes of the logs, whole."""
+    return everything(one_process[0])
+
+
+@dataclass(frozen=True)
+class Job:
+    """A bulk ingest that was killed at and went on, and how it ended. Its root's shards run on."""
+
+    root: Path
+    killed: Counter[str]
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, logs: Path, server: str, ray_address: str) -> Job:
+    """Into two shards. Its driver is killed, then of the same command a worker, a shard and a worker."""
+    root = tmp_path_factory.mktemp("cluster") / "root"
+    publish(Place.of(root), evenly_split())
+    command = ["ingest", str(logs), "--store", str(root), "--ray", ray_address, "--shards", "2"]
+    command += ["--llm", server, *THETAS, "--json"]
+    killed: Counter[str] = Counter()
+    with _started(command) as first:
+        _wait_until(lambda: (root / "jobs").exists() or first.poll() is not None)
+        killed["driver"] += first.poll() is None
+    chance = random.Random(11)
+    with _started(command) as second:
+        _wait_until(lambda: bool(_at_work()) or second.poll() is not None)
+        for kind in ("worker", "shard", "worker"):
+            killed[kind] += _kill(root, kind, chance)
+        out, err = second.communicate(timeout=240)
+    return Job(root, killed, second.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def built(job: Job) -> Path:
+    """A root of two shards, which run on; not to be changed."""
+    assert job.code == 0, job.err
+    return job.root
+
+
+def evenly_split(shards: int = 2) -> ShardMap:
+    """A map of so many shards, with a hash key by which each of two shards has half of the tenants."""
+    names = ("s0001", "s0002")
+    maps = (ShardMap(1, names, hash_key=f"{n:064x}") for n in count())
+    found = next(m for m in maps if m.owners(TENANTS).count("s0001") == len(TENANTS) // 2)
+    return replace(found, shards=names[:shards])
+
+
+def everything(store: Path, tenants: Sequence[str] = TENANTS) -> dict[str, Any]:
+    return {tenant: contents(store, tenant) for tenant in tenants}
+
+
+def test_a_job_whose_driver_shards_and_workers_are_killed_is_completed_by_the_same_command(
+    job: Job, built: Path, one_process: tuple[Path, dict[str, Any]], expected: dict[str, Any]
+) -> None:
+    """Shards outlive a driver; the next one finds them. More rounds of it: test_cluster_soak.py."""
+    assert job.killed["driver"] and job.killed["worker"] and job.killed["shard"], job.killed
+    done = json.loads(job.out)
+    assert list(done) == [*SUMMARY_KEYS, "errors", "warnings", "parked_turns", "files"]
+    timed = ("elapsed_s", "turns_per_s", "cached_prompt_tokens")
+    figures = {k: v for k, v in one_process[1].items() if k not in timed}
+    assert {k: done[k] for k in figures} == figures
+    assert (done["parked_turns"], done["files"]) == (0, [])
+    assert "A worker died" not in job.err
+    assert everything(built) == expected
+
+
+def test_tenants_are_spread_over_the_shards(built: Path) -> None:
+    shards = list((built / "shards").iterdir())
+    assert len(shards) == 2
+    held = [run("list", "--kind", "tenants", "--store", shard, "--json").lines for shard in shards]
+    assert [len(tenants) for tenants in held] == [2, 2]
+
+
+def test_reading_commands_take_a_root_for_a_store(
+    built: Path, one_process: tuple[Path, dict[str, Any]]
+) -> None:
+    store, _ = one_process
+    episode = run("list", "--store", store, "--tenant", "bo", "--kind", "episodes", "--json").lines[0]["id"]
+    for args in (
+        ("list", "--kind", "tenants"),
+        ("search", "boat planks varnish", "--tenant", "ada", "-k", "5"),
+        ("history", episode),
+        ("jobs",),
+    ):
+        on_shards = run(*args, "--store", built, "--json")
+        assert (on_shards.code, on_shards.lines) == (0, run(*args, "--store", store, "--json").lines), args
+    for args in (("stats",), ("stats", "--tenant", "dee")):
+        figures = [run(*args, "--store", where, "--json").doc for where in (built, store)]
+        for some in figures:
+            some.pop("cached_prompt_tokens")
+            for used in some["usage"].values():
+                used.pop("cached_prompt_tokens")
+        assert figures[0] == figures[1]
+    exported = [
+        sorted(map(json.dumps, run("export", "--tenant", "cy", "--store", where).lines))
+        for where in (built, store)
+    ]
+    assert exported[0] == exported[1]
+    assert run("list", "--kind", "turns", "--tenant", "nobody", "--store", built).code == 1
+    assert run("history", "0" * 32, "--store", built).code == 1
+
+
+def test_ask_on_a_root_reads_and_writes_nothing(built: Path, server: str) -> None:
+    asked = run("ask", "what about the boat?", "--tenant", "ada", "--store", built, "--llm", server, "--json")
+    assert (asked.code, bool(asked.doc["answer"])) == (0, True)
+    assert "cost of this call is not recorded" in asked.err
+
+
+def test_the_same_logs_again_change_nothing(
+    built: Path, logs: Path, server: str, ray_address: str, expected: dict[str, Any]
+) -> None:
+    where = ("--store", built, "--ray", ray_address)
+    for more in ((), ("--resume",)):
+        done = run("ingest", logs, *where, "--llm", server, *THETAS, "--json", *more)
+        assert (done.code, done.doc["turns"], done.doc["turns_per_s"]) == (0, len(TENANTS) * TURNS, 0)
+    assert everything(built) == expected
+
+
+@contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, which is killed at the end."""
+    with subprocess.Popen(
+        [*PROGRAM, *command],
+        env={**os.environ, **ENV, **CLUSTER_ENV},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def _kill(root: Path, kind: str, chance: random.Random) -> int:
+    """SIGKILL for one of this root's shards, or of the workers that read and feed; how many were there."""
+    if kind == "shard":
+        state = run("cluster", "status", "--store", root, "--ray", "auto", "--json").doc
+        found = [s["pid"] for s in state["shards"].values() if "pid" in s]
+    else:
+        found = [process.pid for process in _at_work()]
+    if found:
+        os.kill(chance.choice(found), signal.SIGKILL)
+    return bool(found)
+
+
+def _at_work() -> list[psutil.Process]:
+    """Ray's workers that do something now, but for shards and Ray's own."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            name = process.name()
+            if name.startswith("ray::") and not any(other in name for other in ("Shard", "IDLE", "Agent")):
+                found.append(process)
+    return found
+
+
+def _end(root: Path, ray_address: str, server: str) -> None:
+    """Everything is decided; end the shards."""
+    where = ("--store", root, "--ray", ray_address)
+    stopped = run("cluster", "drain", *where, "--stop", "--llm", server, "--json")
+    assert (stopped.code, stopped.doc["settled"]) == (0, True)
+
+
+def _wait_until(holds: Callable[[], bool], timeout_s: float = 240.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end_s, "nothing happened in time"
+        time.sleep(0.05)
+
+
+def test_shards_are_added_and_removed(
+    tmp_path: Path, logs: Path, server: str, ray_address: str, expected: dict[str, Any]
+) -> None:
+    """And what else is done to one root: files with problems, deleting, erasing, embedding anew."""
+    root = tmp_path / "root"
+    where = ("--store", root, "--ray", ray_address)
+    publish(Place.of(root), evenly_split(1))
+    _ingest_with_problems(tmp_path / "bad.jsonl", logs, where, server)
+    state = run("cluster", "status", *where, "--json").doc
+    assert {shard: s["state"] for shard, s in state["shards"].items()} == {"s0001": "serving"}
+    more = run("cluster", "move", *where, "--shards", "2", "--llm", server, "--json")
+    assert more.code == 0, more.err
+    assert more.doc["shards"] == ["s0001", "s0002"]
+    assert more.doc["moved_tenants"] == len(_tenants_of(root, "s0002")) >= 2
+    assert everything(root) == expected
+    _erase_and_delete(root, where, server)
+    _change_policy(root, where, server)
+    _flush(root, where, server)
+    less = run("cluster", "move", *where, "--shards", "1", "--llm", server, "--json")
+    assert (less.code, less.doc["shards"]) == (0, ["s0001"])
+    nothing = run("cluster", "move", *where, "--llm", server, "--json")
+    assert (nothing.code, nothing.doc) == (0, {**less.doc, "moved_tenants": 0, "moved_rows": 0})
+    running = run("reindex", *where, "--encoder", "hash:128")
+    assert (running.code, "drain --stop" in running.err) == (2, True)
+    replayed = run("jobs", "--replay", *where, "--llm", server, "--json")
+    assert (replayed.code, replayed.lines, "0 parked jobs" in replayed.err) == (0, [], True)
+    _end(root, ray_address, server)
+    after = run("cluster", "status", *where, "--json").doc
+    assert {s["state"] for s in after["shards"].values()} == {"not running"}
+    assert run("reindex", *where, "--encoder", "hash:128").code == 0
+    rest = ("ada", "bo")
+    assert everything(root, rest) == {tenant: expected[tenant] for tenant in rest}
+
+
+def _ingest_with_problems(bad: Path, logs: Path, where: tuple[str | Path, ...], server: str) -> None:
+    """The logs, and one whose problems are told one by one."""
+    write_log(bad, ["{broken", *conversation("eve", 2), "[]"])
+    done = run("ingest", bad, logs, *where, "--shards", "1", "--llm", server, *THETAS, "--json")
+    assert (done.code, done.doc["errors"], done.doc["turns"]) == (3, 2, 2 + len(TENANTS) * TURNS)
+    (told,) = done.doc["files"]
+    assert (told["file"], told["turns"], told["errors"], told["warnings"]) == (str(bad), 2, 2, 0)
+    assert told["first"][0].startswith(f"{bad}:1: is not JSON")
+    assert f"{bad}:4: a line must be a JSON object" in done.err
+
+
+def _erase_and_delete(root: Path, where: tuple[str | Path, ...], server: str) -> None:
+    run("keys", "create", "--store", root, "--tenant", "cy", "--tenant", "dee", "--scope", "read")
+    erased = run("erase", "--tenant", "cy", *where, "--now", "--yes", "--json")
+    assert (erased.code, erased.doc["purged"], erased.doc["turns_removed"]) == (0, True, TURNS), erased.err
+    assert [key["tenants"] for key in run("keys", "list", "--store", root, "--json").lines] == [["dee"]]
+    audited = [json.loads(line) for line in (root / "audit.jsonl").read_text().splitlines()]
+    assert [(line["act"], line["outcome"]) for line in audited[2:]] == [("erase", "begun"), ("erase", "done")]
+    assert {line["tenant_key"] for line in audited[2:]} == {load(Place.of(root)).tenant_key("cy")}
+    assert run("list", "--kind", "turns", "--tenant", "cy", "--store", root).code == 1
+    fact = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines[0]
+    updated = run("update", fact["id"], "Dee sold the boat.", *where, "--llm", server, "--json")
+    assert (updated.code, updated.doc["id"], updated.doc["settled"]) == (0, fact["id"], True), updated.err
+    assert run("get", fact["id"], "--store", root, "--json").doc["text"] == "Dee sold the boat."
+    turn = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines[0]
+    command = ("delete", turn["id"], *where, "--llm", server)
+    refused = run(*command, "--tenant", "ada")
+    assert (refused.code, "no memory of 'ada'" in refused.err) == (1, True)
+    deleted = run(*command, "--json")
+    assert (deleted.code, deleted.doc["kind"], deleted.doc["settled"]) == (0, "turn", True), deleted.err
+    left = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines
+    assert [t["id"] for t in left].count(turn["id"]) == 0 and len(left) == TURNS - 1
+
+
+def _change_policy(root: Path, where: tuple[str | Path, ...], server: str) -> None:
+    """Once the tenant has reworded a fact by hand, which stands against it."""
+    fact = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines[-1]
+    assert run("update", fact["id"], "Dee sails again.", *where, "--llm", server).code == 0
+    read = ("policy", "--tenant", "dee", "--store", root, "--json")
+    former = run(*read).doc
+    assert (former["policy"], former["generation"]) == ("recmem", 1)
+    command = ("policy", "eager", "--tenant", "dee", *where, "--llm", server, "--json")
+    refused = run(*command)
+    assert (refused.code, refused.out, "reworded or deleted" in refused.err) == (1, "", True), refused.err
+    assert run(*read).doc == former
+    changed = run(*command, "--drop-edits")
+    assert changed.code == 0, changed.err
+    assert changed.doc == {"tenant": "dee", "policy": "eager", "generation": 2, "change": None}
+    assert run(*read).doc == changed.doc, "it is stored with the shard that has the tenant"
+    listed = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines
+    assert listed and {fact["generation"] for fact in listed} == {2}
+
+
+def _flush(root: Path, where: tuple[str | Path, ...], server: str) -> None:
+    """A tenant whose two turns fill no window, beside tenants whose policies wait for nothing."""
+
+    def episodes() -> list[dict[str, Any]]:
+        return run("list", "--kind", "episodes", "--tenant", "eve", "--store", root, "--json").lines
+
+    changed = run("policy", "nemori", "--tenant", "eve", *where, "--llm", server, "--json")
+    assert (changed.code, changed.doc["policy"]) == (0, "nemori"), changed.err
+    assert episodes() == []
+    refused = run("flush", "--store", root, "--llm", server)
+    assert (refused.code, refused.out, "--ray" in refused.err) == (2, "", True)
+    for command in (("flush", "--tenant", "eve"), ("flush",)):
+        flushed = run(*command, *where, "--llm", server, "--json")
+        assert flushed.code == 0, flushed.err
+        count = 1 if "--tenant" in command else len(_tenants_of(root, "s0001") + _tenants_of(root, "s0002"))
+        assert flushed.doc == {"tenants": count, "settled": True}
+        assert {seq for told in episodes() for seq in told["source_seqs"]} == {0, 1}
+    assert count == len(TENANTS)  # `cy` was erased, `eve` is there
+
+
+def _tenants_of(root: Path, shard: str) -> list[str]:
+    listed = run("list", "--kind", "tenants", "--store", root / "shards" / shard, "--json").lines
+    return [record["tenant"] for record in listed]
+
+
+def test_status_from_storage_alone(built: Path) -> None:
+    state = run("cluster", "status", "--store", built, "--json").doc
+    assert (state["map_version"], state["moving_from"], list(state["shards"])) == (
+        1,
+        None,
+        ["s0001", "s0002"],
+    )
+    assert sum(s["turns"] for s in state["shards"].values()) == len(TENANTS) * TURNS
+    assert "s0002" in run("cluster", "status", "--store", built).out
+
+
+def test_wrong_usage_is_exit_2(
+    tmp_path: Path, logs: Path, built: Path, one_process: tuple[Path, dict[str, Any]]
+) -> None:
+    for args in (
+        ("ingest", logs, "--store", built, "--llm", "off"),
+        ("ingest", logs, "--store", tmp_path / "s", "--shards", "2"),
+        ("ingest", logs, "--store", tmp_path / "s", "--ray", "local"),
+        ("ingest", logs, "--store", one_process[0], "--ray", "local", "--shards", "2"),
+        ("ingest", logs, "--store", built, "--ray", "local", "--trace", tmp_path / "t.json"),
+        ("delete", "0" * 32, "--store", built),
+        ("update", "0" * 32, "x", "--store", built),
+        ("erase", "--tenant", "ada", "--store", built, "--yes"),
+        ("jobs", "--replay", "--store", built, "--llm", "http://127.0.0.1:9/v1"),
+        ("jobs", "--ray", "local", "--store", built),
+        ("reindex", "--encoder", "hash:128", "--store", built),
+    ):
+        done = run(*args)
+        assert (done.code, done.out) == (2, ""), args
+        assert done.err.strip()
+    assert not (tmp_path / "s").exists()
+    other = run("ingest", logs, "--store", built, "--ray", "local", "--shards", "3", "--llm", "off")
+    assert (other.code, "has 2 shards" in other.err) == (1, True)

@@ -1,0 +1,593 @@
+"""A tenant's own policy, and changes of it: the log is read again into a new generation of memories."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock.llm import MockReplies
+from undertow.bench.mock.replies import Messages
+from undertow.bench.mock.server import MockServer
+from undertow.engine.api.engine import Engine
+from undertow.engine.api.policy_change import PolicyConflict
+from undertow.engine.base.model import InputError, Memory, PolicyName, Turn
+from undertow.engine.storage.row_codec import turn_id
+
+from ...support.engine import (
+    MARKER,
+    NEVER,
+    HeldLLM,
+    RecordingLLM,
+    bytes_hold,
+    ingest,
+    open_engine,
+    rows_of,
+    turn_of,
+    turns_of,
+)
+from ...support.faults.harness import (
+    CHANGES,
+    THETA,
+    TOPICS,
+    assert_same_state,
+    end_state,
+    reports,
+    shared_driver,
+    write_log,
+)
+from ...support.faults.moving import Snapshots, after_commits
+from ...support.faults.spoilt_llm import served
+
+REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.15)
+# windows that close within these logs, as do sessions
+WINDOW = {"window_messages": 7}
+
+
+def topical(tenant: str, count: int, start: int = 0) -> list[Turn]:
+    """Turns on three recurring topics, in sessions of seven: under each policy some make memories."""
+    rng = random.Random(f"{tenant} {start}")
+    words = [rng.sample(rng.choice(TOPICS[:3]).split(), 6) for _ in range(count)]
+    turns = [turn_of(tenant, start + n, f"{' '.join(said)} n{n}") for n, said in enumerate(words)]
+    return [replace(turn, session_id=f"s{(start + n) // 7}") for n, turn in enumerate(turns)]
+
+
+def opened(store: Path, policy: PolicyName, llm: RecordingLLM | None = None, **more: Any) -> Engine:
+    return open_engine(store, llm or RecordingLLM(REPLIES), **{**THETA, **WINDOW, "policy": policy, **more})
+
+
+def content(memories: Iterable[Memory]) -> list[tuple[object, ...]]:
+    """What memories say and rest on, in order of birth, with names that do not depend on the generation."""
+    memories = list(memories)
+    name = {m.id: (m.kind, m.born_at_seq, m.ordinal) for m in memories}
+    return [
+        (
+            *name[m.id],
+            *(
+                m.version,
+                m.made_at_seq,
+                m.text,
+                m.source_seqs,
+                m.source_messages,
+                m.shown_seqs,
+                m.timestamp,
+                m.fact_kind,
+            ),
+            *(name.get(m.episode_id or ""), len(m.supersedes)),
+        )
+        for m in memories
+    ]
+
+
+def found_of(engine: Engine) -> list[tuple[str, str, float]]:
+    hits = engine.search("ann", "harbour violin", k_sub=0).ranked()
+    return [(hit.kind, hit.memory, hit.score) for hit in hits]
+
+
+def forget_some(engine: Engine) -> None:
+    """Delete turns; what is left of their memories is remade, some of it out of several turns in one job."""
+    for seq in (3, 9, 14, 20):
+        engine.delete(turn_id("ann", 1, seq))
+    assert engine.drain()
+
+
+def begin(engine: Engine, tenant: str = "ann", to: PolicyName = "eager", *, records: int = 3) -> None:
+    """Change the policy, and go on until some records were read again."""
+    engine.set_policy(tenant, to)
+    while (change := engine.policy(tenant)["change"]) and change["decided"] < records:
+        if isinstance(engine._llm, HeldLLM):
+            engine._llm.release()
+        engine.step()
+    assert change is not None, "it is under way"
+
+
+def finish(engine: Engine) -> None:
+    while not engine.idle:
+        if isinstance(engine._llm, HeldLLM):
+            engine._llm.release()
+        engine.step()
+
+
+# ---- a tenant's own policy
+
+
+def test_a_tenant_begins_under_a_policy_of_its_own(tmp_path: Path) -> None:
+    with opened(tmp_path / "eager", "eager") as engine:
+        ingest(engine, topical("ann", 20), 7)
+        assert engine.drain()
+        expected = engine.get_all("ann")
+    with opened(tmp_path / "own", "recmem") as engine:
+        assert engine.set_policy("ann", "eager") == {
+            "tenant": "ann",
+            "policy": "eager",
+            "generation": 1,
+            "change": None,
+        }
+        ingest(engine, topical("ann", 20), 7)
+        ingest(engine, topical("bob", 20), 7)
+        assert engine.drain()
+        assert engine.get_all("ann") == expected and len(expected) > 3
+        assert any(m.kind == "episode" for m in engine.get_all("bob")), (
+            "the store's policy is everyone else's"
+        )
+        assert engine.policy("bob")["policy"] == "recmem"
+    with opened(tmp_path / "own", "recmem") as engine:
+        assert engine.policy("ann")["policy"] == "eager"
+        assert engine.get_all("ann") == expected
+
+
+def test_an_answer_is_given_what_the_tenants_own_policy_says(tmp_path: Path) -> None:
+    with opened(tmp_path, "recmem") as engine:
+        engine.set_policy("ann", "nemori")
+        for name in ("ann", "bob"):
+            ingest(engine, topical(name, 20), 20)
+            engine.flush(name)
+        given = engine.recall("ann", "harbour boat")
+        best = {seq for hit in given.episodes[:2] for seq in hit.source_seqs}
+        assert {seq for hit in given.turns for seq in hit.source_seqs} == best != set(), "the words of these"
+        assert given.episodes == engine.search("ann", "harbour boat").episodes
+        assert engine.recall("bob", "harbour boat") == engine.search("bob", "harbour boat")
+        assert len(engine.search("bob", "harbour boat").turns) == 10
+        engine.set_policy("ann", "recmem")
+        assert engine.recall("ann", "harbour boat") == given, "until the change is done"
+        assert engine.drain()
+        assert engine.recall("ann", "harbour boat") == engine.search("ann", "harbour boat")
+
+
+def test_what_is_no_change_leaves_no_record(tmp_path: Path) -> None:
+    with opened(tmp_path, "recmem") as engine:
+        engine.add_batch(topical("ann", 2))
+        with pytest.raises(InputError, match=r"'lazy' is none.*recmem, eager"):
+            engine.set_policy("ann", "lazy")
+        with pytest.raises(InputError, match="empty"):
+            engine.set_policy("", "eager")
+        before = engine.journal.row_count
+        assert engine.set_policy("ann", "recmem")["change"] is None
+        assert engine.journal.row_count == before
+        engine.set_policy("ann", "eager")
+        before = engine.journal.row_count
+        assert engine.set_policy("ann", "eager")["change"]["policy"] == "eager"
+        assert engine.journal.row_count == before, "repeated, it is the same change"
+
+
+# ---- a change
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize("chunk", [1, 50])
+def test_after_a_change_all_is_as_if_the_policy_had_been_there_from_the_start(
+    before: PolicyName, after: PolicyName, chunk: int, tmp_path: Path
+) -> None:
+    """Whatever the batches, with other tenants at work, and with turns that come meanwhile.
+
+    A flush in the log ends a window when it is read again, too.
+    """
+    with opened(tmp_path / "from the start", after) as engine:
+        ingest(engine, topical("ann", 24), 50)
+        engine.log_flush("ann")
+        engine._log("ann", "replay", [{"job_id": "none"}])  # does nothing, in the log's place of the change
+        ingest(engine, topical("ann", 12, 24), 50)
+        assert engine.drain()
+        expected, stats = content(engine.get_all("ann")), engine.tenant_stats("ann")
+        found = found_of(engine)
+        forget_some(engine)
+        less = content(engine.get_all("ann"))
+    assert len(expected) > 5 and found and less != expected
+    llm = RecordingLLM(REPLIES, latency_s=0.001, jitter_s=0.002)
+    with opened(tmp_path / "changed", before, llm) as engine:
+        ingest(engine, topical("ann", 24), chunk)
+        ingest(engine, topical("bob", 24), chunk)
+        engine.log_flush("ann")
+        engine.set_policy("ann", after)
+        ingest(engine, topical("ann", 12, 24), chunk)
+        assert engine.drain()
+        assert content(engine.get_all("ann")) == expected
+        assert {m.generation for m in engine.get_all("ann")} == {2}
+        told = engine.tenant_stats("ann")
+        for name in ("turns", "episodes", "facts", "merges", "consolidations", "waiting_turns"):
+            assert told[name] == stats[name], name
+        assert told["llm_calls"] > stats["llm_calls"], "what the first generation cost stays metered"
+        assert found_of(engine) == found
+        assert engine.policy("bob")["generation"] == 1
+        forget_some(engine)
+        live = engine.get_all("ann")
+        assert content(live) == less and {m.generation for m in live} == {2}
+    with reports(tmp_path / "changed") as of:
+        kinds: tuple[Any, ...] = ("episode", "fact")
+        listed = [m["id"] for kind in kinds for m in of.memories("ann", kind)]
+        assert sorted(listed) == sorted(m.id for m in live)
+        every = [m["generation"] for kind in kinds for m in of.memories("ann", kind, every=True)]
+        assert set(every) == {1, 2}, "the first generation stays in the history"
+        assert [r["decision"] for r in of.explain("ann")].count("undecided") == 0
+    with opened(tmp_path / "changed", before) as engine:
+        assert engine.get_all("ann") == live
+
+
+class OneFact(MockReplies):
+    """Whatever is read says the same."""
+
+    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
+        return '{"facts": [{"text": "Ann sails."}]}'
+
+
+def test_what_one_job_makes_and_changes_is_of_its_generation(tmp_path: Path) -> None:
+    with open_engine(tmp_path, RecordingLLM(OneFact()), **NEVER) as engine:
+        engine.add_batch(topical("ann", 6))
+        assert engine.drain()
+        engine.set_policy("ann", "eager")
+        assert engine.drain()
+        assert [m.source_seqs for m in engine.get_all("ann")] == [(0, 1, 2, 3, 4, 5)]
+        engine.delete(turn_id("ann", 1, 2))
+        assert engine.drain()
+        (fact,) = engine.get_all("ann")
+        assert (fact.generation, fact.version, fact.source_seqs) == (2, 5, (0, 1, 3, 4, 5))
+    with open_engine(tmp_path, **NEVER) as engine:
+        assert engine.get_all("ann") == [fact]
+
+
+def test_meanwhile_searches_see_the_former_generation(tmp_path: Path) -> None:
+    with opened(tmp_path, "recmem", HeldLLM(REPLIES)) as engine:
+        engine.add_batch(topical("ann", 20))
+        finish(engine)
+        former = engine.get_all("ann")
+        found = engine.search("ann", "harbour boat")
+        assert former and (found.episodes or found.facts)
+        page = engine.list("ann", kinds=["episode", "fact"])
+        begin(engine)
+        assert engine.get_all("ann") == former
+        assert engine.search("ann", "harbour boat") == found
+        assert engine.list("ann", kinds=["episode", "fact"]) == page
+        assert engine.history(former[0].id)[-1]["text"] == former[0].text
+        (receipt,) = engine.add_batch([turn_of("ann", 99, f"the {MARKER} in the harbour")])
+        turns = engine.search("ann", MARKER).turns
+        assert receipt.id in [hit.id for hit in turns], "a turn that comes is found at once"
+        change = engine.policy("ann")["change"]
+        assert change == {"policy": "eager", "generation": 2, "decided": change["decided"], "records": 21}
+        assert 3 <= change["decided"] < 21
+        finish(engine)
+        assert engine.policy("ann") == {"tenant": "ann", "policy": "eager", "generation": 2, "change": None}
+        current = engine.get_all("ann")
+        assert current and not {m.id for m in current} & {m.id for m in former}
+        hits = engine.search("ann", "harbour boat", k_sub=0, k_epi=50, k_sem=50).ranked()
+        assert {hit.id for hit in hits} == {m.id for m in current}, "the former is no longer retrieved"
+        assert any(99 not in m.source_seqs and 21 in m.source_seqs for m in current), (
+            "the late turn's, after all"
+        )
+        assert engine.history(former[0].id)[-1]["generation"] == 1
+        assert engine.search("ann", MARKER).turns[0].id == receipt.id
+        assert turn_id("ann", 1, 0) in {hit.id for hit in engine.search("ann", "n0", k_sub=100).turns}
+
+
+def test_consolidated_turns_stay_out_of_search_during_a_change(tmp_path: Path) -> None:
+    def found(engine: Engine) -> set[int]:
+        return {hit.source_seqs[0] for hit in engine.search("ann", "harbour", k_sub=100).turns}
+
+    with opened(tmp_path, "recmem", HeldLLM(REPLIES), retain_consolidated=False) as engine:
+        engine.add_batch(topical("ann", 20))
+        finish(engine)
+        before = found(engine)
+        assert 0 < len(before) < 20
+        begin(engine)
+        assert found(engine) == before
+        engine.add_batch(topical("ann", 1, 50))
+        assert found(engine) == before | {21}
+
+
+# ---- crashes and faults
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_change_goes_on_from_wherever_it_was_cut_off(
+    before: PolicyName, after: PolicyName, tmp_path: Path
+) -> None:
+    """The store as it is on the disk after some of the commits, taken up by another engine."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    with opened(whole, before) as engine:
+        engine.add_batch(topical("ann", 16))
+        assert engine.drain()
+        shutil.copytree(whole, cut)
+        engine.set_policy("ann", after)
+        assert engine.drain()
+        assert engine.get_all("ann")
+    expected = end_state(whole)
+    snapshots = Snapshots(cut, tmp_path / "cuts")
+    with opened(cut, before) as engine, after_commits(snapshots.take):
+        engine.set_policy("ann", after)
+        assert engine.drain()
+    stores = [store for commit, store, _ in snapshots.taken if commit == "append"]
+    came_to: list[Any] = []
+    # the last two stand before and behind the switch
+    for store in [*stores[: -2 : -(-len(stores) // 4)], *stores[-2:]]:
+        (store / "writer.lock").unlink()
+        with opened(store, before) as other:
+            told = other.policy("ann")
+            came_to.append(told["change"]["decided"] if told["change"] else None)
+            assert told["generation"] == (1 if told["change"] else 2)
+            assert other.drain()
+        assert_same_state(end_state(store), expected)
+    assert came_to[0] == 0 and 0 < came_to[-2] <= 16 and came_to[-1] is None
+    assert_same_state(end_state(cut), expected)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(MockServer(REPLIES)) as url:
+        yield url
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_process_killed_during_a_change(
+    before: PolicyName, after: PolicyName, url: str, tmp_path: Path
+) -> None:
+    """SIGKILL before and after commits, one run after the other; each goes on with the rest."""
+    driver = shared_driver()
+    settings = {**THETA, "encoder": "hash:64", "llm_url": url, "policy": before, "window_messages": 4}
+    log = write_log(tmp_path / "log.jsonl", ["ann", "bob"], 14, session_turns=2)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ingested = driver.run(task="ingest", log=log, store=whole, settings=settings)
+    assert ingested.last("settled")
+    shutil.copytree(whole, cut)
+    task = {"task": "set_policy", "tenant": "ann", "policy": after, "settings": settings}
+    outcome = driver.run(store=whole, **task)
+    assert outcome.status == 0 and outcome.last("policy")["generation"] == 2
+    begun_at = []
+    for n, late in ((1, False), (1, True), (5, True), (4, False)):
+        kill = {"method": "append_copies", "n": n, "after": late}  # of commits that hold rows
+        outcome = driver.run(store=cut, kill=kill, **task)
+        assert outcome.status == -signal.SIGKILL, outcome.lines
+        begun_at.append(outcome.last("begun_at"))
+    outcome = driver.run(store=cut, **task)
+    assert outcome.status == 0 and outcome.last("settled")
+    assert 0 < outcome.last("begun_at") < 14, begun_at
+    assert sorted(n for n in begun_at if n is not None) == [n for n in begun_at if n is not None]
+    assert_same_state(end_state(cut), end_state(whole))
+
+
+def test_unusable_replies_park_and_are_replayed_in_the_new_generation(tmp_path: Path) -> None:
+    broken = MockReplies(1, malformed_rate=1.0, malformed_sticky=True)
+    with opened(tmp_path, "recmem", RecordingLLM(broken)) as engine:
+        engine.add_batch(topical("ann", 14))
+        assert engine.drain()
+        assert (parked := engine.tenant_stats("ann")["dead_letters"]) > 0
+        engine.set_policy("ann", "eager")
+        assert engine.drain()
+        assert engine.tenant_stats("ann")["dead_letters"] == 14 != parked
+        assert engine.policy("ann")["generation"] == 2, "parked jobs do not hold the switch"
+    with reports(tmp_path) as of:
+        assert [job["operation"] for job in of.jobs()] == ["extract"] * 14, "the former jobs are of no use"
+    with opened(tmp_path, "recmem", RecordingLLM(REPLIES)) as engine:
+        assert engine.replay_jobs() == 14
+        assert engine.drain()
+        assert engine.get_all("ann") and engine.tenant_stats("ann")["dead_letters"] == 0
+
+
+def test_without_a_server_a_change_waits_and_the_former_memories_serve(tmp_path: Path) -> None:
+    with opened(tmp_path, "recmem") as engine:
+        engine.add_batch(topical("ann", 14))
+        assert engine.drain()
+        former = engine.get_all("ann")
+    with open_engine(tmp_path, None, **THETA) as engine:
+        engine.set_policy("ann", "eager")
+        assert not engine.drain()
+        assert engine.get_all("ann") == former
+        assert engine.policy("ann")["change"]["decided"] == 0
+    with reports(tmp_path) as of:
+        assert [(job["state"], job["operation"]) for job in of.jobs()] == [("pending", "extract")]
+    with opened(tmp_path, "recmem") as engine:
+        assert engine.drain()
+        assert engine.policy("ann")["generation"] == 2
+
+
+# ---- what users do to their memories
+
+
+def test_edits_stand_against_a_change_until_they_are_dropped(tmp_path: Path) -> None:
+    with opened(tmp_path, "recmem") as engine:
+        engine.add_batch(topical("ann", 20))
+        assert engine.drain()
+        first, second, *_ = engine.get_all("ann")
+        engine.update(first.id, "Words of Ann's own.")
+        engine.delete(second.id)
+        with pytest.raises(PolicyConflict, match=r"2 memories of 'ann' were reworded or deleted.*drop_edits"):
+            engine.set_policy("ann", "eager")
+        assert engine.policy("ann")["change"] is None
+        engine.set_policy("ann", "eager", drop_edits=True)
+        with pytest.raises(PolicyConflict, match="being made anew"):
+            engine.update(first.id, "Other words.")
+        with pytest.raises(PolicyConflict, match="being made anew"):
+            engine.delete(first.id)
+        assert engine.drain()
+        assert engine.history(first.id)[-1]["text"] == "Words of Ann's own."
+        with pytest.raises(PolicyConflict, match="of generation 1, and 'ann' has generation 2"):
+            engine.delete(first.id)
+        engine.delete(engine.get_all("ann")[0].id)
+        with pytest.raises(PolicyConflict, match="1 memories"):
+            engine.set_policy("ann", "recmem")
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_of_a_deleted_turn_no_generation_keeps_a_byte(
+    before: PolicyName, after: PolicyName, moment: str, tmp_path: Path
+) -> None:
+    llm = HeldLLM(REPLIES)
+    turns = topical("ann", 18)
+    turns[2] = turn_of("ann", 2, f"boat sail harbour mast anchor {MARKER}")
+    with opened(tmp_path, before, llm) as engine:
+        engine.add_batch(turns)
+        finish(engine)
+        assert MARKER in repr([row.payload for row in rows_of(tmp_path, "episode", "fact")])
+        victim = turn_id("ann", 1, 2)
+        if moment == "before":
+            engine.delete(victim)
+        begin(engine, to=after, records=5)
+        if moment == "during":
+            engine.delete(victim)
+            assert MARKER not in repr(engine.search("ann", "boat", k_sub=50, k_epi=50, k_sem=50))
+        finish(engine)
+        if moment == "after":
+            engine.delete(victim)
+            finish(engine)
+        assert engine.policy("ann")["generation"] == 2
+        live = engine.get_all("ann")
+        assert live and MARKER not in repr(live)
+        assert not any(2 in m.source_seqs for m in live)
+        engine.purge()
+    assert not bytes_hold(tmp_path, MARKER)
+    if moment == "before":
+        asked = [p.user for p in llm.prompts["ann"]]
+        assert MARKER in repr(asked)
+    with opened(tmp_path, before) as engine:
+        assert engine.get_all("ann") == live
+
+
+def test_a_turn_deleted_before_a_change_is_not_read_again(tmp_path: Path) -> None:
+    with opened(tmp_path, "recmem") as engine:
+        engine.add_batch([turn_of("ann", 0, f"the {MARKER}"), *topical("ann", 8, 1)])
+        assert engine.drain()
+        engine.delete(turn_id("ann", 1, 0))
+        assert engine.drain()
+    llm = RecordingLLM(REPLIES)
+    with opened(tmp_path, "recmem", llm) as engine:
+        engine.set_policy("ann", "eager")
+        assert engine.drain()
+    assert [p.operation for p in llm.prompts["ann"]].count("extract") == 8, "each turn that is left, once"
+    assert MARKER not in repr(llm.prompts["ann"])
+
+
+@pytest.mark.parametrize("during", [True, False])
+def test_an_erasure_takes_all_generations(during: bool, tmp_path: Path) -> None:
+    llm = HeldLLM(REPLIES)
+    with opened(tmp_path, "recmem", llm) as engine:
+        engine.add_batch(topical("ann", 18))
+        finish(engine)
+        ids = {m.id for m in engine.get_all("ann")}
+        begin(engine)
+        if not during:
+            finish(engine)
+        certificate = engine.erase("ann", now=True)
+        assert certificate is not None and certificate.turns_removed == 18
+        made = {row.id for row in rows_of(tmp_path, "episode", "fact")}
+        assert not made
+        assert certificate.episodes_removed > 0 and certificate.facts_removed > 0
+        finish(engine)
+        assert not bytes_hold(tmp_path, "n17")
+        engine.add_batch(topical("ann", 18))
+        finish(engine)
+        assert engine.policy("ann") == {"tenant": "ann", "policy": "recmem", "generation": 1, "change": None}
+        assert ids and not ids & {m.id for m in engine.get_all("ann")}, "no id of an earlier life comes again"
+    seen = {row.id for row in rows_of(tmp_path, "episode", "fact")}
+    assert seen
+
+
+# ---- one change after another
+
+
+@pytest.mark.parametrize("chunk", [1, 50])
+def test_a_newer_change_takes_the_place_of_one_under_way(chunk: int, tmp_path: Path) -> None:
+    llm = HeldLLM(REPLIES)
+    with opened(tmp_path / "a", "recmem", llm) as engine:
+        ingest(engine, topical("ann", 18), chunk)
+        finish(engine)
+        former = engine.get_all("ann")
+        begin(engine, records=4)
+        asked = len(llm.prompts["ann"])
+        victim = turn_id("ann", 1, 1)
+        engine.delete(victim)
+        engine.set_policy("ann", "recmem")
+        while engine.policy("ann")["change"]["decided"] < 2:
+            llm.release()
+            engine.step()
+        assert {m.generation for m in engine.get_all("ann")} == {1}
+        finish(engine)
+        assert engine.policy("ann") == {"tenant": "ann", "policy": "recmem", "generation": 3, "change": None}
+        late = [p.operation for p in llm.prompts["ann"][asked:]]
+        assert late.count("extract") <= 1, "the change that is of no use any more goes no further"
+        result = engine.get_all("ann")
+        assert former and {m.generation for m in result} == {3}
+        assert not any(1 in m.source_seqs for m in result)
+    with reports(tmp_path / "a") as of:
+        kinds: tuple[Any, ...] = ("episode", "fact")
+        for kind in kinds:
+            kept = of.memories("ann", kind, every=True)
+            assert not any(1 in m["source_seqs"] for m in kept), "nor in the generation that was broken off"
+    with opened(tmp_path / "a", "recmem") as engine:
+        assert engine.get_all("ann") == result
+    with opened(tmp_path / "b", "recmem") as engine:
+        ingest(engine, topical("ann", 18), 50)
+        engine.set_policy("ann", "eager")
+        engine.delete(victim)
+        engine.set_policy("ann", "recmem")
+        assert engine.drain()
+        assert engine.get_all("ann") == result, "to the ids, whenever the changes came"
+
+
+# ---- out of a store and into another
+
+
+@pytest.mark.parametrize("moment", ["during", "after", "twice"])
+def test_an_export_carries_generations_and_changes(moment: str, tmp_path: Path) -> None:
+    llm = HeldLLM(REPLIES)
+    with opened(tmp_path / "from", "recmem", llm) as engine:
+        engine.add_batch(topical("ann", 16))
+        finish(engine)
+        begin(engine, records=6)
+        if moment == "twice":
+            engine.set_policy("ann", "recmem")
+        if moment != "during":
+            finish(engine)
+        records = []
+        with reports(tmp_path / "from") as of:
+            records = list(of.export("ann"))
+        finish(engine)
+        expected = engine.get_all("ann")
+    with opened(tmp_path / "to", "recmem") as engine:
+        engine.import_("ann", records)
+        if moment == "during":
+            assert engine.policy("ann")["change"]["policy"] == "eager"
+        assert engine.drain()
+        assert engine.get_all("ann") == expected
+    with reports(tmp_path / "to") as of, reports(tmp_path / "from") as origin:
+        if moment != "during":
+            assert list(of.export("ann")) == records
+        assert [m["id"] for m in of.memories("ann", "fact")] == [
+            m["id"] for m in origin.memories("ann", "fact")
+        ]
+
+
+def test_an_export_of_a_tenant_with_a_policy_of_its_own(tmp_path: Path) -> None:
+    with opened(tmp_path / "from", "recmem") as engine:
+        engine.set_policy("ann", "eager")
+        engine.add_batch(turns_of("ann", 6))
+        assert engine.drain()
+    with reports(tmp_path / "from") as of:
+        records = list(of.export("ann"))
+    with opened(tmp_path / "to", "recmem") as engine:
+        engine.import_("ann", records)
+        assert engine.policy("ann")["policy"] == "eager"

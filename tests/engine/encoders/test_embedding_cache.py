@@ -1,0 +1,97 @@
+"""A tenant's identical texts are encoded once, on the host and on a device; nothing crosses tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from undertow.engine.encoders.base import DeviceEncoder, Encoded, Encoder, Float16, HashingEncoder
+from undertow.engine.encoders.embedding_cache import TenantTextCache
+
+
+class _Counting:
+    """An encoder that notes which texts it was asked for."""
+
+    def __init__(self) -> None:
+        self._inner = HashingEncoder(32)
+        self.asked: list[list[str]] = []
+        self.dim = self._inner.dim
+        self.fingerprint = self._inner.fingerprint
+
+    def encode(self, texts: Sequence[str]) -> Float16:
+        self.asked.append(list(texts))
+        return self._inner.encode(texts)
+
+
+def test_cache_encodes_a_tenants_text_once_and_shares_nothing() -> None:
+    counting = _Counting()
+    inner: Encoder = counting
+    cache = TenantTextCache(inner, 10)
+    got = cache.encode(["a", "a", "b", "a"], ["x y", "z", "x y", "x y"])
+    assert counting.asked == [["x y", "z", "x y"]]
+    assert np.array_equal(got, HashingEncoder(32).encode(["x y", "z", "x y", "x y"]))
+    assert np.array_equal(cache.encode(["b", "a", "b"], ["x y", "x y", "z"]), got[[0, 0, 1]])
+    assert counting.asked[1:] == [["z"]]  # known of tenant a, but not of b
+    assert cache.encode([], []).shape == (0, 32)
+
+
+def test_cache_forgets_the_text_used_longest_ago() -> None:
+    counting = _Counting()
+    cache = TenantTextCache(counting, 2)
+    for text in ("one", "two", "one", "three", "one", "two"):
+        cache.encode(["t"], [text])
+    assert counting.asked == [["one"], ["two"], ["three"], ["two"]]
+    assert len(cache) == 2
+
+
+def test_cache_of_no_capacity_dedupes_within_a_call_only() -> None:
+    counting = _Counting()
+    cache = TenantTextCache(counting, 0)
+    cache.encode(["t", "t"], ["one", "one"])
+    cache.encode(["t"], ["one"])
+    assert counting.asked == [["one"], ["one"]]
+    with pytest.raises(ValueError, match="capacity"):
+        TenantTextCache(counting, -1)
+    with pytest.raises(ValueError, match="one tenant a text"):
+        cache.encode(["t"], ["one", "two"])
+
+
+class _OnDevice(_Counting):
+    """Leaves its vectors as a tensor too."""
+
+    def embed(self, texts: Sequence[str]) -> Encoded:
+        host = self.encode(texts)
+        return Encoded(host, torch.from_numpy(host.copy()))
+
+
+def test_device_rows_are_the_host_rows() -> None:
+    """Fresh ones stay on the device, known ones are sent there, repeats are copied there."""
+    encoder = _OnDevice()
+    assert isinstance(encoder, DeviceEncoder)
+    assert not isinstance(_Counting(), DeviceEncoder)
+    cache = TenantTextCache(encoder, 10)
+    for tenants, texts in (
+        ("aab", ["one", "two", "one"]),  # all fresh
+        ("aaba", ["two", "three", "three", "three"]),  # known, fresh, fresh of another, repeated
+        ("baa", ["four", "one", "two"]),
+    ):
+        got = cache.embed(list(tenants), texts)
+        assert got.device is not None
+        assert np.array_equal(got.device.numpy(), got.host)
+        assert np.array_equal(got.host, HashingEncoder(32).encode(texts))
+    assert encoder.asked == [["one", "two", "one"], ["three", "three"], ["four"]]
+    known = cache.embed(["a", "b"], ["one", "four"])
+    assert known.device is None  # nothing was computed there
+    assert np.array_equal(known.host, HashingEncoder(32).encode(["one", "four"]))
+
+
+def test_the_copy_to_hand_on_is_the_one_that_is_there() -> None:
+    host = np.zeros((2, 32), np.float16)
+    there = torch.empty((2, 32), dtype=torch.float16, device="meta")
+    assert Encoded(host, there).on("meta") is there
+    assert Encoded(host, there).on("cuda") is host
+    assert Encoded(host, torch.from_numpy(host)).on("cpu") is host  # the host's arena takes NumPy
+    assert Encoded(host).on("cuda") is host

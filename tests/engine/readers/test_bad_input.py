@@ -1,0 +1,260 @@
+"""Bad input and bad places: each error names file, line and cure, and the good lines around it are taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ...support.cli import ENV, PROGRAM, Ran, conversation, run, turn_line, write_log
+
+
+def without(line: dict[str, Any], field: str) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != field}
+
+
+GOOD = turn_line("ada", 0, "a good line")
+BAD_LINES: dict[str, tuple[Any, str]] = {
+    "broken JSON": ('{"tenant": "ada", "messages": [', "is not JSON"),
+    "no object": ("[1, 2]", "must be a JSON object"),
+    "no tenant": (without(GOOD, "tenant"), "field 'tenant'"),
+    "no messages": (without(GOOD, "messages"), "field 'messages'"),
+    "tenant of a wrong type": ({**GOOD, "tenant": 7}, "field 'tenant'"),
+    "messages of a wrong type": ({**GOOD, "messages": "hello"}, "field 'messages'"),
+    "no content": ({**GOOD, "messages": [{"role": "user"}]}, "content"),
+    "no role": ({**GOOD, "messages": [{"content": "hello"}]}, "role"),
+    "empty text": ({**GOOD, "messages": [{"role": "user", "content": "  "}]}, "content"),
+    "2 MB message": ({**GOOD, "messages": [{"role": "user", "content": "x" * 2_000_000}]}, "content"),
+    "vague timestamp": ({**GOOD, "timestamp": "last tuesday"}, "field 'timestamp'"),
+    "impossible timestamp": ({**GOOD, "timestamp": "2026-02-30T10:00:00"}, "field 'timestamp'"),
+}
+
+
+def ingest(log: Path, store: Path, *flags: str) -> Ran:
+    return run("ingest", log, "--store", store, "--llm", "off", "--json", *flags)
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named_and_the_good_ones_are_taken(tmp_path: Path, name: str) -> None:
+    bad, says = BAD_LINES[name]
+    good = conversation("ada", 4)
+    log = write_log(tmp_path / "log.jsonl", [*good[:2], bad, *good[2:]])
+    done = ingest(log, tmp_path / "s")
+    assert (done.code, done.doc["turns"], done.doc["errors"]) == (3, 4, 1)
+    (told,) = [line for line in done.err.splitlines() if str(log) in line]
+    assert told.startswith(f"{log}:3: ")
+    assert says in told
+    assert told.count(". ") >= 1, "a cure follows the reason"
+    assert len(told) < 1_000
+    assert "Traceback" not in done.err
+
+
+def test_strict_stores_nothing_of_the_batch_with_the_bad_line(tmp_path: Path) -> None:
+    good = conversation("ada", 6)
+    log = write_log(tmp_path / "log.jsonl", [*good[:5], "{broken", good[5]])
+    whole = ingest(log, tmp_path / "a", "--strict")
+    assert (whole.code, whole.doc["turns"], whole.doc["errors"]) == (3, 0, 1)
+    assert f"{log}:6" in whole.err and "--strict" in whole.err
+    by_two = ingest(log, tmp_path / "b", "--strict", "--batch-turns", "2")
+    assert (by_two.code, by_two.doc["turns"]) == (3, 4)
+    write_log(log, good)
+    mended = ingest(log, tmp_path / "b", "--strict", "--resume")
+    assert (mended.code, mended.doc["turns"]) == (0, 6)
+
+
+def test_many_bad_lines_are_counted_not_all_told(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", ["{broken"] * 200 + conversation("ada", 2))
+    done = ingest(log, tmp_path / "s")
+    assert (done.code, done.doc["errors"], done.doc["turns"]) == (3, 200, 2)
+    assert len(done.err.splitlines()) < 100
+    assert "150 more errors" in done.err
+
+
+def test_times_out_of_order_and_missing_ones_are_no_errors(tmp_path: Path) -> None:
+    lines = conversation("ada", 3)
+    lines[2]["timestamp"] = "2020-01-01T00:00:00"
+    undated = without(turn_line("bo", 0, "no time at all"), "timestamp")
+    inherits = without(turn_line("ada", 9, "the time of the turn before"), "timestamp")
+    done = ingest(write_log(tmp_path / "log.jsonl", [*lines, undated, inherits]), tmp_path / "s")
+    assert (done.code, done.doc["turns"], done.doc["errors"], done.doc["warnings"]) == (0, 5, 0, 1)
+    assert "earlier than the one before" in done.err
+    times = run("list", "--store", tmp_path / "s", "--tenant", "ada", "--kind", "turns", "--json").lines
+    assert [t["timestamp"] for t in times[2:]] == ["2020-01-01T00:00:00"] * 2
+    (turn,) = run("list", "--store", tmp_path / "s", "--tenant", "bo", "--kind", "turns", "--json").lines
+    assert turn["timestamp"] is None
+
+
+def test_files_that_are_no_logs_do_not_stop_the_others(tmp_path: Path) -> None:
+    write_log(tmp_path / "a.jsonl", conversation("ada", 2))
+    (tmp_path / "b.json").write_text('{"something": "else"}')
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 and then nothing")
+    pq.write_table(pa.table({"tenant": ["bo"]}), tmp_path / "d.parquet")
+    (tmp_path / "e.jsonl.gz").write_bytes(b"\x1f\x8b not gzip at all")
+    done = ingest(tmp_path, tmp_path / "s")
+    assert (done.code, done.doc["turns"], done.doc["errors"]) == (3, 2, 4)
+    for name in ("b.json", "c.parquet", "d.parquet", "e.jsonl.gz"):
+        assert str(tmp_path / name) in done.err
+
+
+def test_an_unknown_tenant_or_id_or_store_is_said(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    ingest(write_log(tmp_path / "log.jsonl", conversation("ada", 2)), store)
+    for command in ("explain", "export"):
+        done = run(command, "--tenant", "nobody", "--store", store)
+        assert (done.code, done.out) == (1, "")
+        assert "no tenant 'nobody'" in done.err and "--kind tenants" in done.err
+    for args in (("get", "abc"), ("history", "abc"), ("update", "abc", "words"), ("delete", "abc")):
+        done = run(*args, "--store", store)
+        assert done.code == 1
+        assert "abc" in done.err and "undertow list" in done.err
+    missing = run("search", "boat", "--tenant", "ada", "--store", tmp_path / "nowhere")
+    assert missing.code == 1
+    assert "not an Undertow store" in missing.err
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_store_of_another_encoder_or_a_newer_format_is_refused(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
+    ingest(log, store)
+    other = ingest(log, store, "--encoder", "hash:128")
+    assert (other.code, other.out) == (1, "")
+    assert "hash:384" in other.err and "hash:128" in other.err and "undertow reindex" in other.err
+    described = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps({**described, "format_version": 99}))
+    newer = ingest(log, store)
+    assert newer.code == 1
+    assert "format version 99" in newer.err
+    (store / "store.json").write_text("{")
+    assert "Restore it" in ingest(log, store).err
+
+
+NO_DESCRIPTIONS: dict[str, Any] = {
+    "a list": [1],
+    "a text": "store",
+    "format only": {"format_version": 2},
+    "no number": {"dim": "384"},
+    "a truth for a number": {"dim": True},
+    "no object": {"encoder": ["hash:384"]},
+    "no key": {"hash_key": "xyz"},
+    "an unknown field": {"colour": "red"},
+    "a journal elsewhere": {"journal": "../other.lance"},
+    "an encoder without fields": {"encoder": {}},
+    "an encoder of wrong types": {"encoder": {"model": 7, "digest": "", "dim": 1, "dtype": "", "device": ""}},
+}
+
+
+@pytest.mark.parametrize("name", NO_DESCRIPTIONS)
+def test_json_that_describes_no_store_is_refused_with_the_cure(tmp_path: Path, name: str) -> None:
+    store = tmp_path / "s"
+    ingest(write_log(tmp_path / "log.jsonl", conversation("ada", 2)), store)
+    written = NO_DESCRIPTIONS[name]
+    if isinstance(written, dict) and name != "format only":
+        written = json.loads((store / "store.json").read_text()) | written
+    (store / "store.json").write_text(json.dumps(written))
+    done = run("search", "boat", "--tenant", "ada", "--store", store)
+    assert (done.code, done.out) == (1, "")
+    assert "store.json" in done.err and "backup" in done.err
+    findings = {f["what"]: f for f in run("doctor", "--store", store, "--json").doc["findings"]}
+    assert not findings["store"]["ok"] and "backup" in findings["store"]["text"]
+
+
+def test_a_store_among_the_logs_is_no_log(tmp_path: Path) -> None:
+    write_log(tmp_path / "a.jsonl", conversation("ada", 2))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "store.json").write_text("{}")  # without a journal it is only a file
+    store = tmp_path / "sub" / "mem"
+    first = ingest(tmp_path, store)
+    again = ingest(tmp_path, store)
+    assert (first.code, again.code) == (3, 3), "sub/store.json is no log"
+    assert (again.doc["turns"], again.doc["errors"]) == (2, 1)
+    assert str(store) not in again.err
+    itself = ingest(store, store)
+    assert itself.code == 2 and "is an Undertow store" in itself.err
+
+
+def test_a_trace_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
+    for trace in (tmp_path / "nowhere" / "trace.json", tmp_path):
+        done = ingest(log, tmp_path / "s", "--trace", str(trace))
+        assert (done.code, done.out) == (2, "")
+        assert f"--trace {trace} cannot be written" in done.err
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_value_error_of_the_engine_is_not_blamed_on_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "s"
+    ingest(write_log(tmp_path / "log.jsonl", conversation("ada", 2)), store)
+
+    def broken(*args: object, **more: object) -> None:
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr("undertow.engine.api.engine.Engine.search", broken)
+    command = ("search", "boat", "--tenant", "ada", "--store", store)
+    done = run(*command)
+    assert (done.code, done.out) == (1, "")
+    assert "shapes do not match" in done.err and "report" in done.err and "--debug" in done.err
+    with pytest.raises(ValueError, match="shapes do not match"):
+        run("--debug", *command)
+    assert run("search", "boat", "--tenant", "ada", "--store", store, "--until", "soon").code == 2
+    for bad in (("demo", "--llm", "no url"), ("reindex", "--store", store, "--encoder", "hash:x")):
+        refused = run(*bad)
+        assert refused.code == 2 and "report" not in refused.err
+
+
+def test_a_place_that_takes_no_store_is_said(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
+    done = ingest(log, log / "store")
+    assert (done.code, done.out) == (1, "")
+    assert str(log / "store") in done.err and "Traceback" not in done.err
+
+
+def test_a_read_only_store_can_be_read_but_not_written(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    store = tmp_path / "s"
+    log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
+    ingest(log, store)
+    folders = [store, *(p for p in store.rglob("*"))]
+    for path in folders:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        refused = ingest(log, store)
+        assert refused.code == 1
+        assert "read-only" in refused.err
+        assert len(run("search", "boat", "--tenant", "ada", "--store", store, "--json").lines) == 2
+    finally:
+        for path in folders:
+            path.chmod(0o755)
+
+
+def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    """A limit on file size stands for the full disk: the same refusal of a write, at a certain point."""
+    store = tmp_path / "s"
+    log = write_log(tmp_path / "log.jsonl", conversation("ada", 60))
+    ingest(write_log(tmp_path / "first.jsonl", conversation("bo", 2)), store)
+    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); "
+    command = ["ingest", str(log), "--store", str(store), "--llm", "off", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{limit}os.execv(sys.argv[1], sys.argv[1:])", *PROGRAM, *command],
+        env=ENV,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "Nothing of this step was acknowledged" in done.stderr and "free space" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert run("list", "--kind", "tenants", "--store", store, "--json").lines == [
+        {"tenant": "bo", "turns": 2}
+    ]
+    again = ingest(log, store, "--resume")
+    assert (again.code, again.doc["turns"]) == (0, 62)

@@ -1,0 +1,213 @@
+"""Search by words beside meaning keeps the engine's promises: one ranking however the turns came and went."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import Memory, Turn
+from undertow.engine.search.analyzer import Terms
+from undertow.engine.search.keyword_index import STRETCH_TURNS, MemoryWords, in_context, places
+from undertow.engine.search.ranking import Hit, raised
+
+from ...support.engine import NEVER, open_engine, turn_of
+
+WORDS = ("boat", "harbour", "plank", "varnish", "summer", "carpenter", "kiln", "clay", "glaze", "kettle")
+QUERIES = ("the carpenter's planks", "the kettle in the harbour", "varnish", "zeppelin", "clay 3")
+
+
+def texts(count: int) -> list[str]:
+    return [f"{WORDS[n % 10]} {WORDS[n * 5 % 7]} {WORDS[n * n % 9]} {n}" for n in range(count)]
+
+
+def turns(tenant: str, count: int = 40) -> list[Turn]:
+    return [turn_of(tenant, n, text) for n, text in enumerate(texts(count))]
+
+
+def found(engine: Engine, tenant: str) -> list[list[tuple[str, float]]]:
+    """What is found for every query: texts and scores, to the last bit."""
+    return [[(hit.memory, hit.score) for hit in hits(engine, tenant, query)] for query in QUERIES]
+
+
+def hits(engine: Engine, tenant: str, query: str, k: int = 20) -> tuple[Hit, ...]:
+    return engine.search(tenant, query, k_sub=k, k_epi=0, k_sem=0).turns
+
+
+def test_words_raise_a_cosine_and_never_beyond_one() -> None:
+    assert raised(0.3, 0.0) == 0.3
+    assert 0.3 < raised(0.3, 0.4) < raised(0.3, 0.9) < 1.0
+    assert raised(1.0, 0.7) == 1.0
+    assert -1.0 < raised(-0.9, 0.5) < 1.0
+
+
+def test_a_rare_word_finds_its_turn_and_dense_search_is_a_setting(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch(turns("ann"))
+        hybrid = hits(engine, "ann", "what about number 17 then")
+    with open_engine(tmp_path / "store", search="dense", **NEVER) as engine:
+        dense = hits(engine, "ann", "what about number 17 then", 40)
+    assert hybrid[0].source_seqs == (17,)
+    cosines = {hit.id: hit.score for hit in dense}
+    assert dense == tuple(sorted(dense, key=lambda hit: (-hit.score, hit.source_seqs)))
+    assert all(hit.score >= cosines[hit.id] for hit in hybrid)
+    assert hybrid[0].score > cosines[hybrid[0].id]
+
+
+def test_the_words_of_a_large_tenant_do_not_count(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "store", search="dense", **NEVER) as engine:
+        engine.add_batch(turns("ann"))
+        dense = found(engine, "ann")
+    with open_engine(tmp_path / "store", words_rows=40, **NEVER) as engine:
+        small = found(engine, "ann")
+    with open_engine(tmp_path / "store", words_rows=39, **NEVER) as engine:
+        assert found(engine, "ann") == dense != small
+
+
+def test_batched_is_streamed_and_searches_between_change_nothing(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "batched", **NEVER) as engine:
+        engine.add_batch(turns("ann"))
+        expected = found(engine, "ann")
+    with open_engine(tmp_path / "streamed", **NEVER) as engine:
+        for turn in turns("ann"):
+            engine.add_batch([turn])
+            engine.search("ann", QUERIES[0])
+        assert found(engine, "ann") == expected
+    with open_engine(tmp_path / "streamed", **NEVER) as engine:
+        assert found(engine, "ann") == expected, "after a restart, from the journal"
+        assert engine.drain()
+        engine.tenants.evict("ann")
+        assert found(engine, "ann") == expected, "after an eviction"
+
+
+def test_what_was_deleted_or_updated_weighs_nothing(tmp_path: Path) -> None:
+    """The same scores, to the bit, as if the turns had never been other than they are."""
+    kept = [turn for n, turn in enumerate(turns("ann")) if n % 3]
+    with open_engine(tmp_path / "plain", **NEVER) as engine:
+        engine.add_batch(kept)
+        expected = found(engine, "ann")
+    store = tmp_path / "changed"
+    with open_engine(store, **NEVER) as engine:
+        receipts = engine.add_batch(turns("ann"))
+        assert found(engine, "ann") != expected
+        for n, receipt in enumerate(receipts):
+            if n % 3 == 0:
+                assert receipt.id is not None
+                engine.delete(receipt.id)
+        assert found(engine, "ann") == expected
+        engine.purge()
+        engine.tenants.evict("ann")
+        assert found(engine, "ann") == expected, "read from the journal, without the deleted"
+        (fresh,) = engine.add_batch([turn_of("ann", 99, "zeppelin")])
+        assert fresh.id is not None
+        before = found(engine, "ann")
+        updated = engine.update(fresh.id, "airship varnish")
+        assert hits(engine, "ann", "airship")[0].id == updated.id
+        engine.update(updated.id, "zeppelin")
+        after = found(engine, "ann")
+    assert [set(dict(of)) for of in after] == [
+        {text.replace("zeppelin\nassistant: I see.", "zeppelin") for text, _ in of} for of in before
+    ]
+
+
+def test_an_import_is_found_as_what_was_exported(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "here", **NEVER) as engine:
+        receipts = engine.add_batch(turns("ann"))
+        assert receipts[4].id is not None
+        engine.delete(receipts[4].id)
+        assert engine.drain()
+        records = engine.export_page("ann").items
+        expected = found(engine, "ann")
+    with open_engine(tmp_path / "there", **NEVER) as engine:
+        engine.import_("ann", records)
+        assert found(engine, "ann") == expected
+
+
+def test_no_tenant_weighs_in_anothers_scores(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch(turns("ann"))
+        alone = found(engine, "ann")
+        engine.add_batch([turn_of("bob", n, f"varnish planks kettle {n}") for n in range(300)])
+        found(engine, "bob")
+        assert found(engine, "ann") == alone
+        engine.erase("bob", now=True)
+        assert found(engine, "ann") == alone
+
+
+def test_filters_come_before_the_ranking_by_words(tmp_path: Path) -> None:
+    days = [f"2026-03-{1 + n % 20:02d}" for n in range(200)]
+    said = [turn_of("ann", n, f"varnish {n}", timestamp=day) for n, day in enumerate(days)]
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch(said)
+        passing = engine.search("ann", "varnish", k_sub=5, since="2026-03-07", until="2026-03-07").turns
+    assert [hit.timestamp for hit in passing] == ["2026-03-07"] * 5
+
+
+def test_a_memory_gains_nothing_by_repeating_itself() -> None:
+    once, thrice = (
+        Memory(text, "episode", "ann", text, 1, 0, 0, 0, (0,)) for text in ("boat", "boat boat boat")
+    )
+    other = Memory("m", "episode", "ann", "kiln", 1, 0, 0, 1, (0,))
+    query = Terms().of("the boat")
+    shares = [MemoryWords().shares([memory, None, other], query).tolist() for memory in (once, thrice)]
+    assert shares[0] == shares[1]
+    assert shares[0][0] > 0 == shares[0][1] == shares[0][2]
+
+
+def test_neighbours_and_stretches_by_hand() -> None:
+    # sessions 0 and 1, interleaved; the row in the middle of 1 was deleted
+    where = places(np.array([0, 1, 0, -1, 1, 0], np.int32))
+    assert [*zip(where.before.tolist(), where.after.tolist(), strict=True)] == [(0, 2), (2, 5), (1, 4)]
+    assert where.stretch.tolist() == [0, 1, 0, -1, 1, 0]
+    shares = in_context(
+        np.array([0.4, 0.0, 0.0, 0.0, 0.2, 0.0]), where, neighbour_share=0.5, stretch_share=0.1
+    )
+    assert shares == pytest.approx([0.44, 0.12, 0.24, 0.0, 0.22, 0.0])
+    little = in_context(
+        np.array([0.4, 0.0, 0.0, 0.0, 0.0, 0.01]), where, neighbour_share=0, stretch_share=0.1
+    )
+    assert little == pytest.approx([0.44, 0.0, 0.0, 0.0, 0.0, 0.02]), "at most as much as it has itself"
+
+
+def test_a_session_without_end_has_stretches() -> None:
+    count = 2 * STRETCH_TURNS + 3
+    where = places(np.zeros(count, np.int32))
+    assert np.bincount(where.stretch).tolist() == [STRETCH_TURNS, STRETCH_TURNS, 3]
+    assert len(where.before) == count - 1, "neighbours across their borders too"
+    nothing = places(np.array([-1, -1], np.int32))
+    assert in_context(np.zeros(2), nothing).tolist() == [0.0, 0.0]
+    assert not len(in_context(np.zeros(0), places(np.zeros(0, np.int32))))
+
+
+def test_a_turn_is_found_by_what_its_session_is_about(tmp_path: Path) -> None:
+    """The same word in two sessions: first comes the one of the session that the question is about."""
+    topics = ("the boats in the harbour", "the kilns of the pottery")
+    said = [text for topic in topics for text in (topic, "a", "b", "it was blue")]
+    log = [replace(turn_of("ann", n, text), session_id=topics[n // 4]) for n, text in enumerate(said)]
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch(log)
+        for topic, seq in zip(topics, (3, 7), strict=True):
+            found = hits(engine, "ann", f"{topic}: what was blue?")
+            assert next(hit.source_seqs for hit in found if "blue" in hit.memory) == (seq,)
+
+
+def test_a_turn_without_a_word_of_the_query_keeps_its_cosine(tmp_path: Path) -> None:
+    said = ["the boats in the harbour", "a", "b", "pizza"]
+    scores = {}
+    for search in ("hybrid", "dense"):
+        with open_engine(tmp_path / search, search=search, **NEVER) as engine:
+            engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(said)])
+            scores[search] = {hit.source_seqs[0]: hit.score for hit in hits(engine, "ann", "boats, harbour")}
+    assert scores["hybrid"][3] == scores["dense"][3]
+    assert scores["hybrid"][1] > scores["dense"][1], "a neighbour"
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_fewer_results_are_the_first_of_more(tmp_path: Path, k: int) -> None:
+    with open_engine(tmp_path / "store", **NEVER) as engine:
+        engine.add_batch(turns("ann", 300))
+        for query in QUERIES:
+            assert hits(engine, "ann", query, k) == hits(engine, "ann", query, 60)[:k]

@@ -1,0 +1,202 @@
+"""Search by metadata: what passes is what a scan over the turns' metadata says, and each tier gives its k."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock.llm import MockLLM, MockReplies
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import Message, Turn
+from undertow.engine.search import metadata_index as metadata_module
+from undertow.engine.search.metadata_index import KEYS_KEPT
+from undertow.engine.step.admission import Receipt
+
+from ...support.engine import NEVER, open_engine
+from ...support.faults.harness import TOPICS
+
+ALL: dict[str, Any] = {"k_sub": 500, "k_epi": 500, "k_sem": 500}
+QUERY = "boat and tide and garden"
+VALUES: list[Any] = ["work", "home", "1", 1, 1.0, True, False, 0, 2.5, None, ["work"], {"a": 1}, "", "ü"]
+
+Metadata = dict[str, Any]
+
+
+def marked(tenant: str, n: int, metadata: Metadata) -> Turn:
+    topic = TOPICS[n % 3].split()
+    said = " ".join([*topic[n % 4 : n % 4 + 5], f"n{n}"])
+    stamp = f"2026-04-{1 + n % 28:02d}T10:00:00"
+    return Turn(tenant, (Message("user", said),), f"key {n}", "s", stamp, metadata)
+
+
+def some_metadata(count: int, seed: int) -> list[Metadata]:
+    rng = random.Random(seed)
+    return [
+        {key: rng.choice(VALUES) for key in ("topic", "n", "metadata") if rng.random() < 0.7}
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return open_engine(tmp_path, MockLLM(MockReplies(1)), theta_sim=0.5, theta_merge=0.6, theta_count=3)
+
+
+def same(value: Any, asked: Any) -> bool:
+    """Equal as in JSON, and no list or object."""
+    if isinstance(value, bool) or isinstance(asked, bool):
+        return value is asked
+    return isinstance(value, str | int | float) and value == asked
+
+
+def passes(metadata: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    return all(
+        key in metadata
+        and any(same(metadata[key], one) for one in (asked if isinstance(asked, list) else [asked]))
+        for key, asked in where.items()
+    )
+
+
+def ids(engine: Engine, tenant: str, **how: Any) -> dict[str, list[str]]:
+    found = engine.search(tenant, QUERY, **how)
+    return {"turn": [h.id for h in found.turns]} | {
+        kind: [h.id for h in hits] for kind, hits in (("episode", found.episodes), ("fact", found.facts))
+    }
+
+
+def expected(
+    engine: Engine, tenant: str, of_turns: list[Metadata], where: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """A search without the filter, cut down to what rests on a turn that passes."""
+    found = engine.search(tenant, QUERY, **ALL)
+    return {
+        kind: [h.id for h in hits if any(passes(of_turns[seq], where) for seq in h.source_seqs)]
+        for kind, hits in (("turn", found.turns), ("episode", found.episodes), ("fact", found.facts))
+    }
+
+
+WHERES: list[dict[str, Any]] = [
+    {"topic": "work"},
+    {"topic": ["work", "home"]},
+    {"topic": 1},
+    {"topic": "1"},
+    {"topic": True},
+    {"topic": [False, 2.5]},
+    {"topic": 0},
+    {"topic": ""},
+    {"n": ["ü", "work", 1, True], "topic": ["home", "work", True, "1", 2.5]},
+    {"metadata": "work"},
+    {"topic": "nowhere"},
+    {"no such key": "work"},
+    {},
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_filtered_search_is_the_search_cut_down(seed: int, engine: Engine) -> None:
+    metadata = some_metadata(60, seed)
+    with engine:
+        engine.add_batch([marked("ann", n, m) for n, m in enumerate(metadata)])
+        assert engine.drain()
+        assert {m.kind for m in engine.get_all("ann")} == {"episode", "fact"}
+        counts = []
+        for where in WHERES:
+            wanted = expected(engine, "ann", metadata, where)
+            assert ids(engine, "ann", where=where, **ALL) == wanted, where
+            few = ids(engine, "ann", where=where, k_sub=3, k_epi=2, k_sem=4)
+            cut = {"turn": 3, "episode": 2, "fact": 4}
+            assert few == {kind: wanted[kind][: cut[kind]] for kind in wanted}, "each tier gives its k"
+            counts.append(len(wanted["turn"]))
+        assert counts[-1] == 60 and counts[-2] == counts[-3] == 0
+        assert sum(0 < n < 60 for n in counts[:-3]) >= 8
+
+
+def test_the_filter_follows_the_log_and_what_is_deleted_and_updated(engine: Engine, tmp_path: Path) -> None:
+    metadata = some_metadata(60, 7)
+    where = {"topic": ["work", "home"]}
+    turns = [marked("ann", n, m) for n, m in enumerate(metadata)]
+    with engine:
+        receipts: list[Receipt] = []
+        for start in range(0, 60, 20):
+            receipts += engine.add_batch(turns[start : start + 20])
+            assert engine.drain()
+            assert ids(engine, "ann", where=where, **ALL) == expected(engine, "ann", metadata, where)
+        gone = next(r for r in receipts if passes(metadata[r.seq or 0], where))
+        engine.delete(gone.id or "")
+        assert gone.id not in ids(engine, "ann", where=where, **ALL)["turn"]
+        changed = next(r for r in receipts if r is not gone and passes(metadata[r.seq or 0], where))
+        updated = engine.update(changed.id or "", "boat tide garden")
+        after = ids(engine, "ann", where=where, **ALL)["turn"]
+        assert changed.id not in after and updated.id in after, "the new turn has the old one's metadata"
+        assert engine.drain()
+        live = ids(engine, "ann", where=where, **ALL)
+    with open_engine(tmp_path) as engine:
+        assert ids(engine, "ann", where=where, **ALL) == live
+
+
+def test_it_goes_with_the_time_filter(engine: Engine) -> None:
+    metadata = some_metadata(60, 3)
+    where, window = {"topic": ["work", 1, True]}, {"since": "2026-04-05", "until": "2026-04-20"}
+    with engine:
+        engine.add_batch([marked("ann", n, m) for n, m in enumerate(metadata)])
+        assert engine.drain()
+        dated, labelled = ids(engine, "ann", **window, **ALL), ids(engine, "ann", where=where, **ALL)
+        both = {kind: [i for i in dated[kind] if i in labelled[kind]] for kind in dated}
+        assert ids(engine, "ann", where=where, **window, **ALL) == both
+        assert 0 < len(both["turn"]) < min(len(dated["turn"]), len(labelled["turn"]))
+
+
+def test_a_tenant_with_an_index_is_searched_exactly(tmp_path: Path) -> None:
+    with open_engine(tmp_path, ivf_rows=300, **NEVER) as engine:
+        engine.add_batch([marked("ann", n, {"rare": n % 100 == 0}) for n in range(400)])
+        engine.search("ann", QUERY)
+        assert "ann" in engine.retrieval.indexes()
+        found = engine.search("ann", QUERY, k_sub=10, where={"rare": True})
+        assert (found.turn_recall, sorted(h.source_seqs[0] for h in found.turns)) == (1.0, [0, 100, 200, 300])
+
+
+@pytest.mark.parametrize(
+    ("where", "match"),
+    [({"topic": []}, "empty list"), ({"topic": None}, "None"), ({"a": [1, {}]}, "'a' is {}")],
+)
+def test_what_cannot_be_asked_for_is_refused(where: dict[str, Any], match: str, engine: Engine) -> None:
+    with engine:
+        engine.add_batch([marked("ann", 0, {})])
+        with pytest.raises(ValueError, match=match):
+            engine.search("ann", QUERY, where=where)
+
+
+def test_metadata_is_read_once_and_kept_within_bounds(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = 0
+    read = metadata_module._metadata
+
+    def counted(record: object) -> Mapping[str, Any]:
+        nonlocal reads
+        reads += 1
+        return read(record)
+
+    monkeypatch.setattr(metadata_module, "_metadata", counted)
+    with engine:
+        engine.add_batch([marked("ann", n, {"topic": "work"}) for n in range(40)])
+        for _ in range(3):
+            engine.search("ann", QUERY, where={"topic": "work"})
+        assert reads == 40
+        engine.add_batch([marked("ann", n, {}) for n in range(40, 45)])
+        engine.search("ann", QUERY, where={"topic": "work"})
+        assert reads == 45
+        for n in range(3 * KEYS_KEPT):
+            engine.search("ann", QUERY, where={f"key {n}": 1})
+        tenant = engine.tenants.get("ann")
+        assert len(engine.retrieval._metadata[tenant]._columns) == KEYS_KEPT
+        assert engine.drain()
+        del tenant
+        engine.tenants.evict("ann")
+        gc.collect()
+        assert len(engine.retrieval._metadata) == 0, "it goes with the tenant's live state"

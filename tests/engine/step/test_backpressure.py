@@ -1,0 +1,402 @@
+"""Turns wait while undecided tenants fill the arena; nothing is refused that could still be stored.
+
+The pool is on torch's CPU device, as in test_arena_engine.py.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from undertow.bench.mock.replies import MockReplies
+from undertow.engine.api.engine import Engine
+from undertow.engine.api.ingest_files import Ingest
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Turn
+from undertow.engine.step.admission import Admission, Inbox, Ticket
+from undertow.engine.step.scheduler import Scheduler, StepReport
+from undertow.engine.storage.journal import Row
+from undertow.engine.tenants.registry import ArenaFull
+from undertow.engine.tenants.tenant import Tenant
+
+from ...support.cli import turn_line, write_log
+from ...support.engine import (
+    ALONE,
+    ENCODER,
+    NEVER,
+    HeldLLM,
+    RecordingLLM,
+    Run,
+    assert_same,
+    ingest,
+    interleaved,
+    open_engine,
+    put,
+    read_back,
+    rows_of,
+    turns_of,
+)
+from .test_eviction import THETA, note_evictions, use_pool, world
+
+REPLIES = MockReplies()
+
+
+class Watched:
+    """What an engine's admission and settling did, counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.attempts = self.failures = self.steps = 0
+        self.put_out: list[str] = []
+        admit, step, put_out = Admission.admit, Scheduler.step, Scheduler._put_out
+
+        def watched_admit(admission: Admission, tickets: list[Ticket]) -> object:
+            self.attempts += 1
+            try:
+                return admit(admission, tickets)
+            except ArenaFull:
+                self.failures += 1
+                raise
+
+        def watched_step(scheduler: Scheduler, wait_s: float = 0.0) -> StepReport:
+            self.steps += 1
+            return step(scheduler, wait_s)
+
+        def watched_put_out(scheduler: Scheduler, tenant: Tenant) -> None:
+            self.put_out.append(tenant.name)
+            put_out(scheduler, tenant)
+
+        monkeypatch.setattr(Admission, "admit", watched_admit)
+        monkeypatch.setattr(Scheduler, "step", watched_step)
+        monkeypatch.setattr(Scheduler, "_put_out", watched_put_out)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def streamed(folder: Path, log: dict[str, list[Turn]], chunk: int) -> Run:
+    """All turns, `chunk` at a time; the LLM answers only when the pool is full, or no turn is left."""
+    llm = HeldLLM(REPLIES)
+    line = interleaved(log, seed=5)
+    with open_engine(folder, llm, **THETA) as engine:
+        for start in range(0, len(line), chunk):
+            tickets = put(engine, line[start : start + chunk])
+            while any(ticket.receipt is None for ticket in tickets):
+                engine.step(0.001)
+                if engine.scheduler.holds_back:
+                    llm.release()
+        while not engine.idle:
+            llm.release()
+            engine.step(0.001)
+    return read_back(folder, llm.prompts)
+
+
+@pytest.mark.parametrize(("turns", "rows", "chunk"), [(8, 160, 5), (12, 240, 5), (18, 320, 5)])
+def test_turns_streamed_into_a_full_pool_are_decided_as_in_a_large_one(
+    turns: int, rows: int, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    log = world(tenants=30, turns=turns)
+    expected = streamed(tmp_path / "host", log, 48)
+    assert watched.failures == 0
+    use_pool(monkeypatch, rows)
+    assert_same(streamed(tmp_path / "pool", log, chunk), expected)
+    assert watched.failures > 0, "the pool was full at some time"
+    assert watched.put_out, "and so full that memories found no room"
+
+
+def test_the_queue_keeps_its_order_while_it_waits_and_nobody_spins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    use_pool(monkeypatch, 200)
+    llm = HeldLLM()
+    with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
+        names = [f"t{n}" for n in range(60)]
+        tickets = put(engine, [turn for name in names for turn in turns_of(name, 2)])
+        while not engine.scheduler.holds_back:
+            engine.step(0.01)
+        stored = [ticket for ticket in tickets if ticket.receipt is not None]
+        assert 8 < len(stored) < 100
+        assert len(engine.scheduler.inbox) == len(tickets) - len(stored)
+        attempts = watched.attempts
+        for _ in range(10):
+            assert engine.step(0.001).admitted == 0
+        assert watched.attempts == attempts, "nothing has come free, so nothing is tried"
+        while not engine.idle:
+            llm.release()
+            engine.step(0.01)
+        assert watched.failures <= watched.attempts / 2
+    turns = sorted(rows_of(tmp_path, "turn"), key=lambda row: row.lsn)
+    rounds: Counter[str] = Counter()
+    for row in turns:
+        assert row.seq == rounds[row.tenant]
+        rounds[row.tenant] += 1
+        assert max(rounds.values()) - min(rounds.get(name, 0) for name in names) <= 2
+    assert rounds == Counter(dict.fromkeys(names, 2))
+
+
+def test_turns_that_wait_for_room_get_it_before_tenants_who_are_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are: as one comes to rest the next would take the room that the turns wait for."""
+    behind = [f"old{n}" for n in range(30)]
+    with open_engine(tmp_path, None, **ALONE) as engine:
+        engine.add_batch([turn for name in behind for turn in turns_of(name, 1)])
+    use_pool(monkeypatch, 200)
+    llm = HeldLLM()
+    with Engine(tmp_path, Settings(device="cpu", **ALONE), ENCODER, llm=llm) as engine:
+        engine.add_batch(turns_of("big", 33))
+        tickets = put(engine, [turn for n in range(40) for turn in turns_of(f"new{n}", 1)])
+        while not engine.scheduler.holds_back:
+            engine.step(0.01)
+        engine.take_up(behind)
+        while tickets[0].receipt is None:
+            llm.release()
+            engine.step(0.01)
+        assert not any(row.tenant in behind for row in rows_of(tmp_path, "decision"))
+        while not engine.idle:
+            llm.release()
+            engine.step(0.01)
+    assert {row.tenant for row in rows_of(tmp_path, "decision")} >= set(behind)
+
+
+def test_room_that_nobody_waits_for_any_more_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_pool(monkeypatch, 200)
+    with open_engine(tmp_path, HeldLLM(), **ALONE) as engine:
+        engine.add_batch(turns_of("big", 33))
+        put(engine, [turn for n in range(40) for turn in turns_of(f"new{n}", 1)])
+        while not engine.scheduler.holds_back:
+            engine.step(0.01)
+        for n in range(40):
+            engine.scheduler.forget(f"new{n}")
+        engine.step()
+        assert [receipt.seq for receipt in engine.add_batch(turns_of("late", 1))] == [0]
+
+
+def test_tenants_at_rest_stay_while_others_are_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is made when it is needed: what is read often is not put out for one tenant that is behind."""
+    with open_engine(tmp_path, None, **ALONE) as engine:
+        engine.add_batch(turns_of("old", 1))
+    with open_engine(tmp_path, None, **NEVER) as engine:
+        engine.add_batch([turn for n in range(30) for turn in turns_of(f"read{n}", 1)])
+        assert not engine.drain()
+    use_pool(monkeypatch, 200)
+    with Engine(tmp_path, Settings(device="cpu", **ALONE), ENCODER, llm=HeldLLM()) as engine:
+        for n in range(30):
+            assert engine.search(f"read{n}", "word0").turns
+        evicted = note_evictions(monkeypatch)
+        engine.take_up(["old"])
+        assert engine.scheduler.at_work("old")
+        assert not evicted
+
+
+def test_a_caller_waits_for_replies_without_spinning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    use_pool(monkeypatch, 60)
+    llm = HeldLLM()
+    with open_engine(tmp_path, llm, **ALONE) as engine:
+        for n in range(6):
+            engine.add_batch(turns_of(f"first{n}", 1))
+        assert llm.in_flight == 6
+        before = watched.steps
+        stored = threading.Event()
+
+        def release_now_and_then() -> None:
+            while not stored.wait(0.3):
+                llm.release()
+
+        later = threading.Thread(target=release_now_and_then)
+        later.start()
+        receipts = engine.add_batch([turn for n in range(12) for turn in turns_of(f"new{n}", 1)])
+        stored.set()
+        later.join()
+        assert [receipt.tenant for receipt in receipts] == [f"new{n}" for n in range(12)]
+        assert watched.failures >= 1
+        assert watched.steps - before < 100, "a spinning caller takes thousands of steps"
+
+
+def test_tenants_that_nothing_can_move_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    """Without a server jobs are blocked; what is stored goes on, far beyond the pool."""
+    use_pool(monkeypatch, 120)
+    with open_engine(tmp_path, None, **ALONE) as engine:
+        for n in range(40):
+            assert len(engine.add_batch(turns_of(f"t{n}", 3))) == 3
+        assert not engine.drain()
+    log = {f"t{n}": turns_of(f"t{n}", 3) for n in range(40)}
+    llm = RecordingLLM(REPLIES)
+    with open_engine(tmp_path, llm, **ALONE) as engine:
+        assert engine.drain()
+    found = read_back(tmp_path, llm.prompts)
+    assert all(len(found.decisions[name]) == len(turns) for name, turns in log.items())
+
+
+class SilentLLM(HeldLLM):
+    """A server that nobody has heard of for an hour."""
+
+    @property
+    def unreachable_s(self) -> float | None:
+        return 3_600.0
+
+    @property
+    def last_error(self) -> str | None:
+        return "connection refused"
+
+
+def test_a_silent_server_does_not_stop_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    log = world(tenants=30, turns=8)
+    expected = streamed(tmp_path / "host", log, 48)
+    use_pool(monkeypatch, 200)
+    with open_engine(tmp_path / "pool", SilentLLM(), **THETA) as engine:
+        turns = interleaved(log, seed=5)
+        ingest(engine, turns, 8)
+        assert not engine.drain()
+        assert not engine.idle
+    assert len(rows_of(tmp_path / "pool", "turn")) == len(turns)
+    assert len(watched.put_out) > 20
+    llm = RecordingLLM(REPLIES)
+    with open_engine(tmp_path / "pool", llm, **THETA) as engine:
+        assert engine.drain()
+    found = read_back(tmp_path / "pool", {})
+    assert_same(Run(found.decisions, found.versions, expected.prompts), expected)
+
+
+def test_flush_and_erase_of_tenants_that_wait_to_be_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    log = world(tenants=24, turns=8)
+    use_pool(monkeypatch, 240)
+    with open_engine(tmp_path, RecordingLLM(REPLIES, latency_s=0.05), **THETA) as engine:
+        ingest(engine, interleaved(log, seed=5), 6)
+        watched.put_out.clear()
+        engine.scheduler.put_off()
+        gone, waiting = watched.put_out[:2]
+        assert engine.erase(gone) is None
+        assert engine.flush(waiting), "the barrier finds a tenant that is not in memory"
+        assert engine.tenants.get(waiting).undecided_count == 0
+        assert engine.drain()
+        assert engine.tenants.names() == sorted(log.keys() - {gone})
+    assert len(read_back(tmp_path, {}).decisions[waiting]) == 9, "eight turns and the barrier"
+
+
+def test_a_tenant_that_fits_nowhere_is_blocked_and_the_others_are_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = {"big": turns_of("big", 400), **world(tenants=6, turns=6)}
+    with open_engine(tmp_path, None, **ALONE) as engine:
+        ingest(engine, interleaved(log, seed=None), 64)
+    use_pool(monkeypatch, 200)
+    with open_engine(tmp_path, RecordingLLM(REPLIES), **ALONE) as engine:
+        assert not engine.drain()
+        assert list(engine.scheduler.blocked) == ["big"]
+        assert "no room" in engine.scheduler.blocked["big"]
+        assert engine.add_batch(turns_of("other", 1))
+    decided = read_back(tmp_path, {}).decisions
+    assert all(len(decided[name]) == len(turns) for name, turns in log.items() if name != "big")
+
+
+def test_a_note_is_committed_with_the_last_of_the_turns_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    use_pool(monkeypatch, 200)
+    llm = HeldLLM()
+    with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
+        engine.note(Row("source_offset", "", "", -1, b"{}"))
+        put(engine, [turn for n in range(60) for turn in turns_of(f"t{n}", 1)])
+        while not engine.scheduler.holds_back:
+            engine.step()
+        engine.step()
+        assert not rows_of(tmp_path, "source_offset")
+        while len(engine.scheduler.inbox):
+            llm.release()
+            engine.step(0.01)
+        assert len(rows_of(tmp_path, "source_offset")) == 1
+        engine.step()
+        assert len(rows_of(tmp_path, "source_offset")) == 1
+
+
+def test_files_are_fed_through_a_full_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+) -> None:
+    lines = [turn_line(f"t{n % 40}", n, f"word{n}") for n in range(160)]
+    log = write_log(tmp_path / "log", lines)
+    use_pool(monkeypatch, 200)
+    steps: list[StepReport] = []
+    llm = RecordingLLM(REPLIES, latency_s=0.002)
+    with open_engine(tmp_path / "store", llm, **ALONE, batch_turns=6) as engine:
+        feeding = Ingest(engine, format="messages", on_step=steps.append)
+        feeding.feed([log])
+        assert (feeding.report.read_turns, feeding.report.new_turns) == (160, 160)
+        assert len(engine.scheduler.inbox) == 0
+        assert engine.drain()
+    assert watched.failures > 0
+    assert len(steps) > 27, "some steps stored nothing"
+    assert sum(step.admitted for step in steps) == 160
+
+
+def test_what_is_refused_takes_all_that_was_queued_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later turn of a tenant is never stored without an earlier one."""
+    use_pool(monkeypatch, 100)
+    with open_engine(tmp_path, None, **ALONE, batch_turns=50) as engine:
+        batch = [turn for n in range(50) for turn in turns_of(f"t{n}", 3)]
+        with pytest.raises(ArenaFull, match="no room for"):
+            engine.add_batch(batch)
+        assert len(engine.scheduler.inbox) == 0
+        assert engine.idle
+        assert engine.tenants.names() == [], "of nobody is anything stored"
+        assert [receipt.seq for receipt in engine.add_batch(turns_of("t0", 3))] == [0, 1, 2]
+    assert len(rows_of(tmp_path, "turn")) == 3
+
+
+def test_tenants_in_memory_but_at_no_work_make_room_for_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read while undecided, by an engine that has not taken them up: they are no reason to refuse."""
+    with open_engine(tmp_path, None, **ALONE) as engine:
+        ingest(engine, [turn for n in range(12) for turn in turns_of(f"t{n}", 3)], 64)
+    use_pool(monkeypatch, 60)
+    with Engine(tmp_path, Settings(device="cpu", **ALONE), ENCODER) as engine:
+        for n in range(12):
+            engine.search(f"t{n}", "word1")
+        evicted = note_evictions(monkeypatch)
+        assert len(engine.add_batch([turn for n in range(10) for turn in turns_of(f"new{n}", 1)])) == 10
+        assert evicted
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 30))
+def test_what_is_put_back_stands_as_it_stood(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    names = [f"t{rng.randrange(5)}" for _ in range(rng.randrange(1, 25))]
+    turns = [turn for n, name in enumerate(names) for turn in turns_of(name, 1, start=n)]
+    one, two = Inbox(100), Inbox(100)
+    for turn in turns:
+        one.put(turn)
+        two.put(turn)
+    one.put_back(one.take(count))
+    later = turns_of("t0", 2, start=90)
+    while len(two):
+        assert len(one) == len(two)
+        size = rng.randrange(1, 6)
+        assert [t.turn for t in one.take(size)] == [t.turn for t in two.take(size)]
+        if later and rng.random() < 0.3:
+            turn = later.pop()
+            one.put(turn)
+            two.put(turn)
+    assert len(one) == 0

@@ -1,0 +1,95 @@
+"""How many turns a step takes: as many as half a second admits. Clocks are made up, the engine is real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from undertow.engine.step.batch_size import ADMISSION_S, LEAST_TURNS, MOST_TURNS, Pace
+
+from ...support.engine import NEVER, open_engine, put, turns_of
+from ...support.faults.harness import end_state
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def admit(pace: Pace, clock: Clock, turn_s: float, *, turns: int | None = None) -> None:
+    """One step whose turns cost so much each; as many as the pace has, unless given."""
+    fresh = pace.turns if turns is None else turns
+    with pace.measured() as admitted:
+        admitted.fresh_turns = fresh
+        clock.now_s += fresh * turn_s
+
+
+@pytest.mark.parametrize(
+    ("turn_s", "settles_at"),
+    [(2e-5, MOST_TURNS), (1e-3, 500), (2e-3, 250), (1e-2, LEAST_TURNS), (0.0, MOST_TURNS)],
+)
+def test_it_settles_at_what_fits(turn_s: float, settles_at: int) -> None:
+    clock = Clock()
+    pace = Pace(clock_s=clock)
+    for _ in range(20):
+        admit(pace, clock, turn_s)
+    assert pace.turns == pytest.approx(settles_at, abs=1)  # half a second is cut to whole turns
+
+
+def test_it_at_most_doubles_and_shrinks_at_once() -> None:
+    clock = Clock()
+    pace = Pace(clock_s=clock)
+    seen = [pace.turns]
+    while pace.turns < MOST_TURNS:
+        admit(pace, clock, 1e-6)
+        seen.append(pace.turns)
+    assert seen == [64, 128, 256, 512, 1024, 2048]
+    admit(pace, clock, ADMISSION_S / 100)
+    assert pace.turns == 100
+
+
+def test_what_says_little_changes_nothing() -> None:
+    """A few new turns among many that are there already, a small batch, an admission that failed."""
+    clock = Clock()
+    pace = Pace(clock_s=clock)
+    admit(pace, clock, 1e-9)
+    before = pace.turns
+    admit(pace, clock, 10.0, turns=before // 2 - 1)
+    admit(pace, clock, 10.0, turns=0)
+    with pytest.raises(KeyError), pace.measured() as admitted:
+        admitted.fresh_turns = before
+        clock.now_s += 100
+        raise KeyError
+    assert pace.turns == before
+
+
+def test_a_fixed_number_stays() -> None:
+    clock = Clock()
+    pace = Pace(7, clock_s=clock)
+    admit(pace, clock, 10.0)
+    assert pace.turns == 7
+
+
+def test_steps_of_an_engine_grow_while_they_are_quick(tmp_path: Path) -> None:
+    """Each step takes in what the one before has taught; the end state is that of steps of one turn."""
+    turns = turns_of("ann", 300)
+    with open_engine(tmp_path / "paced", **NEVER) as engine:
+        put(engine, turns)
+        steps = []
+        while len(engine.scheduler.inbox):
+            steps.append(engine.step().admitted)
+        assert steps[0] == LEAST_TURNS
+        assert all(LEAST_TURNS <= n <= MOST_TURNS for n in steps[:-1])
+        assert sum(steps) == len(turns)
+        assert engine.drain()
+    with open_engine(tmp_path / "one_by_one", **NEVER, batch_turns=1) as engine:
+        for turn in turns:
+            engine.add_batch([turn])
+        assert engine.drain()
+    paced, alone = (end_state(tmp_path / name) for name in ("paced", "one_by_one"))
+    assert paced == alone

@@ -1,0 +1,204 @@
+"""SIGKILL at any moment, then resume: what an undisturbed run gives, and no acknowledged turn lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from undertow.bench.mock.server import spawn_server
+from undertow.engine.base.model import PolicyName
+
+from ...support.faults.harness import (
+    KINDS,
+    PARKING,
+    RATES,
+    THETA,
+    Driver,
+    Outcome,
+    State,
+    assert_prefix_stored,
+    assert_same_state,
+    end_state,
+    shared_driver,
+    turns_of,
+    write_log,
+)
+
+TENANTS = ("ann", "bob")
+BATCH_TURNS = 8
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, 28, session_turns=4)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with spawn_server(latency_ms=3, jitter_ms=3, **RATES, **PARKING) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    return shared_driver()
+
+
+@pytest.fixture(scope="module")
+def task(log: Path, server: str) -> dict[str, Any]:
+    settings = {**THETA, "encoder": "hash:384", "batch_turns": BATCH_TURNS, "llm_url": server}
+    # compactions every few commits, so that kills fall into them too
+    return {"task": "ingest", "log": log, "settings": settings, "commits_per_compaction": 6}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    driver: Driver, task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[State, float]:
+    """The end state of a run that nothing disturbs, and how long it took."""
+    store = tmp_path_factory.mktemp("undisturbed")
+    began_s = time.monotonic()
+    outcome = driver.run(store=store, **task)
+    took_s = time.monotonic() - began_s
+    assert outcome.status == 0 and outcome.last("settled")
+    state = end_state(store)
+    assert {"merged", "fired", "waits", "parked", "episode", "fact", "turn"} <= state.kinds()
+    return state, took_s
+
+
+def killed(outcome: Outcome) -> bool:
+    return outcome.status == -signal.SIGKILL
+
+
+def check_prefix(store: Path, log: Path, outcome: Outcome) -> None:
+    acked = outcome.last("acked") or {}
+    assert_prefix_stored(store, turns_of(log), acked)
+
+
+def test_kills_in_a_row_at_random_moments(
+    driver: Driver, task: dict[str, Any], log: Path, undisturbed: tuple[State, float], tmp_path: Path
+) -> None:
+    expected, took_s = undisturbed
+    rng = random.Random(7)
+    kills = 0
+    for attempt in itertools.count():
+        moment_s = rng.uniform(0.05, took_s / 3) if attempt < 7 else None
+        outcome = driver.run(store=tmp_path, kill_after_s=moment_s, **task)
+        check_prefix(tmp_path, log, outcome)
+        if not killed(outcome):
+            assert outcome.status == 0 and outcome.last("settled")
+            break
+        kills += 1
+    assert kills >= 2
+    assert_same_state(end_state(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "n", "after", "resume"),
+    [
+        ("append", 1, False, True),
+        ("append", 2, True, False),
+        ("append", 20, False, True),
+        ("_merge_fragments", 2, True, True),
+        ("_tidy", 3, True, False),
+        ("drop_old_versions", 1, True, True),
+    ],
+)
+def test_kills_at_the_edges_of_a_commit(
+    method: str,
+    n: int,
+    after: bool,
+    resume: bool,
+    driver: Driver,
+    task: dict[str, Any],
+    log: Path,
+    undisturbed: tuple[State, float],
+    tmp_path: Path,
+) -> None:
+    """Stored but not acknowledged, acknowledged and no more, half compacted; read on or from the start."""
+    kill = {"method": method, "n": n, "after": after}
+    outcome = driver.run(store=tmp_path, kill=kill, **task)
+    assert killed(outcome)
+    check_prefix(tmp_path, log, outcome)
+    outcome = driver.run(store=tmp_path, resume=resume, **task)
+    assert outcome.status == 0 and outcome.last("settled")
+    assert_same_state(end_state(tmp_path), undisturbed[0])
+
+
+@pytest.mark.parametrize("policy", [name for name in get_args(PolicyName) if name != "recmem"])
+def test_other_policies_go_on_where_they_were_after_kills(
+    policy: PolicyName, driver: Driver, task: dict[str, Any], log: Path, tmp_path: Path
+) -> None:
+    """Turns that wait for their window to fill are undecided in no other way than by their records."""
+    other = {**task, "settings": {**task["settings"], "policy": policy, "window_messages": 6}}
+    assert driver.run(store=tmp_path / "undisturbed", **other).last("settled")
+    store = tmp_path / "killed"
+    for kill in ({"method": "append", "n": 4, "after": True}, {"method": "append", "n": 9, "after": False}):
+        outcome = driver.run(store=store, kill=kill, **other)
+        assert killed(outcome)
+        check_prefix(store, log, outcome)
+    assert driver.run(store=store, **other).last("settled")
+    expected = end_state(tmp_path / "undisturbed")
+    assert KINDS[policy] | {"parked"} <= expected.kinds()
+    assert_same_state(end_state(store), expected)
+
+
+def stored_turns(store: Path, log: Path) -> int:
+    """By a reader beside the writer."""
+    return sum(assert_prefix_stored(store, turns_of(log), {}).values())
+
+
+def wait_for_turns(process: subprocess.Popen[str], store: Path, log: Path, count: int) -> None:
+    deadline_s = time.monotonic() + 120
+    while stored_turns(store, log) < count:
+        assert process.poll() is None, "the program ended before it could be killed"
+        assert time.monotonic() < deadline_s, "the program stores nothing"
+        time.sleep(0.02)
+
+
+def test_the_program_killed_and_resumed(
+    task: dict[str, Any], log: Path, undisturbed: tuple[State, float], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        "undertow.serving.cli",
+        "ingest",
+        str(log),
+        "--store",
+        str(store),
+        "--json",
+    ]
+    command += [
+        "--encoder",
+        "hash:384",
+        "--llm",
+        task["settings"]["llm_url"],
+        "--batch-turns",
+        str(BATCH_TURNS),
+    ]
+    command += ["--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_turns(process, store, log, 3 * BATCH_TURNS)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    before = stored_turns(store, log)
+    assert before >= 3 * BATCH_TURNS
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert_same_state(end_state(store), undisturbed[0])

@@ -1,0 +1,274 @@
+"""The step loop and what surrounds it: fairness, bounds, failure, budgets, erasure, settings, locks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pytest
+
+from undertow.bench.mock.llm import MockLLM, MockReplies
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import UndertowError
+from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.step.admission import QueueFull
+from undertow.engine.storage.store_info import StoreError, StoreLocked
+from undertow.engine.tenants.registry import UnknownTenant
+
+from ...support.engine import (
+    ALONE,
+    ENCODER,
+    MARKER,
+    NEVER,
+    DeafLLM,
+    HeldLLM,
+    RecordingLLM,
+    Run,
+    assert_same,
+    bytes_hold,
+    cursors,
+    open_engine,
+    opened,
+    oracle_run,
+    put,
+    read_back,
+    rows_of,
+    settings_of,
+    turn_of,
+    turns_of,
+)
+from ...support.oracles.recmem import OracleRecMem
+
+# ---- fairness and bounds
+
+
+def test_a_long_line_delays_another_tenant_by_at_most_one_step(tmp_path: Path) -> None:
+    with open_engine(tmp_path, MockLLM(), **NEVER, batch_turns=64) as engine:
+        put(engine, turns_of("big", 2_000))
+        engine.step()
+        (ticket,) = put(engine, turns_of("small", 1))
+        engine.step()
+        assert ticket.receipt is not None
+        assert cursors(engine, "small") == [1]
+        assert engine.lag.undecided_turns or len(engine.scheduler.inbox) > 1_800
+
+
+def test_undecided_turns_of_one_tenant_do_not_hold_up_another(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER, batch_turns=4_096, gate_lookahead_turns=16) as engine:
+        put(engine, turns_of("big", 2_000))
+        engine.step()
+        assert cursors(engine, "big") == [16], "2,000 turns stored, an equal share of them decided"
+        put(engine, turns_of("small", 1))
+        engine.step()
+        assert cursors(engine, "big", "small") == [32, 1]
+
+
+def test_tenants_are_served_in_turn(tmp_path: Path) -> None:
+    names = [f"t{n}" for n in range(7)]
+    with open_engine(tmp_path, **NEVER, batch_turns=3) as engine:
+        for name in names:
+            put(engine, turns_of(name, 3))
+        for round_number in range(1, 4):
+            before = round_number * len(names)
+            while len(engine.scheduler.inbox) > 3 * len(names) - before:
+                engine.step()
+            stored = [t.next_seq for t in engine.tenants.get_many(names)]
+            assert max(stored) - min(stored) <= 1, stored
+        while not engine.scheduler.idle:
+            engine.step()
+        assert cursors(engine, *names) == [3] * 7
+
+
+def test_a_full_queue_refuses_and_has_taken_nothing(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER, queue_turns=5, batch_turns=2) as engine:
+        put(engine, turns_of("a", 5))
+        with pytest.raises(QueueFull, match=r"5 turns.*[Tt]ry again"):
+            put(engine, turns_of("b", 1))
+        assert len(engine.scheduler.inbox) == 5
+        engine.step()
+        put(engine, turns_of("b", 2))
+        assert engine.drain()
+        assert [t.next_seq for t in engine.tenants.get_many(["a", "b"])] == [5, 2]
+        assert len(engine.add_batch(turns_of("c", 23))) == 23, "a call longer than the queue waits for room"
+
+
+def test_at_most_one_job_a_tenant_is_in_flight(tmp_path: Path) -> None:
+    llm = HeldLLM()
+    with open_engine(tmp_path, llm, **ALONE, batch_turns=5) as engine:
+        names = [f"t{n}" for n in range(6)]
+        for name in names:
+            put(engine, turns_of(name, 3))
+        most = 0
+        while not engine.scheduler.idle:
+            engine.step(0.01)
+            assert max(Counter(tenant for tenant, _, _ in llm.held).values(), default=0) <= 1
+            most = max(most, llm.in_flight)
+            if engine.scheduler.running_count and not len(engine.scheduler.inbox):
+                llm.release()
+        assert most == len(names), "all tenants at once"
+        assert cursors(engine, *names) == [3] * 6
+    for name in names:
+        assert len(llm.prompts[name]) == len(set(llm.prompts[name])), "no prompt was sent twice"
+
+
+# ---- failure of the LLM, budgets
+
+
+class SilentLLM(HeldLLM):
+    """A server that nobody has heard of for an hour."""
+
+    @property
+    def unreachable_s(self) -> float | None:
+        return 3_600.0 if self.held else None
+
+    @property
+    def last_error(self) -> str | None:
+        return "connection refused"
+
+
+def test_without_a_server_ingestion_and_search_go_on(tmp_path: Path) -> None:
+    llm = SilentLLM()
+    with open_engine(tmp_path, llm, **ALONE) as engine:
+        for n in range(4):
+            assert engine.add_batch([turn_of("ann", n, f"the {MARKER} number{n}")])[0].seq == n
+            assert not engine.drain(), "it gives up instead of waiting for ever"
+        found = engine.search("ann", f"the {MARKER} number3").turns
+        assert found[0].source_seqs == (3,)
+        assert (engine.stats()["pending_jobs"], engine.stats()["undecided_turns"]) == (1, 4)
+        assert not engine.flush("ann")
+    with open_engine(tmp_path, MockLLM(), **ALONE) as engine:
+        assert engine.flush("ann")
+        stats = engine.stats()
+        assert (stats["pending_jobs"], stats["undecided_turns"], stats["consolidations"]) == (0, 0, 4)
+
+
+def test_a_spent_budget_degrades_one_tenant_to_search_only_and_says_so(tmp_path: Path) -> None:
+    turns = {name: turns_of(name, 6) for name in ("ann", "bo")}
+    with open_engine(tmp_path, MockLLM(), **ALONE, tenant_token_budget=1) as engine:
+        engine.add_batch(turns["ann"][:3])
+        assert not engine.drain()
+        assert "budget of 1 tokens" in engine.scheduler.blocked["ann"]
+        assert cursors(engine, "ann") == [1], "the call that reached the budget is the last"
+        engine.add_batch(turns["ann"][3:] + turns["bo"][:1])
+        engine.drain()
+        assert cursors(engine, "bo") == [1], "the budget is each tenant's own"
+        assert len(engine.search("ann", "word5").turns) == 6
+        assert engine.stats()["pending_jobs"] == 1
+    llm = MockLLM()
+    with open_engine(tmp_path, llm, **ALONE) as engine:
+        engine.add_batch(turns["bo"][1:])
+        assert engine.drain()
+    expected = oracle_run(settings_of(**ALONE), ENCODER, MockReplies(), turns)
+    run = read_back(tmp_path, {})
+    assert_same(Run(run.decisions, run.versions, expected.prompts), expected)
+
+
+# ---- erasure
+
+
+@pytest.mark.parametrize("make_llm", [HeldLLM, DeafLLM], ids=["cancels", "answers all the same"])
+def test_a_late_reply_to_an_erased_tenant_is_dropped(make_llm: Callable[[], HeldLLM], tmp_path: Path) -> None:
+    llm = make_llm()
+    with open_engine(tmp_path, llm, **ALONE) as engine:
+        engine.add_batch([turn_of("ann", 0, f"the {MARKER} plays"), turn_of("bo", 0, "bo stays")])
+        late, llm.held = llm.held, []
+        assert {tenant for tenant, _, _ in late} == {"ann", "bo"}
+        put(engine, [turn_of("ann", 1, f"{MARKER} still in the queue")])
+        engine.erase("ann")
+        with pytest.raises(UnknownTenant, match="ann"):
+            engine.search("ann", MARKER)
+        assert engine.tenants.names() == ["bo"]
+        assert engine.stats()["turns"] == 1
+        engine.add_batch([turn_of("ann", 0, "a new life")])  # the same key, no duplicate
+        llm.held += late
+        while not engine.scheduler.idle:
+            llm.release()
+            engine.step(0.05)
+        hits = [*engine.search("ann", MARKER).ranked(), *engine.get_all("ann")]
+        assert hits and MARKER not in repr(hits)
+        own = {row.id for row in rows_of(tmp_path, "turn") if row.tenant == "ann"}
+        assert len(own) == 2, "the new life's turn has an id of its own"
+        certificate = engine.erase("ann", now=True)
+        assert certificate is not None
+        assert not bytes_hold(tmp_path, MARKER)
+        assert [
+            row.tenant
+            for row in rows_of(tmp_path, "turn", "episode", "fact", "decision")
+            if row.tenant != "bo"
+        ] == []
+        assert engine.search("bo", "bo stays").episodes
+
+
+def test_an_id_of_an_erased_life_deletes_nothing_of_the_next(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER) as engine:
+        (old,) = engine.add_batch([turn_of("ann", 0, "old")])
+        engine.erase("ann")
+        engine.add_batch([turn_of("ann", 0, "new")])
+        assert old.id is not None
+        with pytest.raises(UndertowError, match="no memory has the id"):
+            engine.delete(old.id)
+        assert len(engine.search("ann", "new").turns) == 1
+
+
+# ---- who may open the store
+
+
+def test_a_second_writer_is_refused_and_told_who_holds_the_store(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(turns_of("ann", 1))
+        with pytest.raises(StoreLocked, match=r"being written by process \d+"):
+            open_engine(tmp_path, **NEVER)
+        reader = Engine(tmp_path, settings_of(**NEVER), ENCODER, writable=False)
+        assert reader.search("ann", "word0").turns
+        reader.close()
+        engine.add_batch(turns_of("ann", 1, start=1))
+    with open_engine(tmp_path, **NEVER) as engine:
+        assert engine.stats()["turns"] == 2
+
+
+def test_a_store_of_a_newer_format_or_another_encoder_is_refused(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(turns_of("ann", 1))
+    with pytest.raises(StoreError, match="reindex"):
+        Engine(tmp_path, settings_of(**NEVER), HashingEncoder(32))
+    path = tmp_path / "store.json"
+    stored = path.read_bytes()
+    path.write_bytes(orjson.dumps({**orjson.loads(stored), "format_version": 99}))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(StoreError, match=r"version 99.*Install"):
+        open_engine(tmp_path, **NEVER)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    path.write_bytes(stored)
+    with open_engine(tmp_path, **NEVER) as engine:
+        assert engine.stats()["turns"] == 1
+
+
+# ---- settings
+
+
+def test_changed_thresholds_hold_for_later_seqs_only(tmp_path: Path) -> None:
+    """Turns that were stored under the old thresholds are decided by them, however late."""
+    strict, loose = settings_of(**NEVER), settings_of(theta_sim=0.3, theta_merge=0.9, theta_count=3)
+    early, late = turns_of("ann", 6, text="one topic{n}"), turns_of("ann", 6, start=6, text="one topic{n}")
+    for first, second in ((strict, loose), (loose, strict)):
+        store = tmp_path / f"{first.recurrence_count}"
+        with opened(store, first, ENCODER, None) as engine:
+            engine.add_batch(early)
+            engine.drain()
+        llm = RecordingLLM(MockReplies())
+        with opened(store, second, ENCODER, llm) as engine:
+            engine.add_batch(late)
+            assert engine.drain()
+        oracle = OracleRecMem("ann", ENCODER, MockLLM(), first)
+        for seq, turn in enumerate(early):
+            oracle.take(seq, turn)
+        oracle.settings = second
+        for seq, turn in enumerate(late, 7):  # record 6 is the change
+            oracle.take(seq, turn)
+        run = read_back(store, llm.prompts)
+        decided = [d for d in run.decisions["ann"] if d.seq != 6]
+        assert decided == oracle.decisions
+        assert {d.decision for d in decided} >= {"waits", "fired"}
+        assert run.prompts["ann"] == oracle.prompts

@@ -1,0 +1,79 @@
+"""Before a shard serves, its encoder and its kernels have run once: nothing of it is stored or counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import UndertowError
+from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.encoders.base import Encoder, Float16, HashingEncoder
+from undertow.engine.step.warm_up import TEXTS, warm_up
+from undertow.kernels.arena.arena import Arena
+from undertow.serving.async_memories import open_memories
+
+from ...support.cluster.in_process import FailingEncoder, mock_llm, settings
+
+
+class Recorder(HashingEncoder):
+    """Knows what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(384)
+        self.given: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> Float16:
+        self.given += texts
+        return super().encode(texts)
+
+
+class Lent(Arena):
+    """Knows how many rows were put into it."""
+
+    rows = 0
+
+    def extend(self, *args: Any, **kwargs: Any) -> Any:
+        handles = super().extend(*args, **kwargs)
+        self.rows += len(handles)
+        return handles
+
+
+def test_the_kernels_have_read_and_the_arena_is_as_before() -> None:
+    arena = Lent(384)
+    warm_up(HashingEncoder(384), arena)
+    assert arena.rows == 2 * len(TEXTS)
+    assert arena.used_bytes == 0
+
+
+def test_a_shard_is_open_when_it_is_warm_and_has_counted_nothing(tmp_path: Path) -> None:
+    recorder = Recorder()
+
+    def encoder(_: Settings) -> Encoder:
+        return recorder
+
+    async def go() -> None:
+        parts = Parts(encoder=encoder, llm=mock_llm)
+        opened = await asyncio.to_thread(open_memories, tmp_path, settings(), parts=parts)
+        async with opened as memories:
+            assert recorder.given == list(TEXTS)
+            assert (await memories.stats())["turns"] == 0
+            assert await memories.tenants() == []
+            (state,) = (await memories.status()).values()
+            assert state["state"] == "serving"
+            assert state["tally"]["phases"] == {}
+            assert state["tally"]["turns"].get("stored", 0) == 0
+
+    asyncio.run(go())
+
+
+def test_an_encoder_that_fails_is_told_with_its_cause(tmp_path: Path) -> None:
+    def encoder(_: Settings) -> Encoder:
+        return FailingEncoder(["Nobody"])
+
+    with pytest.raises(UndertowError, match="the encoder cannot be used: RuntimeError: no vector for Nobody"):
+        open_memories(tmp_path, settings(), parts=Parts(encoder=encoder, llm=mock_llm))

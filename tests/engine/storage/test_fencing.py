@@ -1,0 +1,593 @@
+"""Fencing: whatever a former writer does, what was acknowledged stays and nothing late counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lance.optimize import Compaction
+
+from undertow.engine.storage import journal as journal_module
+from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage.fencing import MARK_LSN, Fences, Mark
+from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row, _to_rows, _to_table
+from undertow.engine.storage.lance_log import LogTable
+from undertow.engine.storage.location import Place
+from undertow.engine.storage.store_info import StoreLocked
+
+DIM = 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    Journal.create(tmp_path / "store", DIM, {"model": "none"})
+    return tmp_path / "store"
+
+
+def row(text: str, tenant: str = "ann") -> Row:
+    return Row("turn", tenant, tenant, 0, text.encode(), text)
+
+
+def texts(journal: Journal) -> list[str]:
+    return [r.payload.decode() for r in journal.read()]
+
+
+def stored(store: Path) -> list[str]:
+    return texts(Journal.open(store, writable=False))
+
+
+def taken_over(store: Path) -> Journal:
+    return Journal.open(store, writable=True, takeover=True)
+
+
+# ---- a model: every interleaving of what writers do to a log that anyone may append to
+
+
+@dataclass
+class Log:
+    """What Lance guarantees: commits are atomic and in one order; a late one goes on top of the others."""
+
+    rows: list[tuple[str, Mark | tuple[int, int, str]]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=lambda: [0])
+
+    def commit(self, kind: str, item: Mark | tuple[int, int, str]) -> int:
+        self.rows.append((kind, item))
+        self.versions.append(len(self.rows))
+        return len(self.versions) - 1
+
+    @property
+    def newest(self) -> int:
+        return len(self.versions) - 1
+
+    def fences(self, version: int) -> Fences:
+        return Fences(m for _, m in self.rows[: self.versions[version]] if isinstance(m, Mark))
+
+    def counting(self, version: int) -> list[tuple[int, int, str]]:
+        """(lsn, epoch, text) of the rows that count at a version, in the order of their commits."""
+        fences = self.fences(version)
+        rows = [r for _, r in self.rows[: self.versions[version]] if not isinstance(r, Mark)]
+        epochs = np.array([r[1] for r in rows], np.int64)
+        stale = fences.stale(epochs, np.array([r[0] for r in rows], np.int64))
+        return [r for r, dead in zip(rows, stale, strict=True) if not dead]
+
+
+@dataclass
+class Outcome:
+    acknowledged: set[str] = field(default_factory=set)
+    # what a writer took as its state when it opened, and all that it has written since
+    state: list[str] | None = None
+
+
+def writer(log: Log, name: str, appends: int, outcome: Outcome) -> Iterator[None]:
+    """The protocol of Journal, with a pause wherever another writer may come between."""
+    while True:
+        base = log.newest
+        yield
+        epoch = log.fences(base).claimed + 1
+        version = log.commit("claim", Mark(epoch, name))
+        yield
+        if not log.fences(version).contested(epoch, name):
+            break
+    seen = log.newest
+    yield
+    fences = log.fences(seen)
+    if fences.claimed > epoch:
+        return
+    counting = log.counting(seen)
+    lsn = max([fences.first_lsn, *(r[0] + 1 for r in counting)])
+    version = log.commit("begin", Mark(epoch, name, lsn, fences.in_force))
+    yield
+    if version > seen + 1 and log.fences(version).claimed > epoch:
+        return
+    outcome.state = [r[2] for r in counting]
+    seen = version
+    for n in range(appends):
+        yield
+        text = f"{name}{n}"
+        version = log.commit("row", (lsn + n, epoch, text))
+        yield
+        if version > seen + 1 and log.fences(version).claimed > epoch:
+            return
+        seen = version
+        outcome.acknowledged.add(text)
+        outcome.state.append(text)
+
+
+def check(log: Log, outcomes: list[Outcome]) -> None:
+    counting = log.counting(log.newest)
+    lsns = [r[0] for r in counting]
+    assert lsns == sorted(set(lsns)), "lsns are unique and in the order of the commits"
+    shown = [r[2] for r in counting]
+    for outcome in outcomes:
+        assert outcome.acknowledged <= set(shown), "an acknowledged row is lost"
+        if outcome.state is not None:
+            # what a writer has built upon stays; what it did not see may only follow
+            assert shown[: len(outcome.state)] == outcome.state, "the log is not what a writer took it for"
+    before: list[tuple[int, int, str]] = []
+    for version in range(log.newest + 1):
+        fences = log.fences(version)
+        if fences.claimed == fences.in_force:
+            seen = log.counting(version)
+            assert seen[: len(before)] == before, "what a settled reader has seen is gone"
+            before = seen
+
+
+def run(schedule: list[int], appends: list[int]) -> None:
+    log = Log()
+    outcomes = [Outcome() for _ in appends]
+    writers = [writer(log, "abc"[n], count, outcomes[n]) for n, count in enumerate(appends)]
+    for n in schedule:
+        next(writers[n], None)
+    check(log, outcomes)
+
+
+def interleavings(counts: tuple[int, ...]) -> Iterator[list[int]]:
+    """Every order of `counts[n]` steps of each writer n."""
+    if not any(counts):
+        yield []
+    for n, left in enumerate(counts):
+        if left:
+            for rest in interleavings((*counts[:n], left - 1, *counts[n + 1 :])):
+                yield [n, *rest]
+
+
+def test_two_writers_in_every_interleaving() -> None:
+    count = 0
+    for schedule in interleavings((8, 8)):
+        if schedule[0] == 0:  # the writers are alike
+            run(schedule, [2, 2])
+            count += 1
+    assert count == 6_435
+
+
+def test_two_open_while_a_third_writes_in_every_interleaving() -> None:
+    count = 0
+    for schedule in interleavings((2, 5, 4)):
+        run([0, 0, 0, 0, 0, *schedule, 1, 1, 2, 2], [3, 2, 2])
+        count += 1
+    assert count == 6_930
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 3), min_size=3, max_size=3))
+@settings(max_examples=500, deadline=None)
+def test_three_writers_in_any_interleaving(schedule: list[int], appends: list[int]) -> None:
+    run(schedule, appends)
+
+
+# ---- real journals
+
+
+def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(store: Path) -> None:
+    old = Journal.open(store, writable=True)
+    old.append([row("first"), row("second")])
+    new = taken_over(store)
+    assert (new.epoch, new.next_lsn, texts(new)) == (2, 2, ["first", "second"])
+    with pytest.raises(Fenced, match=r"taken over .*epoch 2 after 1.*Nothing of this step"):
+        old.append([row("late")])
+    with pytest.raises(Fenced, match="earlier write failed"):
+        old.append([row("later still")])
+    new.append([row("third")])
+    reader = Journal.open(store, writable=False)
+    for journal in (reader, Journal.open(store, writable=False, settled=True)):
+        assert texts(journal) == ["first", "second", "third"]
+        assert [r.lsn for r in journal.read()] == [0, 1, 2]
+        assert journal.columns(["lsn"])["lsn"].to_pylist() == [0, 1, 2]
+        assert (journal.row_count, journal.count(["ann"]), journal.next_lsn) == (3, 3, 3)
+    assert "late" in raw_texts(store), "Lance has taken it"
+    new.purge()
+    assert "late" not in raw_texts(store) and stored(store) == ["first", "second", "third"]
+    old.close()
+    again = taken_over(store)
+    again.append([row("fourth")])
+    assert stored(store) == ["first", "second", "third", "fourth"], "its begin is still known"
+
+
+def raw_texts(store: Path) -> list[str]:
+    table = LogTable(Place.of(store) / "journal.lance")
+    return [
+        r.payload.decode()
+        for b in table.scanner(_to_table([]).schema.names).to_batches()
+        for r in _to_rows(b)
+    ]
+
+
+ACTS: dict[str, Callable[[Journal], Any]] = {
+    "append": lambda journal: journal.append([row("late")]),
+    "stream": lambda journal: journal.append_stream(iter([row("late")])),
+    "delete": lambda journal: journal.delete(["nobody", "ann"], before_lsn=1),
+    "delete rows": lambda journal: journal.delete_rows([0]),
+    "compact": lambda journal: journal.compact(),
+    "purge": lambda journal: journal.purge(),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_whatever_a_former_writer_does_it_is_told_and_takes_nothing_of_the_next_one(
+    store: Path, act: str
+) -> None:
+    old = Journal.open(store, writable=True)
+    old.append([row("first"), row("second")])
+    new = taken_over(store)
+    new.append([row("third")])
+    with pytest.raises(Fenced):
+        ACTS[act](old)
+    new.append([row("fourth")])
+    gone = ["first"] if act.startswith("delete") else []
+    assert stored(store) == [t for t in ("first", "second", "third", "fourth") if t not in gone]
+
+
+def test_rows_that_land_before_the_begin_count_though_nobody_was_told(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between claim and reading: the new writer has seen them. Between reading and begin: it has not."""
+    old = Journal.open(store, writable=True)
+    old.append([row("first")])
+    other = LogTable(Place.of(store) / "journal.lance")
+
+    def late(text: str, lsn: int) -> None:
+        other.append(_to_table([Row("turn", "ann", "ann", 0, text.encode(), lsn=lsn, epoch=old.epoch)]))
+
+    reload, look = LogTable.reload, Journal._look
+
+    def between_claim_and_reading(self: LogTable) -> None:
+        late("seen", 1)
+        reload(self)
+
+    def between_reading_and_begin(self: Journal) -> None:
+        look(self)
+        monkeypatch.setattr(Journal, "_look", look)
+        late("unseen", 2)
+
+    monkeypatch.setattr(LogTable, "reload", between_claim_and_reading)
+    monkeypatch.setattr(Journal, "_look", between_reading_and_begin)
+    new = taken_over(store)
+    monkeypatch.setattr(LogTable, "reload", reload)
+    assert new.next_lsn == 2
+    new.append([row("own")])
+    assert texts(new) == stored(store) == ["first", "seen", "own"]
+    assert raw_texts(store).count("unseen") == 1
+
+
+def test_a_begin_that_lands_late_changes_nothing(store: Path) -> None:
+    """Of three writers the second is overtaken by the third between its reading and its begin."""
+    first = Journal.open(store, writable=True)
+    first.append([row("a")])
+    table = LogTable(Place.of(store) / "journal.lance")
+
+    def mark(m: Mark) -> None:
+        table.append(_to_table([Row("epoch", "", "", -1, m.payload, lsn=MARK_LSN, epoch=m.epoch)]))
+
+    mark(Mark(2, "overtaken"))
+    table.append(_to_table([Row("turn", "ann", "ann", 0, b"b", lsn=1, epoch=1)]))
+    third = taken_over(store)
+    assert (third.epoch, texts(third)) == (3, ["a", "b"])
+    mark(Mark(2, "overtaken", 1, 1))
+    third.append([row("c")])
+    assert stored(store) == texts(taken_over(store)) == ["a", "b", "c"]
+
+
+def test_a_settled_reader_waits_for_a_takeover_to_end(store: Path) -> None:
+    journal = Journal.open(store, writable=True)
+    journal.append([row("first")])
+    table = LogTable(Place.of(store) / "journal.lance")
+    table.append(_to_table([Row("epoch", "", "", -1, Mark(2, "w").payload, lsn=MARK_LSN, epoch=2)]))
+    assert stored(store) == ["first"]
+    with pytest.raises(JournalError, match="taking over"):
+        Journal.open(store, writable=False, settled=True)
+    taken_over(store)
+    assert texts(Journal.open(store, writable=False, settled=True)) == ["first"]
+
+
+def test_a_late_compaction_cannot_bring_rows_out_of_order(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Journal.open(store, writable=True)
+    for n in range(4):
+        old.append([row(f"old {n}", tenant=f"t{n % 2}")])
+    commit = Compaction.commit
+    new: list[Journal] = []
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(Compaction, "commit", commit)
+        new.append(taken_over(store))
+        new[0].append([row("new 0", tenant="t0"), row("new 1", tenant="t1")])
+        return commit(*arguments)
+
+    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
+    with pytest.raises(Fenced):
+        old.compact()
+    assert raw_texts(store)[-1].startswith("old"), "Lance has put the old rows behind the new ones"
+    new[0].append([row("new 2")])
+    reader = Journal.open(store, writable=False)
+    for journal in (reader, new[0]):
+        assert [r.lsn for r in journal.read()] == list(range(7))
+        assert journal.columns(["kind", "lsn"])["lsn"].to_pylist() == list(range(7))
+        assert [r.payload for r in journal.read(tenant_keys=["t1"])] == [b"old 1", b"old 3", b"new 1"]
+    new[0].purge()
+    assert stored(store) == [*(f"old {n}" for n in range(4)), *(f"new {n}" for n in range(3))]
+
+
+def test_own_merges_are_not_taken_for_anothers_commits(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are some versions each; a look at them reads the whole log."""
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 4)
+    journal = Journal.open(store, writable=True)
+    version, looks = journal._table.version, Mock()
+    monkeypatch.setattr(Journal, "_look", looks)
+    for n in range(12):
+        journal.append([row(f"r{n}")])
+    assert journal._table.version == version + 12 + 3 * log_table.VERSIONS_PER_MERGE
+    looks.assert_not_called()
+    assert texts(journal) == stored(store) == [f"r{n}" for n in range(12)]
+
+
+def test_a_claim_in_the_middle_of_a_merge_is_seen(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 3)
+    commit, new = Compaction.commit, []
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(Compaction, "commit", commit)
+        new.append(taken_over(store))
+        return commit(*arguments)
+
+    old = Journal.open(store, writable=True)
+    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
+    for n in range(3):
+        old.append([row(f"r{n}")])  # acknowledged: committed before the claim
+    with pytest.raises(Fenced):
+        old.append([row("late")])
+    new[0].append([row("r3")])
+    assert stored(store) == texts(new[0]) == [f"r{n}" for n in range(4)]
+
+
+def purge_of_one(table: LogTable) -> None:
+    table.delete("lsn = 1")
+    table.rewrite_deleted()
+
+
+BETWEEN: dict[str, Callable[[LogTable], Any]] = {
+    "a deletion": lambda table: table.delete("lsn = 1"),
+    "a purge": lambda table: purge_of_one(table),
+    "a merge": lambda table: table.tidy(),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_merge_of_rows_that_have_changed_meanwhile_is_refused(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, between: str
+) -> None:
+    """Else it would bring a deleted row back, or a row twice. The append that it came with is stored."""
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 4)
+    commit = Compaction.commit
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(Compaction, "commit", commit)
+        BETWEEN[between](LogTable(Place.of(store) / "journal.lance"))
+        return commit(*arguments)
+
+    journal = Journal.open(store, writable=True)
+    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
+    for n in range(4):
+        journal.append([row(f"r{n}")])
+    assert "cannot compact" in caplog.text
+    there = [f"r{n}" for n in range(4) if n != 1 or between == "a merge"]
+    assert sorted(said_in(store)) == there == stored(store)
+    for n in range(4, 8):  # the next merge finds what is there
+        journal.append([row(f"r{n}")])
+    assert caplog.text.count("cannot compact") == 1
+    assert sorted(said_in(store)) == texts(journal) == [*there, *(f"r{n}" for n in range(4, 8))]
+
+
+def said_in(store: Path) -> list[str]:
+    return [text for text in raw_texts(store) if text.startswith("r")]  # no marks
+
+
+def test_a_merge_that_leaves_nothing_hides_no_claim(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no fragment to reserve an id for, it is one version: with a claim in the middle as many
+    as other merges make. Overlooked, what is appended after that would be acknowledged, and lost.
+
+    Lance itself drops a fragment with its last row; this is what it would do if it left that to the merge.
+    """
+    old = Journal.open(store, writable=True)
+    for n in range(3):
+        old.append([row(f"r{n}")])
+
+    def commit(dataset: Any, *_: Any) -> None:
+        LogTable(Place.of(store) / "journal.lance").append(_to_table([claim_of(2)]))
+        dataset.delete("lsn = 0")
+
+    with monkeypatch.context() as patched:
+        emptied = SimpleNamespace(execute=lambda _: SimpleNamespace(new_fragments=[]))
+        patched.setattr(Compaction, "plan", staticmethod(lambda *_: SimpleNamespace(tasks=[emptied])))
+        patched.setattr(Compaction, "commit", staticmethod(commit))
+        patched.setattr(journal_module, "COMMITS_PER_COMPACTION", 4)
+        old.append([row("r3")])  # committed before the claim
+    with pytest.raises(Fenced):
+        old.append([row("late")])
+    assert texts(taken_over(store)) == ["r1", "r2", "r3"]
+
+
+def claim_of(epoch: int) -> Row:
+    return Row("epoch", "", "", -1, Mark(epoch, "next").payload, lsn=MARK_LSN, epoch=epoch)
+
+
+HOLDER = """
+import sys
+from undertow.engine.storage.journal import Journal, Fenced, Row
+journal = Journal.open(sys.argv[1], writable=True)
+n = 0
+for line in sys.stdin:
+    try:
+        journal.append([Row("turn", "ann", "ann", n, line.strip().encode())])
+        print("stored", flush=True)
+    except Fenced:
+        print("fenced", flush=True)
+    n += 1
+"""
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_fenced(store: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(store)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        holder.stdin.write("first\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "stored\n"
+        os.kill(holder.pid, signal.SIGSTOP)
+        with pytest.raises(StoreLocked, match=f"process {holder.pid}"):
+            Journal.open(store, writable=True)
+        new = taken_over(store)
+        new.append([row("second")])
+        assert new.purge() is False, "the lock is the other's: a cut-off append of it may have files"
+        os.kill(holder.pid, signal.SIGCONT)
+        holder.stdin.write("late\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "fenced\n"
+    finally:
+        holder.kill()
+        holder.wait()
+    assert stored(store) == ["first", "second"]
+    new.compact()
+    with pytest.raises(StoreLocked):  # by then it has taken the lock that its former left behind
+        Journal.open(store, writable=True)
+    assert new.purge() is False, "the next writer would take over without the lock"
+    new.close()
+
+
+OPENER = """
+import sys
+from undertow.engine.storage.journal import Journal, Fenced, Row
+for n in range(3):
+    try:
+        journal = Journal.open(sys.argv[1], writable=True, takeover=True)
+        for m in range(4):
+            text = f"{sys.argv[2]}-{n}-{m}"
+            journal.append([Row("turn", "ann", "ann", 0, text.encode())])
+            print(text, flush=True)
+    except Fenced:
+        pass
+"""
+
+
+def test_processes_that_keep_taking_over_lose_nothing_acknowledged(store: Path) -> None:
+    command = [sys.executable, "-c", OPENER, str(store)]
+    openers = [subprocess.Popen([*command, n], stdout=subprocess.PIPE, text=True) for n in "ab"]
+    told = [opener.communicate(timeout=120)[0].split() for opener in openers]
+    assert [opener.returncode for opener in openers] == [0, 0]
+    shown = stored(store)
+    assert len(set(shown)) == len(shown)
+    assert set().union(*told) <= set(shown)
+    for mine in told:
+        assert [text for text in shown if text in mine] == mine
+    lsns = [r.lsn for r in Journal.open(store, writable=False).read()]
+    assert lsns == sorted(set(lsns))
+
+
+def test_files_of_an_append_under_way_survive_a_purge_without_the_lock(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Journal.open(store, writable=True).close()
+    stray = store / "journal.lance" / "data" / "stray.lance"
+    holder = Journal.open(store, writable=True)
+    new = taken_over(store)
+    new.append([row("first")])
+    stray.write_bytes(b"a cut-off append")
+    assert new.purge() is False and stray.exists()
+    moment = stray.stat().st_mtime - 2 * log_table.READER_GRACE.total_seconds()
+    os.utime(stray, (moment, moment))
+    assert new.purge() is False and not stray.exists()
+    assert stored(store) == ["first"]
+    stray.write_bytes(b"a cut-off append")
+    holder.close()
+    new.compact()
+    assert new.purge() is False and stray.exists(), "with the lock too: the next one takes over without it"
+    new.close()
+    assert Journal.open(store, writable=True).purge() is True and not stray.exists()
+
+
+# ---- streams
+
+
+def test_a_stream_is_one_version_with_lsns_in_order(store: Path) -> None:
+    journal = Journal.open(store, writable=True)
+    journal.append([row("before")])
+    batch = _to_table([row("in a batch 0"), row("in a batch 1")]).to_batches()[0]
+    version = journal._table.version
+    rows: list[Row | pa.RecordBatch] = [*(row(f"r{n}") for n in range(5_000)), batch, row("last")]
+    assert journal.append_stream(iter(rows)) == 5_003
+    assert journal._table.version == version + 1
+    assert journal.append_stream([]) == 0
+    journal.append([row("after")])
+    expected = ["before", *(f"r{n}" for n in range(5_000)), "in a batch 0", "in a batch 1", "last", "after"]
+    assert texts(journal) == stored(store) == expected
+    assert [(r.lsn, r.epoch) for r in journal.read()] == [(n, 1) for n in range(5_005)]
+
+
+def test_a_source_that_fails_leaves_the_journal_as_it_was(store: Path) -> None:
+    journal = Journal.open(store, writable=True)
+
+    def rows() -> Iterator[Row]:
+        for n in range(10_000):
+            yield row(f"r{n}")
+        raise LookupError("the other journal is gone")
+
+    with pytest.raises(LookupError, match="the other journal is gone"):
+        journal.append_stream(rows())
+    journal.append([row("after")])
+    assert [(r.lsn, r.payload) for r in journal.read()] == [(0, b"after")]
+    journal.purge()
+    assert len(list((store / "journal.lance" / "data").iterdir())) == len(
+        journal._table._dataset.get_fragments()
+    )
+
+
+def test_a_stream_takes_a_few_batches_of_memory_at_most(store: Path) -> None:
+    journal = Journal.open(store, writable=True)
+    payload = os.urandom(4_000)
+    most = 0
+
+    def rows() -> Iterator[Row]:
+        nonlocal most
+        for n in range(30_000):
+            if n % 1_000 == 0:
+                most = max(most, pa.total_allocated_bytes())
+            yield Row("turn", "ann", "ann", n, payload)
+
+    base = pa.total_allocated_bytes()
+    assert journal.append_stream(rows()) == 30_000
+    assert most - base < 30_000 * len(payload) / 2
+    assert journal.row_count == 30_000

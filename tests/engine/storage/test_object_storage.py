@@ -1,0 +1,251 @@
+"""A store on S3: the same contract as in a folder, against a server on this machine's loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import lance
+import pytest
+
+from undertow.engine.api.engine import Engine
+from undertow.engine.api.transfer.reindex import reindex
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Message, Turn
+from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.storage import journal as journal_module
+from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage.journal import Fenced, Journal, Row
+from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.store_info import is_store, read_info
+
+from ...support.cli import run
+from ...support.faults.harness import end_state, write_log
+from ...support.storage.location_contract import assert_is_a_place
+
+DIM = 384
+SETTINGS = Settings(device="cpu", llm_url=None, batch_turns=64)
+
+
+@pytest.fixture
+def place(s3: dict[str, str]) -> Place:
+    return Place.of(f"s3://memories/{uuid4().hex}/store")
+
+
+@pytest.fixture
+def store(place: Place) -> Place:
+    Journal.create(place, DIM, {"model": "none"})
+    return place
+
+
+def row(text: str, tenant: str = "ann") -> Row:
+    return Row("turn", tenant, tenant, 0, text.encode(), text)
+
+
+def texts(journal: Journal) -> list[str]:
+    return [r.payload.decode() for r in journal.read()]
+
+
+def turns(tenant: str, count: int, word: str = "boat") -> list[Turn]:
+    return [Turn(tenant, (Message("user", f"the {word} number {n}"),), f"{tenant} {n}") for n in range(count)]
+
+
+# ---- places
+
+
+def test_a_prefix_of_a_bucket_is_a_place(place: Place) -> None:
+    assert_is_a_place(place)
+    assert_is_a_place(Place.of("s3://whole"))
+
+
+def test_of_many_creators_one_succeeds(place: Place) -> None:
+    for n in range(5):
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda k, n=n: place.create(f"map/{n}", b"%d" % k), range(8)))
+        assert sum(made) == 1
+        assert place.read(f"map/{n}") == b"%d" % made.index(True)
+
+
+def test_files_older_than_a_moment(place: Place) -> None:
+    place.write("a", b"")
+    assert place.list(before=datetime.now(UTC) + timedelta(hours=1)) == ["a"]
+    assert place.list(before=datetime.now(UTC) - timedelta(hours=1)) == []
+
+
+def test_a_bucket_that_is_not_there_is_told(s3: dict[str, str]) -> None:
+    with pytest.raises(StoreError, match=r"s3://nowhere/store.*Check the bucket, the AWS_\* variables"):
+        Place.of("s3://nowhere/store").write("a", b"")
+    with pytest.raises(StoreError, match=r"cannot create a store in s3://nowhere/store"):
+        Journal.create("s3://nowhere/store", DIM, {})
+    with pytest.raises(StoreError, match="not an Undertow store"):
+        Journal.open("s3://memories/nothing", writable=True)
+
+
+# ---- the journal
+
+
+def test_rows_survive_in_order_and_creating_again_changes_nothing(store: Place) -> None:
+    before = read_info(store)
+    Journal.create(store, DIM, {"model": "another"})
+    assert read_info(store) == before and is_store(store)
+    for n in range(3):
+        journal = Journal.open(store, writable=True, durability="fsync")
+        journal.append([row(f"{n} a"), row(f"{n} b", tenant="bob")])
+        journal.close()
+    reader = Journal.open(store, writable=False)
+    assert texts(reader) == ["0 a", "0 b", "1 a", "1 b", "2 a", "2 b"]
+    assert [(r.lsn, r.epoch) for r in reader.read(tenant_keys=["bob"])] == [(1, 1), (3, 2), (5, 3)]
+
+
+def test_creators_at_the_same_time_agree_on_one_store(place: Place) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: Journal.create(place, DIM, {"model": str(n)}), range(4)))
+    journal = Journal.open(place, writable=True)
+    journal.append([row("first")])
+    assert texts(Journal.open(place, writable=False)) == ["first"]
+
+
+def test_the_last_to_open_takes_over(store: Place) -> None:
+    old = Journal.open(store, writable=True)
+    old.append([row("first")])
+    new = Journal.open(store, writable=True)
+    new.append([row("second")])
+    with pytest.raises(Fenced, match="taken over s3://"):
+        old.append([row("late")])
+    new.append([row("third")])
+    assert texts(new) == texts(Journal.open(store, writable=False)) == ["first", "second", "third"]
+    assert Journal.open(store, writable=True).next_lsn == 3
+
+
+def test_a_stream_is_one_version(store: Place) -> None:
+    journal = Journal.open(store, writable=True)
+    version = lance.dataset(f"{store}/journal.lance").version
+    assert journal.append_stream(row(f"r{n}") for n in range(5_000)) == 5_000
+    assert lance.dataset(f"{store}/journal.lance").version == version + 1
+    assert texts(Journal.open(store, writable=False)) == [f"r{n}" for n in range(5_000)]
+
+
+def test_compaction_bounds_the_files(store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 10)
+    monkeypatch.setattr(log_table, "READER_GRACE", timedelta(0))
+    journal = Journal.open(store, writable=True)
+    for n in range(41):
+        journal.append([row(f"r{n}")])
+    journal.finish_tidying()
+    assert texts(journal) == [f"r{n}" for n in range(41)]
+    assert len(store.list("journal.lance/data")) < 15
+    assert journal.next_lsn == 41
+
+
+def bytes_of(place: Place) -> bytes:
+    return b"\x00".join(place.read(name) or b"" for name in place.list())
+
+
+def test_purge_leaves_no_byte_and_spares_appends_under_way(
+    store: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(store, writable=True)
+    journal.append([row("zq7w-violin", tenant="ann"), row("b2mx-harbour", tenant="bob")])
+    journal.delete(["ann"], before_lsn=journal.next_lsn)
+    store.write("journal.lance/data/cut-off.lance", b"an append that may be under way")
+    assert b"zq7w-violin" in bytes_of(store)
+    assert journal.purge() is False, "nobody can be sure to be alone with a bucket"
+    assert b"zq7w-violin" not in bytes_of(store) and b"b2mx-harbour" in bytes_of(store)
+    assert b"under way" in bytes_of(store)
+    monkeypatch.setattr(log_table, "READER_GRACE", timedelta(seconds=-60))
+    journal.purge()
+    assert b"under way" not in bytes_of(store)
+    assert texts(journal) == ["b2mx-harbour"]
+
+
+WRITER = """
+import sys
+from undertow.engine.storage.journal import Journal, Row
+journal = Journal.open(sys.argv[1], writable=True)
+for n in range(10_000):
+    journal.append([Row("turn", "ann", "ann", n, str(n).encode())])
+    print(n, flush=True)
+"""
+
+
+def test_a_killed_writer_loses_nothing_acknowledged(store: Place) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(store)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    told = [writer.stdout.readline() for _ in range(5)]
+    os.kill(writer.pid, signal.SIGKILL)
+    told += writer.stdout.readlines()
+    writer.wait()
+    journal = Journal.open(store, writable=True)
+    seqs = [r.seq for r in journal.read()]
+    assert seqs == list(range(len(seqs))) and len(seqs) >= len(told)
+    journal.append([row("next")])
+    assert texts(Journal.open(store, writable=False))[-1] == "next"
+
+
+# ---- the engine and the program
+
+
+def test_an_engine_on_s3_end_to_end(place: Place) -> None:
+    encoder = HashingEncoder(DIM)
+    with Engine(str(place), SETTINGS, encoder) as engine:
+        engine.add_batch([*turns("ann", 20), *turns("bob", 20, "zq7w-violin")])
+        engine.drain()
+    with Engine(place, SETTINGS, encoder) as engine:
+        engine.resume()
+        engine.add_batch(turns("ann", 25))
+        assert engine.stats()["turns"] == 45
+        assert len(engine.search("ann", "the boat number 3").turns) > 0
+        with Engine(place, SETTINGS, encoder, writable=False) as reader:
+            assert "number 3" in reader.search("ann", "the boat number 3").turns[0].memory
+        assert b"zq7w-violin" in bytes_of(place)
+        certificate = engine.erase("bob", now=True)
+        assert certificate is not None and certificate.turns_removed == 20
+        assert any("bucket" in line for line in certificate.out_of_reach)
+    left = bytes_of(place)
+    assert b"zq7w-violin" not in left and b"bob" not in left
+    with Engine(place, SETTINGS, encoder, writable=False) as reader:
+        assert reader.stats()["turns"] == 25
+
+
+def test_a_second_engine_stops_the_first(place: Place) -> None:
+    encoder = HashingEncoder(DIM)
+    with Engine(place, SETTINGS, encoder) as old:
+        old.add_batch(turns("ann", 3))
+        with Engine(place, SETTINGS, encoder) as new:
+            with pytest.raises(Fenced):
+                old.add_batch(turns("ann", 5))
+            assert len(new.add_batch(turns("ann", 6))) == 6
+            assert new.stats()["turns"] == 6
+    with Engine(place, SETTINGS, encoder, writable=False) as reader:
+        assert reader.stats()["turns"] == 6, "none doubled, none lost"
+
+
+def test_a_reindex_on_s3(place: Place) -> None:
+    with Engine(place, SETTINGS, HashingEncoder(DIM)) as engine:
+        engine.add_batch(turns("ann", 30))
+        engine.drain()
+    assert reindex(place, HashingEncoder(64)) == 30
+    assert reindex(place, HashingEncoder(64)) == 0
+    assert [n for n in place.children() if n.startswith("journal")] == [read_info(place).journal]
+    with Engine(place, SETTINGS, HashingEncoder(64)) as engine:
+        engine.add_batch(turns("ann", 31))
+        assert engine.stats()["turns"] == 31
+
+
+def test_the_program_works_on_s3_as_on_a_folder(place: Place, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", ["ann", "bob"], 12)
+    for where in (str(place), str(tmp_path / "store")):
+        done = run("ingest", log, "--store", where, "--encoder", "hash:384", "--llm", "off", "--json")
+        assert done.code == 0, done.err
+        assert done.doc["turns"] == 24
+    found = run("search", "boat", "--tenant", "ann", "--store", str(place), "--encoder", "hash:384", "--json")
+    assert found.code == 0, found.err
+    assert end_state(place) == end_state(tmp_path / "store")
+    wrong = run("stats", "--store", "gs://memories/x")
+    assert wrong.code == 2 and "s3://BUCKET/PREFIX" in wrong.err

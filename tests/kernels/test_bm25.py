@@ -1,0 +1,124 @@
+"""BM25 against its definition, and what it must not depend on: the order and the past of the texts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from undertow.engine.search.analyzer import Terms, root, stem
+from undertow.engine.search.irregular_forms import BASE_FORMS
+from undertow.kernels import bm25
+from undertow.kernels.bm25 import K1, B, Bm25
+
+TEXTS = {0: [1, 2, 2, 3], 1: [2, 4], 2: [5], 4: [1, 1, 1, 5, 6, 7, 8, 9]}
+
+
+def defined(texts: Mapping[int, Sequence[int]], query: Sequence[int], row: int) -> float:
+    """The score of one row, by the book."""
+    mean = sum(map(len, texts.values())) / len(texts)
+    score = most = 0.0
+    for term in set(query):
+        having = sum(term in text for text in texts.values())
+        weight = math.log(1 + (len(texts) - having + 0.5) / (having + 0.5))
+        times = texts[row].count(term)
+        score += weight * times / (times + K1 * (1 - B + B * len(texts[row]) / mean))
+        most += weight
+    return score / most
+
+
+def index_of(texts: Mapping[int, Sequence[int]]) -> Bm25:
+    index = Bm25()
+    for row, terms in texts.items():
+        index.put(row, terms)
+    return index
+
+
+@pytest.mark.parametrize("query", [[1], [2, 3], [2, 2, 5], [1, 77], [77], []])
+def test_scores_are_those_of_the_definition(query: list[int]) -> None:
+    scores = index_of(TEXTS).scores(query, 5)
+    expected = [defined(TEXTS, query, row) if row in TEXTS and query else 0.0 for row in range(5)]
+    assert scores.tolist() == pytest.approx(expected)
+    assert all(0 <= score < 1 for score in scores)
+
+
+def test_scores_depend_on_the_texts_that_are_there_and_on_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Texts in another order, some after having been others, sorted in or not: the same bits."""
+    rng = random.Random(5)
+    texts = {row: [rng.randrange(40) for _ in range(rng.randrange(1, 12))] for row in range(60)}
+    plain = index_of(texts)
+    monkeypatch.setattr(bm25, "_UNSORTED", 16)
+    moved = Bm25()
+    for row in rng.sample(range(80), 80):
+        moved.put(row, [rng.randrange(40) for _ in range(5)])
+        moved.scores([1], 80)  # sorts in
+    for row in rng.sample(range(80), 80):
+        if row in texts:
+            moved.put(row, texts[row])
+            moved.scores([2], 80)
+        else:
+            moved.drop(row)
+    assert len(moved) == len(texts)
+    for query in ([3], [1, 2, 3, 4, 5], [39, 7, 41]):
+        assert np.array_equal(moved.scores(query, 60), plain.scores(query, 60))
+        assert not moved.scores(query, 80)[60:].any()
+
+
+def test_an_index_without_texts_gives_nothing() -> None:
+    index = Bm25()
+    assert index.scores([1, 2], 3).tolist() == [0, 0, 0]
+    index.put(0, [1])
+    index.drop(0)
+    index.put(1, [])
+    assert index.scores([1], 2).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("paint painted painting paints", True),
+        ("study studies studied", True),
+        ("running run runs", True),
+        ("hike hiking hikes hiked", True),
+        ("class classes", True),
+        ("bus bu", False),
+        ("sing s", False),
+    ],
+)
+def test_words_with_one_stem(words: str, same: bool) -> None:
+    stems = {stem(word) for word in words.split()}
+    assert (len(stems) == 1) is same, stems
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("go goes going went gone", True),
+        ("take taking took taken", True),
+        ("buy buys bought", True),
+        ("child children", True),
+        ("wind wound", False),  # a wound is commoner
+        ("live lives life", False),
+    ],
+)
+def test_words_with_one_root(words: str, same: bool) -> None:
+    roots = {root(word) for word in words.split()}
+    assert (len(roots) == 1) is same, roots
+    assert (len({*Terms().of(words)}) == 1) is same, "it is what texts are searched by"
+
+
+def test_a_base_form_is_nobodys_irregular_form() -> None:
+    assert not set(BASE_FORMS) & set(BASE_FORMS.values())
+    assert len(BASE_FORMS) > 100 and all(form.isalpha() and form.islower() for form in BASE_FORMS)
+
+
+def test_terms_are_words_of_any_script() -> None:
+    assert Terms().of("Ann's boat, the BOATS!") == [*Terms().of("ann s boat the"), *Terms().of("boat")]
+    assert set(Terms().of("我喜歡陶藝課")) & set(Terms().of("陶藝"))
+    assert not Terms().of("... !?")
+    assert Terms().of("\ud800 x")  # half a surrogate pair is no letter; nothing breaks

@@ -1,0 +1,536 @@
+"""Answers told in pieces: by a server, through a shard, and to whoever awaits them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock.llm import MockLLM, MockReplies
+from undertow.bench.mock.server import spawn_server
+from undertow.engine.api.answer_calls import Answer
+from undertow.engine.api.engine import Engine, make_llm
+from undertow.engine.base.model import Turn, UndertowError, Usage
+from undertow.engine.cluster.routing.in_process import InProcess
+from undertow.engine.cluster.settings import ClusterSettings
+from undertow.engine.cluster.shard import answer_streams as answering
+from undertow.engine.cluster.shard.answer_streams import Answers, Telling, UnknownTicket
+from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.llm.client import BadReply, BrokenOff, Completion, OpenAILLM, ServerRefused
+from undertow.engine.search.ranking import Found
+from undertow.engine.tenants.registry import UnknownTenant
+from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
+from undertow.serving.async_memories import Memories, open_memories
+
+from ..service.http.test_async_memories import run
+from ..support.cluster.in_process import PARTS, FailingEncoder, settings
+from ..support.engine import turn_of
+from ..support.llm_servers import client, server_stats, wait_until
+
+SOON_S = 60
+
+
+def question(n: int = 0) -> Prompt:
+    memory = ShownMemory(1, "2026-01-05", f"Ann sails on lake number {n}, and the wind was fair")
+    return answer_prompt("Where does Ann sail?", [memory], [], [], None)
+
+
+def told_by(llm: OpenAILLM | MockLLM, prompt: Prompt) -> tuple[list[str], Future[Completion]]:
+    pieces: list[str] = []
+    return pieces, llm.stream(prompt, tenant="t", on_text=pieces.append)
+
+
+# ---- a server that does what it is told
+
+Act = str | None | BaseException | threading.Event | Mapping[str, Any]
+"""A piece of text; None: the connection breaks; an event to wait for; an event of the stream as it is."""
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Answers the n-th streamed request by the n-th script, those behind by the last."""
+
+    scripts: Sequence[Sequence[Act]]
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._send({"object": "list", "data": [{"id": "a", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        script = self.scripts[min(len(self.asked), len(self.scripts)) - 1]
+        if script and isinstance(script[0], dict) and "whole" in script[0]:
+            self._send(script[0]["whole"])
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
+        self.end_headers()
+        for act in script:
+            if act is None:
+                self.connection.close()
+                return
+            if isinstance(act, threading.Event):
+                act.wait(SOON_S)
+            elif isinstance(act, str):
+                self._event({"model": "a", "choices": [{"index": 0, "delta": {"content": act}}]})
+            elif isinstance(act, dict):
+                self._event(act)
+
+    def _send(self, body: Any) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def end(reason: str = "stop") -> dict[str, Any]:
+    return {"model": "a", "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+
+
+USED = {"choices": [], "usage": {"prompt_tokens": 50, "completion_tokens": 7}}
+
+
+@contextmanager
+def scripted(*scripts: Sequence[Act]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server's URL, and the bodies that it is sent."""
+    asked: list[dict[str, Any]] = []
+    handler = type("Told", (Scripted,), {"scripts": scripts, "asked": asked})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.handle_error = lambda request, address: None  # type: ignore[assignment]  # clients that left
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+# ---- the client
+
+
+def test_a_streamed_reply_is_the_whole_one_in_pieces() -> None:
+    with spawn_server() as url, client(url) as llm:
+        for n in range(5):
+            pieces, told = told_by(llm, question(n))
+            streamed, whole = told.result(SOON_S), llm.submit(question(n), tenant="t").result(SOON_S)
+            assert "".join(pieces) == streamed.reply == whole.reply
+            assert len(pieces) > 1
+            assert streamed.usage == whole.usage
+            assert streamed.usage.completion_tokens > 0
+            assert streamed.model == whole.model
+
+
+def test_the_mock_in_process_tells_what_its_server_tells() -> None:
+    with spawn_server() as url, client(url) as llm, MockLLM(MockReplies()) as mock:
+        served, told = told_by(llm, question())
+        replied = told.result(SOON_S)
+        made, here = told_by(mock, question())
+        assert (made, here.result(SOON_S).reply) == (served, replied.reply)
+
+
+def test_pieces_come_while_the_reply_is_being_written() -> None:
+    written = threading.Event()
+    with (
+        scripted(["  Ann ", "sails", written, "\non Lake", " Como.", " \n", end(), USED]) as (url, asked),
+        client(url) as llm,
+    ):
+        pieces, told = told_by(llm, question())
+        wait_until(lambda: pieces == ["Ann", " sails"])
+        assert not told.done()
+        written.set()
+        assert told.result(SOON_S).reply == "Ann sails\non Lake Como."
+        assert pieces == ["Ann", " sails", "\non Lake", " Como."]  # what is around it is not told
+        assert told.result().usage == Usage(1, 50, 0, 7)
+        assert asked[0]["stream"] is True
+        assert asked[0]["stream_options"] == {"include_usage": True}
+
+
+ERROR = {"error": {"message": "the engine died", "type": "internal", "code": 500}}
+WHOLE: Sequence[Act] = ["Como.", end(), USED]
+
+
+@pytest.mark.parametrize("trouble", [[None], [" "], [ERROR], ["", None], [{"choices": []}, None]], ids=str)
+def test_what_fails_before_the_first_piece_is_asked_again(trouble: Sequence[Act]) -> None:
+    with scripted(trouble, WHOLE) as (url, asked), client(url) as llm:
+        pieces, told = told_by(llm, question())
+        assert told.result(SOON_S).reply == "Como."
+        assert pieces == ["Como."]
+        assert len(asked) == 2
+
+
+def test_another_server_is_tried_before_the_first_piece_and_none_after() -> None:
+    with (
+        scripted([None]) as (dead, of_dead),
+        scripted(WHOLE) as (alive, of_alive),
+        client(f"{dead},{alive}") as llm,
+    ):
+        for pieces, told in [told_by(llm, question(n)) for n in range(8)]:  # both are asked
+            assert (told.result(SOON_S).reply, pieces) == ("Como.", ["Como."])
+        assert of_dead
+        assert len(of_alive) == 8
+    with (
+        scripted(["Lake", None]) as (dying, of_dying),
+        scripted(["Lake", None]) as (other, of_other),
+        client(f"{dying},{other}") as llm,
+    ):
+        pieces, told = told_by(llm, question())
+        with pytest.raises(BrokenOff, match=r"broke off in the middle.*Ask again"):
+            told.result(SOON_S)
+        assert pieces == ["Lake"]
+        assert len(of_dying) + len(of_other) == 1
+
+
+@pytest.mark.parametrize("trouble", [[None], [], [ERROR]], ids=["died", "ended", "error"])
+def test_a_half_reply_is_never_called_whole(trouble: Sequence[Act]) -> None:
+    outcomes: list[str] = []
+    with scripted(["Ann sails", *trouble]) as (url, asked):
+        with OpenAILLM(client_settings(url), on_call=lambda *call: outcomes.append(call[-1])) as llm:
+            pieces, told = told_by(llm, question())
+            with pytest.raises(BrokenOff):
+                told.result(SOON_S)
+            assert pieces == ["Ann sails"]
+        assert len(asked) == 1
+        assert outcomes == ["broken"]
+
+
+def client_settings(url: str) -> Any:
+    return settings(llm_url=url)
+
+
+def test_a_reply_that_was_cut_off_at_the_limit_is_a_bad_one_and_not_repaired() -> None:
+    with scripted(["Ann sails on", end("length"), USED]) as (url, asked), client(url) as llm:
+        _, told = told_by(llm, question())
+        with pytest.raises(BadReply, match="cut off at the token limit") as bad:
+            told.result(SOON_S)
+        assert bad.value.usage == Usage(1, 50, 0, 7)
+        assert len(asked) == 1
+
+
+def test_an_empty_reply_is_repaired_and_the_repair_is_told() -> None:
+    with scripted([" ", end(), USED], WHOLE) as (url, asked), client(url) as llm:
+        pieces, told = told_by(llm, question())
+        assert told.result(SOON_S).reply == "Como."
+        assert pieces == ["Como."]
+        assert told.result().usage == Usage(2, 100, 0, 14)
+        assert "empty" in asked[1]["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [([{"whole": {"choices": []}}], "does not stream"), ([{"choices": 3}], "choices")],
+    ids=["whole", "odd"],
+)
+def test_a_server_that_cannot_stream_is_told_apart(script: Sequence[Act], why: str) -> None:
+    with scripted(script) as (url, _), client(url) as llm:
+        _, told = told_by(llm, question())
+        with pytest.raises(ServerRefused, match=why):
+            told.result(SOON_S)
+
+
+def test_who_gives_up_ends_the_request_at_the_server() -> None:
+    with spawn_server(piece_ms=200) as url, client(url, llm_in_flight=1) as llm:
+        pieces, told = told_by(llm, question())
+        wait_until(lambda: bool(pieces))
+        llm.cancel(told)
+        with pytest.raises(CancelledError):
+            told.result(SOON_S)
+        wait_until(lambda: server_stats(url)["faults"] == {"client left": 1})
+        assert server_stats(url)["in_flight"] == 0
+        wait_until(lambda: llm.in_flight == 0)  # its slot is free
+
+
+def test_errors_can_be_sent_from_a_shard() -> None:
+    bad, broken = BadReply("it was empty", Usage(1, 2, 3, 4)), BrokenOff("gone", Usage(1))
+    for error in (bad, broken, UnknownTicket("gone")):
+        sent = pickle.loads(pickle.dumps(error))
+        assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
+
+
+# ---- a telling
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def answered(text: str) -> Future[Answer]:
+    future: Future[Answer] = Future()
+    future.set_result(Answer(text, Found((), (), ()), Usage()))
+    return future
+
+
+def test_more_is_what_is_new_and_waits_for_it() -> None:
+    telling = Telling("ann", Clock())
+    first = telling.more(0)
+    assert not first.done()
+    telling.add("Ann ")
+    telling.add("sails")
+    assert first.result() == ("Ann ", None)
+    assert telling.more(4).result() == ("sails", None)
+    assert telling.more(0).result() == ("Ann sails", None)  # asked again: its answer was lost
+    last = telling.more(9)
+    telling.end(answered("Ann sails"))
+    assert last.result() == telling.more(9).result() == ("", answered("Ann sails").result())
+    assert telling.more(4).result()[0] == "sails"
+
+
+def test_an_error_comes_after_the_text_before_it() -> None:
+    telling = Telling("ann", Clock())
+    telling.add("Ann")
+    failed: Future[Answer] = Future()
+    failed.set_exception(BrokenOff("gone"))
+    telling.end(failed)
+    assert telling.more(0).result() == ("Ann", None)
+    with pytest.raises(BrokenOff):
+        telling.more(3).result()
+
+
+def test_who_waits_long_is_told_that_nothing_came_and_who_asks_no_more_has_gone() -> None:
+    clock = Clock()
+    telling = Telling("ann", clock)
+    waiting = telling.more(0)
+    clock.now_s += answering.POLL_S - 1
+    telling.tick()
+    assert not waiting.done()
+    clock.now_s += 1
+    telling.tick()
+    assert waiting.result() == ("", None)
+    clock.now_s += answering.ABANDONED_S
+    assert not telling.abandoned
+    clock.now_s += 1
+    assert telling.abandoned
+    waiting = telling.more(0)
+    clock.now_s += 10 * answering.ABANDONED_S
+    assert not telling.abandoned  # somebody waits
+
+
+def test_an_answer_that_nobody_asks_for_is_forgotten() -> None:
+    clock, answers = Clock(), Answers("s0")
+    old = answers.add(Telling("ann", clock))
+    clock.now_s += answering.ABANDONED_S + 1
+    new = answers.add(Telling("ann", clock))
+    with pytest.raises(UnknownTicket, match="s0"):
+        answers.more(old.id, 0).result()
+    assert not answers.more(new.id, 0).done()
+
+
+# ---- through a shard, to whoever awaits
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with spawn_server(piece_ms=1) as url:
+        yield url
+
+
+def some(tenant: str, *numbers: int) -> list[Turn]:
+    return [turn_of(tenant, n, f"word{n} other{n}") for n in numbers]
+
+
+@asynccontextmanager
+async def served(store: Path, url: str) -> AsyncIterator[Memories]:
+    """Memories that ask their LLM for answers alone, as no topic recurs that often."""
+    of_server = settings(llm_url=url, theta_count=100)
+    async with await asyncio.to_thread(open_memories, store, of_server) as memories:
+        await memories.add(some("ann", *range(6)))
+        yield memories
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not await asyncio.to_thread(condition):
+        await asyncio.sleep(0.01)
+
+
+async def heard(memories: Memories, asked: str = "What of word3?") -> tuple[list[str], Answer]:
+    *pieces, last = [piece async for piece in memories.answer_stream("ann", asked)]
+    assert isinstance(last, Answer)
+    return [piece for piece in pieces if isinstance(piece, str)], last
+
+
+def test_the_pieces_and_the_answer_are_those_of_the_engine(tmp_path: Path, server: str) -> None:
+    async def work() -> tuple[list[str], Answer]:
+        async with served(tmp_path / "store", server) as memories:
+            return await heard(memories)
+
+    pieces, told = run(work())
+    of_server = settings(llm_url=server)
+    with Engine(tmp_path / "store", of_server, PARTS.encoder(of_server), llm=make_llm(of_server)) as engine:
+        spent = engine.tenants.existing("ann").meter["answer"]
+        assert spent == told.usage  # metered, once
+        answer = engine.answer("ann", "What of word3?")
+        assert (told.text, told.found, told.usage) == (answer.text, answer.found, answer.usage)
+    assert "".join(pieces) == told.text
+    assert len(pieces) > 1
+
+
+def test_many_answers_side_by_side_do_not_mix(tmp_path: Path, server: str) -> None:
+    async def work() -> None:
+        async with served(tmp_path / "store", server) as memories:
+            questions = [f"What of word{n}?" for n in range(20)]
+            told = await asyncio.gather(*(heard(memories, asked) for asked in questions))
+            for asked, (pieces, answer) in zip(questions, told, strict=True):
+                whole = await memories.answer("ann", asked)
+                assert "".join(pieces) == answer.text == whole.text
+
+    run(work())
+
+
+@pytest.mark.parametrize("way", ["closed", "cancelled", "before the first piece"])
+def test_who_leaves_ends_the_request_at_the_server(tmp_path: Path, way: str) -> None:
+    async def leave(memories: Memories, url: str) -> None:
+        async with aclosing(memories.answer_stream("ann", "What of word3?")) as pieces:
+            if way == "before the first piece":
+                first = asyncio.ensure_future(anext(pieces))
+                await until(lambda: server_stats(url)["in_flight"] == 1)
+                first.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await first
+                return
+            async for _ in pieces:
+                if way == "closed":
+                    return
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+
+    async def work() -> None:
+        slow = {"latency_ms": 0.0, "piece_ms": 500.0 if way == "before the first piece" else 100.0}
+        with spawn_server(**slow) as url:
+            async with served(tmp_path / "store", url) as memories:
+                left = asyncio.create_task(leave(memories, url))
+                await asyncio.wait([left])
+                assert left.cancelled() == (way == "cancelled")
+                await until(lambda: server_stats(url)["faults"] == {"client left": 1})
+                states = await memories.status()
+                assert [state["state"] for state in states.values()] == ["serving"]
+
+    run(work())
+
+
+def test_errors_come_where_the_pieces_end(tmp_path: Path) -> None:
+    async def work() -> None:
+        with scripted(["Ann sails", None]) as (url, _):
+            async with served(tmp_path / "store", url) as memories:
+                pieces: list[str | Answer] = []
+                with pytest.raises(BrokenOff):
+                    async for piece in memories.answer_stream("ann", "Where?"):
+                        pieces.append(piece)
+                assert pieces == ["Ann sails"]
+                assert (await memories.usage("ann"))["answer"]["calls"] == 1
+                with pytest.raises(UnknownTenant):
+                    await anext(memories.answer_stream("nobody", "Where?"))
+                with pytest.raises(ValueError, match="empty"):
+                    await anext(memories.answer_stream("ann", " "))
+
+    run(work())
+
+
+class Breaking(MockLLM):
+    """Its shard fails while it answers: the engine is opened anew, with another client."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(MockReplies())
+        self.said, self.asked = said, threading.Event()
+
+    def stream(self, prompt: Prompt, *, tenant: str, on_text: Callable[[str], None]) -> Future[Completion]:
+        if self.said:
+            on_text(self.said)
+        self.asked.set()
+        return Future()
+
+
+@pytest.mark.parametrize("said", ["", "Ann"])
+def test_a_shard_that_is_opened_anew_asks_again_unless_it_has_begun(tmp_path: Path, said: str) -> None:
+    breaking = Breaking(said)
+    clients = iter([breaking, MockLLM(MockReplies())])
+    encoder = FailingEncoder(["badger"])
+    parts = Parts(lambda _: encoder, lambda _: next(clients))
+
+    async def work() -> None:
+        router = await asyncio.to_thread(InProcess, tmp_path / "store", settings(), parts)
+        async with Memories(router) as memories:
+            await memories.add(some("ann", 1))
+            telling = asyncio.create_task(heard(memories))
+            assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
+            with pytest.raises(RuntimeError, match="badger"):  # that costs the shard its engine
+                await memories.search("ann", "the badger")
+            if said:
+                with pytest.raises(BrokenOff, match="opened anew"):
+                    await telling
+            else:
+                assert (await telling)[1].text
+
+    run(work())
+
+
+def test_closing_tells_who_listens(tmp_path: Path) -> None:
+    async def work() -> None:
+        breaking = Breaking("Ann")
+        router = await asyncio.to_thread(
+            InProcess, tmp_path / "store", settings(), Parts(PARTS.encoder, lambda _: breaking)
+        )
+        async with Memories(router) as memories:
+            await memories.add(some("ann", 1))
+            telling = asyncio.create_task(heard(memories))
+            assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
+        with pytest.raises(UndertowError, match="closed"):
+            await telling
+
+    run(work())
+
+
+def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from undertow.engine.cluster.ray.cluster import Cluster
+    from undertow.engine.storage.location import Place
+
+    async def work(server: str) -> None:
+        small = ClusterSettings(num_cpus=0.5, threads=1, patience_s=SOON_S)
+        root, of_server = Place.of(tmp_path / "root"), settings(llm_url=server)
+        cluster = await asyncio.to_thread(Cluster.open, root, of_server, shards=1, resources=small)
+        async with Memories(cluster, cluster.stop) as memories:
+            await memories.add(some("ann", *range(6)))
+            pieces, answer = await heard(memories)
+            whole = await memories.answer("ann", "What of word3?")
+            assert "".join(pieces) == answer.text == whole.text
+            assert len(pieces) > 1
+            gone = server_stats(server)["faults"].get("client left", 0)
+            async with aclosing(memories.answer_stream("ann", "What of word4?")) as left:
+                await anext(left)
+            await until(lambda: server_stats(server)["faults"].get("client left", 0) == gone + 1)
+
+    # slowly, so that the caller leaves before the answer's end
+    with spawn_server(piece_ms=40) as server:
+        run(work(server))
+
+
+def test_what_an_erased_tenant_was_told_is_forgotten() -> None:
+    answers = Answers("s0")
+    hers, his = answers.add(Telling("ann", Clock())), answers.add(Telling("bob", Clock()))
+    answers.forget("ann")
+    with pytest.raises(UnknownTicket):
+        answers.more(hers.id, 0).result(0)
+    assert not answers.more(his.id, 0).done()

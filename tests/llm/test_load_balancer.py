@@ -1,0 +1,614 @@
+"""Several LLM servers behind one client: balance, limits, deaths, refusals; over real HTTP on loopback."""
+
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock.llm import MockReplies
+from undertow.bench.mock.server import MockServer, spawn_server
+from undertow.engine.api.engine import Engine, make_llm
+from undertow.engine.base.config import Settings
+from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.llm import discovery as llm_address
+from undertow.engine.llm import load_balancer as llm_servers
+from undertow.engine.llm import server as llm_server
+from undertow.engine.llm.circuit_breaker import Slots
+from undertow.engine.llm.client import BadReply, OpenAILLM, ServerRefused
+from undertow.engine.llm.discovery import NamedActor, NoCluster, NoServer, server_addresses
+from undertow.engine.llm.replies import Trouble
+
+from ..support.faults.harness import RATES, THETA, assert_same_state, end_state, turns_of, write_log
+from ..support.faults.spoilt_llm import served
+from ..support.llm_servers import (
+    Handler,
+    client,
+    completion,
+    expected,
+    merge,
+    odd_server,
+    prompts,
+    results,
+    server_stats,
+    wait_until,
+)
+
+GOOD = completion('{"same_story": false, "narrative": ""}')
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Counting:
+    """A handler that counts, keeps the models asked for, and answers once `go` is set."""
+
+    def __init__(self, status: int = 200, body: Any = GOOD, *, wait_s: float = 30.0) -> None:
+        self.go = threading.Event()
+        self._wait_s = wait_s
+        self.asked: list[str] = []
+        self._answer = (status, body)
+
+    def __call__(self, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        self.asked.append(body["model"])
+        self.go.wait(self._wait_s)
+        return self._answer
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+
+def at_once(status: int = 200, body: Any = GOOD) -> Counting:
+    handler = Counting(status, body)
+    handler.go.set()
+    return handler
+
+
+@contextmanager
+def servers(*handlers: Handler, models: tuple[str, ...] = ("a", "b")) -> Iterator[str]:
+    """One server a handler; yields the text for `llm_url`."""
+    with ExitStack() as stack:
+        yield ",".join(stack.enter_context(odd_server(handler, models)) for handler in handlers)
+
+
+# ---- what one server can take
+
+
+def test_an_outage_ends_by_a_knock_and_one_request_on_trial() -> None:
+    slots = Slots(limit=4, timeout_s=300.0)
+    for _ in range(12):
+        assert slots.free == 4 and not slots.out
+        slots.began()
+        slots.failed()
+        slots.active -= 1
+    assert slots.out and slots.free == 0
+    slots.knocked(answered=False)
+    assert slots.free == 0
+    slots.knocked(answered=True)
+    assert slots.free == 1, "one request tries it"
+    slots.began()
+    assert slots.free == 0
+    slots.failed()
+    slots.active -= 1
+    assert slots.free == 0, "the trial failed: it is knocked at again"
+    slots.knocked(answered=True)
+    slots.answered()
+    slots.knocked(answered=True)  # a knock that was on its way when the request was answered
+    assert (slots.free, slots.out, slots.on_trial, slots.silent_s) == (4, False, False, None)
+
+
+def test_pauses_grow_up_to_a_quarter_of_a_minute() -> None:
+    slots = Slots(limit=1, timeout_s=300.0)
+    slots.lost()
+    assert slots.out
+    first_s = slots.pause_s
+    for _ in range(20):
+        slots.knocked(answered=False)
+    assert first_s < 0.1 < 7 < slots.pause_s <= 15
+
+
+def test_a_failure_beside_a_slow_reply_proves_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    slots = Slots(limit=2, timeout_s=10.0)
+    slots.began()
+    slots.began()
+    slots.failed()
+    now = 105.0
+    slots.failed()
+    assert slots.silent_s == 0.0, "the other request may be about to be answered"
+    now = 111.0
+    slots.failed()
+    assert slots.silent_s == 11.0, "it has timed out by now"
+    slots.refused(ServerRefused("no"))
+    assert slots.silent_s is None and slots.out, "a refusal is an answer"
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("http://a:1/v1", ("http://a:1/v1",)),
+        ("http://a:1, https://b/llm/ ,", ("http://a:1/v1", "https://b/llm")),
+        ("http://a:1,http://a:1/v1/,http://b:1", ("http://a:1/v1", "http://b:1/v1")),
+        ("ray:vllm-0, ray:vllm-1,ray:vllm-0,http://a:1", ("ray:vllm-0", "ray:vllm-1", "http://a:1/v1")),
+    ],
+)
+def test_addresses_by_commas_each_once(text: str, addresses: tuple[str, ...]) -> None:
+    assert server_addresses(text) == addresses
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["http://a:1,b:2", "http://a:1 http://b:2 ,ftp://c", ",", " , ", "ray:", "ray://head:10001", "ray:a b"],
+)
+def test_one_bad_address_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"llm_url.*ray:vllm-0"):
+        OpenAILLM(Settings(llm_url=text))
+
+
+@pytest.mark.parametrize(("text", "count"), [(None, 1), ("http://a:1", 1), ("http://a:1, http://b:2,", 2)])
+def test_the_engine_keeps_work_ready_for_every_server(text: str | None, count: int) -> None:
+    assert Settings(llm_url=text, llm_in_flight=7).llm_requests == 7 * count
+
+
+# ---- balance
+
+
+def test_the_server_with_the_fewest_requests_under_way_is_next() -> None:
+    handlers = [Counting() for _ in range(3)]
+    with servers(*handlers) as urls, client(urls, llm_model="a") as llm:
+        futures = []
+        for n in range(12):
+            futures.append(llm.submit(merge(n), tenant="t"))
+            wait_until(lambda: sum(map(len, handlers)) == len(futures))
+            counts = [len(handler) for handler in handlers]
+            assert max(counts) - min(counts) <= 1
+        idle = handlers[1]
+        idle.go.set()
+        wait_until(lambda: sum(future.done() for future in futures) == 4)
+        more = [llm.submit(merge(100 + n), tenant="t") for n in range(4)]
+        results(more)
+        assert [len(handler) for handler in handlers] == [4, 8, 4], "the one that became free took all"
+        for handler in handlers:
+            handler.go.set()
+        results(futures)
+
+
+def test_each_server_has_the_limit_for_itself() -> None:
+    handlers = [Counting(), Counting()]
+    with servers(*handlers) as urls, client(urls, llm_model="a", llm_in_flight=3) as llm:
+        futures = [llm.submit(merge(n), tenant="t") for n in range(20)]
+        wait_until(lambda: sum(map(len, handlers)) == 6)
+        llm.healthy()  # all 20 have been handed over by now
+        assert llm.in_flight == 6
+        assert [len(handler) for handler in handlers] == [3, 3]
+        for handler in handlers:
+            handler.go.set()
+        results(futures)
+        assert llm.in_flight == 0
+
+
+def test_a_slow_server_does_not_hold_the_others_up() -> None:
+    with spawn_server(latency_ms=300) as slow, spawn_server() as fast:
+        with client(f"{slow},{fast}", llm_in_flight=4) as llm:
+            results([llm.submit(merge(n), tenant="t") for n in range(150)])
+        calls = [sum(server_stats(url)["calls"].values()) for url in (slow, fast)]
+        peaks = [server_stats(url)["max_in_flight"] for url in (slow, fast)]
+    assert sum(calls) == 150
+    assert calls[1] > 3 * calls[0]
+    assert max(peaks) <= 4
+
+
+def test_any_number_of_servers_gives_the_same_replies() -> None:
+    asked = [prompt for n in range(12) for prompt in prompts(n)]
+    wanted = expected(asked, MockReplies())
+    with ExitStack() as stack:
+        urls = [stack.enter_context(spawn_server(error_rate=rate)) for rate in (0.0, 0.3, 0.6)]
+        for count in (1, 2, 3):
+            with client(",".join(urls[:count])) as llm:
+                done = results([llm.submit(prompt, tenant="t") for prompt in asked])
+            assert [(c.reply, c.usage) for c in done] == [(c.reply, c.usage) for c in wanted]
+
+
+def test_a_prompt_that_all_servers_fail_at_does_not_circle_without_a_pause() -> None:
+    with client("http://a:1,http://b:1,http://c:1") as llm:
+        waits = [llm._wait_s(attempt, Trouble("x", retry_after_s=2.0)) for attempt in range(6)]
+    assert waits[0:2] == waits[3:5] == [0.0, 0.0]
+    assert waits[2] == waits[5] == 2.0
+    with client("http://a:1") as llm:
+        assert all(llm._wait_s(attempt, Trouble("x")) > 0 for attempt in range(4))
+
+
+# ---- deaths
+
+
+def test_a_dead_server_is_taken_out_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "undertow.engine.llm.load_balancer")
+    port = free_port()
+    mortal_url = f"http://127.0.0.1:{port}/v1"
+    with spawn_server() as steady, client(f"{mortal_url},{steady}", llm_in_flight=8) as llm:
+        with spawn_server(port=port):
+            results([llm.submit(merge(n), tenant="t") for n in range(40)])
+            assert server_stats(mortal_url)["calls"]["merge"] > 0
+        results([llm.submit(merge(100 + n), tenant="t") for n in range(200)])
+        assert llm.unreachable_s is None, "one of them answers"
+        assert f"{mortal_url} gets no requests for now" in caplog.text
+        attempts = caplog.text.count(mortal_url)
+        results([llm.submit(merge(500 + n), tenant="t") for n in range(50)])
+        assert caplog.text.count(mortal_url) == attempts, "an outage is told once"
+        with spawn_server(port=port):
+            wait_until(
+                lambda: results([llm.submit(merge(900), tenant="t")]) != [] and "is back" in caplog.text
+            )
+            results([llm.submit(merge(1000 + n), tenant="t") for n in range(60)])
+            assert server_stats(mortal_url)["calls"]["merge"] > 10
+    assert f"{mortal_url} is back" in caplog.text
+
+
+def test_unreachable_only_when_all_are_silent() -> None:
+    ports = free_port(), free_port()
+    urls = ",".join(f"http://127.0.0.1:{port}/v1" for port in ports)
+    with client(urls, llm_in_flight=2) as llm:
+        with spawn_server(port=ports[0]):
+            results([llm.submit(merge(n), tenant="t") for n in range(30)])
+            assert llm.unreachable_s is None
+        futures = [llm.submit(merge(100 + n), tenant="t") for n in range(10)]
+        wait_until(lambda: (llm.unreachable_s or 0) > 0.5)
+        assert not any(future.done() for future in futures)
+        with spawn_server(port=ports[1]):
+            results(futures)
+            assert llm.unreachable_s is None
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_servers, "QUIET_S", 0.1)
+    monkeypatch.setattr(llm_server, "_PROBE_TIMEOUT_S", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_requests_are_called_back_from_a_server_that_vanished() -> None:
+    """It takes connections and says nothing: without the watch its requests would wait for the timeout."""
+    good = at_once()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as hole, odd_server(good) as url:
+        vanished = f"http://127.0.0.1:{hole.getsockname()[1]}/v1"
+        with client(f"{vanished},{url}", llm_model="a", llm_in_flight=4, llm_timeout_s=600.0) as llm:
+            results([llm.submit(merge(n), tenant="t") for n in range(30)])
+            assert len(good) == 30
+            assert "does not answer any more" in (llm.last_error or "")
+            assert llm.unreachable_s is None
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_slow_server_that_answers_a_knock_keeps_its_requests() -> None:
+    slow, fast = Counting(), at_once()
+    with servers(slow, fast) as urls, client(urls, llm_model="a") as llm:
+        futures = [llm.submit(merge(n), tenant="t") for n in range(8)]
+        wait_until(lambda: len(slow) >= 1 and sum(future.done() for future in futures) == 8 - len(slow))
+        kept = len(slow)
+        time.sleep(1.0)  # ten times as long as it takes to be asked whether it is there
+        assert (len(slow), llm.in_flight) == (kept, kept)
+        slow.go.set()
+        results(futures)
+        assert len(slow) + len(fast) == 8
+
+
+def test_cancelling_and_closing_with_a_dead_server(caplog: pytest.LogCaptureFixture) -> None:
+    stuck = Counting()
+    with odd_server(stuck) as url:
+        llm = client(f"{url},http://127.0.0.1:{free_port()}/v1", llm_model="a", llm_in_flight=2)
+        futures = [llm.submit(merge(n), tenant="t") for n in range(40)]
+        wait_until(lambda: len(stuck) == 2)
+        llm.cancel(futures[0])
+        wait_until(lambda: futures[0].cancelled())
+        llm.close()
+        assert all(future.cancelled() for future in futures)
+        stuck.go.set()
+    assert "never retrieved" not in caplog.text
+
+
+# ---- servers that actors on Ray keep
+
+
+class Book:
+    """Where the named servers are now, in place of their actors; what stands for no URL is raised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.urls: dict[str, str | Exception] = {}
+        self.asked = Counter[str]()
+        monkeypatch.setattr(NamedActor, "url", lambda actor: self._url(actor.address))
+
+    def _url(self, address: str) -> str:
+        self.asked[address] += 1
+        if isinstance(found := self.urls[address], Exception):
+            raise found
+        return found
+
+
+@pytest.fixture
+def book(monkeypatch: pytest.MonkeyPatch) -> Book:
+    return Book(monkeypatch)
+
+
+def test_a_server_that_comes_back_at_another_url_is_found_there(book: Book) -> None:
+    with client("ray:vllm-0", llm_in_flight=8) as llm:
+        with spawn_server() as first:
+            book.urls["ray:vllm-0"] = first
+            results([llm.submit(merge(n), tenant="t") for n in range(40)])
+            assert llm.healthy().text.startswith(f"ray:vllm-0 ({first}) serves ")
+            assert book.asked["ray:vllm-0"] < 5, "not for every request, while it answers"
+        futures = [llm.submit(merge(100 + n), tenant="t") for n in range(20)]
+        wait_until(lambda: (llm.unreachable_s or 0) > 0.2)
+        assert first in (llm.last_error or "") and not any(future.done() for future in futures)
+        with spawn_server() as second:
+            book.urls["ray:vllm-0"] = second
+            results(futures)
+            assert llm.unreachable_s is None
+            assert sum(server_stats(second)["calls"].values()) == 20
+
+
+def test_one_of_several_moves_and_the_others_are_where_they_were(book: Book) -> None:
+    with spawn_server() as steady, client(f"ray:vllm-0,{steady}", llm_in_flight=4) as llm:
+        with spawn_server() as first:
+            book.urls["ray:vllm-0"] = first
+            results([llm.submit(merge(n), tenant="t") for n in range(40)])
+        with spawn_server() as second:
+            book.urls["ray:vllm-0"] = second
+            numbers = iter(range(1_000, 100_000))
+
+            def moved() -> bool:
+                results([llm.submit(merge(next(numbers)), tenant="t") for _ in range(16)])
+                return bool(sum(server_stats(second)["calls"].values()) > 10)
+
+            wait_until(moved)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("others", [0, 1])
+def test_requests_are_called_back_from_where_a_server_was(book: Book, others: int) -> None:
+    """Its node went without a word: what is under way there would wait for the timeout."""
+    stuck, good = Counting(wait_s=300), at_once()
+    with ExitStack() as stack:
+        first = stack.enter_context(odd_server(stuck))
+        rest = [stack.enter_context(odd_server(at_once())) for _ in range(others)]
+        second = stack.enter_context(odd_server(good))
+        stack.callback(stuck.go.set)
+        book.urls["ray:vllm-0"] = first
+        with client(",".join(["ray:vllm-0", *rest]), llm_model="a", llm_timeout_s=600.0) as llm:
+            futures = [llm.submit(merge(n), tenant="t") for n in range(8)]
+            wait_until(lambda: len(stuck) > 0)
+            book.urls["ray:vllm-0"] = second
+            results(futures)
+            assert llm.unreachable_s is None
+            assert len(good) or others, "what is called back may go to another"
+
+
+def test_a_server_whose_actor_is_silent_is_tried_where_it_was(book: Book) -> None:
+    """The cluster's head is away: nobody knows the names, the servers are where they were."""
+    port = free_port()
+    with client("ray:vllm-0", llm_in_flight=4) as llm:
+        with spawn_server(port=port) as url:
+            book.urls["ray:vllm-0"] = url
+            results([llm.submit(merge(n), tenant="t") for n in range(8)])
+        book.urls["ray:vllm-0"] = NoServer("nobody knows")
+        futures = [llm.submit(merge(100 + n), tenant="t") for n in range(20)]
+        wait_until(lambda: book.asked["ray:vllm-0"] > 2)
+        with spawn_server(port=port):
+            results(futures)
+
+
+def test_requests_wait_for_an_actor_that_is_not_there_yet(book: Book) -> None:
+    book.urls["ray:vllm-0"] = NoServer("Ray has no actor of this name")
+    with client("ray:vllm-0", llm_in_flight=4) as llm, spawn_server() as url:
+        futures = [llm.submit(merge(n), tenant="t") for n in range(20)]
+        wait_until(lambda: (llm.unreachable_s or 0) > 0.2)
+        assert llm.last_error == "Ray has no actor of this name"
+        assert llm.healthy() == (False, "Ray has no actor of this name")
+        assert not any(future.done() for future in futures)
+        book.urls["ray:vllm-0"] = url
+        results(futures)
+
+
+def test_without_a_cluster_a_name_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ray in (None, SimpleNamespace(is_initialized=lambda: False)):
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        with client("ray:vllm-0") as llm:
+            refusal = llm.submit(merge(), tenant="t").exception(30)
+            assert isinstance(refusal, ServerRefused)
+            assert (
+                "ray:vllm-0" in str(refusal) and "no Ray cluster" in str(refusal) and "--ray" in str(refusal)
+            )
+            assert llm.healthy() == (False, str(refusal))
+
+
+class FakeRay:
+    """A cluster with one actor, whose answers the test gives."""
+
+    def __init__(self) -> None:
+        self.questions: list[Future[str]] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        if (name, namespace) != ("vllm-0", llm_address.NAMESPACE):
+            raise ValueError("Failed to look up actor")
+        return SimpleNamespace(url=SimpleNamespace(remote=self._ask))
+
+    def _ask(self) -> Any:
+        self.questions.append(Future())
+        return SimpleNamespace(future=lambda: self.questions[-1])
+
+
+def test_an_actor_without_a_place_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, actor = FakeRay(), NamedActor("ray:vllm-0")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(llm_address, "_PATIENCE_S", 0.0)
+    for _ in range(5):
+        with pytest.raises(NoServer, match=r"ray:vllm-0 is silent.*vllm_actor status"):
+            actor.url()
+    (question,) = ray.questions
+    question.set_result("http://there:1/v1")
+    assert actor.url() == "http://there:1/v1"
+    for trouble, said in ((RuntimeError("it died\nlong ago"), r"it died\. `"), (TimeoutError(), "is silent")):
+        with pytest.raises(NoServer, match="is silent"):
+            actor.url()
+        ray.questions[-1].set_exception(trouble)
+        with pytest.raises(NoServer, match=said):
+            actor.url()
+    with pytest.raises(NoServer, match="is silent"):
+        actor.url()
+    ray.questions[-1].set_result("")
+    with pytest.raises(NoServer, match="not up; its actor starts it"):
+        actor.url()
+    assert len(ray.questions) == 4
+    with pytest.raises(NoServer, match="no actor of this name: ray:vllm-1"):
+        NamedActor("ray:vllm-1").url()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(NoCluster):
+        actor.url()
+
+
+# ---- refusals and models
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_one_that_refuses_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    good, wrong = at_once(), at_once(404, {"error": {"message": "no such model"}})
+    with odd_server(good) as url, odd_server(wrong) as wrong_url:
+        with client(f"{wrong_url},{url}", llm_model="a", llm_in_flight=4) as llm:
+            results([llm.submit(merge(n), tenant="t") for n in range(40)])
+            assert (len(good), llm.unreachable_s) == (40, None)
+        assert 1 <= len(wrong) <= 4, "those that were under way when it was noticed"
+        told = [text for text in warnings_of(caplog) if "no such model" in text]
+        assert len(told) == 1 and wrong_url in told[0] and "UNDERTOW_LLM_MODEL" in told[0]
+
+
+def test_when_all_refuse_each_request_asks_again_and_fails() -> None:
+    refusals = [at_once(401, {"error": {"message": "no such key"}}) for _ in range(2)]
+    with servers(*refusals) as urls, client(urls, llm_model="a") as llm:
+        for n in range(3):
+            before = sum(map(len, refusals))
+            assert isinstance(llm.submit(merge(n), tenant="t").exception(30), ServerRefused)
+            assert sum(map(len, refusals)) > before
+        assert llm.unreachable_s is None
+
+
+def test_a_refusal_beside_an_outage_waits_for_the_outage() -> None:
+    """Turned away by one, the request is still good for the other, which is only away."""
+    port = free_port()
+    refusing = at_once(403, {"error": {"message": "not yours"}})
+    with (
+        servers(refusing) as url,
+        client(f"{url},http://127.0.0.1:{port}/v1", llm_model="a") as llm,
+    ):
+        future = llm.submit(merge(), tenant="t")
+        wait_until(lambda: (llm.unreachable_s or 0) > 0.3)
+        assert not future.done()
+        with odd_server(at_once(), port=port):
+            assert future.result(30).usage.calls == 1
+
+
+def test_a_rejected_prompt_is_not_taken_elsewhere() -> None:
+    rejecting = [at_once(400, {"error": {"message": "too long"}}) for _ in range(2)]
+    with servers(*rejecting) as urls, client(urls, llm_model="a") as llm:
+        assert isinstance(llm.submit(merge(), tenant="t").exception(30), BadReply)
+    assert sum(map(len, rejecting)) == 1
+
+
+def test_without_a_setting_all_must_offer_the_model_that_the_first_offers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = Counting(), Counting()
+    with odd_server(one, ["small", "tiny"]) as url, odd_server(other, ["large"]) as other_url:
+        with client(f"{url},{other_url}") as llm:
+            futures = [llm.submit(merge(n), tenant="t") for n in range(6)]
+            wait_until(lambda: len(one) + len(other) == 6)
+            one.go.set()
+            other.go.set()
+            results(futures)
+            ok, text = llm.healthy()
+        asked = Counter(one.asked + other.asked)
+        assert asked in (Counter(small=6), Counter(large=6)), "never both"
+        told = [text for text in warnings_of(caplog) if "must serve one model" in text]
+        assert len(told) == 1 and url in told[0] and other_url in told[0]
+    assert not ok and f"{url} serves small" in text
+    assert f"{other_url} has no model small, it has large" in text
+
+
+def test_health_names_each_server() -> None:
+    with servers(at_once(), at_once()) as urls:
+        one, other = urls.split(",")
+        with client(urls, llm_model="a") as llm:
+            assert llm.healthy() == (True, f"{one} serves a; {other} serves a")
+        gone = f"http://127.0.0.1:{free_port()}/v1"
+        with client(f"{one},{gone}", llm_model="a") as llm:
+            ok, text = llm.healthy()
+            assert not ok and f"{one} serves a" in text and f"{gone} cannot be reached" in text
+
+
+def test_the_most_urgent_goes_first_wherever_a_place_is_free() -> None:
+    order: list[str] = []
+    let_go = threading.Semaphore(0)
+
+    def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        form = body.get("response_format")
+        order.append(form["json_schema"]["name"] if form else "answer")
+        let_go.acquire(timeout=30)
+        return 200, completion(json.dumps({"same_story": False, "narrative": ""}))
+
+    with servers(handle, handle) as urls, client(urls, llm_model="a", llm_in_flight=1) as llm:
+        held = [llm.submit(merge(n), tenant="t") for n in range(2)]
+        wait_until(lambda: len(order) == 2)
+        of_one = prompts(1)
+        futures = [llm.submit(prompt, tenant="t") for prompt in (of_one[0], of_one[0], of_one[3], of_one[3])]
+        llm.healthy()
+        for asked in range(3, 7):  # one at a time: what is asked first also arrives first
+            let_go.release()
+            wait_until(partial(lambda count: len(order) == count, asked))
+        let_go.release(100)  # repairs of bad replies too
+        results(held + futures[2:])
+        assert all(isinstance(future.exception(30), BadReply) for future in futures[:2])
+    assert order[:4] == ["merge", "merge", "answer", "answer"]
+    assert set(order[4:]) == {"episode"}
+
+
+# ---- an engine over several
+
+
+def test_an_engine_that_loses_one_of_two_servers_remembers_the_same(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", ("ann", "bob", "cleo"), 16)
+    of_tenants = turns_of(log).values()
+    turns = [turn for together in zip(*of_tenants, strict=True) for turn in together]
+
+    def remembered(store: Path, urls: str, kill_after: int | None, kill: ExitStack) -> None:
+        settings = Settings(device="cpu", **THETA, llm_url=urls)
+        with Engine(store, settings, HashingEncoder(384), llm=make_llm(settings)) as engine:
+            engine.add_batch(turns)
+            while kill_after is not None and engine.stats()["llm_calls"] < kill_after:
+                engine.step(0.05)
+            kill.close()
+            assert engine.drain()
+
+    with served(MockServer(MockReplies(**RATES))) as url:
+        remembered(tmp_path / "one", url, None, ExitStack())
+    with served(MockServer(MockReplies(**RATES))) as steady, ExitStack() as mortal:
+        url = mortal.enter_context(spawn_server(**RATES))
+        remembered(tmp_path / "two", f"{url},{steady}", 15, mortal)
+    assert_same_state(end_state(tmp_path / "two"), end_state(tmp_path / "one"))

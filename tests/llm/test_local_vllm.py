@@ -1,0 +1,181 @@
+"""Starting and stopping a local server, with a stand-in for vLLM that starts at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from undertow.serving.vllm.local_server import FOR_PEERS, LocalServerError, LocalVLLM
+
+SERVING = """
+import http.server, pathlib, subprocess, sys
+port = int(sys.argv[sys.argv.index("--port") + 1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("Starting vLLM server", child.pid, flush=True)
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+DYING = """
+import sys
+print("no room for the KV cache", flush=True)
+sys.exit(3)
+"""
+
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("Starting to load model", flush=True)
+time.sleep(600)
+"""
+
+StandIn = Callable[[str], Path]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> StandIn:
+    def make(body: str) -> Path:
+        path = tmp_path / "python"
+        path.write_text(f"#!{sys.executable}\n{body}")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def gone(pid: int, within_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_serves_inside_the_block_and_leaves_nothing_behind(model_dir: Path, stand_in: StandIn) -> None:
+    stages: list[str] = []
+    server = LocalVLLM(
+        model_dir, "m", python=stand_in(SERVING), progress=lambda stage, elapsed_s: stages.append(stage)
+    )
+    with server:
+        assert server.url == f"http://127.0.0.1:{server.port}/v1"
+        with urllib.request.urlopen(f"{server.root_url}/health", timeout=10) as reply:
+            assert reply.status == 200
+        assert server.pid is not None
+        family = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
+        assert len(family) >= 2
+        log_path = server.log_path
+        server.check_alive()
+    assert all(gone(pid) for pid in family)
+    assert stages[0] == "starting Python"
+    assert log_path is not None and not log_path.exists()
+    with pytest.raises(LocalServerError, match="not been started"):
+        server.check_alive()
+
+
+def test_a_dead_server_says_what_its_log_said(model_dir: Path, stand_in: StandIn, tmp_path: Path) -> None:
+    server = LocalVLLM(model_dir, "m", python=stand_in(DYING), log_path=tmp_path / "log")
+    with pytest.raises(LocalServerError, match=r"(?s)status 3.*no room for the KV cache"), server:
+        pytest.fail("a dead server was taken for a live one")
+    assert server.pid is None
+    assert (tmp_path / "log").exists()
+
+
+def test_a_start_that_takes_too_long_is_ended(
+    model_dir: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("undertow.serving.vllm.local_server.TERMINATE_S", 0.5)
+    pids: list[int | None] = []
+    server = LocalVLLM(
+        model_dir,
+        "m",
+        python=stand_in(DEAF),
+        start_timeout_s=2.0,
+        progress=lambda stage, elapsed_s: pids.append(server.pid),
+    )
+    with pytest.raises(LocalServerError, match="not ready after 2 s: loading the weights"):
+        server.start()
+    assert pids[0] is not None and gone(pids[0])
+
+
+def test_what_is_missing_is_named_with_its_cure(model_dir: Path, stand_in: StandIn, tmp_path: Path) -> None:
+    with pytest.raises(LocalServerError, match="make setup-vllm"):
+        LocalVLLM(model_dir, "m", python=tmp_path / "absent").start()
+    with pytest.raises(LocalServerError, match=r"no config\.json .*make model"):
+        LocalVLLM(tmp_path / "absent", "m", python=stand_in(SERVING)).start()
+
+
+def test_a_port_in_use_is_refused(model_dir: Path, stand_in: StandIn) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LocalServerError, match=f"port {port} .*in use"):
+            LocalVLLM(model_dir, "m", python=stand_in(SERVING), port=port).start()
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGINT])
+def test_the_server_does_not_outlive_its_parent(
+    model_dir: Path, stand_in: StandIn, with_signal: signal.Signals
+) -> None:
+    # started in the background, we may have been told to ignore SIGINT, and would hand that on
+    program = f"""
+        import signal, time
+        from undertow.serving.vllm.local_server import LocalVLLM
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with LocalVLLM({str(model_dir)!r}, "m", python={str(stand_in(SERVING))!r}) as server:
+            print(server.pid, flush=True)
+            time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        server_pid = int(parent.stdout.readline())
+        children = psutil.Process(server_pid).children(recursive=True)
+        os.kill(parent.pid, with_signal)
+        try:
+            parent.wait(timeout=30)
+        finally:
+            parent.kill()
+    assert gone(server_pid)
+    assert all(gone(child.pid) for child in children)
+
+
+def test_white_space_in_json_is_ours_to_forbid_and_peers_have_theirs(model_dir: Path) -> None:
+    """vLLM takes the last of two values."""
+    given = []
+    for extra in ((), FOR_PEERS):
+        command = LocalVLLM(model_dir, "m", extra_args=extra).command()
+        last = len(command) - command[::-1].index("--structured-outputs-config")
+        given.append(json.loads(command[last]).get("disable_any_whitespace", False))
+    assert given == [True, False]
+
+
+def test_make_runs_no_script_where_our_http_hides_that_of_python() -> None:
+    """serving/ has an `http`: a script run by its path there needs -P, or torch finds that one."""
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+    scripts = [line.strip() for line in makefile.splitlines() if re.search(r"bin/python .*\.py\b", line)]
+    assert len(scripts) >= 2
+    assert [line for line in scripts if "bin/python -P " not in line] == []

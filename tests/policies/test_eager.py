@@ -1,0 +1,304 @@
+"""The eager policy's coroutine driven by hand: extraction, the four decisions, replay and forgetting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from undertow.engine.base.model import Decision, Memory, memory_id
+from undertow.engine.llm.client import BadReply
+from undertow.engine.policies.base import PromptBudget, TurnView, deletion
+from undertow.engine.policies.eager import Eager
+from undertow.engine.storage.row_codec import Job
+from undertow.prompts.builders import prompt_version
+from undertow.prompts.reply_schemas import ExtractDraft, ExtractReply, FactDecision, ReconcileReply, Reply
+
+from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored, view_of
+
+NOTHING = ExtractReply(facts=[])
+
+
+def extracted(*texts: str) -> ExtractReply:
+    return ExtractReply(facts=[ExtractDraft(text=text) for text in texts])
+
+
+def decided(*decisions: tuple[int, Any, int | None, str]) -> ReconcileReply:
+    return ReconcileReply(
+        decisions=[FactDecision(candidate=c, action=a, fact=f, text=t) for c, a, f, t in decisions]
+    )
+
+
+def fact(text: str, born: int, *sources: int) -> Memory:
+    return stored("fact", text, born, sources)
+
+
+def decide(view: View, seq: int, *replies: Reply | BadReply, budget: PromptBudget = ROOMY) -> Driven:
+    return drive(Eager(budget).decide(seq, view), view, replies=replies)
+
+
+# ---- extraction
+
+
+def test_the_first_facts_are_stored_with_their_turn_after_one_call() -> None:
+    view = view_of(1)
+    done = decide(view, 0, extracted("Ann bakes.", "Ann swims.", "Ann bakes."))
+    assert [p.operation for p in done.prompts] == ["extract"], "with nothing stored there is nothing to ask"
+    made = done.made("fact")
+    assert [(m.text, m.ordinal, m.source_seqs, m.version) for m in made] == [
+        ("Ann bakes.", 0, (0,), 1),
+        ("Ann swims.", 1, (0,), 1),
+    ]
+    assert [m.id for m in made] == [memory_id("ann", 1, 0, "fact", n) for n in range(2)]
+    assert {(m.timestamp, m.prompt_version) for m in made} == {("2026-03-01", prompt_version("extract"))}
+    assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (
+        Decision.FIRED,
+        (0,),
+        (0,),
+    )
+
+
+def test_every_turn_is_read_and_one_without_facts_stays_live() -> None:
+    done = decide(view_of(3), 2, NOTHING)
+    assert [p.operation for p in done.prompts] == ["extract"]
+    assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (Decision.FIRED, (2,), ())
+
+
+def test_the_new_turn_is_shown_apart_from_the_five_before_it() -> None:
+    view = view_of(9)
+    del view.turns[5]
+    (prompt,) = decide(view, 8, NOTHING).prompts
+    recent = lines_under(prompt, "Earlier turns")
+    assert [f"turn{n}" in line for n, line in zip((2, 3, 4, 6, 7), recent, strict=True)] == [True] * 5
+    (newest,) = lines_under(prompt, "New turn")
+    assert "turn8" in newest
+
+
+def test_context_that_does_not_fit_is_left_out_oldest_first_and_an_oversized_turn_is_parked() -> None:
+    view = view_of(4, words=300)
+    whole = decide(view, 3, NOTHING).prompts[0].size_tokens
+    (prompt,) = decide(view, 3, NOTHING, budget=PromptBudget(whole + 63, 64)).prompts
+    assert [f"turn{n}" in line for n, line in zip((1, 2), lines_under(prompt, "Earlier turns"), strict=True)]
+    assert "turn1" in lines_under(prompt, "Earlier turns")[0]
+    view.turns[3] = TurnView(3, "Ann: " + "word " * 9_000, "2026-03-02")
+    done = decide(view, 3)
+    assert (done.outcome.decision, done.outcome.cluster, done.prompts) == (Decision.PARKED, (3,), [])
+
+
+# ---- ADD, UPDATE, DELETE, NOOP
+
+SAILS = fact("Ann sails a boat.", 0, 0)
+BAKES = fact("Ann bakes bread.", 1, 1)
+
+
+def reconciled(*decisions: tuple[int, Any, int | None, str], facts: tuple[str, ...] = ("New.",)) -> Driven:
+    view = view_of(6, memories=[SAILS, BAKES])
+    return decide(view, 5, extracted(*facts), decided(*decisions))
+
+
+def test_candidates_are_shown_with_the_stored_facts_in_order_of_birth() -> None:
+    done = reconciled((1, "none", None, ""), (2, "none", None, ""), facts=("Ann eats bread.", "Ann rows."))
+    assert [p.operation for p in done.prompts] == ["extract", "reconcile"]
+    candidates = lines_under(done.prompts[1], "Candidates")
+    assert [line[:15] for line in candidates] == ['[1,"2026-03-06"', '[2,"2026-03-06"']
+    known = lines_under(done.prompts[1], "Stored facts")
+    assert [SAILS.text in known[0], BAKES.text in known[1]] == [True, True]
+    assert (done.outcome.drafts, done.outcome.settled) == ((), ()), "NOOP"
+
+
+def test_add_keeps_the_candidates_words() -> None:
+    (made,) = reconciled((1, "add", None, "Other words.")).made("fact")
+    assert (made.text, made.source_seqs, made.version) == ("New.", (5,), 1)
+    assert made.prompt_version == prompt_version("extract")
+
+
+def test_update_makes_a_new_version_that_rests_on_both_turns() -> None:
+    (made,) = reconciled((1, "update", 2, "Ann bakes bread on Sundays.")).made("fact")
+    assert (made.id, made.version, made.text) == (BAKES.id, 2, "Ann bakes bread on Sundays.")
+    assert (made.born_at_seq, made.made_at_seq, made.source_seqs) == (1, 5, (1, 5))
+    assert (made.timestamp, made.prompt_version) == ("2026-03-06", prompt_version("reconcile"))
+    (bare,) = reconciled((1, "update", 2, "")).made("fact")
+    assert bare.text == "New.", "without words of its own, the candidate's"
+
+
+def test_delete_ends_the_fact_and_stores_nothing_in_its_place() -> None:
+    done = reconciled((1, "delete", 1, ""))
+    assert (done.deleted(), done.made("fact")) == ([SAILS.id], [])
+    assert done.outcome.drafts[0].memory.version == 2
+    assert done.outcome.settled == (5,)
+
+
+@pytest.mark.parametrize(
+    "wrong", [(1, "update", 3, "x"), (1, "delete", 0, ""), (1, "update", None, "x"), (2, "none", None, "")]
+)
+def test_what_a_wrong_number_leaves_open_is_added(wrong: tuple[int, Any, int | None, str]) -> None:
+    done = reconciled(wrong)
+    assert ([m.text for m in done.made("fact")], done.deleted()) == (["New."], [])
+
+
+def test_a_fact_is_changed_once_and_a_candidate_decided_once() -> None:
+    both = ("One.", "Two.")
+    done = reconciled((1, "update", 1, "Changed."), (2, "delete", 1, ""), facts=both)
+    assert [(m.text, m.version) for m in done.made("fact")] == [("Changed.", 2), ("Two.", 1)]
+    assert not done.deleted()
+    twice = reconciled((1, "none", None, ""), (1, "add", None, ""), (2, "none", None, ""), facts=both)
+    assert twice.outcome.drafts == ()
+
+
+def test_a_candidate_stored_word_for_word_is_not_asked_about() -> None:
+    view = view_of(6, memories=[SAILS])
+    (again,) = decide(view, 5, extracted(SAILS.text)).made("fact")
+    assert (again.id, again.text, again.version, again.source_seqs) == (SAILS.id, SAILS.text, 2, (0, 5))
+    done = decide(view, 5, extracted(SAILS.text, "New."), decided((1, "add", None, "")))
+    assert len(lines_under(done.prompts[1], "Candidates")) == 1
+
+
+def test_ten_facts_near_each_candidate_are_shown_each_once() -> None:
+    boats = [fact(f"Ann sails boat number{n}.", n, 0) for n in range(15)]
+    cakes = [fact(f"Bob bakes cake sort{n}.", 20 + n, 0) for n in range(15)]
+    view = view_of(6, memories=[*boats, *cakes])
+    one = decide(view, 5, extracted("Ann sails boat."), decided())
+    assert len(lines_under(one.prompts[1], "Stored facts")) == 10
+    assert all("boat" in line for line in lines_under(one.prompts[1], "Stored facts"))
+    two = decide(view, 5, extracted("Ann sails boat.", "Bob bakes cake."), decided())
+    shown = lines_under(two.prompts[1], "Stored facts")
+    assert len(shown) == 20
+    assert [line.split(",")[0] for line in shown] == [f"[{n}" for n in range(1, 21)]
+
+
+def test_too_many_candidates_are_decided_by_halves_and_the_second_sees_the_first() -> None:
+    view = view_of(6, memories=[SAILS])
+    texts = [f"Fact{n} " + "word " * 60 for n in range(4)]
+    whole = decide(view, 5, extracted(*texts), decided()).prompts[1].size_tokens
+    replies = [decided((1, "add", None, ""), (2, "update", 1, "Ann rows.")), decided((1, "delete", 1, ""))]
+    done = decide(view, 5, extracted(*texts), *replies, budget=PromptBudget(whole + 63, 64))
+    assert [p.operation for p in done.prompts] == ["extract", "reconcile", "reconcile"]
+    assert "Ann rows." in lines_under(done.prompts[2], "Stored facts")[0]
+    versions = [(d.memory.version, d.memory.deleted) for d in done.outcome.drafts if d.memory.id == SAILS.id]
+    assert versions == [(2, False), (3, True)]
+    assert [m.ordinal for m in done.made("fact") if m.version == 1] == [0, 1]
+
+
+@pytest.mark.parametrize("replies", [(BAD,), (extracted("New."), BAD)])
+def test_a_bad_reply_parks_the_turn_and_stores_nothing(replies: tuple[Any, ...]) -> None:
+    done = decide(view_of(6, memories=[SAILS]), 5, *replies)
+    outcome = done.outcome
+    assert (outcome.decision, outcome.operation, outcome.cluster) == (Decision.PARKED, "extract", (5,))
+    assert (outcome.settled, outcome.drafts) == ((5,), ())
+    assert "no JSON" in (outcome.reason or "")
+
+
+def test_a_noop_that_names_the_fact_adds_the_turn_to_its_sources() -> None:
+    done = reconciled((1, "none", 2, ""), (2, "none", 2, ""), facts=("One.", "Two."))
+    (again,) = done.made("fact")
+    assert (again.id, again.text, again.version, again.source_seqs) == (BAKES.id, BAKES.text, 2, (1, 5))
+    assert (again.timestamp, again.prompt_version) == ("2026-03-06", BAKES.prompt_version)
+    changed = reconciled((1, "none", 2, ""), (2, "update", 2, "Changed."), facts=("One.", "Two."))
+    assert [(m.text, m.version) for m in changed.made("fact")] == [("Changed.", 2)]
+
+
+# ---- replay
+
+
+def replay(view: View, *replies: Reply | BadReply) -> Driven:
+    job = Job("j", 3, "parked", "extract", (3, 4))
+    return drive(Eager(ROOMY).replay(9, job, view), view, replies=replies)
+
+
+def test_replay_reads_the_stored_turns_and_what_it_makes_carries_the_records_seq() -> None:
+    done = replay(view_of(10), extracted("One."), extracted("Two."), decided((1, "update", 1, "Both.")))
+    first, second = [d.memory for d in done.outcome.drafts]
+    assert (first.id, first.made_at_seq, first.source_seqs) == (memory_id("ann", 1, 9, "fact", 0), 9, (3,))
+    assert (second.id, second.version, second.source_seqs) == (first.id, 2, (3, 4))
+    assert done.outcome.revived == ()
+    assert "turn2" in done.prompts[0].user and "turn5" not in done.prompts[0].user
+    assert replay(view_of(10), NOTHING, NOTHING).outcome.revived == (3, 4)
+
+
+def test_replay_that_fails_again_is_parked_again_and_deleted_turns_are_left_out() -> None:
+    view = view_of(10)
+    del view.turns[3]
+    again = replay(view, BAD)
+    assert (again.outcome.decision, again.outcome.cluster) == (Decision.PARKED, (4,))
+    view.turns.clear()
+    assert replay(view).outcome.decision is Decision.WAITS
+
+
+@pytest.mark.parametrize("action", ["update", "delete"])
+def test_a_turn_read_late_changes_no_fact_of_a_later_turn(action: str) -> None:
+    berlin = fact("Ann lives in Berlin.", 8, 8)
+    job = Job("j", 3, "parked", "extract", (3,))
+    view = view_of(10, memories=[berlin])
+    replies = [extracted("Ann lives in Paris."), decided((1, action, 1, "Ann lives in Paris."))]
+    done = drive(Eager(ROOMY).replay(9, job, view), view, replies=replies)
+    (made,) = done.made("fact")
+    assert (made.text, made.source_seqs, made.timestamp) == ("Ann lives in Paris.", (3,), "2026-03-04")
+    assert (made.version, done.deleted()) == (1, [])
+
+
+def test_a_turn_read_late_that_repeats_a_later_fact_leaves_its_date() -> None:
+    berlin = fact("Ann lives in Berlin.", 8, 8)
+    view = view_of(10, memories=[berlin])
+    done = drive(
+        Eager(ROOMY).replay(9, Job("j", 3, "parked", "extract", (3,)), view),
+        view,
+        replies=[extracted("Ann: Berlin."), decided((1, "none", 1, ""))],
+    )
+    (made,) = done.made("fact")
+    assert (made.id, made.text, made.source_seqs) == (berlin.id, berlin.text, (3, 8))
+    assert made.timestamp == "2026-03-09"
+
+
+# ---- forget
+
+
+def forget(view: View, turn_seq: int, *replies: Reply | BadReply) -> Driven:
+    del view.turns[turn_seq]
+    return drive(Eager(ROOMY).forget(12, turn_seq, view), view, replies=replies)
+
+
+def test_facts_of_a_deleted_turn_alone_go_without_asking_and_others_stay() -> None:
+    alone, before, far = fact("Alone.", 2, 2), fact("Before.", 1, 1), fact("Far.", 8, 8)
+    done = forget(view_of(12, memories=[alone, before, far]), 2)
+    assert (done.deleted(), done.prompts) == ([alone.id], [])
+
+
+def test_the_other_turns_of_a_fact_are_read_anew_and_see_neither_it_nor_the_deleted_turn() -> None:
+    both, apart = fact("Both.", 1, 1, 2, 9), fact("Apart.", 9, 9)
+    view = view_of(12, memories=[both, apart])
+    done = forget(view, 2, extracted("One."), decided(), NOTHING)
+    assert done.deleted() == [both.id]
+    assert [p.operation for p in done.prompts] == ["extract", "reconcile", "extract"]
+    assert "turn1 " in done.prompts[0].user and "turn9 " in done.prompts[2].user
+    assert not any("turn2 " in p.user or "Both." in p.user for p in done.prompts)
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("One.", (1,))]
+
+
+def test_facts_of_turns_that_were_read_with_the_deleted_one_are_made_anew() -> None:
+    """Their words may be its words: "she" was resolved from it."""
+    near, out_of_reach = fact("Near.", 7, 7), fact("Out of reach.", 8, 8)
+    done = forget(view_of(12, memories=[near, out_of_reach]), 2, extracted("Anew."), decided())
+    assert done.deleted() == [near.id]
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("Anew.", (7,))]
+
+
+def test_what_two_turns_said_alike_is_told_anew_by_the_one_that_is_left() -> None:
+    """Word for word, so that the LLM was never asked about the second."""
+    view = view_of(12, memories=[fact("Ann sails.", 1, 1)])
+    (twice,) = decide(view, 9, extracted("Ann sails.")).made("fact")
+    view.memories[:] = [twice]
+    done = forget(view, 1, extracted("Ann sails."))
+    assert done.deleted() == [twice.id]
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("Ann sails.", (9,))]
+
+
+def test_a_fact_that_was_deleted_before_gives_up_its_history() -> None:
+    done = forget(view_of(12, memories=[deletion(fact("Gone.", 2, 2), 6)]), 2)
+    assert [(d.memory.version, d.memory.made_at_seq) for d in done.outcome.drafts] == [(3, 12)]
+
+
+def test_what_rests_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place() -> None:
+    one, other = fact("One.", 1, 1, 2), fact("Other.", 3, 3)
+    done = forget(view_of(12, memories=[one, other]), 2, extracted("New."), BAD)
+    assert (done.outcome.decision, done.outcome.cluster) == (Decision.PARKED, (1, 3))
+    assert (sorted(done.deleted()), done.made("fact")) == (sorted([one.id, other.id]), [])

@@ -1,0 +1,271 @@
+"""HiMem in an engine: sessions, flushes and questions in one log, whatever the batches, faults and kills."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from undertow.bench.mock.llm import MockLLM
+from undertow.bench.mock.replies import Messages, MockReplies
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.model import Turn
+from undertow.engine.llm.client import BadReply
+from undertow.engine.storage.row_codec import control_of
+
+from ..support.engine import (
+    ENCODER,
+    MARKER,
+    RecordingLLM,
+    Run,
+    assert_same,
+    bytes_hold,
+    construction,
+    open_engine,
+    oracle_of_log,
+    read_back,
+    rows_of,
+    settings_of,
+    turn_of,
+)
+from ..support.policies.himem import Judging
+
+HIMEM: dict[str, Any] = {"policy": "himem"}
+BEST = {**HIMEM, "answer_mode": "best_effort"}
+
+
+class Naming(Judging):
+    """What is missing it finds in the best episode: so that what is said later comes up, and contradicts."""
+
+    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
+        text = super().reply(messages, schema)
+        if not text.startswith(('{"notes"', '{"decisions"')):
+            return text
+        told: dict[str, Any] = json.loads(text)
+        for note in told.get("notes", ()):
+            if "episodes" in note:
+                note["episodes"] = [1]
+        for decision in told.get("decisions", ())[:1]:
+            decision |= {"candidate": 1, "note": 1, "relation": "contradictory"}
+        return json.dumps(told)
+
+
+# its notes are never sufficient
+REPLIES = Naming(1, 0.3, 0.1, malformed_rate=0.06, malformed_sticky=True, lines=())
+TOPICS = ("boat harbour sail mast", "violin bow string tune", "garden tomato seed soil")
+
+
+def talk(tenant: str, count: int, seed: int, *, words: int = 0) -> list[Turn]:
+    """Sessions of one to five turns on few topics, so that notes are said again."""
+    rng = np.random.default_rng(seed)
+    turns: list[Turn] = []
+    session = 0
+    while len(turns) < count:
+        session += 1
+        for _ in range(int(rng.integers(1, 6))):
+            n = len(turns)
+            topic = TOPICS[int(rng.integers(3))]
+            stamp = f"2026-04-{1 + int(rng.integers(28)):02d}T10:00:00" if rng.random() < 0.8 else None
+            text = f"{topic} {int(rng.integers(3))} " + "and so on " * words
+            turns.append(replace(turn_of(tenant, n, text, timestamp=stamp), session_id=f"s{session}"))
+    return turns[:count]
+
+
+def talked(store: Path, turns: dict[str, list[Turn]], chunk: int) -> RecordingLLM:
+    """A life with an agent: some turns at a time, a question now and then, a flush; all of it decided."""
+    llm = RecordingLLM(REPLIES)
+    with open_engine(store, llm, **BEST) as engine:
+        for start in range(0, max(map(len, turns.values())), chunk):
+            for name, of_tenant in turns.items():
+                engine.add_batch(of_tenant[start : start + chunk])
+                with suppress(BadReply):
+                    engine.answer(name, f"Who has a {TOPICS[start % 3]} of {start}?")
+        for name in turns:
+            assert engine.flush(name)
+        assert engine.drain()
+    return llm
+
+
+@pytest.fixture(scope="module")
+def turns() -> dict[str, list[Turn]]:
+    return {name: talk(name, 40, seed) for seed, name in enumerate(("ann", "bob", "cleo"), 3)}
+
+
+@pytest.fixture(scope="module")
+def streamed(turns: dict[str, list[Turn]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    store = tmp_path_factory.mktemp("streamed")
+    llm = talked(store, turns, 3)
+    return store, read_back(store, construction(llm.prompts))
+
+
+def test_a_life_of_turns_questions_and_flushes_is_decided_as_the_oracle_does(
+    streamed: tuple[Path, Run], turns: dict[str, list[Turn]]
+) -> None:
+    store, run = streamed
+    operations = {p.operation for prompts in run.prompts.values() for p in prompts}
+    assert operations == {"segment", "notes", "traits", "align", "supplement", "revise"}
+    kinds = Counter(d.decision for of_tenant in run.decisions.values() for d in of_tenant)
+    assert kinds.keys() == {"waits", "fired", "parked"}
+    versions = [m for of_tenant in run.versions.values() for m in of_tenant]
+    assert any(m.kind == "fact" and m.version > 1 and m.text for m in versions), "extended, or said again"
+    assert any(m.supersedes for m in versions) and any(not m.text for m in versions), "contradicted"
+    assert_same(run, oracle_of_log(store, settings_of(**BEST), ENCODER, REPLIES, turns))
+
+
+def test_the_same_log_decided_all_at_once_gives_the_same(
+    streamed: tuple[Path, Run], turns: dict[str, list[Turn]], tmp_path: Path
+) -> None:
+    """Records that came one by one, each decided before the next, against a log that was there before."""
+    store, expected = streamed
+    with open_engine(tmp_path, None, **BEST) as engine:
+        for name, of_tenant in turns.items():
+            copy_log(engine, store, name, of_tenant)
+    llm = RecordingLLM(REPLIES)
+    with open_engine(tmp_path, llm, **BEST) as engine:
+        assert engine.drain()
+    assert_same(read_back(tmp_path, construction(llm.prompts)), expected)
+
+
+def copy_log(engine: Engine, store: Path, name: str, turns: Sequence[Turn]) -> None:
+    line = iter(turns)
+    logged = [row for row in rows_of(store, "turn", "control") if row.tenant == name and row.seq >= 0]
+    for row in sorted(logged, key=lambda row: row.seq):
+        if row.kind == "turn":
+            engine.add_batch([next(line)])
+        else:
+            control = control_of(row)
+            engine._log(name, control.kind, [control.body])
+
+
+@pytest.mark.parametrize("options", [{"himem_align_notes": False}, {"himem_align_episodes": True}])
+def test_with_alignment_elsewhere_and_a_short_context(options: dict[str, Any], tmp_path: Path) -> None:
+    turns = {"ann": talk("ann", 20, 5, words=60)}
+    every = {**HIMEM, **options, "context_tokens": 2_000, "reply_tokens": 256}
+    llm = RecordingLLM(REPLIES)
+    with open_engine(tmp_path, llm, **every) as engine:
+        engine.add_batch([replace(turn, session_id="one") for turn in turns["ann"]])
+        assert engine.flush("ann")
+    run = read_back(tmp_path, construction(llm.prompts))
+    sessionless = {"ann": [replace(turn, session_id="one") for turn in turns["ann"]]}
+    assert_same(run, oracle_of_log(tmp_path, settings_of(**every), ENCODER, REPLIES, sessionless))
+    fired = [d for d in run.decisions["ann"] if d.cluster]
+    assert len(fired) > 2, "one session of several windows"
+    assert [s for d in fired for s in d.cluster] == list(range(20))
+
+
+def episodes_hold(engine: Engine, tenant: str) -> list[int]:
+    return sorted(s for m in engine.get_all(tenant) if m.kind == "episode" for s in m.source_seqs)
+
+
+def test_parked_windows_are_made_up_for_by_a_replay(tmp_path: Path) -> None:
+    sick = MockReplies(2, malformed_rate=0.35, malformed_sticky=True)
+    with open_engine(tmp_path, RecordingLLM(sick), **HIMEM, k_sub=99) as engine:
+        engine.add_batch(talk("ann", 30, 7))
+        assert engine.flush("ann")
+        parked = engine.stats()["dead_letters"]
+        held = episodes_hold(engine, "ann")
+        assert parked > 1 and 0 < len(held) < 30
+        assert {hit.source_seqs[0] for hit in engine.recall("ann", "boat").turns} == {*range(30)} - {*held}, (
+            "what no episode holds is found as it was said"
+        )
+    with open_engine(tmp_path, RecordingLLM(MockReplies(2)), **HIMEM) as engine:
+        assert engine.replay_jobs() == parked
+        assert engine.drain()
+        assert engine.stats()["dead_letters"] == 0
+        assert episodes_hold(engine, "ann") == list(range(30)), "each turn in one episode"
+
+
+def test_of_a_deleted_turn_no_byte_is_left_nor_of_what_questions_made_of_it(tmp_path: Path) -> None:
+    texts = [f"{MARKER} has a boat", "the boat and the harbour", "the boat at sea", "a violin"]
+    turns = [replace(turn_of("ann", n, text), session_id=f"s{n // 3}") for n, text in enumerate(texts)]
+    with open_engine(tmp_path, RecordingLLM(Judging(2, lines=())), **BEST) as engine:
+        receipts = engine.add_batch(turns)
+        assert engine.flush("ann")
+        for n in range(6):
+            engine.answer("ann", f"Whose boat is number {n}?")
+            assert engine.drain()
+        changed = [row for row in rows_of(tmp_path, "fact") if row.seq > 4 and MARKER.encode() in row.payload]
+        assert changed, "a question has made something of it"
+        assert receipts[0].id is not None
+        engine.delete(receipts[0].id)
+        assert engine.drain()
+        live = engine.get_all("ann")
+        assert MARKER not in repr(live) and episodes_hold(engine, "ann") == [1, 2, 3]
+        engine.purge()
+    assert not bytes_hold(tmp_path, MARKER)
+    with open_engine(tmp_path, **BEST) as engine:
+        assert engine.get_all("ann") == live
+        assert engine.erase("ann", now=True) is not None
+    assert not bytes_hold(tmp_path, "harbour")
+
+
+class Misnaming(MockReplies):
+    """Says the secret in a topic and in a note, which it tells to be of the first turn."""
+
+    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
+        told: dict[str, Any] = json.loads(super().reply(messages, schema))
+        if MARKER in messages[-1]["content"] and "episodes" in told:
+            pieces = ((1, f"Of {MARKER}"), (2, "Of the quay"))
+            told["episodes"] = [{"first": n, "topic": topic, "summary": "A talk."} for n, topic in pieces]
+        if MARKER in messages[-1]["content"] and "notes" in told:
+            told["notes"] = [{"turns": [1], "text": f"Ann has {MARKER}.", "kind": "fact"}]
+        return json.dumps(told)
+
+
+def test_words_of_a_deleted_turn_are_hidden_at_once_in_what_does_not_name_it(tmp_path: Path) -> None:
+    turns = [turn_of("ann", 0, "the boat"), turn_of("ann", 1, f"the quay and {MARKER}")]
+    with open_engine(tmp_path, MockLLM(Misnaming()), **HIMEM, himem_align_notes=False) as engine:
+        receipts = engine.add_batch(turns)
+        assert engine.flush("ann")
+        telling = {(m.kind, m.source_seqs) for m in engine.get_all("ann") if MARKER in m.text}
+        assert telling >= {("episode", (0,)), ("fact", (0,))}
+    with open_engine(tmp_path, None, **HIMEM, himem_align_notes=False) as engine:
+        assert receipts[1].id is not None
+        engine.delete(receipts[1].id)
+        assert not engine.drain(), "no LLM"
+        assert MARKER not in repr((engine.search("ann", MARKER), engine.recall("ann", MARKER)))
+        assert MARKER not in repr(engine.list("ann"))
+        assert engine.search("ann", "boat").turns
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_answer_counts_for_the_deletion_behind_it_whether_or_not_both_are_read_at_once(
+    streamed: bool, tmp_path: Path
+) -> None:
+    turns = [replace(turn_of("ann", n, f"Ann tells of book{n}"), session_id=f"s{n}") for n in range(4)]
+    with open_engine(tmp_path, RecordingLLM(MockReplies()), **HIMEM) as engine:
+        receipts = engine.add_batch(turns)
+        assert engine.flush("ann")
+        notes = [m for m in engine.get_all("ann") if m.kind == "fact"]
+    with open_engine(tmp_path, RecordingLLM(MockReplies()), **HIMEM, himem_max_notes=2) as engine:
+        engine._log("ann", "used", [{"fact_ids": [notes[0].id]}])
+        if streamed:
+            assert engine.drain()
+        assert receipts[3].id is not None
+        engine.delete(receipts[3].id)
+        assert engine.drain()
+        kept = [m.id for m in engine.get_all("ann") if m.kind == "fact"]
+    assert len(notes) > 3 and kept == [notes[0].id, notes[-2].id], "the oldest, as it was used"
+
+
+def test_an_export_with_questions_is_taken_in_again(streamed: tuple[Path, Run], tmp_path: Path) -> None:
+    store, _ = streamed
+    with open_engine(store, None, **BEST) as engine:
+        records = engine.export_page("ann").items
+        told = [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("ann")]
+    assert "reconsolidate" in {r.get("control") for r in records}
+    with open_engine(tmp_path, None, **BEST) as engine:
+        engine.import_("copy", records)
+        assert [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("copy")] == told
+    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path, "control")]
+    ids = {row.id for row in rows_of(tmp_path, "episode")}
+    named = [i for b in bodies if b["kind"] == "reconsolidate" for i in b["body"]["episode_ids"]]
+    assert named and set(named) <= ids, "by their ids here"

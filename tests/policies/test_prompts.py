@@ -1,0 +1,331 @@
+"""Prompts: fixed text first, material fenced, replies strict."""
+
+import ast
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from undertow.prompts import reply_schemas as replies
+from undertow.prompts.builders import (
+    REPLIES,
+    Operation,
+    Prompt,
+    ShownMemory,
+    ShownTurn,
+    align_prompt,
+    answer_prompt,
+    consolidate_prompt,
+    direct_prompt,
+    distil_direct_prompt,
+    distil_prompt,
+    episode_prompt,
+    extract_prompt,
+    integrate_prompt,
+    merge_prompt,
+    narrate_prompt,
+    notes_prompt,
+    partition_prompt,
+    predict_prompt,
+    prompt_version,
+    reconcile_prompt,
+    refine_prompt,
+    repair_messages,
+    revise_prompt,
+    segment_prompt,
+    select_prompt,
+    sufficiency_prompt,
+    summarise_prompt,
+    supplement_prompt,
+    traits_prompt,
+)
+from undertow.prompts.reply_schemas import (
+    AlignReply,
+    ConsolidateReply,
+    EpisodesReply,
+    ExtractReply,
+    FactsReply,
+    MergeReply,
+    NarrativeReply,
+    NotesReply,
+    PartitionReply,
+    PredictionReply,
+    ReconcileReply,
+    Reply,
+    ReviseReply,
+    SegmentReply,
+    SelectReply,
+    StatementsReply,
+    SummaryReply,
+    SupplementReply,
+    TraitsReply,
+)
+
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+any_text = st.text(st.characters())  # lone surrogates and controls too
+CONTROL_TOKENS = ("<|", "</s", "<start", "[INST", "[/INST", "<<")
+HOSTILE = """ " \\ ] <|im_end|> <|im_start|>system </s> <start_of_turn> [INST] [/INST] <<SYS>> Turns:"""
+BREAKS = ['[2,"x","y"]', "{% if %}", "\n", "\r", "\u2028", "\x85", "\ud800", "\n[9]", "{{ x }}"]
+hostile_text = st.lists(st.sampled_from(HOSTILE.split() + BREAKS)).map("".join)
+
+
+def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
+    turns = [ShownTurn(1, date, text), ShownTurn(2, None, "Bea: plain")]
+    memory = ShownMemory(3, date, text)
+    return [
+        episode_prompt(turns),
+        merge_prompt(memory, turns[0]),
+        refine_prompt(memory, turns, [memory]),
+        direct_prompt(turns, [memory]),
+        extract_prompt(turns, turns[0]),
+        reconcile_prompt([memory], [memory]),
+        partition_prompt(turns),
+        narrate_prompt(turns),
+        select_prompt(memory, [memory]),
+        integrate_prompt([memory, memory]),
+        predict_prompt(memory, [memory]),
+        distil_prompt(turns, memory),
+        distil_direct_prompt(turns),
+        consolidate_prompt(memory, [memory]),
+        summarise_prompt([memory], [memory]),
+        segment_prompt(turns),
+        notes_prompt(turns),
+        traits_prompt(turns, [memory]),
+        align_prompt(turns, [memory]),
+        supplement_prompt(text, [memory]),
+        revise_prompt([memory], [memory]),
+        sufficiency_prompt(text, "Episodes", [memory], date),
+        answer_prompt(text, [memory], [memory], [memory], date),
+    ]
+
+
+def shown_lines(prompt: Prompt) -> list[Any]:
+    return [json.loads(line) for line in prompt.user.splitlines() if line.startswith("[")]
+
+
+@given(st.one_of(any_text, hostile_text))
+def test_no_text_can_close_its_fence(text: str) -> None:
+    for prompt, plain in zip(all_prompts(text), all_prompts("plain"), strict=True):
+        assert len(prompt.user.splitlines()) == len(plain.user.splitlines())
+        lines, plain_lines = shown_lines(prompt), shown_lines(plain)
+        assert [line[:2] for line in lines] == [line[:2] for line in plain_lines]
+        expected = [text if line[2] == "plain" else line[2] for line in plain_lines]
+        assert [line[2] for line in lines] == expected
+        prompt.user.encode()  # goes on the wire
+        assert not any(token in prompt.user for token in CONTROL_TOKENS)
+
+
+@given(hostile_text)
+def test_a_date_is_fenced_like_a_text(date: str) -> None:
+    for prompt, plain in zip(all_prompts("plain", date), all_prompts("plain"), strict=True):
+        assert len(prompt.user.splitlines()) == len(plain.user.splitlines())
+        assert shown_lines(prompt)[0][1] == (date or "undated")
+
+
+@given(hostile_text)
+def test_a_bad_reply_cannot_speak_for_the_chat_template(text: str) -> None:
+    for message in repair_messages(episode_prompt([]), text, text)[2:]:
+        message["content"].encode()
+        assert not any(token in message["content"] for token in CONTROL_TOKENS)
+
+
+def test_all_variable_text_comes_after_all_fixed_text() -> None:
+    for one, other in zip(all_prompts("Quokka", None), all_prompts("Wombat", "2024-01-01"), strict=True):
+        assert one.system == other.system
+        assert one.version == other.version
+        assert one.messages[0] == {"role": "system", "content": one.system}
+        assert "Quokka" not in one.system
+        assert "Quokka" in one.messages[1]["content"]
+
+
+def test_one_common_opening() -> None:
+    systems = [prompt.system for prompt in all_prompts("x")]
+    openings = {system.split("\n\nTask:")[0] for system in systems}
+    assert len(openings) == 1
+    assert len(openings.pop()) > 500
+    assert len(set(systems)) == len(OPERATIONS)
+
+
+def test_the_fixed_part_is_short() -> None:
+    for prompt in all_prompts("x"):
+        assert len(prompt.system) <= 2_050, prompt.operation  # 450 tokens at 4.5 characters
+
+
+def test_what_is_shown_of_empty_and_undated_material() -> None:
+    turns = [ShownTurn(1, None, "Ann: hi")]
+    prompt = refine_prompt(ShownMemory(1, None, "Ann said hi."), turns, [])
+    assert prompt.user == (
+        'Episode:\n[1,"undated","Ann said hi."]\nTurns:\n[1,"undated","Ann: hi"]\nStored facts:\nnone'
+    )
+    asked = answer_prompt('Who said "hi"?', [], [], [ShownMemory(1, "2023-05-08", "Ann: hi")], "2023-06-01")
+    assert asked.user == (
+        "Each list has the most relevant first.\nEpisodes:\nnone\nFacts:\nnone\nTurns:\n"
+        '[1,"2023-05-08","Ann: hi"]\nAsked on: "2023-06-01"\nQuestion: "Who said \\"hi\\"?"'
+    )
+    assert "Asked on" not in answer_prompt("Who?", [], [], [], None).user
+
+
+def test_an_order_is_told_where_it_is_so() -> None:
+    shown = [ShownMemory(1, "2023-05-08", "Ann: hi")]
+    by_relevance = answer_prompt("Who?", [], [], shown, None)
+    by_time = answer_prompt("Who?", [], [], shown, None, order="time")
+    assert by_relevance.system == by_time.system, "what the server's cache keeps is the same"
+    assert "most relevant" not in by_time.system + by_time.user
+    assert by_time.user.startswith("Each list is in order of time.\n")
+
+
+def test_versions_tell_operations_apart() -> None:
+    versions = [prompt_version(operation) for operation in OPERATIONS]
+    assert len(set(versions)) == len(OPERATIONS)
+    assert all(len(version) == 12 and int(version, 16) >= 0 for version in versions)
+
+
+def test_size_estimate_counts_bytes() -> None:
+    small, large = (episode_prompt([ShownTurn(1, None, "é" * n)]) for n in (0, 3_000))
+    assert large.size_tokens - small.size_tokens == 2_000
+    assert small.size_tokens > len(small.system.split()) * 4 / 3
+
+
+def test_a_repair_keeps_the_prompt_and_says_what_was_wrong() -> None:
+    prompt = episode_prompt([ShownTurn(1, None, "Ann: hi")])
+    messages = repair_messages(prompt, "oops", "reply: invalid JSON")
+    assert messages[:2] == prompt.messages
+    assert messages[2] == {"role": "assistant", "content": "oops"}
+    assert "invalid JSON" in messages[3]["content"]
+    assert "JSON object" in messages[3]["content"]
+    assert repair_messages(prompt, "", "it was empty")[2]["content"]
+    assert (
+        "JSON"
+        not in repair_messages(answer_prompt("Who?", [], [], [], None), "", "it was empty")[3]["content"]
+    )
+
+
+EPISODE = {"text": "Ann hiked.", "turns": [1]}
+DECISION = {"candidate": 1, "action": "update", "fact": 2, "text": "Ann hikes."}
+FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
+PIECE = {"first": 1, "topic": "A hike", "summary": "Ann hiked."}
+NOTE = {"text": "Ann hikes.", "kind": "preference", "turns": [1]}
+CHANGE = {"note": 1, "same_as": 2, "text": ""}
+REVISION = {"candidate": 1, "relation": "extendable", "note": 2, "text": "Ann hikes."}
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        (EpisodesReply, {"episodes": []}),
+        (EpisodesReply, {"episodes": [EPISODE] * 5}),
+        (EpisodesReply, {"episodes": [{"text": "x", "turns": []}]}),
+        (EpisodesReply, {"episodes": [{"text": "x", "turns": [-1, 10**6]}]}),  # the policy's business
+        (MergeReply, {"same_story": True, "narrative": "Ann hiked."}),
+        (MergeReply, {"same_story": False, "narrative": ""}),
+        (FactsReply, {"facts": [FACT] * 9}),
+        (FactsReply, {"facts": [FACT | {"replaces": 4}]}),
+        (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 10}),
+        (StatementsReply, {"facts": [{"messages": [1, 10**6], "text": "Ann hikes."}] * 10}),
+        (SupplementReply, {"notes": [{"episodes": [], "text": "Ann hikes.", "kind": "fact"}]}),
+        (ReconcileReply, {"decisions": [DECISION] * 10}),
+        (ReconcileReply, {"decisions": [DECISION | {"candidate": -1, "fact": 10**6}]}),
+        (PartitionReply, {"groups": []}),
+        (PartitionReply, {"groups": [{"messages": [1, 1, -1, 10**6]}, {"messages": []}]}),
+        (NarrativeReply, {"cue": "Ann hikes.", "narrative": "Ann hiked."}),
+        (SelectReply, {"continues": None}),
+        (PredictionReply, {"prediction": "Ann hiked."}),
+        (ConsolidateReply, {"action": "merge", "targets": [10**6], "text": ""}),
+        (SummaryReply, {"summary": "x" * 3500}),
+        (SegmentReply, {"episodes": [PIECE] * 12}),
+        (SegmentReply, {"episodes": [PIECE | {"first": -3}]}),  # the policy's business
+        (NotesReply, {"notes": [NOTE] * 20}),
+        (TraitsReply, {"notes": []}),
+        (AlignReply, {"changes": [CHANGE, CHANGE | {"same_as": None, "text": "Ann hikes."}]}),
+        (ReviseReply, {"decisions": [REVISION]}),
+    ],
+)
+def test_valid_replies(reply: type[Reply], value: Any) -> None:
+    assert reply.model_validate_json(json.dumps(value)).model_dump() == value
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        (EpisodesReply, {}),
+        (EpisodesReply, {"episodes": [EPISODE] * 6}),
+        (EpisodesReply, {"episodes": [EPISODE | {"text": "  \n"}]}),
+        (EpisodesReply, {"episodes": [EPISODE | {"turns": ["1"]}]}),
+        (EpisodesReply, {"episodes": [EPISODE | {"turns": [1] * 101}]}),
+        (EpisodesReply, {"episodes": [EPISODE | {"text": "x" * 3001}]}),
+        (EpisodesReply, {"episodes": [EPISODE], "note": "hi"}),
+        (EpisodesReply, {"episodes": ["Ann hiked."]}),
+        (MergeReply, {"same_story": True, "narrative": ""}),
+        (MergeReply, {"same_story": True, "narrative": "   "}),
+        (MergeReply, {"same_story": "true", "narrative": "x"}),
+        (MergeReply, {"same_story": False}),
+        (FactsReply, {"facts": [FACT] * 10}),
+        (FactsReply, {"facts": [FACT | {"kind": "gossip"}]}),
+        (FactsReply, {"facts": [{"text": "x", "kind": "user_event"}]}),
+        (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 11}),
+        (ExtractReply, {"facts": [{"text": " "}]}),
+        (StatementsReply, {"facts": [{"text": "Ann hikes."}]}),
+        (SupplementReply, {"notes": [{"text": "Ann hikes.", "kind": "fact"}]}),
+        (ReconcileReply, {"decisions": [DECISION] * 11}),
+        (ReconcileReply, {"decisions": [DECISION | {"action": "ADD"}]}),
+        (ReconcileReply, {"decisions": [DECISION | {"text": "x" * 601}]}),
+        (PartitionReply, {"groups": [{"messages": [1]}] * 101}),
+        (PartitionReply, {"groups": [[1]]}),
+        (NarrativeReply, {"cue": "x" * 201, "narrative": "Ann hiked."}),
+        (NarrativeReply, {"cue": " ", "narrative": "Ann hiked."}),
+        (SelectReply, {"continues": "1"}),
+        (PredictionReply, {"prediction": ""}),
+        (ConsolidateReply, {"action": "delete", "targets": [], "text": ""}),
+        (ConsolidateReply, {"action": "new", "targets": [1] * 11, "text": ""}),
+        (SummaryReply, {"summary": "x" * 3501}),
+        (SegmentReply, {"episodes": []}),
+        (SegmentReply, {"episodes": [PIECE | {"summary": "x" * 501}]}),
+        (SegmentReply, {"episodes": [PIECE | {"summary": " "}]}),
+        (NotesReply, {"notes": [NOTE | {"kind": "gossip"}]}),
+        (TraitsReply, {"notes": [NOTE | {"kind": "fact"}]}),  # stage 2 adds no facts
+        (ReviseReply, {"decisions": [REVISION | {"relation": "same"}]}),
+    ],
+)
+def test_invalid_replies(reply: type[Reply], value: Any) -> None:
+    with pytest.raises(ValidationError):
+        reply.model_validate_json(json.dumps(value))
+
+
+def test_no_bound_of_a_reply_takes_the_name_of_another() -> None:
+    """Which of two a class had would hang on where it stands."""
+    assert replies.__file__ is not None
+    tree = ast.parse(Path(replies.__file__).read_text())
+    assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    names = Counter(target.id for target in assigned if isinstance(target, ast.Name))
+    assert names["FACT_CHARS"] == 1 and [name for name, count in names.items() if count > 1] == []
+
+
+def nodes(schema: Any) -> list[dict[str, Any]]:
+    if isinstance(schema, list):
+        return [node for item in schema for node in nodes(item)]
+    if not isinstance(schema, dict):
+        return []
+    return [schema, *(node for value in schema.values() for node in nodes(value))]
+
+
+@pytest.mark.parametrize("reply", [reply for reply in REPLIES.values() if reply is not None])
+def test_wire_schemas_are_flat_closed_and_bounded(reply: type[Reply]) -> None:
+    schema = reply.wire_schema()
+    assert "$ref" not in json.dumps(schema) and "$defs" not in schema
+    typed = [node for node in nodes(schema) if isinstance(node.get("type"), str)]
+    for node in typed:
+        if node["type"] == "object":
+            assert node["additionalProperties"] is False
+            assert node["required"] == list(node["properties"])
+        if node["type"] == "array":
+            assert "maxItems" in node
+        if node["type"] == "string":
+            assert "maxLength" in node or "enum" in node
+        if node["type"] == "integer":
+            assert {"minimum", "maximum"} <= node.keys()
+    assert len(typed) > 1

@@ -1,0 +1,417 @@
+"""RecMem's coroutine driven by hand: each step of the specification, without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from undertow.engine.base.config import Ablation
+from undertow.engine.base.model import Decision, memory_id
+from undertow.engine.llm.client import BadReply
+from undertow.engine.policies.base import Complete, GateReading, PromptBudget, TurnView, deletion
+from undertow.engine.policies.recmem import RecMem
+from undertow.engine.storage.row_codec import Job
+from undertow.prompts.reply_schemas import (
+    EpisodeDraft,
+    EpisodesReply,
+    FactDraft,
+    FactsReply,
+    MergeReply,
+    Reply,
+)
+
+from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored, view_of
+
+NO_FACTS = FactsReply(facts=[])
+
+
+def episodes(*drafts: tuple[str, list[int]]) -> EpisodesReply:
+    return EpisodesReply(episodes=[EpisodeDraft(text=text, turns=turns) for text, turns in drafts])
+
+
+def facts(*drafts: tuple[str, int | None]) -> FactsReply:
+    return FactsReply(facts=[FactDraft(text=text, kind="user_event", replaces=n) for text, n in drafts])
+
+
+def decide(
+    view: View, seq: int, reading: GateReading, *replies: Reply | BadReply, budget: PromptBudget = ROOMY
+) -> Driven:
+    return drive(RecMem(budget).decide(seq, view), view, reading=reading, replies=replies)
+
+
+STORY = stored("episode", "Ann plans a trip.", 2, (0, 1))
+
+
+# ---- merge first (equation 6)
+
+
+def test_a_merge_makes_a_new_version_and_refines_with_the_new_turn_alone() -> None:
+    view = view_of(6, memories=[STORY])
+    reply = MergeReply(same_story=True, narrative="Ann planned a trip and went.")
+    done = decide(view, 5, GateReading(STORY, 0.6, (3, 4), (0.9, 0.8), 2), reply, facts(("Ann went.", None)))
+    outcome = done.outcome
+    assert (outcome.decision, outcome.merge_asked, outcome.settled) == (Decision.MERGED, True, (5,))
+    (merged,) = done.made("episode")
+    assert (merged.id, merged.version, merged.text) == (STORY.id, 2, "Ann planned a trip and went.")
+    assert (merged.born_at_seq, merged.made_at_seq, merged.source_seqs) == (2, 5, (0, 1, 5))
+    assert merged.timestamp == view.turn(5).timestamp
+    (fact,) = done.made("fact")
+    assert (fact.source_seqs, fact.episode_id) == ((5,), STORY.id)
+    assert [p.operation for p in done.prompts] == ["merge", "refine"]
+    assert [line[:3] for line in lines_under(done.prompts[1], "Turns")] == ["[1,"]
+    assert "turn5" in lines_under(done.prompts[1], "Turns")[0]
+    assert merged.text in lines_under(done.prompts[1], "Episode")[0]
+
+
+def test_below_theta_merge_nobody_is_asked() -> None:
+    just_below = float(np.nextafter(0.6, 0))
+    done = decide(view_of(6), 5, GateReading(STORY, just_below))
+    assert (done.outcome.decision, done.outcome.merge_asked, done.prompts) == (Decision.WAITS, False, [])
+
+
+def test_a_refused_merge_goes_on_to_the_gate_with_the_same_state() -> None:
+    refusal = MergeReply(same_story=False, narrative="")
+    waits = decide(view_of(6), 5, GateReading(STORY, 0.7, (4,), (0.5,), 1), refusal)
+    assert (waits.outcome.decision, waits.outcome.merge_asked, waits.outcome.settled) == (
+        Decision.WAITS,
+        True,
+        (),
+    )
+    assert not waits.outcome.drafts
+    reading = GateReading(STORY, 0.7, (4, 1), (0.9, 0.5), 2)
+    fires = decide(view_of(6), 5, reading, refusal, episodes(("A story.", [1])), NO_FACTS)
+    assert (fires.outcome.decision, fires.outcome.merge_asked) == (Decision.FIRED, True)
+    assert fires.outcome.settled == (1, 4, 5)
+
+
+@pytest.mark.parametrize("replies", [(BAD,), (MergeReply(same_story=True, narrative="More."), BAD)])
+def test_a_bad_reply_at_or_after_the_merge_parks_the_turn_alone(replies: tuple[Any, ...]) -> None:
+    done = decide(view_of(6), 5, GateReading(STORY, 0.9, (3, 4), (0.9, 0.8), 2), *replies)
+    assert (done.outcome.decision, done.outcome.operation) == (Decision.PARKED, "merge")
+    assert (done.outcome.cluster, done.outcome.settled) == ((5,), (5,))
+    assert not done.outcome.drafts, "nothing of a bad reply is stored"
+    assert "no JSON" in (done.outcome.reason or "")
+
+
+# ---- gate and consolidation (equations 5 and 7)
+
+
+def test_the_new_turn_counts_itself() -> None:
+    view = view_of(6)
+    assert decide(view, 5, GateReading(None, None, (4,), (0.9,), 1)).outcome.decision is Decision.WAITS
+    fires = decide(
+        view,
+        5,
+        GateReading(None, None, (4, 3), (0.9, 0.8), 2),
+        episodes(),
+    )
+    assert fires.outcome.decision is Decision.FIRED
+
+
+def test_the_cluster_is_shown_by_time_then_seq() -> None:
+    view = view_of(4)
+    view.turns[0] = TurnView(0, "Ann: turn0", "2026-03-09")
+    view.turns[1] = TurnView(1, "Ann: turn1", None)
+    view.turns[3] = TurnView(3, "Ann: turn3", "2026-03-03")  # the date of turn 2
+    done = decide(view, 3, GateReading(None, None, (0, 2, 1), (0.9, 0.8, 0.7), 3), episodes())
+    shown = lines_under(done.prompts[0], "Turns")
+    assert [next(f"turn{n}" for n in range(4) if f"turn{n}" in line) for line in shown] == [
+        "turn1",
+        "turn2",
+        "turn3",
+        "turn0",
+    ]
+    assert '"undated"' in shown[0]
+    assert done.outcome.cluster == (0, 1, 2, 3)
+
+
+def test_an_empty_list_is_a_firing_that_leaves_the_turns_live() -> None:
+    done = decide(view_of(6), 5, GateReading(None, None, (4, 3), (0.9, 0.8), 2), episodes())
+    assert (done.outcome.decision, done.outcome.cluster) == (Decision.FIRED, (3, 4, 5))
+    assert (done.outcome.settled, done.outcome.drafts) == ((), ())
+
+
+def test_episodes_rest_on_the_turns_they_name_or_on_all() -> None:
+    told = episodes(("One.", [3, 1, 3]), ("Two.", []), ("Three.", [1, 4]), ("Four.", [0]))
+    done = decide(view_of(6), 5, GateReading(None, None, (4, 3), (0.9, 0.8), 2), told, *[NO_FACTS] * 4)
+    made = done.made("episode")
+    assert [m.source_seqs for m in made] == [(3, 5), (3, 4, 5), (3, 4, 5), (3, 4, 5)]
+    assert [m.id for m in made] == [memory_id("ann", 1, 5, "episode", n) for n in range(4)]
+    assert all(m.made_at_seq == m.born_at_seq == 5 and m.version == 1 for m in made)
+    assert [p.operation for p in done.prompts] == ["episode"] + ["refine"] * 4
+
+
+# ---- semantic refinement (equations 8 and 9)
+
+
+def test_refinement_sees_the_facts_of_the_one_before() -> None:
+    told = episodes(("Ann bakes bread.", [1]), ("Ann bakes cake.", [2]))
+    first, second = facts(("Ann bakes.", None), ("Ann eats.", None)), facts(("Ann bakes cake.", 1))
+    reading = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
+    done = decide(view_of(6), 5, reading, told, first, second)
+    assert lines_under(done.prompts[1], "Stored facts") == []
+    seen = lines_under(done.prompts[2], "Stored facts")
+    assert len(seen) == 2 and "Ann bakes." in seen[0]
+    made = done.made("fact")
+    assert [m.id for m in made] == [memory_id("ann", 1, 5, "fact", n) for n in range(3)]
+    assert [m.episode_id for m in made] == [done.made("episode")[i].id for i in (0, 0, 1)]
+    assert [m.supersedes for m in made] == [(), (), (made[0].id,)]
+    assert all(m.source_seqs == (3, 4, 5) for m in made), "facts rest on the turns shown"
+    assert len(lines_under(done.prompts[2], "Turns")) == 3
+
+
+def test_a_fact_told_word_for_word_before_is_not_stored_again() -> None:
+    view = view_of(6, memories=[stored("fact", "Ann bakes bread.", 0, (0,))])
+    reply = facts(("Ann eats.", None), ("Ann bakes bread.", None), ("Ann eats.", 1), ("Ann eats!", None))
+    reading = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
+    done = decide(view, 5, reading, episodes(("Ann bakes.", [1])), reply)
+    assert [(m.text, m.ordinal, m.supersedes) for m in done.made("fact")] == [
+        ("Ann eats.", 0, ()),
+        ("Ann eats!", 1, ()),
+    ]
+
+
+def test_the_ten_nearest_facts_are_shown_and_the_replaced_one_is_linked() -> None:
+    known = [stored("fact", f"Ann number{n}.", n, (0,)) for n in range(14)]
+    near = stored("fact", "Ann bakes bread on Sundays.", 20, (0,))
+    twins = [stored("fact", "Ann bakes bread.", n, (0,)) for n in (31, 30)]
+    view = view_of(6, memories=[*known, near, twins[1], twins[0]])
+    told, reply = episodes(("Ann bakes bread.", [1])), facts(("Ann stopped.", 1), ("Ann rests.", 11))
+    done = decide(view, 5, GateReading(None, None, (4, 3), (0.9, 0.8), 2), told, reply)
+    shown = lines_under(done.prompts[1], "Stored facts")
+    assert len(shown) == 10
+    assert "Sundays" in shown[2], "equal cosines: the older fact first, then the less near one"
+    changed, other = done.made("fact")
+    assert changed.supersedes == (twins[1].id,)
+    assert other.supersedes == (), "a number that names no shown fact links nothing"
+    assert not done.deleted(), "the older fact is not deleted"
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_a_bad_reply_anywhere_drops_the_whole_job(fails_at: int) -> None:
+    good: list[Reply | BadReply] = [episodes(("One.", [1]), ("Two.", [2])), facts(("Fact.", None)), NO_FACTS]
+    replies = [*good[:fails_at], BAD]
+    done = decide(view_of(6), 5, GateReading(None, None, (4, 3), (0.9, 0.8), 2), *replies)
+    assert (done.outcome.decision, done.outcome.operation) == (Decision.PARKED, "episode")
+    assert (done.outcome.cluster, done.outcome.settled, done.outcome.drafts) == ((3, 4, 5), (3, 4, 5), ())
+
+
+# ---- prompts that do not fit
+
+
+def tight(turn_count: int, view: View) -> PromptBudget:
+    """A budget that holds an episode prompt of the first turns, and not one more."""
+    recmem = RecMem(PromptBudget(1 << 20, 64))
+    seqs = tuple(range(turn_count - 1))
+    steps = recmem.decide(turn_count - 1, view)
+    next(steps)
+    effect = steps.send(GateReading(None, None, seqs, (1.0,) * len(seqs), len(seqs)))
+    assert isinstance(effect, Complete)
+    return PromptBudget(effect.prompt.size_tokens + 64, 64)
+
+
+def test_a_cluster_that_does_not_fit_is_split_oldest_first() -> None:
+    view = view_of(7, words=300)
+    reading = GateReading(None, None, (0, 1, 2, 3, 4, 5), (0.9,) * 6, 6)
+    told = [episodes(("Early.", [1])), episodes(("Middle.", [])), episodes()]
+    # refinement adds the episode, so its turns may come in one part more than the episode prompt's
+    budget = tight(3, view)
+    roomier = PromptBudget(budget.context_tokens + 200, budget.reply_tokens)
+    done = decide(view, 6, reading, *told, facts(("F1.", None)), NO_FACTS, budget=roomier)
+    sizes = [len(lines_under(p, "Turns")) for p in done.prompts]
+    assert [p.operation for p in done.prompts] == ["episode"] * 3 + ["refine"] * 2
+    assert sizes == [3, 3, 1, 3, 3]
+    assert "turn0" in done.prompts[0].user and "turn2" in done.prompts[0].user
+    early, middle = done.made("episode")
+    assert (early.source_seqs, middle.source_seqs) == ((0,), (3, 4, 5))
+    assert [m.source_seqs for m in done.made("fact")] == [(0, 1, 2)]
+    assert "F1." in done.prompts[4].user, "the second part's refinement sees the first part's facts"
+    assert done.outcome.settled == tuple(range(7))
+
+
+def test_one_oversized_turn_parks_the_job() -> None:
+    view = view_of(3)
+    view.turns[1] = TurnView(1, "Ann: " + "word " * 9_000, "2026-03-02")
+    done = decide(view, 2, GateReading(None, None, (0, 1), (0.9, 0.8), 2))
+    assert (done.outcome.decision, done.outcome.settled) == (Decision.PARKED, (0, 1, 2))
+    assert "tokens" in (done.outcome.reason or "")
+    assert done.prompts == []
+
+
+def test_an_oversized_turn_parks_at_the_merge_question_too() -> None:
+    view = view_of(1)
+    view.turns[0] = TurnView(0, "Ann: " + "word " * 9_000, "2026-03-02")
+    done = decide(view, 0, GateReading(STORY, 0.9))
+    assert (done.outcome.decision, done.outcome.cluster) == (Decision.PARKED, (0,))
+
+
+# ---- replay
+
+
+def replay(view: View, job: Job, *replies: Reply | BadReply, reading: GateReading | None = None) -> Driven:
+    return drive(RecMem(ROOMY).replay(9, job, view), view, reading=reading, replies=replies)
+
+
+def test_replay_runs_the_stored_cluster_and_what_it_makes_carries_the_records_seq() -> None:
+    job = Job("j", 5, "parked", "episode", (3, 4, 5))
+    done = replay(view_of(8), job, episodes(("Told.", [1])), facts(("Fact.", None)))
+    assert done.outcome.decision is Decision.FIRED
+    (episode,), (fact,) = done.made("episode"), done.made("fact")
+    assert (episode.made_at_seq, episode.born_at_seq) == (9, 9)
+    assert episode.id == memory_id("ann", 1, 9, "episode", 0)
+    assert (episode.source_seqs, fact.source_seqs) == ((3,), (3, 4, 5))
+    assert done.outcome.revived == ()
+
+
+def test_replay_without_episodes_brings_the_turns_back_to_the_gates() -> None:
+    done = replay(view_of(8), Job("j", 5, "parked", "episode", (3, 4, 5)), episodes())
+    assert (done.outcome.decision, done.outcome.revived) == (Decision.FIRED, (3, 4, 5))
+
+
+def test_replay_of_a_merge_asks_for_the_episode_nearest_by_now() -> None:
+    job = Job("j", 5, "parked", "merge", (5,))
+    merge = MergeReply(same_story=True, narrative="More.")
+    done = replay(view_of(8), job, merge, NO_FACTS, reading=GateReading(STORY, 0.8))
+    assert done.outcome.decision is Decision.MERGED
+    assert done.made("episode")[0].source_seqs == (0, 1, 5)
+    refused = replay(
+        view_of(8), job, MergeReply(same_story=False, narrative=""), reading=GateReading(STORY, 0.8)
+    )
+    assert (refused.outcome.decision, refused.outcome.revived) == (Decision.WAITS, (5,))
+
+
+def test_replay_that_fails_again_is_parked_again_and_deleted_turns_are_left_out() -> None:
+    view = view_of(8)
+    del view.turns[4]
+    job = Job("j", 5, "parked", "episode", (3, 4, 5))
+    again = replay(view, job, BAD)
+    assert (again.outcome.decision, again.outcome.cluster) == (Decision.PARKED, (3, 5))
+    assert len(lines_under(again.prompts[0], "Turns")) == 2
+    view.turns.clear()
+    assert replay(view, job).outcome.decision is Decision.WAITS
+
+
+# ---- forget
+
+
+def forget(view: View, turn_seq: int, *replies: Reply | BadReply) -> Driven:
+    return drive(RecMem(ROOMY).forget(9, turn_seq, view), view, replies=replies)
+
+
+def test_forgetting_a_turn_remakes_what_rests_on_it_from_the_other_turns() -> None:
+    told = stored("episode", "Told of three.", 5, (1, 2, 3))
+    other = stored("episode", "Another.", 6, (3,))
+    resting = stored("fact", "It rests on it.", 5, (1, 2, 3), episode_id=told.id)
+    apart = stored("fact", "It does not.", 6, (3,), episode_id=other.id)
+    view = view_of(8, memories=[told, other, resting, apart])
+    del view.turns[2]
+    done = forget(view, 2, episodes(("Told of two.", [])), facts(("New.", None)))
+    (remade,) = done.made("episode")
+    assert (remade.id, remade.version, remade.source_seqs) == (told.id, 2, (1, 3))
+    assert (remade.text, remade.made_at_seq) == ("Told of two.", 9)
+    assert done.deleted() == [resting.id]
+    assert len(lines_under(done.prompts[0], "Turns")) == 2
+    assert "It rests on it." not in "".join(p.user for p in done.prompts)
+    assert [f.source_seqs for f in done.made("fact")] == [(1, 3)]
+
+
+def test_an_episode_that_was_shown_a_forgotten_turn_is_remade_though_it_does_not_name_it() -> None:
+    told = stored("episode", "Told of three.", 5, (1, 3), shown_seqs=(2, 4))
+    view = view_of(8, memories=[told])
+    del view.turns[2]
+    done = forget(view, 2, episodes(("Told of two.", [])), facts())
+    (remade,) = done.made("episode")
+    assert (remade.text, remade.source_seqs, remade.shown_seqs) == ("Told of two.", (1, 3), ())
+    assert len(lines_under(done.prompts[0], "Turns")) == 2
+
+
+def test_facts_written_in_sight_of_a_deleted_episode_go_with_a_turn_that_it_was_shown() -> None:
+    told = stored("episode", "Told.", 5, (1,), shown_seqs=(2,))
+    later = stored("fact", "Fact.", 6, (4,), episode_id=told.id)
+    done = forget(view_of(8, memories=[deletion(told, 7), later]), 2)
+    assert sorted(done.deleted()) == sorted([told.id, later.id])
+
+
+@pytest.mark.parametrize("replies", [(BAD,), (episodes(("Told.", [])), BAD)])
+def test_what_rests_on_a_forgotten_turn_goes_even_when_nothing_can_take_its_place(
+    replies: tuple[Any, ...],
+) -> None:
+    told = stored("episode", "Told.", 5, (1, 2))
+    fact = stored("fact", "Fact.", 5, (1, 2), episode_id=told.id)
+    done = forget(view_of(8, memories=[told, fact]), 2, *replies)
+    assert sorted(done.deleted()) == sorted([told.id, fact.id])
+    assert done.made("episode") == done.made("fact") == []
+
+
+def test_an_episode_of_a_forgotten_turn_alone_is_removed_without_asking() -> None:
+    told = stored("episode", "Told.", 5, (2,))
+    done = forget(view_of(8, memories=[told]), 2)
+    assert done.deleted() == [told.id]
+    assert done.prompts == []
+
+
+def test_what_a_user_deleted_gives_up_its_history_with_a_turn_that_it_rested_on() -> None:
+    told = stored("episode", "Told.", 5, (1, 2))
+    fact = stored("fact", "Fact.", 5, (1, 2), episode_id=told.id)
+    apart = stored("fact", "Apart.", 6, (3,))
+    done = forget(view_of(8, memories=[deletion(m, 7) for m in (told, fact, apart)]), 2)
+    assert sorted(done.deleted()) == sorted([told.id, fact.id])
+    assert {(d.memory.version, d.memory.made_at_seq) for d in done.outcome.drafts} == {(3, 9)}
+    assert done.prompts == []
+
+
+# ---- ablations (section 4.3)
+
+FIRES = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
+
+
+def ablated(ablation: Ablation, view: View, reading: GateReading, *replies: Reply | BadReply) -> Driven:
+    return drive(RecMem(ROOMY, ablation).decide(5, view), view, reading=reading, replies=replies)
+
+
+def test_direct_extraction_asks_for_facts_of_the_raw_turns_and_stores_no_episode() -> None:
+    older = stored("fact", "Ann bakes bread.", 0, (0,))
+    view = view_of(6, memories=[older])
+    done = ablated("direct-extraction", view, FIRES, facts(("Ann eats.", None), ("Ann rests.", 1)))
+    (prompt,) = done.prompts
+    assert prompt.operation == "direct"
+    assert len(lines_under(prompt, "Turns")) == 3
+    assert "Ann bakes bread." in lines_under(prompt, "Stored facts")[0]
+    assert "pisode:" not in prompt.user and "episode" not in prompt.system
+    assert done.made("episode") == []
+    assert [(m.source_seqs, m.episode_id) for m in done.made("fact")] == [((3, 4, 5), None)] * 2
+    assert done.made("fact")[1].supersedes == (older.id,)
+    assert (done.outcome.decision, done.outcome.settled) == (Decision.FIRED, (3, 4, 5))
+
+
+def test_direct_extraction_without_a_fact_leaves_the_turns_live_and_a_bad_reply_parks_them() -> None:
+    empty = ablated("direct-extraction", view_of(6), FIRES, NO_FACTS)
+    assert (empty.outcome.decision, empty.outcome.settled) == (Decision.FIRED, ())
+    bad = ablated("direct-extraction", view_of(6), FIRES, BAD)
+    assert (bad.outcome.decision, bad.outcome.settled) == (Decision.PARKED, (3, 4, 5))
+
+
+def test_forgetting_a_turn_extracts_directly_anew_what_was_extracted_directly() -> None:
+    first = stored("fact", "One.", 5, (1, 2, 3))
+    second = replace(first, id=memory_id("ann", 1, 5, "fact", 1), ordinal=1, text="Two.")
+    alone = stored("fact", "Alone.", 6, (2,))
+    view = view_of(8, memories=[first, second, alone])
+    del view.turns[2]
+    done = forget(view, 2, facts(("New.", None)))
+    assert done.deleted() == [first.id, second.id, alone.id]
+    assert [p.operation for p in done.prompts] == ["direct"]
+    assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("New.", (1, 3))]
+
+
+def test_without_facts_there_are_episodes_and_merges_and_no_refinement() -> None:
+    told = ablated("without-facts", view_of(6), FIRES, episodes(("One.", [1]), ("Two.", [2])))
+    assert [p.operation for p in told.prompts] == ["episode"]
+    assert (len(told.made("episode")), told.made("fact")) == (2, [])
+    assert told.outcome.settled == (3, 4, 5)
+    merge = MergeReply(same_story=True, narrative="More.")
+    merged = ablated("without-facts", view_of(6, memories=[STORY]), GateReading(STORY, 0.9), merge)
+    assert [p.operation for p in merged.prompts] == ["merge"]
+    assert merged.outcome.decision is Decision.MERGED

@@ -1,0 +1,365 @@
+"""Which policy a store keeps to, and the ablations of section 4.3, as settings of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from undertow.bench.mock.llm import MockLLM, MockReplies
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import PolicyName
+from undertow.engine.policies.base import Learns, Tiers
+from undertow.engine.policies.registry import policy_of, tiers_of
+from undertow.engine.search.ranking import Window
+from undertow.engine.storage.store_info import DESCRIPTION, StoreError, read_info
+from undertow.engine.tenants.tenant import View
+
+from ..support.engine import (
+    ALONE,
+    ENCODER,
+    MARKER,
+    HeldLLM,
+    RecordingLLM,
+    Run,
+    assert_same,
+    bytes_hold,
+    open_engine,
+    read_back,
+    rows_of,
+    settings_of,
+    turn_of,
+    turns_of,
+)
+from ..support.faults.harness import reports
+from ..support.oracles.nemori import OracleNemori
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---- a store and its policy
+
+
+def test_a_store_remembers_the_policy_and_refuses_to_be_written_by_another(tmp_path: Path) -> None:
+    with open_engine(tmp_path, RecordingLLM(MockReplies()), policy="eager") as engine:
+        engine.add_batch(turns_of("ann", 3))
+        assert engine.drain()
+    assert read_info(tmp_path).policy == "eager"
+    with pytest.raises(StoreError, match=r"'eager'.*'recmem'.*UNDERTOW_POLICY=eager"):
+        open_engine(tmp_path)
+    with Engine(tmp_path, settings_of(), ENCODER, writable=False) as reader:
+        assert reader.search("ann", "word1").facts, "who only reads may have any policy"
+    with open_engine(tmp_path, policy="eager") as engine:
+        assert engine.get_all("ann")
+
+
+def test_a_store_without_the_mark_is_recmems(tmp_path: Path) -> None:
+    open_engine(tmp_path).close()
+    info = orjson.loads((tmp_path / DESCRIPTION).read_bytes())
+    assert info.pop("policy") == "recmem"
+    (tmp_path / DESCRIPTION).write_bytes(orjson.dumps(info))
+    with open_engine(tmp_path) as engine:
+        assert engine.add_batch(turns_of("ann", 1))
+    with pytest.raises(StoreError, match="made by the policy 'recmem'"):
+        open_engine(tmp_path, policy="eager")
+
+
+def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNDERTOW_POLICY", "eager")
+    assert Settings().policy == "eager"
+    with pytest.raises(ValidationError, match="'direct-extraction' leaves out a part of"):
+        Settings(ablation="direct-extraction")
+    with pytest.raises(ValidationError, match="'append' keeps the facts of the policy 'nemori'"):
+        Settings(management="append")
+    with pytest.raises(
+        ValidationError, match=r"'fixed-chunks' .*policy 'nemori', and the policy is 'recmem'"
+    ):
+        Settings(policy="recmem", ablation="fixed-chunks")
+    assert Settings(policy="nemori", ablation="fixed-chunks", management="summary").window_messages == 20
+    with pytest.raises(ValidationError):
+        Settings(policy="lazy")  # type: ignore[arg-type]
+
+
+def test_the_policy_says_what_of_an_answer_it_learns_from_and_the_engine_asks_no_setting_of_one() -> None:
+    others: tuple[PolicyName, ...] = ("recmem", "eager", "nemori")
+    for policy in others:
+        assert policy_of(Settings(policy=policy)).learns == Learns()
+    assert policy_of(Settings(policy="himem")).learns == Learns(missed=True)
+    own = Settings(policy="himem", himem_max_notes=9, himem_self_evolution=False)
+    assert policy_of(own).learns == Learns(used=True)
+    for name in ("answering", "asking", "deciding", "scheduler", "engine"):
+        assert "himem_" not in (ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def test_every_policy_goes_past_what_another_has_had_logged(tmp_path: Path) -> None:
+    missed = {"question": "What does Ann play?", "episode_ids": ["0" * 32]}
+    for policy in get_args(PolicyName):
+        llm = RecordingLLM(MockReplies())
+        with open_engine(tmp_path / policy, llm, policy=policy) as engine:
+            engine.add_batch(turns_of("ann", 1))
+            engine._log("ann", "used", [{"fact_ids": ["0" * 32]}])
+            engine._log("ann", "reconsolidate", [missed])
+            assert engine.drain()
+            assert "supplement" not in {prompt.operation for prompt in llm.prompts["ann"]}
+            assert engine.tenants.get("ann").cursor == 3
+
+
+# ---- the eager policy in an engine
+
+
+def test_eager_reads_every_turn_and_gates_none(tmp_path: Path) -> None:
+    llm = RecordingLLM(MockReplies(3, empty_rate=0.3))
+    with open_engine(tmp_path, llm, policy="eager", theta_count=99) as engine:
+        engine.add_batch(turns_of("ann", 12, text="the boat sails {n} miles"))
+        assert engine.drain()
+        assert not [m for m in engine.get_all("ann") if m.kind == "episode"]
+    operations = [p.operation for p in llm.prompts["ann"]]
+    assert operations.count("extract") == 12
+    assert 0 < operations.count("reconcile") < 12
+    decisions = [orjson.loads(row.payload) for row in rows_of(tmp_path, "decision")]
+    assert all("score" not in body and "relevant" not in body for body in decisions)
+    spent = [body["usage"] for body in decisions]
+    assert all(usage["extract"][0] == 1 for usage in spent)
+    with reports(tmp_path) as of:
+        told = of.explain("ann")
+    made = [record["fact_ids"] for record in told]
+    assert any(made) and not all(made)
+    assert [record["consolidated_at_seq"] for record in told] == [n if made[n] else None for n in range(12)]
+
+
+@pytest.mark.parametrize("policy", ["eager", "nemori"])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_of_a_deleted_turn_no_byte_is_left(in_flight: bool, policy: PolicyName, tmp_path: Path) -> None:
+    """Updates and deletions of facts included, which keep what was said before in their history."""
+    options: dict[str, Any] = {"policy": policy, "window_messages": 4}
+    llm = HeldLLM(MockReplies(2)) if in_flight else RecordingLLM(MockReplies(2))
+    texts = ["the boat and the harbour", f"the boat of the {MARKER}", *[f"the boat {n}" for n in range(6)]]
+    with open_engine(tmp_path, llm, **options) as engine:
+        receipts = engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(texts)])
+        if isinstance(llm, HeldLLM):
+            while MARKER not in llm.prompts["ann"][-1].user:
+                llm.release()
+                engine.step()
+        else:
+            assert engine.drain()
+            assert MARKER in repr([row.payload for row in rows_of(tmp_path, "episode", "fact")])
+            assert any(orjson.loads(row.payload).get("deleted") for row in rows_of(tmp_path, "fact"))
+        assert receipts[1].id is not None
+        engine.delete(receipts[1].id)
+        while not engine.idle:
+            if isinstance(llm, HeldLLM):
+                llm.release()
+            engine.step()
+        live = engine.get_all("ann")
+        assert live and MARKER not in repr(live)
+        engine.purge()
+    assert not bytes_hold(tmp_path, MARKER)
+    with open_engine(tmp_path, **options) as engine:
+        assert engine.get_all("ann") == live
+
+
+# ---- NEMORI in an engine
+
+NEMORI: dict[str, Any] = {"policy": "nemori", "window_messages": 6}
+
+
+def test_a_flush_is_a_record_that_decides_what_is_left(tmp_path: Path) -> None:
+    """As the oracle has it, with the window's beginning read from the journal in between."""
+    turns = [turn_of("ann", n, f"the boat sails {n} miles") for n in range(10)]
+    replies, settings = MockReplies(1, refusal_rate=0.3), settings_of(**NEMORI)
+    oracle = OracleNemori("ann", ENCODER, MockLLM(replies), settings)
+    for seq, turn in enumerate(turns[:5]):
+        oracle.take(seq, turn)
+    oracle.flush(5)
+    for seq, turn in enumerate(turns[5:], 6):
+        oracle.take(seq, turn)
+    first, second = RecordingLLM(replies), RecordingLLM(replies)
+    with open_engine(tmp_path, first, **NEMORI) as engine:
+        engine.add_batch(turns[:4])
+        assert engine.drain()
+    with open_engine(tmp_path, second, **NEMORI) as engine:
+        engine.add_batch(turns[4:5])
+        engine.log_flush("ann")
+        engine.add_batch(turns[5:])
+        assert engine.drain()
+        assert engine.stats()["waiting_turns"] == 2
+    run = read_back(tmp_path, {"ann": [*first.prompts["ann"], *second.prompts["ann"]]})
+    assert [d.cluster for d in run.decisions["ann"] if d.cluster] == [(0, 1, 2), (3, 4), (6, 7, 8)]
+    assert_same(run, Run({"ann": oracle.decisions}, {"ann": oracle.versions}, {"ann": oracle.prompts}))
+    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path, "decision")]
+    repaired = [body["reason"] for body in bodies if "repaired" in body.get("reason", "")]
+    assert len(repaired) == oracle.repaired_windows > 0
+    with reports(tmp_path) as of:
+        told = {record["seq"]: record["consolidated_at_seq"] for record in of.explain("ann")}
+    assert told == {0: 2, 1: 2, 2: 2, 3: 5, 4: 5, 6: 8, 7: 8, 8: 8, 9: None, 10: None}
+
+
+def test_repairs_of_partitions_are_counted_wherever_the_log_is_read_from(tmp_path: Path) -> None:
+    """Each reply misses a message, names one twice, and one that is not there; some windows are parked."""
+    replies = MockReplies(6, refusal_rate=1.0, malformed_rate=0.1, malformed_sticky=True)
+    with open_engine(tmp_path / "a", RecordingLLM(replies), **NEMORI) as engine:
+        engine.add_batch(turns_of("ann", 24, text="the boat sails {n} miles"))
+        assert engine.drain()
+        stats = engine.stats()
+        records = engine.export_page("ann").items
+    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path / "a", "decision")]
+    repairs = [(body["decision"], body["repairs"]) for body in bodies if body.get("repairs")]
+    assert {decision for decision, _ in repairs} == {"fired", "parked"}
+    assert min(count for _, count in repairs) >= 3
+    assert stats["partition_repairs"] == sum(count for _, count in repairs)
+    with open_engine(tmp_path / "a", **NEMORI) as engine:
+        assert engine.stats() == stats
+    with open_engine(tmp_path / "b", **NEMORI) as engine:
+        engine.import_("bob", records)
+        assert engine.tenant_stats("bob")["partition_repairs"] == stats["partition_repairs"]
+
+
+EPISODES = {"partition", "narrate", "select", "integrate"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds", "operations"),
+    [
+        ({"management": "append"}, {"episode", "fact"}, {*EPISODES, "predict", "distil"}),
+        ({"management": "summary"}, {"episode", "fact"}, {*EPISODES, "predict", "distil", "summarise"}),
+        ({"ablation": "direct-extraction"}, {"fact"}, {"partition", "distil_direct", "consolidate"}),
+        ({"ablation": "without-facts"}, {"episode"}, EPISODES),
+        (
+            {"ablation": "fixed-chunks"},
+            {"episode", "fact"},
+            {*EPISODES, "predict", "distil", "consolidate"} - {"partition"},
+        ),
+    ],
+)
+def test_nemoris_managements_and_ablations(
+    options: dict[str, Any], kinds: set[str], operations: set[str], tmp_path: Path
+) -> None:
+    llm = RecordingLLM(MockReplies(1))
+    with open_engine(tmp_path, llm, **NEMORI, **options) as engine:
+        receipts = engine.add_batch(turns_of("ann", 13, text="the boat sails {n} miles"))
+        assert engine.flush("ann") and engine.stats()["waiting_turns"] == 0
+        made = engine.get_all("ann")
+        assert ({m.kind for m in made}, {p.operation for p in llm.prompts["ann"]}) == (kinds, operations)
+        if options.get("management") == "summary":
+            assert [m.source_seqs for m in made if m.kind == "fact"] == [tuple(range(13))]
+        assert receipts[4].id is not None
+        engine.delete(receipts[4].id)
+        assert engine.drain()
+        left = engine.get_all("ann")
+        assert left and all(4 not in m.source_seqs for m in left)
+    with open_engine(tmp_path, **NEMORI, **options) as engine:
+        assert engine.get_all("ann") == left
+
+
+def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wait(tmp_path: Path) -> None:
+    llm = RecordingLLM(MockReplies(1))
+    with open_engine(tmp_path, llm, **NEMORI, raw_of_best=1) as engine:
+        engine.add_batch(turns_of("ann", 7, text="the boat sails {n} miles"))
+        assert engine.drain()
+        found = engine.recall("ann", "boat miles")
+        assert len(engine.search("ann", "boat miles").turns) == 7, "a search looks at every turn"
+        best = next(m for m in engine.get_all("ann") if m.id == found.episodes[0].id)
+        *raw, waiting = sorted(found.turns, key=lambda hit: hit.source_seqs)
+        assert waiting.source_seqs == (6,)
+        said = [line for hit in raw for line in hit.memory.split("\n")]
+        turns = {seq: engine.tenants.get("ann").turn(seq) for seq in best.source_seqs}
+        assert said == [turns[seq].messages[line] for seq, line in sorted(best.source_messages)]
+        assert {hit.score for hit in raw} == {found.episodes[0].score}
+        assert found.quoted == {*best.source_seqs}, "which are told from the turns that were found"
+        engine.answer("ann", "Who sails?")
+    asked = llm.prompts["ann"][-1]
+    assert asked.operation == "answer" and all(line in asked.user for line in said)
+
+
+def test_an_episode_knows_its_messages_through_export_and_import(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "a", RecordingLLM(MockReplies(1)), **NEMORI) as engine:
+        engine.add_batch(turns_of("ann", 6, text="the boat sails {n} miles"))
+        assert engine.drain()
+        made = engine.get_all("ann")
+    parts = [m.source_messages for m in made if m.kind == "episode"]
+    assert any(len(part) % 2 for part in parts), "one that holds half of a turn"
+    with reports(tmp_path / "a") as of:
+        records = [orjson.loads(orjson.dumps(record)) for record in of.export("ann")]
+    with open_engine(tmp_path / "b", **NEMORI) as engine:
+        engine.import_("ann", records)
+        assert [m.source_messages for m in engine.get_all("ann") if m.kind == "episode"] == parts
+        ann = engine.tenants.get("ann")
+        assert View(ann, 6, ann.making).open_turns() == []
+        assert bytes_hold(tmp_path / "b", "boat sails"), "so that its absence below tells something"
+        assert engine.erase("ann", now=True) is not None
+    assert not bytes_hold(tmp_path / "b", "boat sails")
+
+
+# ---- ablations
+
+
+def made(store: Path, **options: Any) -> tuple[set[str], set[str]]:
+    """Kinds of memories and operations of twelve turns on one topic."""
+    llm = RecordingLLM(MockReplies(1))
+    with open_engine(store, llm, **ALONE, **options) as engine:
+        engine.add_batch(turns_of("ann", 12, text="the boat sails {n} miles"))
+        assert engine.drain()
+        return {m.kind for m in engine.get_all("ann")}, {p.operation for p in llm.prompts["ann"]}
+
+
+def test_each_ablation_makes_what_it_leaves(tmp_path: Path) -> None:
+    assert made(tmp_path / "whole") == ({"episode", "fact"}, {"episode", "refine"})
+    assert made(tmp_path / "direct", ablation="direct-extraction") == ({"fact"}, {"direct"})
+    assert made(tmp_path / "facts", ablation="without-facts") == ({"episode"}, {"episode"})
+
+
+def test_k_leaves_a_tier_out_and_keeps_the_budget_of_the_others(tmp_path: Path) -> None:
+    """Without subconscious and without episodic memory (section 4.3) need no more than this."""
+    assert (tiers_of(Settings()).k_sem, tiers_of(Settings(k_epi=3)).k_sem) == (10, 6)
+    assert tiers_of(Settings(policy="nemori")) == Tiers(10, 10, 20, 2, consolidated=False)
+    assert tiers_of(Settings(policy="nemori", k_epi=0, k_sem=5, raw_of_best=1)).raw_of_best == 1
+    with open_engine(tmp_path, RecordingLLM(MockReplies(1)), **ALONE) as engine:
+        engine.add_batch(turns_of("ann", 12, text="the boat sails {n} miles"))
+        assert engine.drain()
+        whole = engine.search("ann", "boat")
+    with open_engine(tmp_path, k_epi=0, k_sem=10) as engine:
+        found = engine.search("ann", "boat")
+        assert (found.episodes, found.facts, found.turns) == ((), whole.facts, whole.turns)
+    with open_engine(tmp_path, k_sub=0) as engine:
+        found = engine.search("ann", "boat")
+        assert (found.episodes, found.facts, found.turns) == (whole.episodes, whole.facts, ())
+    assert (len(whole.episodes), len(whole.facts), len(whole.turns)) == (5, 10, 10)
+
+
+def found_turns(engine: Engine, words: str = "boat") -> set[int]:
+    return {hit.source_seqs[0] for hit in engine.search("ann", words, k_sub=100).turns}
+
+
+@pytest.mark.parametrize("ivf_rows", [1, 1_000_000])
+def test_consolidated_turns_leave_search_and_no_others(ivf_rows: int, tmp_path: Path) -> None:
+    """As in the released code. Turns that wait, and those of a parked job, stay."""
+    topics = ["boat sails harbour"] * 4 + ["violin bow string"] * 2
+    turns = [turn_of("ann", n, text) for n, text in enumerate(topics)]
+    options: dict[str, Any] = {"theta_sim": 0.6, "theta_merge": 1.0, "theta_count": 3, "ivf_rows": ivf_rows}
+    broken = MockReplies(malformed_rate=1.0, malformed_sticky=True)
+    with open_engine(tmp_path, RecordingLLM(broken), retain_consolidated=False, **options) as engine:
+        engine.add_batch(turns[:3])
+        assert engine.drain()
+        assert engine.stats()["dead_letters"] == 1
+        assert found_turns(engine) == {0, 1, 2}, "of a parked job"
+    with open_engine(tmp_path, RecordingLLM(MockReplies()), retain_consolidated=False, **options) as engine:
+        engine.add_batch(turns[3:])
+        assert engine.replay_jobs() == 1
+        assert engine.drain()
+        assert found_turns(engine) == {3, 4, 5}
+        assert found_turns(engine, "violin") == {3, 4, 5}
+        by_vector = engine.retrieval.search(
+            engine.tenants.get("ann"),
+            np.asarray(ENCODER.encode(["boat"])[0]),
+            k_sub=100,
+            k_epi=0,
+            k_sem=0,
+            window=Window(),
+        )
+        assert {hit.source_seqs[0] for hit in by_vector.turns} == {3, 4, 5}
+    with open_engine(tmp_path, **options) as engine:
+        assert found_turns(engine) == set(range(6)), "they stay stored, and by default searchable"

@@ -1,0 +1,604 @@
+"""Keys: who may do what, how secrets change under a running service, and the file that they lie in."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from undertow.engine.storage.location import DRAFT
+from undertow.serving.auth.authenticator import KeyRefused, Keys
+from undertow.serving.auth.key_file import KEY_TEXT, Former, Key, KeyFile, KeyFileError, describe, parse
+from undertow.serving.auth.principal import Limits, Principal, Reach, Scope
+
+from ...support.clock import NOON, Clock
+
+ADA = Reach(("ada",))
+READ = (Scope.READ,)
+ALL = Reach(all_tenants=True)
+
+# letters that JSON escapes, that are one in other normal forms, and that lie beyond 16 bits
+names = st.text('ab/é\u0301"\\\n🦔', min_size=1, max_size=4)
+moments = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
+digests = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
+reaches = st.one_of(
+    st.builds(Reach, st.lists(names, min_size=1, max_size=3).map(tuple)),
+    st.builds(Reach, prefix=names),
+    st.just(ALL),
+)
+all_limits = st.one_of(
+    st.just(Limits()),
+    st.builds(
+        Limits,
+        requests_per_s=st.floats(1e-6, 1e6),
+        burst=st.none() | st.integers(1, 10**6),
+        tokens_per_day=st.none() | st.integers(0, 10**12),
+    ),
+)
+all_keys = st.builds(
+    Key,
+    id=st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
+    digest=digests,
+    reach=reaches,
+    scopes=st.lists(st.sampled_from(Scope), min_size=1, unique=True).map(tuple),
+    created_at=moments,
+    label=st.text("ab é🦔", max_size=8),
+    limits=all_limits,
+    expires_at=st.none() | moments,
+    rotated_at=st.none() | moments,
+    revoked_at=st.none() | moments,
+    former=st.lists(st.builds(Former, digests, moments), max_size=2).map(tuple),
+)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def file(tmp_path: Path, clock: Clock) -> KeyFile:
+    return KeyFile(tmp_path / "keys.json", now=clock)
+
+
+@pytest.fixture
+def keys(file: KeyFile, clock: Clock) -> Iterator[Keys]:
+    opened = Keys(file.path, now=clock)
+    yield opened
+    opened.close()
+
+
+def reason(keys: Keys, text: str) -> str:
+    with pytest.raises(KeyRefused) as refused:
+        keys.check(text)
+    return refused.value.reason
+
+
+# ---- what a key may do
+
+
+@given(
+    reaches,
+    st.sets(st.sampled_from(Scope), min_size=1),
+    st.sampled_from(Scope),
+    st.none() | st.text("ab/é🦔", max_size=5),
+)
+def test_a_principal_may_what_its_scopes_and_tenants_say(
+    reach: Reach, scopes: set[Scope], scope: Scope, tenant: str | None
+) -> None:
+    bound = [*reach.tenants]
+    expected = scope in scopes and (
+        reach.all_tenants
+        or tenant in bound
+        or (reach.prefix is not None and tenant is not None and tenant[: len(reach.prefix)] == reach.prefix)
+    )
+    assert Principal("0" * 12, "", reach, frozenset(scopes), Limits()).may(scope, tenant) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Reach(),
+        lambda: Reach(("ada",), all_tenants=True),
+        lambda: Reach(("ada",), prefix="a"),
+        lambda: Reach(prefix="a", all_tenants=True),
+        lambda: Reach(prefix=""),
+        lambda: Reach(("",)),
+        lambda: Reach(("ada", "\x00")),
+        lambda: Reach(prefix="\ud800"),
+        lambda: Limits(requests_per_s=0),
+        lambda: Limits(requests_per_s=float("nan")),
+        lambda: Limits(requests_per_s=float("inf")),
+        lambda: Limits(requests_per_s=1, burst=0),
+        lambda: Limits(burst=5),
+        lambda: Limits(tokens_per_day=-1),
+    ],
+)
+def test_what_no_key_can_be_bound_to_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"give|name the owner"):
+        make()
+
+
+def test_a_key_without_a_scope_or_that_has_expired_is_not_made(file: KeyFile) -> None:
+    for scopes, expires_at, label in (
+        ((), None, ""),
+        ((Scope.READ, Scope.READ), None, ""),
+        (READ, NOON, ""),
+        (READ, None, "two\nlines"),
+        (READ, datetime(2027, 1, 1), ""),
+    ):
+        with pytest.raises(ValueError, match=r"one or more|expire|label|zone"):
+            file.create(ADA, scopes, expires_at=expires_at, label=label)
+    assert file.read() == {}
+
+
+# ---- checks
+
+
+def test_a_key_is_accepted_as_what_it_was_made(file: KeyFile, keys: Keys) -> None:
+    limits = Limits(requests_per_s=2.5, tokens_per_day=1_000)
+    made = file.create(ADA, [Scope.READ, Scope.WRITE], label="ada's app", limits=limits)
+    form = KEY_TEXT.fullmatch(made.text)
+    assert form is not None and form[1] == made.key.id
+    assert keys.check(made.text) == Principal(
+        made.key.id, "ada's app", ADA, frozenset({Scope.READ, Scope.WRITE}), limits
+    )
+    assert limits.burst_size == 3
+
+
+def test_secrets_are_random_and_of_256_bits(file: KeyFile) -> None:
+    texts = [file.create(ADA, READ).text for _ in range(20)]
+    secrets = [text.split("_", 2)[2] for text in texts]
+    assert len(set(secrets)) == 20
+    assert {len(secret) * 6 // 8 for secret in secrets} == {32}
+
+
+def test_without_a_key_nothing_works(keys: Keys, file: KeyFile) -> None:
+    assert reason(keys, "") == reason(keys, "ut_") == "not of a key's form"
+    assert reason(keys, f"ut_{'0' * 12}_{'A' * 43}") == f"{'0' * 12}: no such key"
+    assert keys.trouble is None and not file.path.exists()
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_text_that_differs_in_one_letter_is_refused(data: st.DataObject) -> None:
+    file, keys, text = shared_key()
+    at = data.draw(st.integers(0, len(text) - 1))
+    letter = data.draw(st.sampled_from("abcdef0123456789ABCDEF-_\n é").filter(lambda c: c != text[at]))
+    assert keys.check(text).key_id in file.read()
+    for wrong in (text[:at] + letter + text[at + 1 :], text[:at] + text[at + 1 :], text + letter):
+        with pytest.raises(KeyRefused):
+            keys.check(wrong)
+
+
+_shared: list[tuple[KeyFile, Keys, str]] = []
+
+
+def shared_key() -> tuple[KeyFile, Keys, str]:
+    """One key for all examples of a property."""
+    if not _shared:
+        file = KeyFile(Path(tempfile.mkdtemp()) / "keys.json")
+        made = file.create(ADA, READ)
+        _shared.append((file, Keys(file.path), made.text))
+    return _shared[0]
+
+
+def test_an_unknown_id_costs_a_comparison_too(
+    file: KeyFile, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = file.create(ADA, READ)
+    compared: list[int] = []
+    really = hmac.compare_digest
+
+    def compare(one: str, other: str) -> bool:
+        compared.append(len(one) + len(other))
+        return really(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for key_id in (made.key.id, "0" * 12):
+        assert reason(keys, f"ut_{key_id}_{'A' * 43}")
+    assert compared == [128, 128]
+
+
+def test_a_digest_under_another_id_opens_nothing(file: KeyFile, keys: Keys) -> None:
+    """Whoever may write one record, but not make a secret, gains nothing by copying another's digest."""
+    one, other = file.create(ADA, READ), file.create(ALL, [Scope.ADMIN])
+    contents = orjson.loads(file.path.read_bytes())
+    contents["keys"][1]["digest"] = contents["keys"][0]["digest"]
+    file.path.write_bytes(orjson.dumps(contents))
+    assert keys.check(one.text).reach == ADA
+    secret = one.text.split("_", 2)[2]
+    assert reason(keys, f"ut_{other.key.id}_{secret}") == f"{other.key.id}: wrong secret"
+
+
+def test_the_caller_is_not_told_why_and_the_log_is(file: KeyFile, keys: Keys, clock: Clock) -> None:
+    revoked, expiring, rotated = (
+        file.create(ADA, READ, expires_at=NOON + timedelta(hours=1) if n == 1 else None) for n in range(3)
+    )
+    file.revoke(revoked.key.id)
+    file.rotate(rotated.key.id, timedelta(seconds=60))
+    clock.pass_s(3600)
+    texts = {
+        "revoked": revoked.text,
+        "expired": expiring.text,
+        "former secret, whose time of grace is over": rotated.text,
+        "wrong secret": f"ut_{rotated.key.id}_{'A' * 43}",
+        "no such key": f"ut_{'0' * 12}_{'A' * 43}",
+    }
+    told = set()
+    for why, text in texts.items():
+        with pytest.raises(KeyRefused) as refused:
+            keys.check(text)
+        assert refused.value.reason == f"{text[3:15]}: {why}"
+        told.add(str(refused.value))
+    assert len(told) == 1
+
+
+def test_no_secret_is_shown_logged_or_stored(
+    file: KeyFile, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    made = file.create(ADA, READ)
+    again = file.rotate(made.key.id, timedelta(hours=1))
+    texts = [made.text, again.text]
+    shown = [repr(made), repr(again), repr(again.key), str(again), repr(describe(again.key, NOON))]
+    for text in texts:
+        shown.append(repr(keys.check(text)))
+        with pytest.raises(KeyRefused) as refused:
+            keys.check(text[:-1] + ("A" if text[-1] != "A" else "B"))
+        shown += [repr(refused.value), str(refused.value), refused.value.reason]
+    with pytest.raises(KeyFileError) as unknown:
+        file.revoke(made.text)
+    shown.append(str(unknown.value))
+    file.path.write_bytes(file.path.read_bytes().replace(b'"read"', b'"reed"'))
+    keys.check(again.text)
+    assert keys.trouble is not None and "scopes" in keys.trouble
+    shown += [keys.trouble, caplog.text]
+    everything = "\n".join([*shown, file.path.read_text()])
+    for text in texts:
+        secret = text.split("_", 2)[2]
+        assert secret[:20] not in everything and secret[-20:-1] not in everything
+    assert not re.search(r"[0-9a-f]{64}", "\n".join(shown)), "nor a digest"
+
+
+# ---- rotation and revocation under a running service
+
+
+class Service(RuleBasedStateMachine):
+    """Any changes in any order: what a running `Keys` says is what was promised for each secret."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.clock = Clock()
+        path = Path(self.folder.name) / "keys.json"
+        self.file, self.keys = KeyFile(path, now=self.clock), Keys(path, now=self.clock)
+        # each text: its key, and until when it holds
+        self.until: dict[str, tuple[str, datetime]] = {}
+        self.ended: set[str] = set()
+
+    def teardown(self) -> None:
+        self.keys.close()
+        self.folder.cleanup()
+
+    @rule(life_s=st.none() | st.integers(1, 50))
+    def create(self, life_s: int | None) -> None:
+        ends = None if life_s is None else self.clock.now + timedelta(seconds=life_s)
+        made = self.file.create(ADA, READ, expires_at=ends)
+        self.until[made.text] = made.key.id, ends or datetime.max.replace(tzinfo=UTC)
+
+    @precondition(lambda self: self.until)
+    @rule(data=st.data(), grace_s=st.integers(0, 40))
+    def rotate(self, data: st.DataObject, grace_s: int) -> None:
+        key_id = data.draw(st.sampled_from([key_id for key_id, _ in self.until.values()]))
+        mine = {text: until for text, (owner, until) in self.until.items() if owner == key_id}
+        newest = list(mine)[-1]
+        if key_id in self.ended or mine[newest] <= self.clock.now:
+            with pytest.raises(KeyFileError, match="Create a new one"):
+                self.file.rotate(key_id, timedelta(seconds=grace_s))
+            return
+        made = self.file.rotate(key_id, timedelta(seconds=grace_s))
+        graced = self.clock.now + timedelta(seconds=grace_s)
+        self.until |= {text: (key_id, min(until, graced)) for text, until in mine.items()}
+        self.until[made.text] = key_id, mine[newest]
+
+    @precondition(lambda self: self.until)
+    @rule(data=st.data())
+    def revoke(self, data: st.DataObject) -> None:
+        key_id = data.draw(st.sampled_from([key_id for key_id, _ in self.until.values()]))
+        self.file.revoke(key_id)
+        self.ended.add(key_id)
+
+    @rule(seconds=st.integers(1, 30))
+    def wait(self, seconds: int) -> None:
+        self.clock.pass_s(seconds)
+
+    @invariant()
+    def each_secret_holds_as_long_as_was_promised(self) -> None:
+        for text, (key_id, until) in self.until.items():
+            if key_id not in self.ended and until > self.clock.now:
+                assert self.keys.check(text).key_id == key_id
+            else:
+                assert reason(self.keys, text)
+
+
+TestService = Service.TestCase
+TestService.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_changes_in_quick_succession_are_all_seen(file: KeyFile, keys: Keys) -> None:
+    """Two files may share size, time and inode number, if the first is removed before the second is made."""
+
+    def rotate() -> str:
+        text = file.rotate(made.key.id, timedelta(0)).text
+        os.utime(file.path, ns=(10**18, 10**18))  # as if the file system's clock stood still
+        return text
+
+    made = file.create(ADA, READ)
+    text = rotate()
+    for _ in range(20):
+        assert keys.check(text).key_id == made.key.id
+        former, text = rotate(), rotate()
+        assert keys.check(text).key_id == made.key.id
+        assert reason(keys, former)
+
+
+def test_a_revoked_key_keeps_the_time_of_its_first_end(file: KeyFile, clock: Clock) -> None:
+    made = file.create(ADA, READ)
+    clock.pass_s(5)
+    first = file.revoke(made.key.id)
+    clock.pass_s(5)
+    assert file.revoke(made.key.id) == first == file.read()[made.key.id]
+    assert first.revoked_at == NOON + timedelta(seconds=5)
+
+
+@pytest.mark.parametrize("what", ["cut off", "gone", "empty", "no rights"])
+def test_a_broken_file_leaves_the_last_good_keys_and_is_told_once(
+    what: str, file: KeyFile, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    if what == "no rights" and os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    one, two = file.create(ADA, READ), file.create(ADA, READ)
+    file.revoke(two.key.id)
+    good = file.path.read_bytes()
+    keys.check(one.text)
+    match what:
+        case "cut off":
+            file.path.write_bytes(good[: len(good) // 2])
+        case "gone":
+            file.path.unlink()
+        case "empty":
+            file.path.write_bytes(b"")
+        case "no rights":
+            file.path.chmod(0)
+    for _ in range(3):
+        assert keys.check(one.text).reach == ADA
+        assert reason(keys, two.text).endswith("revoked")
+    assert keys.trouble is not None and str(file.path) in keys.trouble
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    if what in ("cut off", "empty"):
+        with pytest.raises(KeyFileError, match="Restore it from a backup"):
+            Keys(file.path)
+        with pytest.raises(KeyFileError, match="Restore it from a backup"):
+            file.create(ADA, READ)
+        assert len(file.path.read_bytes()) < len(good), "what is broken is not written over"
+    file.path.unlink(missing_ok=True)
+    file.path.write_bytes(good)
+    file.revoke(one.key.id)
+    assert reason(keys, one.text).endswith("revoked")
+    assert keys.trouble is None
+
+
+def test_many_threads_check_while_keys_change(file: KeyFile, keys: Keys) -> None:
+    steady = file.create(ADA, READ)
+    stop = False
+
+    def check() -> int:
+        count = 0
+        while not stop:
+            keys.check(steady.text)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        counts = [pool.submit(check) for _ in range(4)]
+        changing = [file.create(ADA, READ) for _ in range(20)]
+        stop = True
+    assert all(future.result() for future in counts)
+    assert {keys.check(made.text).key_id for made in changing} == {made.key.id for made in changing}
+
+
+# ---- the file
+
+
+@given(st.lists(all_keys, max_size=3, unique_by=lambda key: key.id))
+def test_keys_are_read_as_they_were_written(some: list[Key]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = KeyFile(Path(folder) / "keys.json")
+        file._write(some)
+        assert list(file.read().values()) == some
+
+
+def test_the_file_is_its_owner_s_alone_and_durable(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = KeyFile(tmp_path / "deep" / "keys.json", now=clock)
+    synced: list[str] = []
+    really = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        assert not synced[-1].endswith(DRAFT) or stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
+        really(descriptor)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("names of open files are read from /proc")
+    monkeypatch.setattr(os, "fsync", fsync)
+    made = file.create(ADA, READ)
+    file.path.chmod(0o644)
+    file.revoke(made.key.id)
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    assert {str(tmp_path), str(tmp_path / "deep")} <= set(synced)
+    assert sum(name.endswith(DRAFT) for name in synced) == 2
+    assert sorted(p.name for p in file.path.parent.iterdir()) == [".keys.json.lock", "keys.json"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_not_replaced(file: KeyFile) -> None:
+    file.create(ADA, READ)
+    os.chown(file.path, 12345, 12345)
+    with pytest.raises(KeyFileError, match="belongs to user 12345"):
+        file.create(ADA, READ)
+    assert len(file.read()) == 1
+
+
+def test_what_is_no_key_file_is_told_without_quoting_it(file: KeyFile) -> None:
+    file.create(ADA, READ, limits=Limits(requests_per_s=1))
+    good = orjson.loads(file.path.read_bytes())
+    digest = good["keys"][0]["digest"]
+    spoilt: list[tuple[object, str]] = [
+        ([], "no key file"),
+        ({"format_version": 2, "later": 1}, "format version 2.*Install the Undertow"),
+        ({"format_version": 1}, "keys: Field required"),
+        ({**good, "more": 1}, "more"),
+        ({**good, "keys": good["keys"] * 2}, "two keys have the same id"),
+    ]
+    for name, value, told in [
+        ("digest", digest[:-1], "64 hexadecimal"),
+        ("digest", 1, "digest"),
+        ("scopes", [], "scopes|one or more"),
+        ("scopes", ["read", "fly"], "scopes"),
+        ("reach", {"tenants": [], "prefix": None, "all_tenants": False}, "give one"),
+        ("reach", {"tenants": ["ada"], "all_tenants": 1}, "all_tenants"),
+        ("created_at", "2026-05-08T13:56:00", "zone"),
+        ("expires_at", "soon", "expires_at"),
+        ("id", "ada", "12 hexadecimal"),
+        ("limits", {"requests_per_s": -1}, "requests_per_s"),
+        ("unheard_of", 1, "unheard_of"),
+    ]:
+        spoilt.append(({**good, "keys": [{**good["keys"][0], name: value}]}, told))
+    for contents, told in spoilt:
+        with pytest.raises(KeyFileError, match=told) as error:
+            parse(orjson.dumps(contents), file.path)
+        assert digest[:20] not in str(error.value) and str(file.path) in str(error.value)
+
+
+def test_an_erased_name_leaves_no_byte_and_its_key_goes(file: KeyFile, keys: Keys) -> None:
+    alone, shared = file.create(Reach(("eve-17",)), READ), file.create(Reach(("eve-17", "bo")), READ)
+    others = [file.create(reach, READ) for reach in (ADA, ALL, Reach(prefix="ev"))]
+    assert file.forget(lambda name: name == "eve-17") == [alone.key.id, shared.key.id]
+    assert b"eve-17" not in b"".join(p.read_bytes() for p in file.path.parent.iterdir())
+    assert reason(keys, alone.text).endswith("no such key")
+    assert keys.check(shared.text).reach == Reach(("bo",))
+    assert [keys.check(made.text).reach for made in others] == [ADA, ALL, Reach(prefix="ev")]
+    before = file.path.stat()
+    assert file.forget(lambda name: name == "eve-17") == []
+    assert file.path.stat() == before, "nothing to change, nothing written"
+
+
+# ---- several processes, and killed ones
+
+CREATE = """
+import sys
+from pathlib import Path
+from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.principal import Reach, Scope
+
+file = KeyFile(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(int(sys.argv[2])):
+    print(file.create(Reach(all_tenants=True), [Scope.READ]).text, flush=True)
+"""
+
+KILLED = """
+import os, signal, sys
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+fsync, fdopen = os.fsync, os.fdopen
+
+class Half:
+    def __init__(self, file):
+        self.file = file
+    def __enter__(self):
+        return self
+    def __exit__(self, *_):
+        pass
+    def write(self, data):
+        self.file.write(data[: len(data) // 2])
+        self.file.flush()
+        die()
+
+def arm():
+    match sys.argv[3]:
+        case "half written":
+            os.fdopen = lambda *args: Half(fdopen(*args))
+        case "written":
+            os.fsync = die
+        case "in its place":
+            count = iter(range(9))
+            os.fsync = lambda descriptor: die() if next(count) else fsync(descriptor)
+"""
+
+
+def start(path: Path, count: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CREATE, str(path), str(count)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_create_at_once_lose_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    running = [start(path, 25) for _ in range(2)]
+    for process in running:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    printed = [process.communicate(timeout=120)[0] for process in running]
+    texts = "".join(printed).split()
+    assert len(texts) == 50
+    keys = Keys(path)
+    assert {keys.check(text).key_id for text in texts} == KeyFile(path).read().keys()
+    keys.close()
+
+
+@pytest.mark.parametrize("moment", ["half written", "written", "in its place"])
+def test_a_kill_in_the_middle_of_a_write_leaves_a_readable_file(moment: str, tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    kept = file.create(ADA, READ)
+    program = KILLED + CREATE.replace('print("ready"', 'arm(); print("ready"')
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(file.path), "1", moment],
+        input="go\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "ready\n"), done.stderr
+    left = sorted(p.suffix for p in tmp_path.iterdir() if p.name.startswith(".keys.json."))
+    assert left == ([DRAFT, ".lock"] if moment != "in its place" else [".lock"])
+    after = file.read()
+    assert len(after) == (2 if moment == "in its place" else 1)
+    assert after[kept.key.id] == kept.key
+    made = file.create(ADA, READ)
+    assert file.read().keys() == {*after, made.key.id}
+    assert not list(tmp_path.glob(f".*{DRAFT}")), "the next writer clears away"

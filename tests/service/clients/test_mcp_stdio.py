@@ -1,0 +1,187 @@
+"""`undertow mcp`: the server as an agent's program starts it, over standard input and output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+
+from undertow.serving.cli.commands.mcp import KEY_VARIABLE
+
+from ...support.cli import ENV, PROGRAM, run
+from ...support.service.http import Running, serving
+from ...support.service.mcp import EVERY_TOOL, MODES, TOOLS, done, refused
+
+BOAT = "the boat needs new planks before summer"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("store")) as service:
+        yield service
+
+
+def talk(
+    args: list[str],
+    story: Callable[[Client], Awaitable[None]],
+    *,
+    mode: str = "auto",
+    told: Path | None = None,
+    key: str | None = None,
+) -> None:
+    """A session with `undertow mcp ARGS` as a process of its own; `told` is given its standard error."""
+
+    async def run() -> None:
+        environment = {**os.environ, **ENV, **({} if key is None else {KEY_VARIABLE: key})}
+        command, *rest = [*PROGRAM, "mcp", *args]
+        server = StdioServerParameters(command=command, args=rest, env=environment)
+        with (told or Path(os.devnull)).open("w") as log:
+            async with Client(stdio_client(server, errlog=log), mode=mode) as client:
+                await story(client)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_remote_service_s_tools(running: Running, tmp_path: Path, mode: str) -> None:
+    async def story(client: Client) -> None:
+        assert {tool.name for tool in (await client.list_tools()).tools} == EVERY_TOOL
+        added = await done(client, "add_memory", tenant="ann", text=BOAT)
+        found = await done(client, "search_memories", tenant="ann", query=BOAT, top_k=1)
+        assert found["memories"][0]["memory"] == f"user: {BOAT}"
+        memory = added["results"][0]["id"]
+        assert "may not do this" in await refused(client, "get_memory", tenant="eve", memory_id=memory)
+        assert "top_k:" in await refused(client, "search_memories", tenant="ann", query="x", top_k=0)
+
+    file = tmp_path / "key"
+    file.write_text(running.key(tenants=("ann",)) + "\n")
+    told = tmp_path / "stderr"
+    talk(["--url", running.url, "--key-file", str(file)], story, mode=mode, told=told)
+    assert told.read_text() == ""
+
+
+def test_one_tenant_alone_with_the_key_of_the_environment(running: Running) -> None:
+    async def story(client: Client) -> None:
+        tools = (await client.list_tools()).tools
+        assert {tool.name for tool in tools} == TOOLS
+        assert all("tenant" not in tool.input_schema["properties"] for tool in tools)
+        await done(client, "add_memory", text=BOAT)
+        assert (await done(client, "search_memories", query=BOAT))["memories"]
+        assert "one tenant's" in await refused(client, "search_memories", query=BOAT, tenant="ann")
+
+    talk(["--url", running.url, "--tenant", "acme/bob"], story, key=running.key())
+
+
+def test_calls_side_by_side(running: Running) -> None:
+    async def story(client: Client) -> None:
+        texts = [f"tree number {n} was planted" for n in range(12)]
+        added = await asyncio.gather(*[done(client, "add_memory", text=text) for text in texts])
+        assert [a["results"][0]["memory"] for a in added] == [f"user: {text}" for text in texts]
+
+    talk(["--url", running.url, "--tenant", "side"], story, key=running.key())
+
+
+def test_a_service_that_is_away_or_refuses_is_told_as_an_error(running: Running) -> None:
+    async def story(client: Client) -> None:
+        said = await refused(client, "search_memories", query=BOAT)
+        assert "not accepted" in said and "memories" not in said
+
+    talk(["--url", running.url, "--tenant", "ann"], story, key="ut_wrong")
+
+
+def test_a_store_without_a_service_keeps_what_was_answered(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
+    add = {"name": "add_memory", "arguments": {"tenant": "ann", "text": BOAT}}
+    with started("--store", str(store)) as process:
+        assert ask(process, 1, "initialize", hello)["serverInfo"]["name"] == "undertow"
+        assert not ask(process, 2, "tools/call", add)["isError"]
+        process.kill()  # a session destroyed
+
+    async def find(client: Client) -> None:
+        found = await done(client, "search_memories", query=BOAT)
+        assert [memory["memory"] for memory in found["memories"]] == [f"user: {BOAT}"]
+        assert await refused(client, "answer_question", question="Which boat?")  # there is no LLM
+
+    talk(["--store", str(store), "--tenant", "ann"], find)
+
+
+def test_nothing_but_the_protocol_is_on_standard_output(running: Running) -> None:
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
+    wrong = {"name": "get_memory", "arguments": {}}
+    with started("--url", running.url, "--tenant", "ann", key=running.key()) as process:
+        ask(process, 1, "initialize", hello)
+        assert ask(process, 2, "tools/call", wrong)["isError"]
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("this is no JSON\n")
+        process.stdin.flush()
+        assert ask(process, 3, "ping", {}) == {}
+        process.stdin.close()
+        assert process.stdout.read() == ""
+    assert process.returncode == 0
+
+
+def started(*args: str, key: str = "") -> subprocess.Popen[str]:
+    """`undertow mcp ARGS`, to be spoken to in lines."""
+    return subprocess.Popen(
+        [*PROGRAM, "mcp", *args],
+        env={**os.environ, **ENV, KEY_VARIABLE: key},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def ask(process: subprocess.Popen[str], number: int, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The result of one request, which must be the next line."""
+    assert process.stdin is not None and process.stdout is not None
+    request = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+    process.stdin.write(json.dumps(request) + "\n")
+    process.stdin.flush()
+    answer = json.loads(process.stdout.readline())
+    assert (answer["jsonrpc"], answer["id"]) == ("2.0", number)
+    result: dict[str, Any] = answer["result"]
+    return result
+
+
+def test_a_store_that_a_service_has_open_is_refused(running: Running) -> None:
+    done = subprocess.run(
+        [*PROGRAM, "mcp", "--store", str(running.folder)],
+        env={**os.environ, **ENV},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert "Traceback" not in done.stderr and str(running.folder) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "cure"),
+    [
+        ([], "give --url URL"),
+        (["--url", "http://h", "--store", "s"], "give --url URL"),
+        (["--url", "h:80"], "such as http://localhost:8080"),
+        (["--url", "http://h", "--tenant", ""], "tenant's name"),
+        (["--url", "http://h", "--llm", "off"], "go with --store"),
+        (["--store", "s", "--key-file", "k"], "goes with --url"),
+    ],
+)
+def test_wrong_use_is_told(args: list[str], cure: str) -> None:
+    done = run("mcp", *args)
+    assert (done.code, done.out) == (2, "")
+    assert cure in done.err
+
+
+def test_a_key_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = run("mcp", "--url", "http://h", "--key-file", tmp_path / "no key")
+    assert done.code == 2 and "no key" in done.err

@@ -1,0 +1,200 @@
+"""Answers over HTTP: whole and in pieces, within the token budget of their key."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from undertow.engine.api.answer_calls import Answer
+from undertow.engine.base.model import AnswerMode, Usage
+from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.llm.replies import BadReply, BrokenOff
+from undertow.engine.search.ranking import Found
+from undertow.serving.async_memories import Memories
+from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.principal import Limits
+
+from ...support.llm_servers import completion, odd_server, wait_until
+from ...support.service.http import Running, at, is_problem, said, serving
+
+COST = Usage(1, 700, 0, 50)
+ASK = {"question": "What of the boat?"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("store")) as service:
+        service.client().post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
+        yield service
+
+
+def events(response: httpx2.Response) -> list[tuple[str, dict[str, Any]]]:
+    """The server-sent events of a response."""
+    found = []
+    for block in response.text.split("\n\n")[:-1]:
+        event, data = block.split("\n")
+        found.append((event.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))))
+    return found
+
+
+def test_an_answer_has_its_memories_and_its_cost(running: Running) -> None:
+    told = running.client().post(at("ann", "/answer"), json=ASK)
+    assert told.status_code == 200
+    document = told.json()
+    assert document["answer"]
+    assert [memory["kind"] for memory in document["memories"]] == ["turn"]
+    assert document["usage"]["calls"] == 1
+
+
+def test_a_streamed_answer_is_the_same_in_pieces(running: Running) -> None:
+    client = running.client()
+    whole = client.post(at("ann", "/answer"), json=ASK).json()
+    streamed = client.post(at("ann", "/answer"), json={**ASK, "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    *deltas, (last, done) = events(streamed)
+    assert last == "done"
+    assert {event for event, _ in deltas} == {"delta"}
+    assert "".join(data["text"] for _, data in deltas) == done["answer"] == whole["answer"]
+    assert done["memories"] == whole["memories"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_goes_wrong_before_the_first_piece_has_a_status(running: Running, stream: bool) -> None:
+    client = running.client()
+    is_problem(client.post(at("nobody", "/answer"), json={**ASK, "stream": stream}), 404, "unknown-tenant")
+    poor = running.client(limits=Limits(tokens_per_day=10))
+    refused = poor.post(at("ann", "/answer"), json={**ASK, "stream": stream})
+    is_problem(refused, 429, "token-budget")
+    assert 0 < int(refused.headers["retry-after"]) <= 86_400
+    for mode in ("best_effort", "worst"):
+        odd = client.post(at("ann", "/answer"), json={**ASK, "stream": stream, "mode": mode})
+        assert "mode" in is_problem(odd, 422, "input")["detail"]
+    frugal = running.client(limits=Limits(tokens_per_day=2 * running.service.answer_tokens("hybrid")))
+    dear = {**ASK, "stream": stream, "mode": "best_effort"}
+    is_problem(frugal.post(at("ann", "/answer"), json=dear), 429, "token-budget")
+    assert frugal.post(at("ann", "/answer"), json={**dear, "mode": "hybrid"}).status_code == 200
+
+
+class Scripted:
+    """Memories whose answers cost COST, and go as a test says: what cannot be had from a sound LLM."""
+
+    def __init__(self) -> None:
+        self.begun = self.closed = 0
+        self.error: Exception | None = None
+        self.waits = False
+
+    def around(self, memories: Memories) -> Memories:
+        memories.answer = self.answer  # type: ignore[method-assign]
+        memories.answer_stream = self.answer_stream  # type: ignore[method-assign]
+        return memories
+
+    async def answer(
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
+    ) -> Answer:
+        self.begun += 1
+        if self.error is not None:
+            raise self.error
+        if self.waits:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.closed += 1
+        return Answer("On Sunday.", Found((), (), ()), COST)
+
+    async def answer_stream(
+        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
+    ) -> AsyncGenerator[str | Answer]:
+        try:
+            yield "On "
+            if self.waits:
+                await asyncio.Event().wait()
+            yield await self.answer(tenant, question)
+        finally:
+            self.closed += 1
+
+
+def left(running: Running, key: str) -> int | None:
+    """The tokens that a key has left today."""
+    kept = KeyFile(running.folder / "keys.json").require(key.split("_")[1])
+    return running.service.budgets.left(kept.principal)
+
+
+def test_the_budget_is_charged_what_an_answer_took(tmp_path: Path) -> None:
+    scripted = Scripted()
+    with serving(tmp_path, wrap=scripted.around) as running:
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        client = running.client_of(key)
+        assert client.post(at("ann", "/answer"), json=ASK).json()["usage"]["prompt_tokens"] == 700
+        assert left(running, key) == 50_000 - 750
+        assert events(client.post(at("ann", "/answer"), json={**ASK, "stream": True}))[-1][0] == "done"
+        assert left(running, key) == 50_000 - 1_500
+        scripted.error = BadReply("nonsense", Usage(2, 300, 0, 100))
+        is_problem(client.post(at("ann", "/answer"), json=ASK), 503, "llm-reply")
+        assert left(running, key) == 50_000 - 1_900
+        broken = events(client.post(at("ann", "/answer"), json={**ASK, "stream": True}))
+        assert [event for event, _ in broken] == ["delta", "error"]
+        assert broken[-1][1]["type"] == "urn:undertow:error:llm-reply"
+        assert left(running, key) == 50_000 - 2_300
+
+
+def test_what_an_answer_has_cost_that_none_came_of_is_metered(tmp_path: Path) -> None:
+    """A reply that is empty, and so is its repair."""
+    empty = completion("", usage={"prompt_tokens": 70, "completion_tokens": 3})
+    with (
+        odd_server(lambda body, number: (200, empty)) as url,
+        serving(tmp_path, parts=Parts(), engine={"llm_url": url}) as running,
+    ):
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        client = running.client_of(key)
+        client.post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
+        is_problem(client.post(at("ann", "/answer"), json=ASK), 503, "llm-reply")
+        spent = client.get(at("ann", "/usage")).json()["answer"]
+        assert (spent["calls"], spent["prompt_tokens"], spent["completion_tokens"]) == (2, 140, 6)
+        assert left(running, key) == 50_000 - 146
+
+
+def test_what_is_known_of_a_broken_answer_is_charged(tmp_path: Path) -> None:
+    scripted = Scripted()
+    scripted.error = BrokenOff("the server has gone", Usage(1, 200, 0, 11))
+    with serving(tmp_path, wrap=scripted.around) as running:
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        broken = events(running.client_of(key).post(at("ann", "/answer"), json={**ASK, "stream": True}))
+        assert broken[-1][1]["type"] == "urn:undertow:error:llm-broke-off"
+        assert left(running, key) == 50_000 - 211
+
+
+def test_who_leaves_before_a_whole_answer_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:
+    scripted = Scripted()
+    scripted.waits = True
+    with serving(tmp_path, wrap=scripted.around) as running:
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        body = orjson.dumps(ASK)
+        head = (
+            f"POST {at('ann', '/answer')} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        address = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1]))) as asking:
+            asking.sendall(head.encode() + body)
+            wait_until(lambda: scripted.begun == 1)
+        wait_until(lambda: scripted.closed == 1 and running.service.load.under_way == 0)
+        assert left(running, key) == 50_000 - running.service.answer_tokens(None)
+
+
+def test_who_leaves_a_stream_ends_the_call_and_is_charged_the_most(tmp_path: Path) -> None:
+    scripted = Scripted()
+    scripted.waits = True
+    with serving(tmp_path, wrap=scripted.around) as running:
+        key = running.key(limits=Limits(tokens_per_day=50_000))
+        client = running.client_of(key)
+        with client.stream("POST", at("ann", "/answer"), json={**ASK, "stream": True}) as response:
+            assert next(response.iter_raw()).startswith(b"event: delta")
+        wait_until(lambda: scripted.closed == 1 and running.service.load.under_way == 0)
+        assert left(running, key) == 50_000 - running.service.answer_tokens(None)

@@ -1,0 +1,193 @@
+"""Keys at the HTTP face: nothing passes without one that may, and nobody learns more than he may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute, iter_route_contexts
+from starlette.datastructures import Headers
+
+from undertow.engine.base.model import UndertowError
+from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.principal import Limits, Scope
+from undertow.serving.http.hosting import Files, run
+from undertow.serving.http.middleware.guard import OpenGuard
+from undertow.serving.http.problems import Problem
+from undertow.serving.http.routes.access import GuardedRoute
+from undertow.serving.http.service_settings import ServiceSettings
+
+from ...support.cluster.in_process import settings as engine_settings
+from ...support.service.http import Running, at, is_problem, said, serving
+
+OPEN = {"/health/live", "/health/ready"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("store")) as service:
+        service.client().post(at("ann", "/memories"), json={"messages": said("the boat")})
+        yield service
+
+
+def routes(running: Running) -> list[tuple[str, str, Any]]:
+    """Method, path and mark of every route of the service."""
+    app = running.app
+    found = []
+    for context in iter_route_contexts(app.routes):
+        route = context.original_route
+        if isinstance(route, APIRoute):
+            assert isinstance(route, GuardedRoute)
+            found += [(method, route.path, route.access) for method in route.methods or ()]
+    return found
+
+
+def test_every_route_wants_a_key(running: Running) -> None:
+    client = running.client_of(None)
+    wrong = running.client_of("ut_0123456789ab_" + "x" * 43)
+    asked = routes(running)
+    assert len(asked) >= 24
+    for method, path, _ in asked:
+        where = path.format(tenant="ann", memory_id="m", job_id="j")
+        if path in OPEN:
+            assert client.request(method, where).status_code == 200
+            continue
+        response = client.request(method, where, content=b"not read")
+        is_problem(response, 401, "no-key")
+        assert response.headers["www-authenticate"] == "Bearer"
+        is_problem(wrong.request(method, where, content=b"not read"), 401, "key-refused")
+    is_problem(client.get("/v1/none"), 401)
+
+
+def test_every_route_wants_its_scope(running: Running) -> None:
+    for method, path, access in routes(running):
+        if access.scope is None:
+            continue
+        others = [scope for scope in Scope if scope is not access.scope]
+        lacking = running.client(*others)
+        elsewhere = running.client(access.scope, tenants=("bob",))
+        for tenant in ("ann", "nobody"):
+            where = path.format(tenant=tenant, memory_id="m", job_id="j")
+            refused = is_problem(lacking.request(method, where, content=b"not read"), 403, "forbidden")
+            assert f"the scope {access.scope.value}, for" in refused["detail"]
+            if path != "/v1/tenants":
+                told = elsewhere.request(method, where, content=b"not read")
+                assert is_problem(told, 403, "forbidden") == refused
+
+
+def test_a_key_reaches_its_tenants_alone(running: Running) -> None:
+    client = running.client(prefix="acme/")
+    assert client.post(at("acme/bob", "/memories"), json={"messages": said("hi")}).status_code == 200
+    assert client.post(at("acme%2Fbob", "/memories"), json={"messages": said("hi")}).status_code == 403
+    is_problem(client.post(at("acme", "/search"), json={"query": "x"}), 403, "forbidden")
+    assert client.get("/v1/tenants").json() == {"results": ["acme/bob"], "next": None}
+    named = running.client(Scope.ADMIN, tenants=("ann", "nobody"))
+    assert named.get("/v1/tenants").json()["results"] == ["ann"]
+    is_problem(named.get("/v1/stats"), 403, "forbidden")
+
+
+def test_a_method_that_is_not_known_is_a_problem_everywhere(running: Running) -> None:
+    client = running.client()
+    for path, allowed in (("/mcp", "POST"), ("/mcp/ann", "POST"), (at("ann", "/search"), "POST")):
+        for method in ("GET", "DELETE"):
+            refused = client.request(method, path)
+            is_problem(refused, 405)
+            assert refused.headers["allow"] == allowed
+
+
+def test_a_key_may_come_in_either_header(running: Running) -> None:
+    client, key = running.client_of(None), running.key(Scope.READ)
+    path = at("ann", "/memories/none")
+    assert client.get(path, headers={"X-API-Key": key}).status_code == 404
+    assert client.get(path, headers={"Authorization": f"bearer {key}"}).status_code == 404
+    assert client.get(path, headers={"Authorization": f"Basic {key}"}).status_code == 401
+
+
+def test_a_revoked_key_ends_at_once(running: Running) -> None:
+    key = running.key(Scope.READ)
+    client = running.client_of(key)
+    assert client.get(at("ann", "/memories/none")).status_code == 404
+    KeyFile(running.folder / "keys.json").revoke(key.split("_")[1])
+    is_problem(client.get(at("ann", "/memories/none")), 401, "key-refused")
+
+
+def test_requests_are_counted_by_key_whatever_becomes_of_them(running: Running) -> None:
+    client = running.client(limits=Limits(requests_per_s=0.001, burst=3))
+    statuses = [client.post(at("ann", "/search"), json=body).status_code for body in ({}, {"query": "x"})]
+    assert statuses == [422, 200]
+    assert client.get("/v1/none").status_code == 404
+    refused = client.post(at("ann", "/search"), json={"query": "x"})
+    is_problem(refused, 429, "rate")
+    assert 990 < int(refused.headers["retry-after"]) <= 1_001
+
+
+def test_refused_acts_are_in_the_audit_log(running: Running) -> None:
+    key = running.key(Scope.READ)
+    client = running.client_of(key)
+    client.delete(at("ann"))
+    client.delete(at("ann", "/memories"))
+    client.post("/v1/purge")
+    client.post("/v1/replay")
+    lines = [orjson.loads(line) for line in (running.folder / "audit.jsonl").read_bytes().splitlines()]
+    mine = [line for line in lines if line["by"] == key.split("_")[1]]
+    assert [(line["act"], line["outcome"]) for line in mine] == [
+        (act, "refused") for act in ("erase", "delete_all", "purge", "replay")
+    ]
+    assert [("tenant_key" in line) for line in mine] == [True, True, False, False]
+    assert b"ann" not in (running.folder / "audit.jsonl").read_bytes()
+
+
+def test_without_keys_only_this_machine_is_answered(tmp_path: Path) -> None:
+    with serving(tmp_path, open_to_all=True) as running:
+        client = running.client_of(None)
+        assert client.post(at("ann", "/memories"), json={"messages": said("hi")}).status_code == 200
+        is_problem(client.get("/v1/stats", headers={"Host": "evil.example"}), 403, "host")
+        is_problem(client.get("/v1/stats", headers={"Origin": "http://evil.example"}), 403, "host")
+        assert client.get("/v1/status").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:80", "127.0.0.2", "127.9.9.9:1", "[::1]:8080", "LOCALHOST:1"]
+)
+def test_hosts_of_this_machine(host: str) -> None:
+    assert OpenGuard().admit(Headers({"host": host})).key_id == "no-auth"
+
+
+@pytest.mark.parametrize(
+    "host", ["", "localhost.example", "[::2]", "127.0.0.1.example:80", "128.0.0.1", "10.0.0.1"]
+)
+def test_hosts_of_others(host: str) -> None:
+    with pytest.raises(Problem):
+        OpenGuard().admit(Headers({"host": host}))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
+def test_without_keys_it_listens_nowhere_else(host: str, tmp_path: Path) -> None:
+    files = Files(None, tmp_path / "audit.jsonl", tmp_path / "state")
+
+    def never() -> Any:
+        raise AssertionError("nothing is opened")
+
+    with pytest.raises(UndertowError, match="loopback"):
+        run(
+            never,
+            files,
+            host,
+            0,
+            settings=ServiceSettings(),
+            engine=engine_settings(),
+            on_start=lambda _: None,
+        )
+
+
+def test_an_endpoint_without_a_mark_makes_no_route() -> None:
+    async def endpoint() -> None: ...
+
+    app = FastAPI()
+    app.router.route_class = GuardedRoute
+    with pytest.raises(RuntimeError, match="who may use it"):
+        app.get("/open")(endpoint)

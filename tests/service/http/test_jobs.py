@@ -1,0 +1,394 @@
+"""Jobs, kept answers and erasure over HTTP: what was accepted is done, once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+
+from undertow.engine.api.erasure import Certificate
+from undertow.engine.api.memory_updates import Updated
+from undertow.engine.cluster.routing.errors import ShardDown
+from undertow.engine.tenants.migration_records import Move
+from undertow.serving.async_memories import Memories
+from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.principal import Scope
+from undertow.serving.http.jobs import Job, Jobs
+from undertow.serving.http.problems import Problem
+from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.http.state_db import State
+
+from ...support.llm_servers import wait_until
+from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
+
+ASYNC = {"Prefer": "respond-async"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("store"), max_tenant_jobs=2) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> httpx2.Client:
+    return running.client()
+
+
+def add(client: httpx2.Client, tenant: str, *texts: str) -> list[str]:
+    body = {"messages": [message for text in texts for message in said(text)]}
+    response = client.post(at(tenant, "/memories"), json=body)
+    assert response.status_code == 200, response.text
+    return [result["id"] for result in response.json()["results"]]
+
+
+def ended(client: httpx2.Client, location: str) -> dict[str, Any]:
+    """The job once it has ended."""
+    wait_until(lambda: client.get(location).json()["status"] in ("done", "failed"))
+    job: dict[str, Any] = client.get(location).json()
+    return job
+
+
+def test_a_flush_as_a_job(client: httpx2.Client) -> None:
+    add(client, "acme/ann", "the boat needs planks")
+    accepted = client.post(at("acme/ann", "/flush"), headers=ASYNC)
+    assert accepted.status_code == 202
+    document = accepted.json()
+    assert document["status"] == "queued"
+    assert accepted.headers["location"] == at("acme/ann", f"/jobs/{document['id']}")
+    job = ended(client, accepted.headers["location"])
+    assert (job["operation"], job["status"], job["result"]) == ("flush", "done", {"decided": True})
+    assert job["created_at"] <= job["finished_at"]
+    listed = client.get(at("acme/ann", "/jobs")).json()["results"]
+    assert [entry["id"] for entry in listed] == [job["id"]]
+    assert client.post(at("acme/ann", "/flush")).json() == {"decided": True}
+
+
+def test_a_job_is_its_tenants_alone(client: httpx2.Client) -> None:
+    add(client, "bob", "hi")
+    location = client.post(at("bob", "/flush"), headers=ASYNC).headers["location"]
+    job_id = location.rpartition("/")[2]
+    is_problem(client.get(at("ann", f"/jobs/{job_id}")), 404, "unknown-job")
+    assert client.get(at("ann", "/jobs")).json() == {"results": []}
+    assert ended(client, location)["status"] == "done"
+
+
+def test_a_job_that_fails_says_why(client: httpx2.Client) -> None:
+    location = client.post(at("nobody", "/flush"), headers=ASYNC).headers["location"]
+    job = ended(client, location)
+    assert (job["status"], job["error"]["status"]) == ("failed", 404)
+    assert "result" not in job
+
+
+def test_the_same_request_again_is_not_done_again(running: Running, client: httpx2.Client) -> None:
+    (made,) = add(client, "cyd", "the meeting is on monday")
+    one = at("cyd", f"/memories/{made}")
+    key = {"Idempotency-Key": "u-1"}
+    first = client.put(one, json={"text": "on friday"}, headers=key)
+    assert first.status_code == 200
+    again = client.put(one, json={"text": "on friday"}, headers=key)
+    assert (again.status_code, again.content) == (200, first.content)
+    assert again.headers["content-type"] == "application/json"
+    is_problem(client.put(one, json={"text": "on sunday"}, headers=key), 422, "idempotency-key-reused")
+    other = at("cyd", f"/memories/{first.json()['id']}")
+    is_problem(client.put(other, json={"text": "on friday"}, headers=key), 422, "idempotency-key-reused")
+    # for another API key, tenant or route, it is another key
+    is_problem(running.client().put(one, json={"text": "on friday"}, headers=key), 404, "unknown-memory")
+    deleted = client.delete(other, headers=key)
+    assert deleted.status_code == 200
+    assert client.delete(other, headers=key).content == deleted.content
+    is_problem(client.delete(other), 404, "unknown-memory")
+
+
+def test_what_failed_may_be_tried_again_under_its_key(client: httpx2.Client) -> None:
+    key = {"Idempotency-Key": "f-1"}
+    is_problem(client.post(at("dan", "/flush"), headers=key), 404, "unknown-tenant")
+    add(client, "dan", "hi")
+    assert client.post(at("dan", "/flush"), headers=key).json() == {"decided": True}
+    is_problem(client.post(at("dan", "/flush"), headers={"Idempotency-Key": "x" * 256}), 422, "input")
+
+
+@pytest.mark.parametrize("failure", [ShardDown("s0", 1.0, "it is gone"), asyncio.CancelledError()])
+def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
+    tmp_path: Path, failure: BaseException
+) -> None:
+    failures = [failure]
+
+    def lossy(memories: Memories) -> Memories:
+        update = memories.update
+
+        async def updated(*args: Any, **kwargs: Any) -> Updated:
+            done = await update(*args, **kwargs)
+            if failures:
+                raise failures.pop()
+            return done
+
+        memories.update = updated  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=lossy) as running:
+        client = running.client()
+        (made,) = add(client, "ann", "the meeting is on monday")
+        asked: dict[str, Any] = {"url": at("ann", f"/memories/{made}"), "json": {"text": "on friday"}}
+        assert client.put(**asked, headers={"Idempotency-Key": "u"}).status_code >= 500
+        again = client.put(**asked, headers={"Idempotency-Key": "u"})
+        assert again.status_code == 200, again.text
+        new = client.get(at("ann", f"/memories/{again.json()['id']}")).json()
+        assert new["memory"] == "user: on friday"
+
+
+def test_a_tenants_jobs_hold_up_no_other_and_no_erasure(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    def slow(memories: Memories) -> Memories:
+        flush = memories.flush
+
+        async def flushed(tenant: str, *, again: bool = False) -> bool:
+            if tenant == "ann":
+                await asyncio.to_thread(go.wait, SOON_S)
+            return await flush(tenant, again=again)
+
+        memories.flush = flushed  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=slow, jobs_at_once=2, max_tenant_jobs=4) as running:
+        client = running.client()
+        for tenant in ("ann", "bob"):
+            add(client, tenant, "hi")
+        try:
+            waiting = [client.post(at("ann", "/flush"), headers=ASYNC) for _ in range(3)]
+            wait_until(lambda: client.get(waiting[0].headers["location"]).json()["status"] == "running")
+            for method, rest in (("POST", "/flush"), ("DELETE", "")):
+                job = client.request(method, at("bob", rest), headers=ASYNC)
+                assert ended(client, job.headers["location"])["status"] == "done"
+            assert client.get(waiting[1].headers["location"]).json()["status"] == "queued"
+        finally:
+            go.set()
+        for job in waiting:
+            assert ended(client, job.headers["location"])["status"] == "done"
+
+
+def test_a_job_under_a_key_is_one_job(client: httpx2.Client) -> None:
+    add(client, "eve", "hi")
+    headers = {**ASYNC, "Idempotency-Key": "j-1"}
+    first = client.post(at("eve", "/flush"), headers=headers)
+    again = client.post(at("eve", "/flush"), headers=headers)
+    assert (again.status_code, again.json()) == (202, first.json())
+    assert again.headers["location"] == first.headers["location"]
+    assert len(client.get(at("eve", "/jobs")).json()["results"]) == 1
+    ended(client, first.headers["location"])
+
+
+def test_what_is_kept_of_a_request_does_not_name_its_tenant(running: Running, client: httpx2.Client) -> None:
+    add(client, "gil of note", "hi")
+    headers = {**ASYNC, "Idempotency-Key": "n-1"}
+    first = client.post(at("gil of note", "/flush"), headers=headers)
+    ended(client, first.headers["location"])
+    with closing(sqlite3.connect(running.folder / "service" / "service.sqlite3")) as db:
+        rows = [row for table in ("kept", "jobs") for row in db.execute(f"select * from {table}")]
+    assert "n-1" not in str(rows) and "gil" not in str(rows)
+    again = client.post(at("gil of note", "/flush"), headers=headers)
+    assert (
+        again.headers["location"]
+        == first.headers["location"]
+        == at("gil of note", f"/jobs/{first.json()['id']}")
+    )
+
+
+def test_an_erasure_that_is_repeated_under_its_key_erases_nothing_new(client: httpx2.Client) -> None:
+    key = {"Idempotency-Key": "e-1"}
+    add(client, "hal", "the boat")
+    first = client.delete(at("hal"), headers=key)
+    add(client, "hal", "the knee")
+    assert client.delete(at("hal"), headers=key).json() == first.json()
+    assert client.get(at("hal", "/stats")).json()["turns"] == 1
+    job = client.delete(at("hal"), headers={**ASYNC, "Idempotency-Key": "e-2"})
+    assert ended(client, job.headers["location"])["status"] == "done"
+    add(client, "hal", "the shed")
+    assert client.delete(at("hal"), headers={**ASYNC, "Idempotency-Key": "e-2"}).json() == job.json()
+    assert client.get(at("hal", "/stats")).json()["turns"] == 1
+
+
+def test_a_key_that_goes_with_its_tenant_waits_for_the_certificate(
+    running: Running, client: httpx2.Client
+) -> None:
+    add(client, "ida", "hi")
+    own = running.client(Scope.ERASE, tenants=("ida",))
+    refused = is_problem(own.delete(at("ida"), headers=ASYNC), 422, "input")
+    assert refused["errors"][0]["field"] == "Prefer"
+    assert own.delete(at("ida")).json()["turns_removed"] == 1
+
+
+def test_an_erasure_that_was_accepted_tells_its_end_whichever_erasure_came_first(tmp_path: Path) -> None:
+    """The first one waits in the store until all are there; what it drops is the tenant's other jobs."""
+    go = threading.Event()
+    begun: list[str] = []
+
+    def slow(memories: Memories) -> Memories:
+        erase = memories.erase
+
+        async def erased(*args: Any, **kwargs: Any) -> Certificate | None:
+            begun.append(args[0])
+            await asyncio.to_thread(go.wait, SOON_S)
+            return await erase(*args, **kwargs)
+
+        memories.erase = erased  # type: ignore[method-assign]
+        return memories
+
+    with serving(tmp_path, wrap=slow, max_tenant_jobs=4) as running:
+        client, other = running.client(), running.client()
+        add(client, "ann", "the boat", "the knee")
+        flushed = client.post(at("ann", "/flush"), headers=ASYNC).headers["location"]
+        ended(client, flushed)
+        accepted = [client.delete(at("ann"), headers=ASYNC).headers["location"] for _ in range(2)]
+        wait_until(lambda: len(begun) == 1)  # the other job waits for it
+        answers: list[httpx2.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(other.delete(at("ann"))))
+        asking.start()
+        wait_until(lambda: len(begun) == 2)
+        assert client.get(flushed).status_code == 404
+        go.set()
+        asking.join(SOON_S)
+        jobs = [ended(client, location) for location in accepted]
+        certificates = [answers[0].json(), *(job["result"] for job in jobs)]
+        assert [job["status"] for job in jobs] == ["done", "done"]
+        assert {c["tenant_key"] for c in certificates} == {running.service.memories.tenant_key("ann")}
+        assert [c["turns_removed"] for c in certificates] == [2, 2, 2]
+        # a later life's erasure is another one: the certificates of this one stay as they are
+        add(client, "ann", "the shed")
+        assert client.delete(at("ann")).json()["turns_removed"] == 1
+        assert [client.get(location).json() for location in accepted] == jobs
+        with closing(sqlite3.connect(tmp_path / "service" / "service.sqlite3")) as db:
+            assert db.execute("select count(*), count(tenant) from jobs").fetchone() == (2, 0)
+
+
+class Late(Jobs):
+    """Begins its jobs when it is told to, as a busy event loop does."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.accepted: list[Job] = []
+
+    def _launch(self, job: Job) -> None:
+        self.accepted.append(job)
+
+    def begin(self) -> None:
+        for job in self.accepted:
+            super()._launch(job)
+
+
+def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    async def work(job: Job) -> dict[str, Any]:
+        done.append(job.tenant_key)
+        return {}
+
+    async def go(state: State) -> None:
+        jobs = Late(state, ServiceSettings())
+        await jobs.start({"flush": work, "import": work, "erase": work})
+        for key in ("ann", "bob"):
+            await jobs.accept("import", key, key, "k", b"body")
+        assert await jobs.forget("ann") == 1
+        jobs.begin()
+        while (await jobs.of_tenant("bob"))[0].status != "done":
+            await asyncio.sleep(0.001)
+        await jobs.stop()
+
+    state = State(tmp_path)
+    asyncio.run(go(state))
+    state.close()
+    assert done == ["bob"]
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_jobs_and_what_they_bring_are_bounded(tmp_path: Path) -> None:
+    async def go(state: State) -> None:
+        bounds = {"max_jobs": 3, "max_job_bytes": 2_048, "max_import_bytes": 2_048}
+        jobs = Late(state, ServiceSettings(**bounds))
+        await jobs.accept("import", "ann", "ann", "k", b"x" * 1_500)
+        with pytest.raises(Problem, match="imported") as full:
+            await jobs.accept("import", "bob", "bob", "k", b"x" * 600)
+        assert (full.value.status_code, full.value.headers) == (429, {"Retry-After": "5"})
+        await jobs.accept("import", "bob", "bob", "k", b"x" * 500)
+        await jobs.forget("ann")
+        await jobs.accept("import", "cyd", "cyd", "k", b"x" * 1_500)
+        await jobs.accept("flush", "dan", "dan", "k")
+        with pytest.raises(Problem, match="Too many jobs are open"):
+            await jobs.accept("flush", "eve", "eve", "k")
+
+    state = State(tmp_path)
+    asyncio.run(go(state))
+    state.close()
+
+
+def files_with(folder: Path, text: bytes) -> list[str]:
+    """Files of a service's own that hold a text."""
+    own = [folder / "keys.json", folder / "audit.jsonl", *(folder / "service").rglob("*")]
+    return [path.name for path in own if path.is_file() and text in path.read_bytes()]
+
+
+@pytest.mark.parametrize("as_job", [False, True])
+def test_an_erasure_leaves_nothing_but_its_certificate(running: Running, as_job: bool) -> None:
+    client, name = running.client(), f"tenant-{as_job}-of-note"
+    alone = running.client(Scope.READ, tenants=(name,))
+    both = running.key(Scope.READ, tenants=(name, "other"))
+    ids = add(client, name, "the boat", "the knee")
+    assert alone.get(at(name, "/jobs")).status_code == 200
+    client.post(at(name, "/flush"), headers={"Idempotency-Key": "k"})
+    ended(client, client.post(at(name, "/flush"), headers=ASYNC).headers["location"])
+    asked = client.delete(at(name), headers=ASYNC if as_job else {})
+    if as_job:
+        job = ended(client, asked.headers["location"])
+        certificate = job["result"]
+        assert [j["id"] for j in client.get(at(name, "/jobs")).json()["results"]] == [job["id"]]
+    else:
+        certificate = asked.json()
+        assert client.get(at(name, "/jobs")).json() == {"results": []}
+    assert certificate["turns_removed"] == 2
+    assert certificate["tenant_key"] == running.service.memories.tenant_key(name)
+    assert any("audit log" in line for line in certificate["out_of_reach"])
+    is_problem(client.get(at(name, f"/memories/{ids[0]}")), 404)
+    is_problem(client.post(at(name, "/search"), json={"query": "boat"}), 404, "unknown-tenant")
+    is_problem(alone.get(at(name, "/jobs")), 401)
+    left = KeyFile(running.folder / "keys.json").require(both.split("_")[1])
+    assert left.reach.tenants == ("other",)
+    assert files_with(running.folder, name.encode()) == []
+    lines = (running.folder / "audit.jsonl").read_bytes().splitlines()
+    mine = [line for line in map(orjson.loads, lines) if line.get("tenant_key") == certificate["tenant_key"]]
+    assert [(line["act"], line["outcome"]) for line in mine] == [("erase", "begun"), ("erase", "done")]
+
+
+def test_deleting_all_then_erasing(client: httpx2.Client) -> None:
+    add(client, "fay", "the boat")
+    assert client.delete(at("fay", "/memories")).json() == {"event": "DELETE_ALL"}
+    is_problem(client.post(at("fay", "/search"), json={"query": "boat"}), 404, "unknown-tenant")
+    certificate = client.delete(at("fay")).json()
+    assert certificate["turns_removed"] == 1
+    is_problem(client.delete(at("neverhere")), 404, "unknown-tenant")
+
+
+def test_an_erasure_between_shards_forgets_at_once_and_is_certified_later(running: Running) -> None:
+    client, name = running.client(), "tenant-on-the-move"
+    alone = running.client(Scope.READ, tenants=(name,))
+    add(client, name, "the boat")
+    client.post(at(name, "/flush"), headers={"Idempotency-Key": "k"})
+    (shard,) = running.service.memories._router._shards._running.values()  # type: ignore[attr-defined]
+    arrived = shard._housing.open().tenants.arrived
+    arrived[running.service.memories.tenant_key(name)] = Move("arrived", "elsewhere", 1)
+    refused = client.delete(at(name))
+    is_problem(refused, 503, "resharding")
+    assert refused.headers["retry-after"]
+    is_problem(client.post(at(name, "/search"), json={"query": "boat"}), 404, "unknown-tenant")
+    is_problem(alone.get(at(name, "/jobs")), 401)
+    assert files_with(running.folder, name.encode()) == []
+    arrived.clear()
+    assert client.delete(at(name)).json()["turns_removed"] == 1

@@ -1,0 +1,116 @@
+"""The OpenAPI document: complete, and true of what the service answers to whatever is sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import GenerationMode, checks
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from undertow.serving.auth.principal import Scope
+
+from ...support.service.http import Running, serving
+from ...support.soak import report
+
+SOAK_EXAMPLES = 300
+PROMISES = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+    openapi_checks.response_headers_conformance,
+    openapi_checks.unsupported_method,
+    openapi_checks.ignored_auth,
+]
+
+
+@schemathesis.serializer("application/x-ndjson")
+def lines(_: Any, value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    # the engine is asked nothing that takes long: what is tested is what it is asked with
+    with serving(tmp_path_factory.mktemp("store"), max_body_bytes=20_000) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def key(running: Running) -> str:
+    return running.key(*Scope)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_answer_is_as_described(running: Running, key: str, mode: GenerationMode) -> None:
+    every_operation(running, key, mode, max_examples=6, derandomize=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_answer_is_as_described_to_other_requests_each_time(
+    running: Running, key: str, mode: GenerationMode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = every_operation(running, key, mode, max_examples=SOAK_EXAMPLES)
+    command = f"pytest -m soak tests/service/http/test_openapi.py -k {mode.value}"
+    report(capsys, f"openapi-{mode.value}", command, requests=requests)
+
+
+def every_operation(running: Running, key: str, mode: GenerationMode, **settings: Any) -> int:
+    """Check what is answered to requests of each operation; how many requests that were."""
+    described = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+    found: list[Any] = list(described.get_all_operations())
+    operations = [one.ok() for one in found]
+    assert len(operations) >= 24
+    return sum(
+        check(operation, key, mode, **settings)
+        for operation in operations
+        if mode is GenerationMode.POSITIVE or operation.body or list(operation.iter_parameters())
+    )
+
+
+def check(operation: Any, key: str, mode: GenerationMode, **settings: Any) -> int:
+    """What the service answers to requests of this operation is as its description says."""
+    requests = 0
+
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    @hypothesis.settings(deadline=None, database=None, **settings)
+    def promises_hold(case: Any) -> None:
+        nonlocal requests
+        requests += 1
+        case.call_and_validate(headers={"Authorization": f"Bearer {key}"}, checks=PROMISES)
+
+    promises_hold()
+    return requests
+
+
+@pytest.fixture(scope="module")
+def document(running: Running) -> Any:
+    return running.app.openapi()
+
+
+def test_every_operation_is_described(document: Any) -> None:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert len(operation["description"]) > 30, (method, path)
+            if path.startswith("/health"):
+                assert operation["security"] == []
+                continue
+            assert "Needs a key with the scope" in operation["description"]
+            assert {"401", "403", "413", "422", "429", "503"} <= operation["responses"].keys(), path
+            for status, response in operation["responses"].items():
+                if status >= "400":
+                    assert list(response["content"]) == ["application/problem+json"], (path, status)
+
+
+def test_what_changes_takes_an_idempotency_key(document: Any) -> None:
+    reading = {("post", "/v1/tenants/{tenant}/search"), ("post", "/v1/tenants/{tenant}/answer")}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            headers = {p["name"].lower() for p in operation.get("parameters", []) if p["in"] == "header"}
+            changes = method != "get" and (method, path) not in reading
+            assert ("idempotency-key" in headers) == changes, (method, path)

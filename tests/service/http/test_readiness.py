@@ -1,0 +1,54 @@
+"""Who asks whether the service is ready is answered, however slow the shards are to say how they are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from undertow.serving.async_memories import Memories
+from undertow.serving.http.readiness import Readiness
+
+
+class Slow(Memories):
+    """Memories whose shards say how they are once they may."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.may = asyncio.Event()
+
+    async def status(self) -> dict[str, dict[str, Any]]:
+        self.asked += 1
+        await self.may.wait()
+        return {"s0": {"state": "serving"}}
+
+
+def test_a_look_that_takes_long_is_one_and_holds_up_nobody() -> None:
+    async def go() -> None:
+        slow = Slow()
+        readiness = Readiness(slow, 0.0, patience_s=0.0)
+        assert await readiness.look() == (False, "unknown")
+        slow.may.set()
+        while not (await readiness.look())[0]:
+            await asyncio.sleep(0)
+        slow.may.clear()
+        await asyncio.sleep(0)
+        before = slow.asked
+        looks = await asyncio.gather(*(readiness.look() for _ in range(50)))
+        assert set(looks) == {(True, "ok")}, "what the last look saw"
+        assert slow.asked <= before + 1
+        slow.may.set()
+
+    async def in_time() -> None:
+        async with asyncio.timeout(60):
+            await go()
+
+    asyncio.run(in_time())
+
+
+def test_a_look_is_waited_for_as_long_as_it_is_quick() -> None:
+    async def go() -> None:
+        slow = Slow()
+        slow.may.set()
+        assert await Readiness(slow, patience_s=60.0).look() == (True, "ok")
+
+    asyncio.run(go())

@@ -1,0 +1,217 @@
+"""`undertow serve` as a process: it ends without losing anything, and is killed without losing anything."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from undertow.bench.mock.server import spawn_server
+from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.principal import Reach, Scope
+from undertow.serving.http.server import bound
+
+from ...support.cli import ENV, PROGRAM, conversation, run
+from ...support.llm_servers import completion, odd_server, wait_until
+from ...support.service.http import SOON_S, at, is_problem, said
+
+THETAS = {"UNDERTOW_THETA_SIM": "0.5", "UNDERTOW_THETA_MERGE": "0.55", "UNDERTOW_THETA_COUNT": "3"}
+
+
+class Process:
+    """A service in a process of its own."""
+
+    def __init__(self, store: Path, *options: str, env: dict[str, str] | None = None) -> None:
+        self.store = store
+        self.popen = subprocess.Popen(
+            [*PROGRAM, "serve", "--store", str(store), "--port", "0", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENV, **THETAS, **(env or {})},
+        )
+        self.said: list[str] = []
+        self.url = self._wait_for_url()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _wait_for_url(self) -> str:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.said.append(line)
+            if found := re.search(r"Ready on (http://\S+), ", line):
+                return found[1]
+        raise AssertionError("".join(self.said))
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        self.said += self.popen.stderr
+
+    def key(self) -> str:
+        """A new key, for everything."""
+        made = KeyFile(self.store / "keys.json").create(Reach(all_tenants=True), tuple(Scope))
+        return made.text
+
+    def client(self, key: str | None = None) -> httpx2.Client:
+        headers = {"Authorization": f"Bearer {key or self.key()}"}
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=SOON_S)
+
+    def end(self, sig: signal.Signals) -> int:
+        self.popen.send_signal(sig)
+        return self.popen.wait(SOON_S)
+
+
+@contextmanager
+def process(store: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Process]:
+    service = Process(store, *options, env=env)
+    try:
+        yield service
+    finally:
+        service.popen.kill()
+        service.popen.wait()
+
+
+class HeldLLM:
+    """A server that answers once it is let go."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.go = threading.Event()
+
+    def __call__(self, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        self.asked += 1
+        self.go.wait(SOON_S)
+        return 200, completion("On Sunday.", usage={"prompt_tokens": 7, "completion_tokens": 3})
+
+
+def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) -> None:
+    held, answers = HeldLLM(), []
+    env = {"UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}
+    with odd_server(held) as llm, process(tmp_path, "--llm", llm, env=env) as service:
+        client, other = service.client(), service.client()
+        assert client.get("/openapi.json").status_code == 200
+        client.post(at("ann", "/memories"), json={"messages": said("the boat on sunday")})
+
+        def ask() -> None:
+            answers.append(client.post(at("ann", "/answer"), json={"question": "When?"}))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            wait_until(lambda: held.asked == 1)
+            assert other.get("/health/ready").json()["status"] == "ok"
+            service.popen.send_signal(signal.SIGTERM)
+            wait_until(lambda: other.get("/health/ready").status_code == 503)
+            assert other.get("/health/ready").json() == {"status": "draining"}
+            assert other.get("/health/live").status_code == 200
+            refused = other.post(at("ann", "/memories"), json={"messages": said("late")})
+            is_problem(refused, 503, "draining")
+            assert refused.headers["retry-after"] == "1"
+        finally:
+            held.go.set()
+        asking.join(SOON_S)
+        assert service.popen.wait(SOON_S) == 0
+    (answer,) = answers
+    assert (answer.status_code, answer.json()["answer"]) == (200, "On Sunday.")
+    assert not any("Traceback" in line for line in service.said)
+
+
+def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
+    held = HeldLLM()
+    items = [{"messages": line["messages"], "session_id": "s"} for line in conversation("ann", 9)]
+    once, later = {"Idempotency-Key": "once"}, {"Prefer": "respond-async"}
+    with odd_server(held) as llm, process(tmp_path, "--llm", llm) as service:
+        key = service.key()
+        client = service.client(key)
+        added = client.post(at("ann", "/memories"), json={"items": items}).json()["items"]
+        ids = [result["id"] for item in added for result in item["results"]]
+        late = client.post(at("ann", "/memories"), json={"messages": said("and last")}, headers=once)
+        body = client.get(at("ann", "/export")).content
+        flush = client.post(at("ann", "/flush"), headers=later).headers["location"]
+        wait_until(lambda: client.get(flush).json()["status"] == "running")
+        taken = client.post(at("bob", "/import"), content=body, headers=later)
+        assert taken.status_code == 202
+        assert service.end(signal.SIGKILL) == -signal.SIGKILL
+        held.go.set()
+    with spawn_server() as llm, process(tmp_path, "--llm", llm) as service:
+        client = service.client(key)
+        assert all(client.get(at("ann", f"/memories/{one}")).status_code == 200 for one in ids)
+        again = client.post(at("ann", "/memories"), json={"messages": said("and last")}, headers=once)
+        assert again.json()["results"][0] == late.json()["results"][0] | {"event": "DUPLICATE"}
+        wait_until(lambda: client.get(flush).json()["status"] == "done")
+        assert client.get(flush).json()["result"] == {"decided": True}
+        wait_until(lambda: client.get(taken.headers["location"]).json()["status"] == "done")
+        assert client.get(at("bob", "/stats")).json()["turns"] == len(ids) + 1
+        assert client.get(at("ann", "/stats")).json()["turns"] == len(ids) + 1
+        assert service.end(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--insecure-no-auth", "--host", "0.0.0.0"), 1, "loopback"),
+        (("--shards", "2"), 2, "--shards goes with --ray"),
+        (("--insecure-no-auth", "--keys", "keys.json"), 2, "exclude each other"),
+        (("--encoder", "hash:x"), 2, "hash:x"),
+    ],
+)
+def test_what_cannot_be_served(tmp_path: Path, options: tuple[str, ...], code: int, words: str) -> None:
+    ran = run("serve", "--store", tmp_path, *options)
+    assert ran.code == code
+    assert words in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_without_an_llm_an_answer_says_so(tmp_path: Path) -> None:
+    with process(tmp_path, "--llm", "off") as service:
+        assert service.said[0].startswith("Starting: ")
+        client = service.client(service.key())
+        assert client.get("/health/ready").json() == {"status": "ok", "llm": "off"}
+        client.post(at("ann", "/memories"), json={"messages": said("the boat is blue")})
+        told = client.post(at("ann", "/answer"), json={"question": "which colour?"})
+        assert "--llm URL" in is_problem(told, 503, "no-llm")["detail"]
+
+
+def test_a_port_in_use_is_told_before_a_store_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ran = run("serve", "--store", tmp_path / "store", "--insecure-no-auth", "--port", port)
+    assert ran.code == 1
+    assert f"cannot listen at port {port} of 127.0.0.1: Address already in use. Give another" in ran.err
+    assert not (tmp_path / "store" / "store.json").exists()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_free_port_is_the_same_at_every_address(host: str) -> None:
+    made = bound(host, 0)
+    assert len({one.getsockname()[1] for one in made}) == 1
+    for one in made:
+        one.close()
+
+
+def test_settings_of_the_environment_are_checked(tmp_path: Path) -> None:
+    ran = run("serve", "--store", tmp_path, env={"UNDERTOW_SERVICE_MAX_REQUESTS": "5"})
+    assert ran.code == 2
+    assert "must be smaller than max_requests" in ran.err
+
+
+def test_a_setting_that_is_misspelt_is_refused_with_those_that_may_be_meant(tmp_path: Path) -> None:
+    ran = run("serve", "--store", tmp_path, env={"UNDERTOW_SERVICE_MAX_REQUEST": "5"})
+    assert ran.code == 2
+    assert "UNDERTOW_SERVICE_MAX_REQUEST is no setting" in ran.err
+    assert "UNDERTOW_SERVICE_MAX_REQUESTS" in ran.err
+
+
+def test_a_second_service_is_refused(tmp_path: Path) -> None:
+    with process(tmp_path, "--insecure-no-auth"):
+        ran = run("serve", "--store", tmp_path, "--port", "0", "--insecure-no-auth")
+        assert ran.code == 1
+        assert "is being written by process" in ran.err

@@ -1,0 +1,82 @@
+"""gate.cu compiled for the host, as `Kernels` for CudaGate: its own host code, no card (see simt.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.kernels.gate.cuda_gate import BLOCK_THREADS, SOURCE, WARP
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+KERNELS = ("scan", "tally", "merge")
+
+
+class ShimError(Exception):
+    """What no device would forgive: lanes in different collectives, a read out of bounds."""
+
+
+def build(folder: Path, dim: int, source: str | None = None) -> ctypes.CDLL:
+    """Compile gate.cu (or the text given in its place) for the host."""
+    number = next(n for n in itertools.count() if not (folder / f"{n}.so").exists())
+    target, text = folder / f"{number}.so", folder / f"{number}.cu"
+    text.write_text(SOURCE.read_text() if source is None else source)
+    command = [
+        *(str(COMPILER), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"),
+        "-U_FORTIFY_SOURCE",  # whose check of longjmp knows one stack only
+        *(f"-DDIM={dim}", f'-DSOURCE="{text}"', str(HERE / "host.cpp"), "-o", str(target)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise ShimError(done.stderr[-4000:])
+    library = ctypes.CDLL(str(target))
+    library.launch.restype = library.tensor_scores.restype = ctypes.c_char_p
+    return library
+
+
+class ShimKernels:
+    """cut_block: how many products an mma adds at a time, cutting bits off; 0 for plain fp32 sums."""
+
+    def __init__(self, library: ctypes.CDLL, dim: int, cut_block: int = 0, descending: bool = False) -> None:
+        self.warps = 8  # one of them takes all tasks, as warps run one after the other
+        self._library, self._row_bytes = library, -(-dim // 8) * 16
+        self._cut_block, self._descending = cut_block, descending
+
+    def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
+        blocks = -(-warps // (BLOCK_THREADS // WARP))
+        addresses = (ctypes.c_void_p * len(structs))(*(struct.ctypes.data for struct in structs))
+        ranges = self._readable(structs[0])
+        error = self._library.launch(
+            KERNELS.index(kernel),
+            blocks,
+            BLOCK_THREADS,
+            addresses,
+            self._cut_block,
+            ctypes.c_bool(self._descending),
+            ranges.ctypes.data_as(ctypes.c_void_p),
+            len(ranges),
+        )
+        if error:
+            raise ShimError(f"{kernel}: {error.decode()}")
+
+    def _readable(self, plan: NDArray[Any]) -> NDArray[np.int64]:
+        """[n, 2]: the rows that the plan's groups ask for, and the queries."""
+        groups, probes = int(plan["groups"]), int(plan["probes"])
+        begin = _int64s(int(plan["vectors"]), groups)
+        end = begin + _int64s(int(plan["rows"]), groups) * self._row_bytes
+        queries = int(plan["queries"])
+        asked = (_int64s(int(plan["query"]), probes).max() + 1) * self._row_bytes
+        ranges = np.concatenate((np.stack((begin, end), 1), [[queries, queries + asked]]))
+        ranges = ranges[ranges[:, 0] < ranges[:, 1]]
+        return np.ascontiguousarray(ranges[np.argsort(ranges[:, 0])])
+
+
+def _int64s(address: int, count: int) -> NDArray[np.int64]:
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int64)), (count,))

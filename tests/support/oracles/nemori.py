@@ -1,0 +1,319 @@
+"""NEMORI for one tenant as a plain program: one turn after the other, lists and exact integers.
+
+As oracle_recmem: nothing of how the engine works, only its prompts' wording, encoder, ids and LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Turn, memory_id, time_key
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.llm.client import BadReply, LLMClient
+from undertow.prompts.builders import (
+    Prompt,
+    ShownMemory,
+    ShownTurn,
+    consolidate_prompt,
+    distil_direct_prompt,
+    distil_prompt,
+    integrate_prompt,
+    narrate_prompt,
+    partition_prompt,
+    predict_prompt,
+    select_prompt,
+    summarise_prompt,
+)
+from undertow.prompts.reply_schemas import (
+    ConsolidateReply,
+    NarrativeReply,
+    PartitionReply,
+    PredictionReply,
+    Reply,
+    SelectReply,
+    StatementsReply,
+    SummaryReply,
+)
+
+from .run import Oracle, OracleDecision, OracleMemory, exact_dot
+
+EPISODES_SHOWN, FACTS_EVOKED, FACTS_COMPARED = 5, 10, 5
+
+
+@dataclass(frozen=True)
+class _Said:
+    """One message: the turn that it stands in, and its place there."""
+
+    seq: int
+    place: int
+    text: str
+
+
+class OracleNemori(Oracle):
+    """Takes the turns of one tenant in order of seq."""
+
+    def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Settings) -> None:
+        super().__init__(tenant, encoder, llm)
+        self.settings = settings
+        self.repaired_windows = 0
+        self._times: dict[int, str | None] = {}
+        self._buffer: list[_Said] = []
+        self._every: dict[tuple[int, int], _Said] = {}
+        self._made: list[OracleMemory] = []
+
+    def take(self, seq: int, turn: Turn) -> None:
+        """Decide one turn."""
+        self._times[seq] = self._dated(turn).timestamp
+        for place, message in enumerate(turn.messages):
+            said = _Said(seq, place, f"{message.speaker}: {message.content}")
+            self._buffer.append(said)
+            self._every[seq, place] = said
+        if len(self._buffer) < self.settings.window_messages:
+            self._wait(seq)
+        else:
+            self._window(seq)
+
+    def flush(self, seq: int) -> None:
+        """Decide a flush, which is a record of the log too."""
+        if self._buffer:
+            self._window(seq)
+        else:
+            self._wait(seq)
+
+    def current(self, kind: str) -> list[OracleMemory]:
+        """The newest version of each memory of `kind` that was not deleted, in order of birth."""
+        newest = {m.id: m for m in (*self.versions, *self._made) if m.kind == kind}
+        return sorted((m for m in newest.values() if m.text), key=lambda m: (m.born_at_seq, m.ordinal))
+
+    # the steps
+
+    def _window(self, seq: int) -> None:
+        window, self._buffer = self._buffer, []
+        turns = tuple(sorted({said.seq for said in window}))
+        self._made = []
+        try:
+            for group in self._partitioned(window):
+                self._remember(seq, group)
+            decision = "fired"
+            self.versions += self._made
+        except BadReply:
+            decision = "parked"
+        self._made = []
+        self.decisions.append(OracleDecision(seq, decision, False, None, None, turns, turns))
+
+    def _partitioned(self, window: list[_Said]) -> list[list[_Said]]:
+        if len(window) == 1 or self.settings.ablation == "fixed-chunks":
+            return [window]
+        reply = self._ask(partition_prompt(self._shown(window)))
+        assert isinstance(reply, PartitionReply)
+        groups: list[list[int]] = []
+        seen: list[int] = []
+        for named in reply.groups:
+            groups.append([])
+            for number in named.messages:
+                if 1 <= number <= len(window) and number not in seen:
+                    groups[-1].append(number)
+                    seen.append(number)
+        if sorted(n for named in reply.groups for n in named.messages) != list(range(1, len(window) + 1)):
+            self.repaired_windows += 1
+        if not seen:
+            return [window]
+        for number in range(1, len(window) + 1):
+            step = 0
+            while number not in seen:  # look one further to the left, then to the right
+                step += 1
+                near = [n for n in (number - step, number + step) if n in seen]
+                if near:
+                    next(g for g in groups if near[0] in g).append(number)
+                    break
+        return [[window[n - 1] for n in sorted(group)] for group in groups if group]
+
+    def _remember(self, seq: int, group: list[_Said]) -> None:
+        if self.settings.ablation == "direct-extraction":
+            self._keep(seq, self._ask(distil_direct_prompt(self._shown(group))), group, None)
+            return
+        told = self._told(narrate_prompt(self._shown(group)))
+        turns = tuple(sorted({said.seq for said in group}))
+        parts = tuple((said.seq, said.place) for said in group)
+        older = self._continued(told, turns)
+        if older is None:
+            episode = self._born(seq, "episode", told, turns, source_messages=parts)
+        else:
+            shown = [
+                ShownMemory(1, older.timestamp, older.text),
+                ShownMemory(2, self._latest(turns), told),
+            ]
+            told = self._told(integrate_prompt(shown))
+            parts = (*older.source_messages, *parts)
+            episode = self._next_version(seq, older, told, turns, source_messages=parts)
+        if self.settings.ablation != "without-facts":
+            self._learn(seq, episode, [self._every[part] for part in parts])
+
+    def _continued(self, told: str, turns: tuple[int, ...]) -> OracleMemory | None:
+        nearest = [m for _, m in self._nearest("episode", told)[:EPISODES_SHOWN]]
+        if not nearest:
+            return None
+        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(nearest, 1)]
+        reply = self._ask(select_prompt(ShownMemory(1, self._latest(turns), told), shown))
+        assert isinstance(reply, SelectReply)
+        if reply.continues is None or not 1 <= reply.continues <= len(nearest):
+            return None
+        return nearest[reply.continues - 1]
+
+    def _learn(self, seq: int, episode: OracleMemory, raw: list[_Said]) -> None:
+        cue = ShownMemory(1, episode.timestamp, episode.text.split("\n")[0])
+        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(self._evoked(episode), 1)]
+        guess = self._ask(predict_prompt(cue, shown))
+        assert isinstance(guess, PredictionReply)
+        prediction = ShownMemory(1, episode.timestamp, guess.prediction)
+        reply = self._ask(distil_prompt(self._shown(raw), prediction))
+        self._keep(seq, reply, raw, episode.id)
+
+    def _evoked(self, episode: OracleMemory) -> list[OracleMemory]:
+        if self.settings.management == "summary":
+            return self.current("fact")
+        near = self._nearest("fact", episode.text)[:FACTS_EVOKED]
+        return [m for score, m in near if score > self.settings.theta_evoke]
+
+    def _keep(self, seq: int, reply: Reply | str, raw: list[_Said], episode_id: str | None) -> None:
+        """Give what was distilled to the management."""
+        assert isinstance(reply, StatementsReply)
+        turns = {said.seq for said in raw}
+        said_in: dict[str, tuple[int, ...]] = {}
+        for fact in reply.facts:
+            right = fact.messages and all(1 <= n <= len(raw) for n in fact.messages)
+            named = {raw[n - 1].seq for n in fact.messages} if right else {min(turns)}
+            said_in.setdefault(fact.text, tuple(sorted(named)))
+        if self.settings.management == "summary" and said_in:
+            self._summarise(seq, said_in, turns)
+            return
+        for text, said in said_in.items():
+            beside = tuple(sorted(turns - set(said)))
+            if self.settings.management == "append":
+                self._born(seq, "fact", text, said, episode_id=episode_id, beside=beside)
+            else:
+                self._consolidate(seq, text, said, beside, episode_id)
+
+    def _summarise(self, seq: int, said_in: dict[str, tuple[int, ...]], turns: set[int]) -> None:
+        """Appendix A.1: the one text that is all that is known, told anew."""
+        stored = self.current("fact")
+        new = [ShownMemory(n, self._latest(said), text) for n, (text, said) in enumerate(said_in.items(), 1)]
+        reply = self._ask(summarise_prompt(new, [ShownMemory(1, m.timestamp, m.text) for m in stored]))
+        assert isinstance(reply, SummaryReply) and len(stored) < 2
+        sources = tuple(sorted({s for said in said_in.values() for s in said}))
+        if stored:
+            beside = (*turns, *stored[0].shown)
+            self._next_version(seq, stored[0], reply.summary, sources, beside=beside)
+        else:
+            self._born(seq, "fact", reply.summary, sources, beside=tuple(sorted(turns - set(sources))))
+
+    def _consolidate(
+        self, seq: int, text: str, turns: tuple[int, ...], beside: tuple[int, ...], episode_id: str | None
+    ) -> None:
+        similar = [m for _, m in self._nearest("fact", text)[:FACTS_COMPARED]]
+        if not similar:
+            self._born(seq, "fact", text, turns, episode_id=episode_id, beside=beside)
+            return
+        shown = [ShownMemory(n, m.timestamp, m.text) for n, m in enumerate(similar, 1)]
+        reply = self._ask(consolidate_prompt(ShownMemory(1, self._latest(turns), text), shown))
+        assert isinstance(reply, ConsolidateReply)
+        named: list[OracleMemory] = []
+        for number in reply.targets:
+            if 1 <= number <= len(similar) and similar[number - 1] not in named:
+                named.append(similar[number - 1])
+        if reply.action == "merge" and named:
+            sources = turns + tuple(s for m in named for s in m.sources)
+            for other in named[1:]:
+                self._end(seq, other)
+            gone = named[0].supersedes + tuple(m.id for m in named[1:])
+            links = tuple(dict.fromkeys(gone))
+            unnamed = beside + tuple(s for m in named for s in m.shown)
+            self._next_version(seq, named[0], reply.text or text, sources, supersedes=links, beside=unnamed)
+            return
+        untrue = [m for m in named if reply.action == "conflict" and m.sources[-1] <= turns[-1]]
+        for other in untrue:
+            self._end(seq, other)
+        if reply.action == "conflict" and len(untrue) < len(named):
+            return  # later words say otherwise
+        links = tuple(m.id for m in untrue)
+        self._born(seq, "fact", text, turns, episode_id=episode_id, supersedes=links, beside=beside)
+
+    # helpers
+
+    def _nearest(self, kind: str, text: str) -> list[tuple[float, OracleMemory]]:
+        vector = self._embed(text)
+        scored = [(exact_dot(vector, self._embed(m.text)), m) for m in self.current(kind)]
+        return sorted(scored, key=lambda pair: -pair[0])  # stable: by birth where equal
+
+    def _born(
+        self,
+        seq: int,
+        kind: str,
+        text: str,
+        turns: tuple[int, ...],
+        *,
+        episode_id: str | None = None,
+        supersedes: tuple[str, ...] = (),
+        source_messages: tuple[tuple[int, int], ...] = (),
+        beside: tuple[int, ...] = (),
+    ) -> OracleMemory:
+        ordinal = sum(m.kind == kind and m.version == 1 for m in self._made)
+        memory = OracleMemory(
+            memory_id(self.tenant, 1, seq, kind, ordinal),
+            kind,
+            1,
+            text,
+            turns,
+            seq,
+            seq,
+            ordinal,
+            self._latest(turns),
+            supersedes,
+            episode_id,
+            source_messages,
+            beside,
+        )
+        self._made.append(memory)
+        return memory
+
+    def _next_version(
+        self,
+        seq: int,
+        old: OracleMemory,
+        text: str,
+        turns: Sequence[int],
+        *,
+        supersedes: tuple[str, ...] | None = None,
+        source_messages: tuple[tuple[int, int], ...] = (),
+        beside: tuple[int, ...] = (),
+    ) -> OracleMemory:
+        sources = tuple(sorted({*old.sources, *turns}))
+        new = replace(
+            old,
+            version=old.version + 1,
+            made_at_seq=seq,
+            text=text,
+            sources=sources,
+            timestamp=self._latest(sources),
+            supersedes=old.supersedes if supersedes is None else supersedes,
+            source_messages=source_messages,
+            shown=tuple(sorted(set(beside) - set(sources))),
+        )
+        self._made.append(new)
+        return new
+
+    def _end(self, seq: int, old: OracleMemory) -> None:
+        self._made.append(replace(old, version=old.version + 1, made_at_seq=seq, text=""))
+
+    def _told(self, prompt: Prompt) -> str:
+        reply = self._ask(prompt)
+        assert isinstance(reply, NarrativeReply)
+        return " ".join(reply.cue.split()) + "\n" + reply.narrative
+
+    def _shown(self, messages: Sequence[_Said]) -> list[ShownTurn]:
+        return [ShownTurn(n, self._times[said.seq], said.text) for n, said in enumerate(messages, 1)]
+
+    def _latest(self, sources: Sequence[int]) -> str | None:
+        return self._times[max(sources, key=lambda s: (time_key(self._times[s]), s))]

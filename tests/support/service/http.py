@@ -1,0 +1,153 @@
+"""What the tests of the HTTP face share: a real service on loopback, over a real store, with keys."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+from fastapi import FastAPI
+
+from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.storage.location import Place
+from undertow.serving.async_memories import Memories, open_memories
+from undertow.serving.auth.key_file import KeyFile
+from undertow.serving.auth.principal import NO_LIMITS, Limits, Reach, Scope
+from undertow.serving.http.hosting import Files, hosted
+from undertow.serving.http.server import Server
+from undertow.serving.http.service_settings import ServiceSettings
+from undertow.serving.http.services import Service
+
+from ..cluster.in_process import PARTS
+from ..cluster.in_process import settings as engine_settings
+
+SOON_S = 60.0
+ALL_SCOPES = tuple(Scope)
+PROBLEM = "application/problem+json"
+
+
+def at(tenant: str, rest: str = "") -> str:
+    """A path of a tenant's."""
+    return f"/v1/tenants/{quote(tenant, safe='')}{rest}"
+
+
+def said(text: str, reply: str = "noted") -> list[dict[str, str]]:
+    """One exchange."""
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+
+
+@dataclass
+class Running:
+    """A service that runs in a thread of this process."""
+
+    folder: Path
+    url: str = ""
+    server: Server | None = None
+    app: FastAPI = field(default_factory=FastAPI)
+    failure: BaseException | None = None
+    _clients: list[httpx2.Client] = field(default_factory=list)
+
+    def key(
+        self,
+        *scopes: Scope,
+        tenants: tuple[str, ...] = (),
+        prefix: str | None = None,
+        limits: Limits = NO_LIMITS,
+    ) -> str:
+        """The text of a new key, for all tenants unless it is bound."""
+        reach = Reach(tenants, prefix, all_tenants=not tenants and prefix is None)
+        made = KeyFile(self.folder / "keys.json").create(reach, scopes or ALL_SCOPES, limits=limits)
+        return made.text
+
+    def client(self, *scopes: Scope, **bound: Any) -> httpx2.Client:
+        """A client with a new key."""
+        return self.client_of(self.key(*scopes, **bound))
+
+    def client_of(self, key: str | None) -> httpx2.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        client = httpx2.Client(base_url=self.url, headers=headers, timeout=SOON_S)
+        self._clients.append(client)
+        return client
+
+    @property
+    def service(self) -> Service:
+        """The parts of the application."""
+        service: Service = self.app.state.service
+        return service
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+@contextmanager
+def serving(
+    folder: Path,
+    *,
+    parts: Parts = PARTS,
+    open_to_all: bool = False,
+    open_with: Callable[..., Memories] = open_memories,
+    wrap: Callable[[Memories], Memories] = lambda memories: memories,
+    engine: dict[str, Any] | None = None,
+    **bounds: Any,
+) -> Iterator[Running]:
+    """A service over the store in `folder`, for as long as the block; `bounds` are ServiceSettings."""
+    settings = ServiceSettings(**{"drain_notice_s": 0, **bounds})
+    engines = engine_settings(**(engine or {}))
+    running = Running(folder)
+    ready = threading.Event()
+
+    async def serve() -> None:
+        files = Files.beside(Place.of(folder), None, None, open_to_all=open_to_all)
+        async with await asyncio.to_thread(open_with, folder, engines, parts=parts) as memories:
+            with hosted(wrap(memories), files, settings, engines) as app:
+
+                def tell(port: int) -> None:
+                    running.url = f"http://127.0.0.1:{port}"
+                    ready.set()
+
+                running.app = app
+                running.server = Server(app, "127.0.0.1", 0, tell)
+                await running.server.serve()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as failure:  # noqa: BLE001 - told where the service was started
+            running.failure = failure
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run, name="service")
+    thread.start()
+    try:
+        assert ready.wait(SOON_S)
+        if running.failure is not None:
+            raise running.failure
+        yield running
+    finally:
+        if running.server is not None:
+            running.server.should_exit = True
+        thread.join(SOON_S)
+        running.close()
+        assert not thread.is_alive()
+    if running.failure is not None:
+        raise running.failure
+
+
+def is_problem(response: httpx2.Response, status: int, slug: str | None = None) -> dict[str, Any]:
+    """The problem that a response is, of this status and kind."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == PROBLEM
+    document: dict[str, Any] = response.json()
+    assert document["status"] == status
+    assert document["detail"]
+    if slug is not None:
+        assert document["type"] == f"urn:undertow:error:{slug}", document
+    return document
