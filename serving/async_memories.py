@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from undertow.engine.api.answer_calls import Answer
 from undertow.engine.api.erasure import Certificate
 from undertow.engine.api.memory_updates import Updated, Wording
-from undertow.engine.api.transfer.import_ import Imported
+from undertow.engine.api.transfer.import_ import ImportReport
 from undertow.engine.api.views.format import Page
 from undertow.engine.api.views.reports import Report
 from undertow.engine.base.config import Settings
@@ -23,12 +23,12 @@ from undertow.engine.base.model import AnswerMode, Turn, UndertowError
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.shard.answer_streams import AnswerTicket, Said, UnknownTicket
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.wire import pack, unpack_receipts
 from undertow.engine.llm.client import BrokenOff
-from undertow.engine.search.ranking import Found
+from undertow.engine.search.ranking import SearchResult
 from undertow.engine.step.admission import Receipt
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 T = TypeVar("T")
 # in a class with a method `list`, that name is no type
@@ -41,7 +41,7 @@ Usages = dict[str, dict[str, int]]
 EXPORT_RECORDS = 1_000
 
 
-class Memories:
+class AsyncMemories:
     """Engine's calls, awaited. Use as an asynchronous context manager, from one event loop.
 
     Errors are the engine's own: UndertowError and its kinds; ValueError for an argument that cannot be.
@@ -86,11 +86,11 @@ class Memories:
         since: str | None = None,
         until: str | None = None,
         where: Mapping[str, Any] | None = None,
-    ) -> Found:
+    ) -> SearchResult:
         """As Engine.search."""
         tiers = {"k_sub": k_sub, "k_epi": k_epi, "k_sem": k_sem}
         how = {**tiers, "since": since, "until": until, "where": where}
-        found: Found = await self._ask("search", tenant, query, **how)
+        found: SearchResult = await self._ask("search", tenant, query, **how)
         return found
 
     async def answer(
@@ -212,9 +212,9 @@ class Memories:
             if (after := page.after) is None:
                 return
 
-    async def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Imported:
+    async def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> ImportReport:
         """As Engine.import_."""
-        imported: Imported = await self._ask("import_", tenant, records, again=again)
+        imported: ImportReport = await self._ask("import_", tenant, records, again=again)
         return imported
 
     async def policy(self, tenant: str) -> Report:
@@ -293,27 +293,29 @@ class Memories:
 
 
 def open_memories(
-    store: Place | Path | str,
+    store: Location | Path | str,
     settings: Settings,
     *,
     ray: str | None = None,
     shards: int | None = None,
-    parts: Parts | None = None,
-) -> Memories:
+    parts: EngineParts | None = None,
+) -> AsyncMemories:
     """Open a plain store in this process, made if it is missing; with `ray`, a cluster's root.
 
     `ray`: the address of a Ray, or "local" for one that starts and ends with these memories. `shards`: how
     many a new root begins with. `parts`: what makes encoder, LLM client and observers of shards.
     Blocks until the store is open. StoreLocked; UndertowError says what is amiss.
     """
-    place = Place.of(store)
+    location = Location.of(store)
     stack = ExitStack()
     if ray is not None:
         from undertow.serving.cli.on_ray import open_cluster
 
-        router: Router = stack.enter_context(open_cluster(place, settings, ray, shards=shards, parts=parts))
+        router: Router = stack.enter_context(
+            open_cluster(location, settings, ray, shards=shards, parts=parts)
+        )
     elif shards is not None:
         raise ValueError("shards are those of a cluster: give the address of its Ray too, or leave them out.")
     else:
-        router = stack.enter_context(InProcess(place, settings, parts))
-    return Memories(router, stack.close)
+        router = stack.enter_context(InProcess(location, settings, parts))
+    return AsyncMemories(router, stack.close)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.model_files import BF16_UNITS
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     needed: bool = False
 
 
-def examine(settings: Settings, store: Place | None) -> list[Finding]:
+def examine(settings: Settings, store: Location | None) -> list[Finding]:
     """Every check in order; none raises, none changes anything. The encoder and the server are tried."""
     return [
         _python(),
@@ -164,7 +164,7 @@ def _encoder(settings: Settings) -> Finding:
     return Finding("encoder", True, f"{made.model}, {made.dim} dimensions, {made.dtype} on {made.device}")
 
 
-def _store(settings: Settings, store: Place) -> list[Finding]:
+def _store(settings: Settings, store: Location) -> list[Finding]:
     from undertow.engine.storage.store_info import StoreError, read_info
     from undertow.serving.cli.unloaded_encoder import stored_fingerprint
 
@@ -180,12 +180,14 @@ def _store(settings: Settings, store: Place) -> list[Finding]:
         findings.append(Finding("store", False, str(error), needed=True))
     if store.folder is None:
         return findings
-    place = next(p for p in (store.folder, *store.folder.parents) if p.is_dir())
-    writable = os.access(place, os.W_OK)
+    location = next(p for p in (store.folder, *store.folder.parents) if p.is_dir())
+    writable = os.access(location, os.W_OK)
     findings.append(
-        Finding("store folder", writable, f"{place} can{'' if writable else 'not'} be written", needed=True)
+        Finding(
+            "store folder", writable, f"{location} can{'' if writable else 'not'} be written", needed=True
+        )
     )
-    free_bytes = shutil.disk_usage(place).free
+    free_bytes = shutil.disk_usage(location).free
     ok = free_bytes >= LOW_DISK_BYTES
     findings.append(Finding("disk", ok, f"{free_bytes / 2**30:.1f} GiB free" + ("" if ok else ": free some")))
     return findings

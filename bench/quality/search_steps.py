@@ -28,7 +28,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, spoken
 from undertow.engine.base.timestamps import day_in_words
 from undertow.engine.encoders.base import make_encoder
-from undertow.engine.search.analyzer import Terms, stem
+from undertow.engine.search.analyzer import Analyzer, stem
 from undertow.engine.search.irregular_forms import BASE_FORMS
 from undertow.engine.search.keyword_index import NEIGHBOUR_SHARE, STRETCH_SHARE, in_context, places
 from undertow.engine.search.ranking import WORDS_WEIGHT
@@ -162,11 +162,11 @@ def texts_of(turn: Turn, words: Words) -> list[str]:
     return [f"{text}\n{day_in_words(turn.timestamp)}" for text in texts]
 
 
-_TERMS, _NUMBERS = Terms(), dict[str, int]()
+_TERMS, _NUMBERS = Analyzer(), dict[str, int]()
 
 
 def terms_of(text: str, words: Words) -> list[int]:
-    """As `Terms`, but for what is changed; for languages with spaces between words."""
+    """As `Analyzer`, but for what is changed; for languages with spaces between words."""
     found = [word for word in _WORDS.findall(text.lower()) if words.function_words or _TERMS.of(word)]
     if words.base_forms:
         found = [BASE_FORMS.get(word, word) for word in found]

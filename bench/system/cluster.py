@@ -43,7 +43,7 @@ from undertow.engine.base.process_tuning import settle_in
 from undertow.engine.cluster.ray.actors import connect
 from undertow.engine.cluster.ray.cluster import Cluster
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.wire import pack
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.readers import read
@@ -169,7 +169,7 @@ def cluster_of(
     step_turns: int | None = None,
 ) -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="undertow-bench-")
-    parts = Parts(partial(cached, data=str(data)), llm)
+    parts = EngineParts(partial(cached, data=str(data)), llm)
     try:
         with Cluster.open(
             folder, engine_settings(step_turns), shards=shards, resources=ONE_THREAD, parts=parts

@@ -32,9 +32,9 @@ from undertow.bench.machine import commit, describe
 from undertow.bench.system.service_load import Caller, Outcome
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.storage.journal import Journal
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.auth.key_file import FILE_NAME, KeyFile
-from undertow.serving.auth.principal import Reach, Scope
+from undertow.serving.auth.principal import Scope, TenantScope
 
 PARTS = ("rate", "overload", "memory", "kill")
 TURNS_A_TENANT = 20
@@ -59,7 +59,7 @@ class Service:
 def served(store: Path, **environment: str) -> Iterator[Service]:
     """`undertow serve` in a process of its own, which has ended when the block has."""
     keys = KeyFile(store.parent / FILE_NAME)
-    key = keys.create(Reach(all_tenants=True), (Scope.READ, Scope.WRITE)).text
+    key = keys.create(TenantScope(all_tenants=True), (Scope.READ, Scope.WRITE)).text
     command = [sys.executable, "-m", "undertow.serving.cli", "serve", "--store", str(store), "--port", "0"]
     command += ["--encoder", "hash:384", "--llm", "off", "--keys", str(store.parent / FILE_NAME)]
     log = store.parent / "service.log"
@@ -190,7 +190,7 @@ def kill_part(folder: Path, seconds: float, rate: float) -> dict[str, Any]:
         tenant: ids + outcome.acknowledged.get(tenant, []) for tenant, ids in before.acknowledged.items()
     }
     lost = doubled = 0
-    journal = Journal.open(Place.of(folder / "store"), writable=False)
+    journal = Journal.open(Location.of(folder / "store"), writable=False)
     try:
         reports = Reports(journal)
         for tenant, ids in acknowledged.items():

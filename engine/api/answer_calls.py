@@ -19,13 +19,13 @@ from undertow.engine.base.trace_context import caused_by
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion, LLMClient, OnText
 from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
 from undertow.engine.search.answer_modes import Answering, Question, Say, answering
-from undertow.engine.search.ranking import Found
-from undertow.engine.step.answer_feedback import Lesson, Lessons, new_ones
+from undertow.engine.search.ranking import SearchResult
+from undertow.engine.step.answer_feedback import Feedback, FeedbackQueue, new_ones
 from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import usage_to_json
 from undertow.engine.tenants.migration_records import InTransit, Moved
-from undertow.engine.tenants.registry import ArenaFull, Tenants, UnknownTenant
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Answer:
     """An answer, the memories it was given, and what the call cost."""
 
     text: str
-    found: Found
+    found: SearchResult
     usage: Usage
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingAnswer:
     """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
 
     `life`: the one of the tenant that was asked; no other is to hear of it. `learns`: what its policy learns
@@ -56,7 +56,7 @@ class Asked:
     call: Future[Completion] | None = None
     spent: Usage = field(default_factory=Usage)
     due: dict[str, Usage] = field(default_factory=dict)
-    given: tuple[str, Found] | None = None
+    given: tuple[str, SearchResult] | None = None
 
     def spend(self, usage: Usage) -> None:
         """What the last call has cost."""
@@ -66,15 +66,15 @@ class Asked:
         self.due[operation] = self.due.get(operation, Usage()) + usage
 
 
-class Asking(ABC):
+class AnswerCalls(ABC):
     """What Engine is made of beside its steps; see there."""
 
     settings: Settings
     journal: Journal
-    tenants: Tenants
+    tenants: TenantRegistry
     scheduler: Scheduler
     trace: Trace
-    _lessons: Lessons
+    _feedback: FeedbackQueue
     _llm: LLMClient | None
     _budget: PromptBudget
     _failure: BaseException | None
@@ -84,7 +84,7 @@ class Asking(ABC):
     def server_lost(self) -> bool: ...
 
     @abstractmethod
-    def recall(self, tenant: str, question: str) -> Found: ...
+    def recall(self, tenant: str, question: str) -> SearchResult: ...
 
     @abstractmethod
     def _learns_of(self, tenant: str) -> Learns: ...
@@ -109,7 +109,7 @@ class Asking(ABC):
         as_of: str | None = None,
         mode: AnswerMode | None = None,
         on_text: OnText | None = None,
-    ) -> Asked:
+    ) -> PendingAnswer:
         """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
 
         `mode`: None for that of the setting `answer_mode`. InputError: the tenant's policy has no such mode.
@@ -125,11 +125,11 @@ class Asking(ABC):
             raise InputError(BadInput("answer", None, "mode", str(error), "Leave it out.")) from None
         steps = answering(answered_by, Question(question, as_of, recall, self._budget))
         life, learns = self.tenants.life(tenant), self._learns_of(tenant)
-        asked = Asked(tenant, life, question, learns, steps, on_text)
+        asked = PendingAnswer(tenant, life, question, learns, steps, on_text)
         self._go_on(asked)
         return asked
 
-    def let_go(self, asked: Asked) -> None:
+    def let_go(self, asked: PendingAnswer) -> None:
         """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more.
 
         What earlier calls for it have cost is metered, where the tenant is still here, in the life that was
@@ -141,7 +141,7 @@ class Asking(ABC):
             with suppress(UnknownTenant, Moved, InTransit):
                 self._meter_query(asked)
 
-    def heard(self, asked: Asked) -> Answer | None:
+    def heard(self, asked: PendingAnswer) -> Answer | None:
         """The answer to what was asked; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
 
         Metered, also where no answer came of it; what an answer teaches is logged in a later step.
@@ -164,7 +164,7 @@ class Asking(ABC):
             self._teach(asked, asked.say.missed, found)
         return Answer(text, found, asked.spent)
 
-    def _check_lives(self, asked: Asked) -> None:
+    def _check_lives(self, asked: PendingAnswer) -> None:
         """UnknownTenant; Moved, InTransit."""
         try:
             self.tenants.require_life(asked.tenant, asked.life)
@@ -172,12 +172,12 @@ class Asking(ABC):
             self.let_go(asked)
             raise
 
-    def _check_not_lost(self, asked: Asked) -> None:
+    def _check_not_lost(self, asked: PendingAnswer) -> None:
         if self._llm is not None and self.server_lost:
             self.let_go(asked)
             raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
 
-    def _hear_call(self, asked: Asked, call: Future[Completion]) -> None:
+    def _hear_call(self, asked: PendingAnswer, call: Future[Completion]) -> None:
         """Hand the reply to the mode, or why there is none, with which some go on."""
         try:
             completion = call.result()
@@ -188,7 +188,9 @@ class Asking(ABC):
             asked.spend(completion.usage)
             self._go_on(asked, completion.reply)
 
-    def _go_on(self, asked: Asked, reply: object = None, *, failed: UndertowError | None = None) -> None:
+    def _go_on(
+        self, asked: PendingAnswer, reply: object = None, *, failed: UndertowError | None = None
+    ) -> None:
         """Send what the mode asks next, or take its answer."""
         assert self._llm is not None, "nothing is asked without one"
         try:
@@ -208,33 +210,33 @@ class Asking(ABC):
         else:
             asked.call = self._llm.submit(say.prompt, tenant=asked.tenant)
 
-    def _teach(self, asked: Asked, missed: Sequence[str], found: Found) -> None:
+    def _teach(self, asked: PendingAnswer, missed: Sequence[str], found: SearchResult) -> None:
         """Queue what the policy learns from an answer. Who only reads changes nothing."""
         if not self.journal.writable or self._failure is not None:
             return
         if asked.learns.missed and missed:
             body = {"question": asked.question, "episode_ids": list(missed)}
-            self._lessons.put(Lesson(asked.tenant, asked.life, "reconsolidate", body))
+            self._feedback.put(Feedback(asked.tenant, asked.life, "reconsolidate", body))
         if asked.learns.used and found.facts:
             body = {"fact_ids": [hit.id for hit in found.facts]}
-            self._lessons.put(Lesson(asked.tenant, asked.life, "used", body))
+            self._feedback.put(Feedback(asked.tenant, asked.life, "used", body))
 
-    def _log_lessons(self, most: int) -> None:
+    def _log_feedback(self, most: int) -> None:
         """Have the oldest of what answers have taught logged, a commit for each tenant. JournalError.
 
         Dropped are those of tenants that have gone, or whose memories are being made anew, or for which the
         arena has no room.
         """
-        for (name, life), lessons in self._lessons.take(most).items():
+        for (name, life), feedback in self._feedback.take(most).items():
             with suppress(UnknownTenant, Moved, InTransit, ArenaFull):
                 self.tenants.require_life(name, life)
                 of = self.tenants.existing(name)
-                records = [(lesson.kind, lesson.body) for lesson in new_ones(of, lessons)]
+                records = [(lesson.kind, lesson.body) for lesson in new_ones(of, feedback)]
                 if records and of.change_ahead is None:
-                    with caused_by(lessons[0].cause):
+                    with caused_by(feedback[0].cause):
                         self.scheduler.log(of, records)
 
-    def _meter_query(self, asked: Asked) -> None:
+    def _meter_query(self, asked: PendingAnswer) -> None:
         if not asked.due:
             return
         self.tenants.require_life(asked.tenant, asked.life)

@@ -17,16 +17,16 @@ from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import ControlKind, memory_of
 from undertow.engine.tenants.generations import is_change
-from undertow.engine.tenants.registry import ArenaFull, Tenants
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 
 
-class Editing(ABC):
+class EditCalls(ABC):
     """What Engine is made of beside its steps; see there."""
 
     settings: Settings
     journal: Journal
-    tenants: Tenants
+    tenants: TenantRegistry
     scheduler: Scheduler
     _reports: Reports
 

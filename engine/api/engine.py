@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from undertow.engine.api.answer_calls import Asking
-from undertow.engine.api.edit_calls import Editing
+from undertow.engine.api.answer_calls import AnswerCalls
+from undertow.engine.api.edit_calls import EditCalls
 from undertow.engine.api.erasure import Certificate, bury, left_behind, purge
-from undertow.engine.api.search_calls import Searching
-from undertow.engine.api.tenant_calls import Tenancy
+from undertow.engine.api.search_calls import SearchCalls
+from undertow.engine.api.tenant_calls import TenantCalls
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.api.views.stats import store_stats
 from undertow.engine.base.config import Settings
@@ -23,23 +23,23 @@ from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
 from undertow.engine.cluster.shard.quarantine import forget as forget_parked
 from undertow.engine.encoders.base import Encoder, Fingerprint
-from undertow.engine.encoders.embedding_cache import TenantTextCache
+from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.llm.client import LLMClient, OpenAILLM
 from undertow.engine.policies.base import PromptBudget, Thresholds
 from undertow.engine.policies.registry import Policies
 from undertow.engine.readers import pair_chat, parse_messages
-from undertow.engine.search.ranking import Retrieval
+from undertow.engine.search.ranking import Ranker
 from undertow.engine.step.admission import Admission, Receipt, Ticket
-from undertow.engine.step.answer_feedback import LESSONS_PER_STEP, Lessons
-from undertow.engine.step.batch_size import Pace
-from undertow.engine.step.effects import Readings
-from undertow.engine.step.eviction import Residence, arena_of
+from undertow.engine.step.answer_feedback import LESSONS_PER_STEP, FeedbackQueue
+from undertow.engine.step.batch_size import BatchSizer
+from undertow.engine.step.effects import EffectReader
+from undertow.engine.step.eviction import ArenaResidency, arena_of
 from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, JournalError, Row
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import Control, ControlKind, control_row
 from undertow.engine.storage.store_info import StoreError
-from undertow.engine.tenants.registry import ArenaFull, Tenants
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.gate.gate import make_gate
 
@@ -59,7 +59,7 @@ class Lag:
     blocked_tenants: int
 
 
-class Engine(Searching, Editing, Asking, Tenancy):
+class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
@@ -70,7 +70,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
 
     def __init__(
         self,
-        store: Place | Path | str,
+        store: Location | Path | str,
         settings: Settings,
         encoder: Encoder,
         *,
@@ -113,16 +113,16 @@ class Engine(Searching, Editing, Asking, Tenancy):
         try:
             self._check_encoder()
             self._check_policy()
-            self.tenants = Tenants(self.journal, self.arena)
+            self.tenants = TenantRegistry(self.journal, self.arena)
             self._reports = Reports(self.journal, self.tenants)
-            self._lessons = Lessons()
+            self._feedback = FeedbackQueue()
             self._llm = llm
             if llm is not None:
                 llm.on_call = self.trace.llm_request
-            self._texts = TenantTextCache(encoder, settings.encode_cache_texts)
+            self._texts = EmbeddingCache(encoder, settings.encode_cache_texts)
             gate = make_gate(self.arena)
-            self._readings = Readings(self.arena, gate, self._texts)
-            self.retrieval = Retrieval(
+            self._readings = EffectReader(self.arena, gate, self._texts)
+            self.retrieval = Ranker(
                 self.arena,
                 gate,
                 settings.ivf_rows,
@@ -130,7 +130,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
                 retain_consolidated=settings.retain_consolidated,
             )
             self.scheduler = self._make_scheduler()
-            self._residence = Residence(self.tenants, self.arena, self.scheduler, settings.arena_bytes)
+            self._residency = ArenaResidency(self.tenants, self.arena, self.scheduler, settings.arena_bytes)
         except BaseException:
             self.journal.close()
             raise
@@ -152,7 +152,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
             self._policies,
             self._llm,
             queue_turns=s.queue_turns,
-            pace=Pace(s.batch_turns),
+            batch_sizer=BatchSizer(s.batch_turns),
             lookahead_turns=s.gate_lookahead_turns,
             llm_in_flight=s.llm_requests,
             token_budget=s.tenant_token_budget,
@@ -171,7 +171,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
         stored, named = self.journal.info.policy, self.settings.policy
         if self.journal.writable and stored != named:
             raise StoreError(
-                f"the memories in {self.journal.place} are made by the policy {stored!r}, and the settings "
+                f"the memories of {self.journal.location} use the policy {stored!r}, and the settings "
                 f"name {named!r}. Set UNDERTOW_POLICY={stored}, or read the turns into a new store; "
                 "`undertow policy` gives single tenants another."
             )
@@ -193,7 +193,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
             if self.journal.writable and self._failure is None:
                 self.scheduler.stop()
                 with suppress(JournalError):  # what has to be stored is by now
-                    self._log_lessons(len(self._lessons))
+                    self._log_feedback(len(self._feedback))
         finally:
             # not left to the collector: tenants and indexes refer to it, and a card holds few pools
             self.arena.close()
@@ -261,9 +261,9 @@ class Engine(Searching, Editing, Asking, Tenancy):
         dropped, nothing else has changed.
         """
         self._check_sound()
-        self._residence.prepare()
+        self._residency.prepare()
         try:
-            self._log_lessons(LESSONS_PER_STEP)
+            self._log_feedback(LESSONS_PER_STEP)
             if self.scheduler.holds_back and self.server_lost:
                 self.scheduler.put_off()  # what is stored does not wait for a server
             return self.scheduler.step(wait_s)
@@ -294,13 +294,13 @@ class Engine(Searching, Editing, Asking, Tenancy):
     def at_rest(self, tenant: str) -> bool:
         """Whether nothing of the tenant's is queued, and none of its records is to be decided."""
         scheduler = self.scheduler
-        queued = scheduler.inbox.holds(tenant) or self._lessons.holds(tenant)
-        return not (queued or scheduler.at_work(tenant) or self._residence.lacks(tenant))
+        queued = scheduler.inbox.holds(tenant) or self._feedback.holds(tenant)
+        return not (queued or scheduler.at_work(tenant) or self._residency.lacks(tenant))
 
     @property
     def idle(self) -> bool:
         """Nothing left that a step could do; see Scheduler.idle."""
-        return self.scheduler.idle and self._residence.complete and not len(self._lessons)
+        return self.scheduler.idle and self._residency.complete and not len(self._feedback)
 
     @property
     def server_lost(self) -> bool:
@@ -328,7 +328,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
         self.journal.delete_rows(left_behind(self.journal, self.tenants))
         self.scheduler.blocked.clear()
         behind = self.tenants.behind()
-        self._residence.take_up(behind)
+        self._residency.take_up(behind)
         return len(behind)
 
     def flush(self, tenant: str) -> bool:
@@ -339,7 +339,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
     def log_flush(self, tenant: str) -> None:
         """Log a flush, for a caller that has other work until the tenant is `at_rest`."""
         self._check_sound()
-        self._log_lessons(len(self._lessons))
+        self._log_feedback(len(self._feedback))
         self._log(tenant, "flush", [{}])
 
     def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None:
@@ -353,7 +353,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
             key, start = self.journal.info.tenant_key(name), self.tenants.next_seq(name)
             controls = [Control(kind, seq, body) for seq, body in enumerate(bodies, start)]
             self.journal.append([control_row(name, key, control) for control in controls])
-            self._residence.take_up([name])
+            self._residency.take_up([name])
             return None
         self.scheduler.log(tenant, [(kind, body) for body in bodies])
         return tenant
@@ -361,7 +361,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
     @property
     def lag(self) -> Lag:
         undecided = sum(t.undecided_count for t in self.tenants.loaded())
-        oldest_s = round(self.scheduler.arrivals.oldest_s, 3)
+        oldest_s = round(self.scheduler.lag_tracker.oldest_s, 3)
         return Lag(undecided, oldest_s, self.scheduler.running_count, len(self.scheduler.blocked))
 
     # ---- jobs and tenants
@@ -385,10 +385,12 @@ class Engine(Searching, Editing, Asking, Tenancy):
         self._check_sound()
         self.tenants.require(tenant)
         self.scheduler.forget(tenant)
-        self._lessons.forget([tenant])
+        self._feedback.forget([tenant])
         self._texts.forget(tenant)
         bury(self.journal, self.tenants, tenant)
-        forget_parked(self.journal.place, self.journal.info.tenant_key(tenant))  # a service's, of this store
+        forget_parked(
+            self.journal.location, self.journal.info.tenant_key(tenant)
+        )  # a service's, of this store
         return self.purge().get(self.journal.info.tenant_key(tenant)) if now else None
 
     def purge(self) -> dict[str, Certificate]:
@@ -408,7 +410,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
         except BaseException as error:
             self._failure = error  # work was dropped that the journal still holds here
             raise
-        self._lessons.forget(tenants)
+        self._feedback.forget(tenants)
         for name in tenants:
             self._texts.forget(name)
             self.tenants.depart(name)
@@ -416,7 +418,7 @@ class Engine(Searching, Editing, Asking, Tenancy):
 
     def take_up(self, tenants: Sequence[str]) -> None:
         """Have the undecided records of tenants that have arrived decided."""
-        self._residence.take_up(tenants)
+        self._residency.take_up(tenants)
 
     # ---- figures
 

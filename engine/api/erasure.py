@@ -14,7 +14,7 @@ from undertow.engine.base.model import Memory, UndertowError
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import control_of, memory_of, outdated_updates
 from undertow.engine.tenants.generations import is_change
-from undertow.engine.tenants.registry import Tenants
+from undertow.engine.tenants.registry import TenantRegistry
 
 OUT_OF_REACH = (
     "caches and logs of the LLM server that has seen the prompts",
@@ -52,7 +52,7 @@ class Certificate:
     out_of_reach: tuple[str, ...] = OUT_OF_REACH
 
 
-def bury(journal: Journal, tenants: Tenants, name: str) -> None:
+def bury(journal: Journal, tenants: TenantRegistry, name: str) -> None:
     """Write the tombstone: from here on the tenant's older rows count for nothing.
 
     What it counts comes from the journal: a tenant that the arena has no room for is erased like any.
@@ -75,7 +75,7 @@ def bury(journal: Journal, tenants: Tenants, name: str) -> None:
     tenants.bury(name, tombstone)
 
 
-def _counts(tenants: Tenants, name: str) -> tuple[int, Counter[str], int]:
+def _counts(tenants: TenantRegistry, name: str) -> tuple[int, Counter[str], int]:
     """A tenant's turns, deleted ones included, its memories of all generations by kind, changes of policy."""
     turns: set[int] = set()
     latest: dict[str, Memory] = {}
@@ -94,7 +94,7 @@ def _counts(tenants: Tenants, name: str) -> tuple[int, Counter[str], int]:
     return len(turns), kinds, changes
 
 
-def purge(journal: Journal, tenants: Tenants) -> dict[str, Certificate]:
+def purge(journal: Journal, tenants: TenantRegistry) -> dict[str, Certificate]:
     """Remove the rows of all buried tenants and every old version of the store's files.
 
     Certificates by tenant key. A purge that was cut off is done again by the next one: the counts are
@@ -123,7 +123,7 @@ def certificate_of(key: str, stone: Mapping[str, Any]) -> Certificate:
     return Certificate(key, stone["erased_at"], stone["purged_at"], *counts, out_of_reach)
 
 
-def left_behind(journal: Journal, tenants: Tenants) -> list[int]:
+def left_behind(journal: Journal, tenants: TenantRegistry) -> list[int]:
     """Lsns of deleted turns, of what was remade without them and of updates that have lost their words.
 
     Those are rows that a crash left behind. Erased lives are left to the purge: the seqs of one are those of

@@ -13,27 +13,27 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Memory, unknown_memory
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
-from undertow.engine.encoders.embedding_cache import TenantTextCache
+from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.policies.base import Learns, Tiers
 from undertow.engine.policies.registry import Policies
 from undertow.engine.search.metadata_index import Where
-from undertow.engine.search.ranking import ANY_TIME, EVERYWHERE, Found, Retrieval, Window, with_words
+from undertow.engine.search.ranking import ANY_TIME, EVERYWHERE, Ranker, SearchResult, Window, with_words
 from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.tenants.registry import Tenants
+from undertow.engine.tenants.registry import TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 
 
-class Searching(ABC):
+class SearchCalls(ABC):
     """What Engine is made of beside its steps; see there."""
 
     settings: Settings
     journal: Journal
-    tenants: Tenants
-    retrieval: Retrieval
+    tenants: TenantRegistry
+    retrieval: Ranker
     trace: Trace
     _policies: Policies
     _reports: Reports
-    _texts: TenantTextCache
+    _texts: EmbeddingCache
 
     def search(
         self,
@@ -46,7 +46,7 @@ class Searching(ABC):
         since: str | None = None,
         until: str | None = None,
         where: Mapping[str, Any] | None = None,
-    ) -> Found:
+    ) -> SearchResult:
         """The nearest turns, episodes and facts; counts default to the settings, then to the tenant's policy.
 
         `where`: only turns whose metadata has this value of a key, or one of a list of them, and episodes
@@ -65,7 +65,7 @@ class Searching(ABC):
 
     def _search(
         self, tenant: str, query: str, tiers: Tiers, window: Window = ANY_TIME, where: Where = EVERYWHERE
-    ) -> Found:
+    ) -> SearchResult:
         of = self._tenant(tenant)
         if not query.strip():
             raise ValueError("the query is empty. Give some words to search for.")
@@ -84,7 +84,7 @@ class Searching(ABC):
                 consolidated=tiers.consolidated,
             )
 
-    def recall(self, tenant: str, question: str) -> Found:
+    def recall(self, tenant: str, question: str) -> SearchResult:
         """What an answer is given: the tiers as the policy wants them, see policies.base.Tiers."""
         tiers = self._tiers_of(tenant)
         found = self._search(tenant, question, tiers)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.api.policy_change import check_edits, check_name, newest_policy
-from undertow.engine.api.transfer.import_ import Import, Imported, TenantExists, earlier_import, note_row
+from undertow.engine.api.transfer.import_ import Import, ImportReport, TenantExists, earlier_import, note_row
 from undertow.engine.api.views.format import Page
 from undertow.engine.api.views.listing import kinds_of, list_page
 from undertow.engine.api.views.reports import Report, Reports
@@ -21,14 +21,14 @@ from undertow.engine.api.views.stats import store_usage, tenant_stats
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
 from undertow.engine.base.timestamps import parse_timestamp
-from undertow.engine.encoders.embedding_cache import TenantTextCache
+from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.search.metadata_index import Where
-from undertow.engine.search.ranking import Retrieval, Window
+from undertow.engine.search.ranking import Ranker, Window
 from undertow.engine.step.admission import check_turn
 from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.row_codec import Control, ControlKind
-from undertow.engine.tenants.registry import Tenants
+from undertow.engine.tenants.registry import TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 
 # in a class with a method `list`, that name is no type
@@ -36,7 +36,7 @@ Records = list[Report]
 
 
 @dataclass(frozen=True, slots=True)
-class Importing:
+class PendingImport:
     """An import under way, and what is left of it. `again`: the call is a repeat."""
 
     work: Import
@@ -44,16 +44,16 @@ class Importing:
     again: bool
 
 
-class Tenancy(ABC):
+class TenantCalls(ABC):
     """What Engine is made of beside its steps; see there."""
 
     settings: Settings
     journal: Journal
-    tenants: Tenants
-    retrieval: Retrieval
+    tenants: TenantRegistry
+    retrieval: Ranker
     scheduler: Scheduler
     _reports: Reports
-    _texts: TenantTextCache
+    _texts: EmbeddingCache
 
     @abstractmethod
     def _check_sound(self) -> None: ...
@@ -92,7 +92,7 @@ class Tenancy(ABC):
         """As Reports.export_page."""
         return self._reports.export_page(tenant, after=after, limit=limit, vectors=vectors)
 
-    def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Imported:
+    def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> ImportReport:
         """Import an export (engine/api/transfer/export.py) as the memories of `tenant`, which must be empty.
 
         In one commit: InputError for a record that cannot be taken, TenantExists, and nothing is stored.
@@ -103,13 +103,13 @@ class Tenancy(ABC):
             pass
         return done
 
-    def begin_import(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Importing:
+    def begin_import(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> PendingImport:
         """For a caller that has other work until `go_on_importing` gives something. As `import_`."""
         key = self.journal.info.tenant_key(tenant)
         work = Import(tenant, key, self.tenants.generation(key), records, self.settings)
-        return Importing(work, work.steps(partial(self._vectors, tenant)), again)
+        return PendingImport(work, work.steps(partial(self._vectors, tenant)), again)
 
-    def go_on_importing(self, importing: Importing) -> Imported | None:
+    def go_on_importing(self, importing: PendingImport) -> ImportReport | None:
         """Some of the work; what was stored, once that is all. As `import_`."""
         self._check_sound()
         work = importing.work
@@ -123,7 +123,7 @@ class Tenancy(ABC):
             self.take_up([work.tenant])
         return work.imported
 
-    def _imported_before(self, importing: Importing) -> Imported | None:
+    def _imported_before(self, importing: PendingImport) -> ImportReport | None:
         """What an earlier call of this one has stored; None if nothing is there. TenantExists."""
         work, tenants = importing.work, self.tenants
         tenants.require_here([work.tenant])

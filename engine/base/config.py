@@ -9,7 +9,7 @@ import psutil
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from undertow.engine.base.gpu_shares import CardShares
+from undertow.engine.base.gpu_shares import GpuShares
 from undertow.engine.base.model import AnswerMode, PolicyName
 
 Profile = Literal["companion", "assistant"]
@@ -125,7 +125,7 @@ class Settings(BaseSettings):
     @field_validator("card_shares")
     @classmethod
     def _shares_are_sound(cls, text: str) -> str:
-        CardShares.parse(text)
+        GpuShares.parse(text)
         return text
 
     @model_validator(mode="after")
@@ -179,8 +179,8 @@ class Settings(BaseSettings):
         return asked
 
     @property
-    def shares(self) -> CardShares:
-        return CardShares.parse(self.card_shares)
+    def shares(self) -> GpuShares:
+        return GpuShares.parse(self.card_shares)
 
     @property
     def similarity_threshold(self) -> float:

@@ -15,12 +15,12 @@ from undertow.engine.base.model import UndertowError
 SETTING = "UNDERTOW_CARD_SHARES"
 
 
-class CardTooFull(UndertowError):
+class GpuTooFull(UndertowError):
     """The card's free memory does not hold what the settings give to arena and encoder."""
 
 
 @dataclass(frozen=True, slots=True)
-class CardShares:
+class GpuShares:
     """Fractions of the card's whole memory; what they leave over is for the processes' CUDA contexts."""
 
     llm: float
@@ -63,7 +63,7 @@ class CardShares:
             return arena
         fitting = math.floor((free_bytes - max(0, encoder - own_bytes)) / total_bytes * 100) / 100
         others = total_bytes - free_bytes - own_bytes - pools_bytes
-        raise CardTooFull(
+        raise GpuTooFull(
             f"the card has {_gib(free_bytes)} of its {_gib(total_bytes)} GiB free, and the arena "
             f"({self.arena:g} of the card) with the encoder ({self.encoder:g}) needs {_gib(to_take)}. "
             f"{self._cure(others / total_bytes, fitting, pools_bytes)}"

@@ -31,7 +31,7 @@ _NOTHING = nullcontext()
 STEP = "step"
 
 
-class Ranges(Protocol):
+class NvtxRanges(Protocol):
     """What is used of `torch.cuda.nvtx`: a stack of named ranges, one a thread."""
 
     def range_push(self, msg: str) -> Any: ...
@@ -39,7 +39,7 @@ class Ranges(Protocol):
     def range_pop(self) -> Any: ...
 
 
-def nvtx() -> Ranges | None:
+def nvtx() -> NvtxRanges | None:
     """`torch.cuda.nvtx` where there is a CUDA device, else None."""
     if not HAS_CUDA:
         return None
@@ -106,7 +106,7 @@ class Trace:
     """Spans of a run. Complete events are kept in memory until `write`; without a path none are kept."""
 
     def __init__(
-        self, path: Path | None = None, ranges: Ranges | None = None, observers: Sequence[Observer] = ()
+        self, path: Path | None = None, ranges: NvtxRanges | None = None, observers: Sequence[Observer] = ()
     ) -> None:
         """`ranges`: told of every span; NVTX where there is a CUDA device, unless given."""
         self._path = path

@@ -10,14 +10,14 @@ import orjson
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 
 NAME = "thresholds.json"
 # settings that say what the thresholds are to be
 NAMING = {"profile", "theta_sim", "theta_merge", "theta_count"}
 
 
-def agree(root: Place, settings: Settings) -> None:
+def agree(root: Location, settings: Settings) -> None:
     """Store the settings' thresholds, if the root has none. UndertowError: it has, and they name others.
 
     Settings that name none of them agree with any.
@@ -33,7 +33,7 @@ def agree(root: Place, settings: Settings) -> None:
         )
 
 
-def in_force(root: Place, settings: Settings) -> Settings:
+def in_force(root: Location, settings: Settings) -> Settings:
     """The settings with the root's thresholds, where it has some. StoreError: they are no thresholds."""
     data = root.read(NAME)
     if data is None:

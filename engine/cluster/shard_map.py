@@ -23,7 +23,7 @@ import orjson
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 
 FOLDER = "map"
 # the folder of a root that holds the shards' stores
@@ -176,7 +176,7 @@ class ShardMap:
         return None if self.phase is None else self.version - PHASES.index(self.phase)
 
 
-def load(root: Place) -> ShardMap:
+def load(root: Location) -> ShardMap:
     """The newest map of a cluster's root. StoreError where there is none, or a damaged one."""
     versions = root.list(FOLDER)
     if not versions:
@@ -190,12 +190,12 @@ def load(root: Place) -> ShardMap:
         ) from error
 
 
-def exists(root: Place) -> bool:
+def exists(root: Location) -> bool:
     """Whether a cluster's root lies there."""
     return root.exists(_name(1))
 
 
-def publish(root: Place, shard_map: ShardMap) -> None:
+def publish(root: Location, shard_map: ShardMap) -> None:
     """Put a map in force. MapConflict: another one of this version was quicker, and stays in force.
 
     Its file is made only where there is none; so of two processes that build on the same version one

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class TenantTextCache:
+class EmbeddingCache:
     """Encodes a tenant's identical texts once.
 
     A text that only another tenant has sent before is encoded again, so that the time of a call tells

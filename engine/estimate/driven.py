@@ -21,8 +21,8 @@ from undertow.engine.policies.base import (
     Effect,
     Embed,
     Nearest,
-    Outcome,
     Policy,
+    PolicyResult,
     Scored,
     Thresholds,
     TurnView,
@@ -84,7 +84,7 @@ class _Memories:
     def latest(self, kind: MemoryKind, k: int) -> list[Memory]:
         return list(islice(reversed(self._kept[kind].values()), k))
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, outcome: PolicyResult) -> None:
         if outcome.settled:
             self._settled_end = max(outcome.settled) + 1
         for draft in outcome.drafts:

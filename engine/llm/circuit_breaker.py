@@ -19,7 +19,7 @@ def backoff_s(attempt: int) -> float:
     return random.uniform(0.5, 1.0) * longest_s
 
 
-class Slots:
+class CircuitBreaker:
     """At most `limit` requests at once; none in an outage, then one on trial until it succeeds.
 
     An outage is `_OUTAGE_AFTER_FAILURES` failures in a row over all requests. Without it thousands

@@ -20,17 +20,17 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Usage
 from undertow.engine.llm.circuit_breaker import backoff_s
 from undertow.engine.llm.discovery import server_addresses
-from undertow.engine.llm.load_balancer import Servers
+from undertow.engine.llm.load_balancer import LoadBalancer
 from undertow.engine.llm.replies import (
-    Answer,
     BadReply,
     BrokenOff,
     Completion,
-    Health,
     OnCall,
     OnText,
     Rejected,
+    ServerHealth,
     ServerRefused,
+    ServerReply,
     Trouble,
     read_reply,
 )
@@ -43,11 +43,11 @@ __all__ = [
     "BrokenOff",
     "Completion",
     "Completions",
-    "Health",
     "LLMClient",
     "OnCall",
     "OnText",
     "OpenAILLM",
+    "ServerHealth",
     "ServerRefused",
     "read_reply",
 ]
@@ -120,7 +120,7 @@ class LLMClient(Completions, Protocol):
 
 
 @dataclass(slots=True)
-class _Job:
+class _Request:
     prompt: Prompt
     tenant: str
     number: int
@@ -144,7 +144,7 @@ class OpenAILLM:
         """ValueError if `settings.llm_url` names no server (`server_addresses`). Does not connect yet."""
         model = ModelChoice(settings.llm_model)
         self._named = [Server(at, settings, model) for at in server_addresses(settings.llm_url)]
-        self._servers = Servers(self._named, settings.llm_in_flight, settings.llm_timeout_s)
+        self._servers = LoadBalancer(self._named, settings.llm_in_flight, settings.llm_timeout_s)
         self._llm_model = settings.llm_model
         self.on_call = on_call
         self._numbers = itertools.count()
@@ -156,13 +156,13 @@ class OpenAILLM:
         self._thread.start()
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
-        return self._queue(_Job(prompt, tenant, next(self._numbers)))
+        return self._queue(_Request(prompt, tenant, next(self._numbers)))
 
     def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
         """See LLMClient.stream."""
-        return self._queue(_Job(prompt, tenant, next(self._numbers), on_text))
+        return self._queue(_Request(prompt, tenant, next(self._numbers), on_text))
 
-    def _queue(self, job: _Job) -> Future[Completion]:
+    def _queue(self, job: _Request) -> Future[Completion]:
         if self._closed:
             raise RuntimeError("this LLM client is closed")
         self._loop.call_soon_threadsafe(self._start, job)
@@ -191,7 +191,7 @@ class OpenAILLM:
     def last_error(self) -> str | None:
         return self._last_error
 
-    def healthy(self) -> Health:
+    def healthy(self) -> ServerHealth:
         """Ask every server for its models and say, in words, whether each can serve us."""
         return asyncio.run_coroutine_threadsafe(self._probe(), self._loop).result()
 
@@ -213,16 +213,16 @@ class OpenAILLM:
 
     # Everything below runs on the event loop.
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: _Request) -> None:
         job.task = self._loop.create_task(self._complete(job))
         self._tasks.add(job.task)
         job.task.add_done_callback(partial(self._deliver, job))
 
-    def _stop_if_cancelled(self, job: _Job, future: Future[Completion]) -> None:
+    def _stop_if_cancelled(self, job: _Request, future: Future[Completion]) -> None:
         if future.cancelled() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: job.task and job.task.cancel())
 
-    def _deliver(self, job: _Job, task: asyncio.Task[Completion]) -> None:
+    def _deliver(self, job: _Request, task: asyncio.Task[Completion]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
             job.future.cancel()
@@ -234,7 +234,7 @@ class OpenAILLM:
         else:
             job.future.set_result(task.result())
 
-    async def _complete(self, job: _Job) -> Completion:
+    async def _complete(self, job: _Request) -> Completion:
         answer = await self._ask(job, job.prompt.messages, Usage())
         usage = answer.usage
         if answer.reply is None and not job.begun:
@@ -245,7 +245,7 @@ class OpenAILLM:
             raise BadReply(answer.problem, usage)
         return Completion(answer.reply, usage, answer.model, time.perf_counter() - job.submitted_s)
 
-    async def _ask(self, job: _Job, messages: list[dict[str, str]], spent: Usage) -> Answer:
+    async def _ask(self, job: _Request, messages: list[dict[str, str]], spent: Usage) -> ServerReply:
         """One request, repeated until a server answers it; `spent` is what went before."""
         urgency = (PRIORITY[job.prompt.operation], job.number)
         avoid: Server | None = None
@@ -276,7 +276,7 @@ class OpenAILLM:
         rounds, servers_left = divmod(attempt + 1, len(self._servers))
         return 0.0 if servers_left else max(backoff_s(rounds - 1), trouble.retry_after_s)
 
-    async def _traced(self, job: _Job, server: Server, messages: list[dict[str, str]]) -> Answer:
+    async def _traced(self, job: _Request, server: Server, messages: list[dict[str, str]]) -> ServerReply:
         started_s = time.perf_counter()
         outcome, usage = "cancelled", Usage()
         try:
@@ -290,7 +290,7 @@ class OpenAILLM:
             if self.on_call is not None:
                 self.on_call(job.tenant, job.prompt.operation, started_s, time.perf_counter(), usage, outcome)
 
-    async def _probe(self) -> Health:
+    async def _probe(self) -> ServerHealth:
         async def offer(server: Server) -> list[str] | Trouble | ServerRefused:
             try:
                 return await server.offered()
@@ -300,7 +300,7 @@ class OpenAILLM:
         model = ModelChoice(self._llm_model)
         offers = await asyncio.gather(*map(offer, self._named))
         found = [server.health(model, of) for server, of in zip(self._named, offers, strict=True)]
-        return Health(all(health.ok for health in found), "; ".join(health.text for health in found))
+        return ServerHealth(all(health.ok for health in found), "; ".join(health.text for health in found))
 
     async def _shut_down(self) -> None:
         tasks = list(self._tasks)

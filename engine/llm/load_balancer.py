@@ -1,6 +1,6 @@
 """Which of several LLM servers a request goes to: the one with the fewest requests under way.
 
-One queue for all servers, most urgent first. A server that is out (`Slots`) gets no requests: its
+One queue for all servers, most urgent first. A server that is out (`CircuitBreaker`) gets no requests: its
 own go to the others, it is looked for and knocked at, and one request tries it before it is back. A
 server that refuses is left out with its name told, unless all do: then the settings are wrong.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 
-from undertow.engine.llm.circuit_breaker import Slots
+from undertow.engine.llm.circuit_breaker import CircuitBreaker
 from undertow.engine.llm.replies import Rejected, ServerRefused, Trouble
 from undertow.engine.llm.server import Server
 
@@ -29,10 +29,10 @@ Urgency = tuple[int, int]
 """(priority of the operation, number of the job); the least goes first."""
 
 
-class _Place:
+class _ServerSlot:
     """A server, what it can take, and what watches it."""
 
-    def __init__(self, server: Server, slots: Slots) -> None:
+    def __init__(self, server: Server, slots: CircuitBreaker) -> None:
         self.server = server
         self.slots = slots
         self.calls: set[asyncio.Timeout] = set()
@@ -54,15 +54,15 @@ class _Place:
             call.reschedule(0.0)
 
 
-class Servers:
+class LoadBalancer:
     """The queue in front of all servers. Lives on one event loop."""
 
     def __init__(self, servers: Sequence[Server], limit: int, timeout_s: float) -> None:
-        """`limit`: requests at once at each server. `timeout_s`: see `Slots`."""
-        self._places = [_Place(server, Slots(limit, timeout_s)) for server in servers]
+        """`limit`: requests at once at each server. `timeout_s`: see `CircuitBreaker`."""
+        self._places = [_ServerSlot(server, CircuitBreaker(limit, timeout_s)) for server in servers]
         # the first wins a tie; clients of many shards must not all tie to the same server
         random.shuffle(self._places)
-        self._waiting: list[tuple[Urgency, asyncio.Future[_Place], Server | None]] = []
+        self._waiting: list[tuple[Urgency, asyncio.Future[_ServerSlot], Server | None]] = []
 
     def __len__(self) -> int:
         return len(self._places)
@@ -74,7 +74,7 @@ class Servers:
 
     @property
     def silent_s(self) -> float | None:
-        """How long all servers that do not refuse have been silent (`Slots.silent_s`); None if one is not."""
+        """Seconds that all usable servers have been silent; None if one is not."""
         silences = [place.slots.silent_s for place in self._places if place.slots.refusal is None]
         known = [silence for silence in silences if silence is not None]
         return min(known, default=None) if len(known) == len(silences) else None
@@ -90,7 +90,7 @@ class Servers:
         What the block raises (Trouble, Rejected, ServerRefused; nothing for an answer) is noted
         against the server. Raises Trouble itself when the server is lost with the request.
         """
-        turn: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[_ServerSlot] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (urgency, turn, avoid))
         self._admit()
         try:
@@ -114,7 +114,7 @@ class Servers:
         await asyncio.gather(*(place.server.close() for place in self._places))
 
     @asynccontextmanager
-    async def _noting(self, place: _Place) -> AsyncIterator[None]:
+    async def _noting(self, place: _ServerSlot) -> AsyncIterator[None]:
         try:
             yield
         except TimeoutError as called_back:
@@ -137,7 +137,7 @@ class Servers:
                 place.told_out = False
                 log.info("%s is back", place.url)
 
-    def _note_outage(self, place: _Place, why: str) -> None:
+    def _note_outage(self, place: _ServerSlot, why: str) -> None:
         if not place.slots.out:
             return
         if not place.told_out and len(self) > 1:
@@ -161,7 +161,7 @@ class Servers:
                 place.watch = self._spawn(self._watch(place), f"watch over {place.url}")
             turn.set_result(place)
 
-    def _freest(self, avoid: Server | None) -> _Place | None:
+    def _freest(self, avoid: Server | None) -> _ServerSlot | None:
         """The server with the fewest requests under way among those that take one; None if none does.
 
         One on trial is first: whether it is back is known only when a request has tried it.
@@ -171,7 +171,7 @@ class Servers:
             free = [place for place in self._places if place.slots.active < place.slots.limit]
         return min(free, key=lambda place: place.rank(avoid), default=None)
 
-    async def _recover(self, place: _Place) -> None:
+    async def _recover(self, place: _ServerSlot) -> None:
         """Knock at a server that is out until it answers; then one request may try it."""
         while place.slots.out and not place.slots.on_trial:
             await asyncio.sleep(place.slots.pause_s)
@@ -179,7 +179,7 @@ class Servers:
             place.slots.knocked(answered)
         self._admit()
 
-    async def _watch(self, place: _Place) -> None:
+    async def _watch(self, place: _ServerSlot) -> None:
         """Call requests back from a server that vanished without a word, long before they time out."""
         unanswered = 0
         while place.slots.active:
@@ -194,10 +194,10 @@ class Servers:
                 place.call_back()
                 return
 
-    def _others_serve(self, place: _Place) -> bool:
+    def _others_serve(self, place: _ServerSlot) -> bool:
         return any(other is not place and not other.slots.out for other in self._places)
 
-    async def _answers(self, place: _Place) -> bool:
+    async def _answers(self, place: _ServerSlot) -> bool:
         """Whether it does, where it is now: one that an actor keeps may have moved."""
         try:
             if await place.server.find():

@@ -82,7 +82,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServerReply:
     """What one request brought; `reply` is None where `problem` says why."""
 
     content: str
@@ -92,7 +92,7 @@ class Answer:
     model: str
 
 
-class Health(NamedTuple):
+class ServerHealth(NamedTuple):
     ok: bool
     text: str
 

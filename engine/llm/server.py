@@ -19,16 +19,16 @@ from undertow.engine.llm.discovery import BY_NAME, NamedActor, NoCluster, NoServ
 from undertow.engine.llm.openai_schema import ChatChunk, ChatCompletion, ModelList
 from undertow.engine.llm.replies import (
     SHOWN_ERROR_CHARS,
-    Answer,
-    Health,
     OnText,
     Rejected,
+    ServerHealth,
     ServerRefused,
+    ServerReply,
     Trouble,
     in_words,
     read_reply,
 )
-from undertow.engine.llm.streaming import Pieces
+from undertow.engine.llm.streaming import ReplyStream
 from undertow.prompts.builders import Prompt
 
 if TYPE_CHECKING:  # imported at the first request: it takes a second, which a shard's restart would wait for
@@ -128,7 +128,7 @@ class Server:
 
     async def complete(
         self, prompt: Prompt, messages: list[dict[str, str]], on_text: OnText | None = None
-    ) -> Answer:
+    ) -> ServerReply:
         """One request, streamed where somebody listens. Raises Trouble, Rejected or ServerRefused."""
         import openai
 
@@ -158,7 +158,7 @@ class Server:
         import openai
 
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        pieces = Pieces(on_text)
+        pieces = ReplyStream(on_text)
         async with await self._client.post(
             _CHAT,
             content=orjson.dumps(body),
@@ -198,14 +198,14 @@ class Server:
         except ServerRefused as refusal:
             log.debug("%s answers a knock: %s", self.url, refusal)
 
-    def health(self, model: ModelChoice, found: list[str] | Trouble | ServerRefused) -> Health:
+    def health(self, model: ModelChoice, found: list[str] | Trouble | ServerRefused) -> ServerHealth:
         """Whether it serves `model`, in words; `found` is what `offered` gave or raised."""
         if not isinstance(found, list):
-            return Health(False, str(found))
+            return ServerHealth(False, str(found))
         try:
-            return Health(True, f"{self.url} serves {model.agree(self.url, found)}")
+            return ServerHealth(True, f"{self.url} serves {model.agree(self.url, found)}")
         except ServerRefused as refusal:
-            return Health(False, str(refusal))
+            return ServerHealth(False, str(refusal))
 
     async def close(self) -> None:
         if self._asked is not None:
@@ -239,7 +239,7 @@ class Server:
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         return body
 
-    def _answer(self, prompt: Prompt, completion: ChatCompletion) -> Answer:
+    def _answer(self, prompt: Prompt, completion: ChatCompletion) -> ServerReply:
         choice = completion.choices[0]
         content = choice.message.content or ""
         try:
@@ -247,7 +247,7 @@ class Server:
         except ValueError as invalid:
             reply, problem = None, str(invalid)
         model = completion.model or str(self._model.name)
-        return Answer(content, reply, problem, self._usage(completion), model)
+        return ServerReply(content, reply, problem, self._usage(completion), model)
 
     def _usage(self, completion: ChatCompletion) -> Usage:
         used = completion.usage

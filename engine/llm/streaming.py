@@ -6,7 +6,7 @@ from undertow.engine.llm.openai_schema import ChatChunk, ChatCompletion
 from undertow.engine.llm.replies import OnText
 
 
-class Pieces:
+class ReplyStream:
     """The pieces of one reply. Those that are told are together the reply as `read_reply` gives it.
 
     So what stands around it is not told: white space at an end is held back until something follows.

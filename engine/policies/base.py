@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import Decision, Memory, MemoryKind
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import Prompt
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class ReadGate:
     """Effect: nearest episode and relevant set of a turn, among what stood before it. -> GateReading"""
 
     seq: int
@@ -91,7 +91,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class GateReading:
-    """Answer to `Gate`: E* of equation 6 and R_i of equation 5.
+    """Answer to `ReadGate`: E* of equation 6 and R_i of equation 5.
 
     `relevant` are seqs, nearest first, with their exact cosines; `count` is how many live turns
     reach theta_sim, `count > len(relevant)` says that the k_gate cut bound.
@@ -130,7 +130,7 @@ class Complete:
     prompt: Prompt
 
 
-Effect = Gate | Embed | Nearest | Complete
+Effect = ReadGate | Embed | Nearest | Complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PolicyResult:
     """What a policy decided for one record. All of it is committed at once.
 
     `settled` are the turns that leave the gates (consolidated or parked); `revived` come back. `shed` are
@@ -201,7 +201,7 @@ class MemoryView(Protocol):
         ...
 
 
-Decide = Generator[Effect, Any, Outcome]
+Decide = Generator[Effect, Any, PolicyResult]
 
 
 class Policy(Protocol):
@@ -219,7 +219,7 @@ class Policy(Protocol):
         """A flush: turns that wait for others to come wait no longer."""
         ...
 
-    def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
+    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         """Run a parked job again, with its stored cluster; what it makes carries `seq`."""
         ...
 
@@ -243,7 +243,7 @@ class Policy(Protocol):
 
 def nothing_to_decide() -> Decide:
     """For records that change no memory."""
-    return Outcome(Decision.WAITS)
+    return PolicyResult(Decision.WAITS)
     yield
 
 

@@ -19,7 +19,7 @@ from undertow.engine.policies.base import (
     Embed,
     Learns,
     MemoryView,
-    Outcome,
+    PolicyResult,
     PromptBudget,
     Tiers,
     Vector,
@@ -27,7 +27,7 @@ from undertow.engine.policies.base import (
     nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import Prompt, ShownMemory, extract_prompt, prompt_version, reconcile_prompt
 from undertow.prompts.reply_schemas import ExtractReply, FactDecision, ReconcileReply
 
@@ -52,9 +52,9 @@ class Eager:
         try:
             yield from work.read(seq)
         except Failed as error:
-            return parked(error, "extract", (seq,), Outcome(Decision.PARKED))
+            return parked(error, "extract", (seq,), PolicyResult(Decision.PARKED))
         settled = (seq,) if work.drafts else ()
-        return Outcome(Decision.FIRED, cluster=(seq,), settled=settled, drafts=tuple(work.drafts))
+        return PolicyResult(Decision.FIRED, cluster=(seq,), settled=settled, drafts=tuple(work.drafts))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         return nothing_to_decide()  # no turn waits for this
@@ -64,18 +64,18 @@ class Eager:
     ) -> Decide:
         return nothing_to_decide()  # no question teaches it anything
 
-    def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
+    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         turns = tuple(s for s in job.cluster if memory.exists(s))
         if not turns:
-            return Outcome(Decision.WAITS, reason="all its turns were deleted")
+            return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
         work = _Work(seq, memory, self._budget)
         try:
             for turn_seq in turns:
                 yield from work.read(turn_seq)
         except Failed as error:
-            return parked(error, "extract", turns, Outcome(Decision.PARKED))
+            return parked(error, "extract", turns, PolicyResult(Decision.PARKED))
         revived = () if work.drafts else turns
-        return Outcome(Decision.FIRED, cluster=turns, revived=revived, drafts=tuple(work.drafts))
+        return PolicyResult(Decision.FIRED, cluster=turns, revived=revived, drafts=tuple(work.drafts))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remove the facts that rest on the deleted turn, and read the other turns of those anew.
@@ -99,9 +99,9 @@ class Eager:
                 yield from work.read(other)
         except Failed as error:
             # They must go even where nothing takes their place yet.
-            outcome = Outcome(Decision.PARKED, drafts=tuple(gone))
+            outcome = PolicyResult(Decision.PARKED, drafts=tuple(gone))
             return parked(error, "extract", rest, outcome)
-        return Outcome(Decision.FIRED, drafts=tuple(work.drafts))
+        return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))
 
 
 @dataclass(frozen=True, slots=True)

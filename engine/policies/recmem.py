@@ -18,18 +18,18 @@ from undertow.engine.policies.base import (
     Draft,
     Effect,
     Embed,
-    Gate,
     Learns,
     MemoryView,
-    Outcome,
+    PolicyResult,
     PromptBudget,
+    ReadGate,
     Tiers,
     Vector,
     deletion,
     nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, apart, as_shown, parked
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -56,7 +56,7 @@ class RecMem:
         self._ablation = ablation
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
-        reading = yield Gate(seq)
+        reading = yield ReadGate(seq)
         theta = memory.thresholds
         work = _Work(seq, memory, self._budget, self._ablation)
         cluster: tuple[int, ...] = (seq,)
@@ -66,21 +66,21 @@ class RecMem:
             if reading.episode is not None and reading.episode_score >= theta.theta_merge:
                 asked = True
                 if (yield from work.merge(seq, reading.episode)):
-                    return Outcome(
+                    return PolicyResult(
                         Decision.MERGED, reading, asked, cluster, settled=cluster, drafts=tuple(work.drafts)
                     )
             # Gate (eq 5): the new turn counts itself.
             if len(reading.relevant) + 1 < theta.theta_count:
-                return Outcome(Decision.WAITS, reading, asked)
+                return PolicyResult(Decision.WAITS, reading, asked)
             operation, cluster = "episode", tuple(sorted((*reading.relevant, seq)))
             # Consolidate (eq 7), then refine (eq 8, 9). Nothing made: the turns stay live.
             yield from work.consolidate(cluster)
             settled = cluster if work.drafts else ()
-            return Outcome(
+            return PolicyResult(
                 Decision.FIRED, reading, asked, cluster, settled=settled, drafts=tuple(work.drafts)
             )
         except Failed as error:
-            return parked(error, operation, cluster, Outcome(Decision.PARKED, reading, asked))
+            return parked(error, operation, cluster, PolicyResult(Decision.PARKED, reading, asked))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         return nothing_to_decide()  # no turn waits for this
@@ -90,27 +90,27 @@ class RecMem:
     ) -> Decide:
         return nothing_to_decide()  # no question teaches it anything
 
-    def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
+    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         cluster = tuple(s for s in job.cluster if memory.exists(s))
         work = _Work(seq, memory, self._budget, self._ablation)
         try:
             if not cluster:
-                return Outcome(Decision.WAITS, reason="all its turns were deleted")
+                return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
             if job.operation == "merge":
                 return (yield from self._merge_again(cluster[0], work))
             yield from work.consolidate(cluster)
             revived = () if work.drafts else cluster
-            return Outcome(Decision.FIRED, cluster=cluster, revived=revived, drafts=tuple(work.drafts))
+            return PolicyResult(Decision.FIRED, cluster=cluster, revived=revived, drafts=tuple(work.drafts))
         except Failed as error:
-            return parked(error, job.operation, cluster, Outcome(Decision.PARKED))
+            return parked(error, job.operation, cluster, PolicyResult(Decision.PARKED))
 
     def _merge_again(self, turn_seq: int, work: _Work) -> Decide:
         """A parked merge: ask for the episode that is nearest by now; "no" lets the turn wait."""
-        reading = yield Gate(turn_seq)
+        reading = yield ReadGate(turn_seq)
         asked = reading.episode is not None and reading.episode_score >= work.view.thresholds.theta_merge
         if asked and (yield from work.merge(turn_seq, reading.episode)):
-            return Outcome(Decision.MERGED, reading, asked, (turn_seq,), drafts=tuple(work.drafts))
-        return Outcome(Decision.WAITS, reading, asked, (turn_seq,), revived=(turn_seq,))
+            return PolicyResult(Decision.MERGED, reading, asked, (turn_seq,), drafts=tuple(work.drafts))
+        return PolicyResult(Decision.WAITS, reading, asked, (turn_seq,), revived=(turn_seq,))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remake what rests on a deleted turn from its other turns, or remove it where none is left."""
@@ -139,9 +139,9 @@ class RecMem:
         except Failed as error:
             # What rested on the deleted turn must go even where nothing takes its place yet.
             gone = tuple(Draft(deletion(m, seq), None) for m in (*facts, *shaken, *ended))
-            parked = Outcome(Decision.PARKED, drafts=gone, reason=str(error), operation="episode")
+            parked = PolicyResult(Decision.PARKED, drafts=gone, reason=str(error), operation="episode")
             return replace(parked, cluster=tuple(sorted(rest)))
-        return Outcome(Decision.FIRED, drafts=tuple(work.drafts))
+        return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))
 
 
 class _Work(Work):

@@ -13,7 +13,7 @@ from undertow.engine.policies.base import (
     Effect,
     MemoryView,
     Nearest,
-    Outcome,
+    PolicyResult,
     PromptBudget,
     PromptTooLong,
     Scored,
@@ -172,6 +172,6 @@ def as_shown(number: int, memory: Memory) -> ShownMemory:
     return ShownMemory(number, memory.timestamp, memory.text)
 
 
-def parked(error: Exception, operation: str, cluster: tuple[int, ...], outcome: Outcome) -> Outcome:
+def parked(error: Exception, operation: str, cluster: tuple[int, ...], outcome: PolicyResult) -> PolicyResult:
     """The outcome of a job that failed: its turns leave the gates until it is replayed."""
     return replace(outcome, operation=operation, cluster=cluster, settled=cluster, reason=str(error))

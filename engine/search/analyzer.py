@@ -29,7 +29,7 @@ _FUNCTION_WORDS = frozenset(
 )
 
 
-class Terms:
+class Analyzer:
     """Texts as lists of terms. Remembers the words it has met, so use one for many texts, and let it go.
 
     A term is the CRC-32 of a stem: of 65,000 stems, one pair may be equal.

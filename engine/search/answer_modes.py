@@ -13,7 +13,7 @@ from typing import Any
 from undertow.engine.base.model import AnswerMode
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget
-from undertow.engine.search.ranking import Found, Hit, question_prompt
+from undertow.engine.search.ranking import Hit, SearchResult, question_prompt
 from undertow.prompts.builders import Prompt, ShownMemory, sufficiency_prompt
 from undertow.prompts.reply_schemas import SufficiencyReply
 
@@ -38,12 +38,12 @@ class Question:
 
     text: str
     as_of: str | None
-    search: Callable[[], Found]
+    search: Callable[[], SearchResult]
     budget: PromptBudget
 
 
 # the answer and what it was given
-Answering = Generator[Say, Any, tuple[str, Found]]
+Answering = Generator[Say, Any, tuple[str, SearchResult]]
 
 
 def answering(mode: AnswerMode, question: Question) -> Answering:
@@ -80,7 +80,7 @@ def best_effort(question: Question) -> Answering:
     return (yield _answer(question, found, missed=supporting)), found
 
 
-def _answer(question: Question, found: Found, missed: tuple[str, ...] = ()) -> Say:
+def _answer(question: Question, found: SearchResult, missed: tuple[str, ...] = ()) -> Say:
     prompt = question_prompt(question.text, found, question.as_of, question.budget)
     return Say(prompt, answers=True, missed=missed)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import Memory, MemoryKind, spoken
 from undertow.engine.base.timestamps import day_in_words
-from undertow.engine.search.analyzer import Terms
+from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.storage.row_codec import messages_of
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.bm25 import Bm25, Float64s
@@ -72,14 +72,14 @@ class TurnWords:
                     self._index.drop(row)
                     self._session[row] = _NONE
             self._deleted = tenant.counts["deleted"]
-        terms = Terms()
+        terms = Analyzer()
         stop = None if count is None else known + count
         for row, seq in enumerate(tenant.seq_by_row[known:stop], known):
             self._put(row, tenant.records[seq], terms)
         if count is not None:
             self._index.sort_in()
 
-    def _put(self, row: int, record: object, terms: Terms) -> None:
+    def _put(self, row: int, record: object, terms: Analyzer) -> None:
         if not isinstance(record, bytes):
             self._session.append(_NONE)
             return
@@ -153,7 +153,7 @@ class MemoryWords:
 
     def take_in(self, rows: Sequence[Memory | None], count: int) -> None:
         """Take `count` at most of those in that have come since."""
-        terms = Terms()
+        terms = Analyzer()
         for memory in rows[len(self._seen) : len(self._seen) + count]:
             if memory is not None:
                 self._index.put(len(self._seen), set(terms.of(memory.text)))
@@ -163,7 +163,7 @@ class MemoryWords:
     def shares(self, rows: Sequence[Memory | None], query: Sequence[int]) -> Float64s:
         """[rows]: Bm25.scores of each memory. A new version counts in the place of the old one."""
         if rows != self._seen:
-            terms = Terms()
+            terms = Analyzer()
             for row, (memory, seen) in enumerate(zip_longest(rows, self._seen)):
                 if memory is None:
                     self._index.drop(row)
@@ -173,7 +173,7 @@ class MemoryWords:
         return self._index.scores(query, len(rows))
 
 
-class Lexicon:
+class KeywordIndex:
     """All of a tenant's tiers.
 
     A search takes in by itself what it lacks. Where others would wait for that, it is had done before, slice

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import Memory, time_key
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
-from undertow.engine.search.analyzer import Terms
-from undertow.engine.search.keyword_index import Lexicon
+from undertow.engine.search.analyzer import Analyzer
+from undertow.engine.search.keyword_index import KeywordIndex
 from undertow.engine.search.metadata_index import MetadataIndex, Where
 from undertow.engine.search.time_index import TimeIndex
 from undertow.engine.storage.row_codec import turn_id
@@ -104,7 +104,7 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What a search found, tier by tier, each nearest first (ties: the older first).
 
     `turn_recall`: the measured recall of the index that found the turns; 1.0 where the search was exact.
@@ -123,7 +123,7 @@ class Found:
         return hits if k is None else hits[:k]
 
 
-class Retrieval:
+class Ranker:
     """Search over the tiers of any tenant of one arena.
 
     Searches are exact, but for one: the turns of a tenant with more than `ivf_rows` of them are found
@@ -143,7 +143,7 @@ class Retrieval:
         self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
         self._metadata: WeakKeyDictionary[Tenant, MetadataIndex] = WeakKeyDictionary()
         self._times: WeakKeyDictionary[Tenant, TimeIndex] = WeakKeyDictionary()
-        self._lexicons: WeakKeyDictionary[Tenant, Lexicon] = WeakKeyDictionary()
+        self._lexicons: WeakKeyDictionary[Tenant, KeywordIndex] = WeakKeyDictionary()
 
     def search(
         self,
@@ -157,7 +157,7 @@ class Retrieval:
         where: Where = EVERYWHERE,
         words: str = "",
         consolidated: bool = True,
-    ) -> Found:
+    ) -> SearchResult:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
         By cosine alone; with `words`, those of the query, by both (`raised`). All tiers of a tenant with more
@@ -172,10 +172,10 @@ class Retrieval:
         anywhere = window.open and where.open and every_turn
         index = self._index_of(tenant) if anywhere else None
         passing = self.passing(tenant, where)
-        terms = tuple(Terms().of(words)) if self._by_words(tenant) else ()
+        terms = tuple(Analyzer().of(words)) if self._by_words(tenant) else ()
         asked = Query(query.reshape(1, -1), terms)
-        self._lexicon_of(tenant).end_slices()
-        return Found(
+        self._keyword_index_of(tenant).end_slices()
+        return SearchResult(
             tuple(self._memories(tenant, "episode", asked, k_epi, window, passing)),
             tuple(self._memories(tenant, "fact", asked, k_sem, window, passing)),
             tuple(self._turns(tenant, asked, k_sub, window, passing, index, every_turn=every_turn)),
@@ -184,13 +184,13 @@ class Retrieval:
 
     def is_ready(self, tenant: Tenant) -> bool:
         """Whether a search by words may be made at once: it has little to take in first, or nothing."""
-        return not self._by_words(tenant) or self._lexicon_of(tenant).is_close(tenant)
+        return not self._by_words(tenant) or self._keyword_index_of(tenant).is_close(tenant)
 
     def prepare(self, tenant: Tenant) -> int:
         """A slice of what a search by words has to take in first; how many rows are taken in by now."""
-        lexicon = self._lexicon_of(tenant)
-        lexicon.take_in_slice(tenant)
-        return len(lexicon)
+        keyword_index = self._keyword_index_of(tenant)
+        keyword_index.take_in_slice(tenant)
+        return len(keyword_index)
 
     def _by_words(self, tenant: Tenant) -> bool:
         return size_of(tenant) <= self._words_rows
@@ -245,7 +245,7 @@ class Retrieval:
             allowed = kept if allowed is None else allowed & kept
         shares = None
         if query.terms:
-            shares = self._lexicon_of(tenant).turns.shares(tenant, query.terms)
+            shares = self._keyword_index_of(tenant).turns.shares(tenant, query.terms)
         hits = []
         for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
             turn = tenant.turn(tenant.seq_by_row[row])
@@ -272,7 +272,7 @@ class Retrieval:
                 ],
                 dtype=bool,
             )
-        words = self._lexicon_of(tenant).memories[kind]
+        words = self._keyword_index_of(tenant).memories[kind]
         shares = words.shares(tier.rows, query.terms) if query.terms else None
         found: list[tuple[float, Memory]] = [
             (score, memory)
@@ -281,8 +281,8 @@ class Retrieval:
         ]
         return [Hit(m.id, kind, m.text, score, m.timestamp, m.source_seqs) for score, m in found]
 
-    def _lexicon_of(self, tenant: Tenant) -> Lexicon:
-        return self._lexicons.setdefault(tenant, Lexicon())
+    def _keyword_index_of(self, tenant: Tenant) -> KeywordIndex:
+        return self._lexicons.setdefault(tenant, KeywordIndex())
 
     def _best(
         self,
@@ -319,7 +319,7 @@ class Retrieval:
         return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
 
 
-def with_words(tenant: Tenant, found: Found, best: int) -> Found:
+def with_words(tenant: Tenant, found: SearchResult, best: int) -> SearchResult:
     """What was found, and the raw messages of the `best` first episodes among its turns.
 
     A hit for each of their turns, in order, with the messages that the episode rests on and the episode's
@@ -401,7 +401,7 @@ def rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
     return passing is None or any(passing[tenant.row_by_seq[seq]] for seq in memory.source_seqs)
 
 
-def question_prompt(question: str, found: Found, as_of: str | None, budget: PromptBudget) -> Prompt:
+def question_prompt(question: str, found: SearchResult, as_of: str | None, budget: PromptBudget) -> Prompt:
     """The answering prompt over what was found, each tier sorted by relevance, each line dated.
 
     Where it does not fit the model's context, it has the most relevant items that do, and the words of

@@ -17,9 +17,9 @@ from undertow.engine.storage.row_codec import Control, control_row, key_hash, tu
 
 if TYPE_CHECKING:  # not imported by who only packs turns for a shard: torch takes seconds and memory
     from undertow.engine.base.trace import Trace
-    from undertow.engine.encoders.embedding_cache import TenantTextCache
+    from undertow.engine.encoders.embedding_cache import EmbeddingCache
     from undertow.engine.policies.base import Thresholds
-    from undertow.engine.tenants.registry import Tenants
+    from undertow.engine.tenants.registry import TenantRegistry
     from undertow.engine.tenants.tenant import Tenant
     from undertow.kernels.arena.arena import Arena
 
@@ -154,9 +154,9 @@ class Admission:
 
     def __init__(
         self,
-        tenants: Tenants,
+        tenants: TenantRegistry,
         arena: Arena,
-        encoder: TenantTextCache,
+        encoder: EmbeddingCache,
         thresholds: Thresholds,
         *,
         embed_timestamp: bool,

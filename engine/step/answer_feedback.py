@@ -23,7 +23,7 @@ LESSONS_PER_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class Feedback:
     """A record for the log of a tenant, if it lives this life still. `cause`: as cause.cause."""
 
     tenant: str
@@ -33,25 +33,25 @@ class Lesson:
     cause: str | None = field(default_factory=cause)
 
 
-class Lessons:
+class FeedbackQueue:
     """Those that wait to be logged, oldest first."""
 
     def __init__(self, most: int = MOST_LESSONS) -> None:
-        self._waiting: deque[Lesson] = deque(maxlen=most)
+        self._waiting: deque[Feedback] = deque(maxlen=most)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, lesson: Lesson) -> None:
+    def put(self, lesson: Feedback) -> None:
         self._waiting.append(lesson)
 
     def holds(self, tenant: str) -> bool:
         """Whether one of the tenant's waits."""
         return any(lesson.tenant == tenant for lesson in self._waiting)
 
-    def take(self, most: int) -> dict[tuple[str, int], list[Lesson]]:
+    def take(self, most: int) -> dict[tuple[str, int], list[Feedback]]:
         """The oldest ones, `most` at most, by tenant and life; they wait no more."""
-        taken: dict[tuple[str, int], list[Lesson]] = {}
+        taken: dict[tuple[str, int], list[Feedback]] = {}
         for _ in range(min(most, len(self._waiting))):
             lesson = self._waiting.popleft()
             taken.setdefault((lesson.tenant, lesson.life), []).append(lesson)
@@ -63,7 +63,7 @@ class Lessons:
         self._waiting = deque(kept, maxlen=self._waiting.maxlen)
 
 
-def new_ones(of: Tenant, lessons: Iterable[Lesson]) -> Sequence[Lesson]:
+def new_ones(of: Tenant, feedback: Iterable[Feedback]) -> Sequence[Feedback]:
     """Without questions that the tenant's log has already, undecided, or that would teach nothing more.
 
     That is so until anything but a question changes the memories: what one question changes must not make
@@ -72,7 +72,7 @@ def new_ones(of: Tenant, lessons: Iterable[Lesson]) -> Sequence[Lesson]:
     undecided = (record for record in of.records[of.cursor :] if isinstance(record, Control))
     asked = {record.body["question"] for record in undecided if record.kind == "reconsolidate"}
     kept = []
-    for lesson in lessons:
+    for lesson in feedback:
         if lesson.kind == "reconsolidate":
             if lesson.body["question"] in asked or missed_of(lesson.body) in of.making.learned:
                 continue

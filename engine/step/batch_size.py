@@ -23,7 +23,7 @@ class Admitted:
     fresh_turns: int = 0
 
 
-class Pace:
+class BatchSizer:
     """The turns of the next step, such that admitting them takes `ADMISSION_S`, learnt from earlier steps.
 
     It shrinks at once and at most doubles: turns that cost nothing, as they are there already, tell nothing

@@ -16,7 +16,7 @@ from undertow.engine.policies.base import (
     Embed,
     GateReading,
     Nearest,
-    Outcome,
+    PolicyResult,
     deletion,
     nothing_to_decide,
     rewording,
@@ -63,7 +63,7 @@ def forget(policies: Policies, tenant: Tenant, seq: int, turn_seq: int) -> Decid
     for generation in tenant.generations[1:]:
         gone += yield from _shed(policies, View(tenant, seq, generation), turn_seq, generation)
     if tenant.reread_to is not None and seq < tenant.reread_to:
-        return Outcome(Decision.WAITS, shed=tuple(gone))
+        return PolicyResult(Decision.WAITS, shed=tuple(gone))
     policy = policies.named(tenant.making.policy)
     outcome = yield from policy.forget(seq, turn_seq, View(tenant, seq, tenant.making))
     return replace(outcome, shed=tuple(gone))
@@ -95,7 +95,7 @@ def delete_memory(control: Control, view: View) -> Decide:
     kind = control.body["kind"]
     found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
     drafts = tuple(Draft(deletion(m, control.seq), None) for m in found)
-    return Outcome(Decision.WAITS, drafts=drafts)
+    return PolicyResult(Decision.WAITS, drafts=drafts)
     yield
 
 
@@ -104,14 +104,14 @@ def update_memory(control: Control, view: View) -> Decide:
     kind = control.body["kind"]
     found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
     if not found:  # in a log that is read again, so it is of each; their words may have gone
-        return Outcome(Decision.WAITS, reason="the memory was deleted before its update was reached")
+        return PolicyResult(Decision.WAITS, reason="the memory was deleted before its update was reached")
     text = control.body["text"]
     (vector,) = yield Embed((text,))
     drafts = tuple(Draft(rewording(m, text, control.seq), vector) for m in found)
-    return Outcome(Decision.WAITS, drafts=drafts)
+    return PolicyResult(Decision.WAITS, drafts=drafts)
 
 
-def decision_body(outcome: Outcome, usage: dict[str, Usage]) -> dict[str, Any]:
+def decision_body(outcome: PolicyResult, usage: dict[str, Usage]) -> dict[str, Any]:
     """The payload of a decision row: scores, cluster, what it made, what it cost."""
     body: dict[str, Any] = {"decision": outcome.decision.value}
     reading: GateReading | None = outcome.reading

@@ -15,13 +15,13 @@ from undertow.kernels.gate.gate import Gate as GateKernel
 from undertow.kernels.topk.topk import top_k_many
 
 if TYPE_CHECKING:
-    from undertow.engine.encoders.embedding_cache import TenantTextCache
+    from undertow.engine.encoders.embedding_cache import EmbeddingCache
 
 
-class Readings:
+class EffectReader:
     """Reads of the arena on behalf of tenants; translates rows into turns and memories."""
 
-    def __init__(self, arena: Arena, gate: GateKernel, encoder: TenantTextCache) -> None:
+    def __init__(self, arena: Arena, gate: GateKernel, encoder: EmbeddingCache) -> None:
         self._arena = arena
         self._gate = gate
         self._encoder = encoder

@@ -12,7 +12,7 @@ import torch
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.step.scheduler import Scheduler
-from undertow.engine.tenants.registry import ArenaFull, Tenants
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.device import resolve
@@ -28,14 +28,14 @@ TENANTS_AT_A_TIME = 64
 _pools: WeakSet[Arena] = WeakSet()
 
 
-class Residence:
+class ArenaResidency:
     """The tenants of one engine in its arena, of `arena_bytes` where no pool bounds it.
 
     A tenant with work under way stays. One that the scheduler puts out before all is decided comes back
     from the journal when there is room, as does what earlier runs left undecided.
     """
 
-    def __init__(self, tenants: Tenants, arena: Arena, scheduler: Scheduler, arena_bytes: int) -> None:
+    def __init__(self, tenants: TenantRegistry, arena: Arena, scheduler: Scheduler, arena_bytes: int) -> None:
         self._tenants = tenants
         self._arena = arena
         self._scheduler = scheduler

@@ -17,7 +17,7 @@ class _Arrival:
     cause: str | None
 
 
-class Arrivals:
+class LagTracker:
     """Of each tenant with undecided records: since when they have been here. Not thread-safe.
 
     "Here" is this engine: what an earlier one left undecided arrives when it is taken up again.

@@ -19,18 +19,18 @@ from undertow.engine.base.model import Decision, Memory, Turn, UndertowError, Us
 from undertow.engine.base.trace import Trace
 from undertow.engine.base.trace_context import cause, caused_by
 from undertow.engine.llm.client import BadReply, Completion, Completions, ServerRefused
-from undertow.engine.policies.base import Complete, Decide, Effect, Embed, Gate, Nearest, Outcome
+from undertow.engine.policies.base import Complete, Decide, Effect, Embed, Nearest, PolicyResult, ReadGate
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step.admission import Admission, Inbox, Receipt, Ticket
-from undertow.engine.step.batch_size import Pace
+from undertow.engine.step.batch_size import BatchSizer
 from undertow.engine.step.dispatch import begin, decision_body, job_id
-from undertow.engine.step.effects import Readings
-from undertow.engine.step.lag import Arrivals
+from undertow.engine.step.effects import EffectReader
+from undertow.engine.step.lag import LagTracker
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import (
     Control,
     ControlKind,
-    Job,
+    LlmJob,
     control_row,
     job_row,
     memory_of,
@@ -95,12 +95,12 @@ class Scheduler:
         self,
         journal: Journal,
         admission: Admission,
-        readings: Readings,
+        readings: EffectReader,
         policies: Policies,
         llm: Completions | None,
         *,
         queue_turns: int,
-        pace: Pace,
+        batch_sizer: BatchSizer,
         lookahead_turns: int,
         llm_in_flight: int,
         token_budget: int | None,
@@ -111,13 +111,13 @@ class Scheduler:
         self._readings = readings
         self._policies = policies
         self._llm = llm
-        self._pace = pace
+        self._batch_sizer = batch_sizer
         self._lookahead_turns = lookahead_turns
         self._llm_in_flight = llm_in_flight
         self._token_budget = token_budget
         self._trace = trace
         self.inbox = Inbox(queue_turns)
-        self.arrivals = Arrivals()
+        self.lag_tracker = LagTracker()
         self.blocked: dict[str, str] = {}
         self.refused: ServerRefused | None = None
         self._ready: OrderedDict[str, Tenant] = OrderedDict()
@@ -171,7 +171,7 @@ class Scheduler:
         """Have the tenant's undecided records decided."""
         if tenant.cursor >= tenant.next_seq:
             return
-        self.arrivals.note(tenant.name, tenant.next_seq - 1, cause())
+        self.lag_tracker.note(tenant.name, tenant.next_seq - 1, cause())
         if tenant.name not in self._running and tenant.name not in self.blocked:
             self._ready[tenant.name] = tenant
 
@@ -232,7 +232,7 @@ class Scheduler:
         """Take a tenant out of every queue; the job that it had under way, which the caller closes."""
         self._ready.pop(name, None)
         self.blocked.pop(name, None)
-        self.arrivals.forget(name)
+        self.lag_tracker.forget(name)
         running = self._running.pop(name, None)
         if running is not None and running.call is not None and self._llm is not None:
             self._llm.cancel(running.call)
@@ -309,9 +309,9 @@ class Scheduler:
             self._admit_at = None  # those who waited may have been erased or moved away
         if not len(self.inbox) or self.holds_back:
             return [], []
-        tickets = self.inbox.take(self._pace.turns)
+        tickets = self.inbox.take(self._batch_sizer.turns)
         try:
-            with self._pace.measured() as admitted, self._trace.span("admit", turns=len(tickets)):
+            with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=len(tickets)):
                 rows, receipts, touched = self._admission.admit(tickets)
                 admitted.fresh_turns = sum(not receipt.duplicate for receipt in receipts)
                 self._trace.link(ticket.cause for ticket in tickets)
@@ -337,7 +337,7 @@ class Scheduler:
         if any(ticket.cause is not None for ticket in tickets):
             for ticket, receipt in zip(tickets, receipts, strict=True):
                 if receipt.seq is not None:
-                    self.arrivals.note(receipt.tenant, receipt.seq, ticket.cause)
+                    self.lag_tracker.note(receipt.tenant, receipt.seq, ticket.cause)
 
     def _refuse(self) -> None:
         """Drop all that waits: a later turn of a tenant must not be stored without an earlier one."""
@@ -367,18 +367,18 @@ class Scheduler:
             return
         with self._trace.span("decide", tenants=len(self._ready)):
             ahead = self._look_ahead()
-            queries = [(r.tenant, effect.seq) for r, effect in ahead if isinstance(effect, Gate)]
+            queries = [(r.tenant, effect.seq) for r, effect in ahead if isinstance(effect, ReadGate)]
             with self._trace.span("gate", queries=len(queries)):
                 readings = iter(self._readings.gate(queries))
             stopped: set[str] = set()
             started: list[tuple[Running, Effect]] = []
             for running, effect in ahead:
-                answer = next(readings) if isinstance(effect, Gate) else None
+                answer = next(readings) if isinstance(effect, ReadGate) else None
                 if running.tenant.name in stopped:
                     running.steps.close()  # begun ahead of a record that changes what it sees
                     continue
-                follow_up = self._resume(running, answer) if isinstance(effect, Gate) else effect
-                if isinstance(follow_up, Outcome):
+                follow_up = self._resume(running, answer) if isinstance(effect, ReadGate) else effect
+                if isinstance(follow_up, PolicyResult):
                     self._settle(running, follow_up)
                     if follow_up.drafts or follow_up.settled or follow_up.revived:
                         stopped.add(running.tenant.name)  # those behind it were read too early
@@ -392,9 +392,9 @@ class Scheduler:
         """While turns queue up to be stored, deciding more of them can wait for the LLM to catch up."""
         return self._llm is None or len(self._running) >= 2 * self._llm_in_flight
 
-    def _look_ahead(self) -> list[tuple[Running, Effect | Outcome]]:
+    def _look_ahead(self) -> list[tuple[Running, Effect | PolicyResult]]:
         """Begin the next records of the ready tenants: an equal share each, in their order."""
-        begun: list[tuple[Running, Effect | Outcome]] = []
+        begun: list[tuple[Running, Effect | PolicyResult]] = []
         budget = max(len(self._ready), LOOKAHEAD_PER_STEP)
         share = min(self._lookahead_turns, budget // len(self._ready))
         while self._ready:
@@ -403,7 +403,9 @@ class Scheduler:
                 running = Running(tenant, seq, begin(self._policies, tenant, seq))
                 effect = self._resume(running, None)
                 begun.append((running, effect))
-                if not isinstance(effect, Gate | Outcome) or isinstance(tenant.records[seq], Control):
+                if not isinstance(effect, ReadGate | PolicyResult) or isinstance(
+                    tenant.records[seq], Control
+                ):
                     break  # those behind a control record may see something else for it
         return begun
 
@@ -416,7 +418,7 @@ class Scheduler:
     def _run(self, pending: Sequence[tuple[Running, Effect]]) -> None:
         """Run effects, each kind as one batch, until every job waits for the LLM or is done."""
         while pending:
-            gates = [(r, e) for r, e in pending if isinstance(e, Gate)]
+            gates = [(r, e) for r, e in pending if isinstance(e, ReadGate)]
             embeds = [(r, e) for r, e in pending if isinstance(e, Embed)]
             nearest = [(r, e) for r, e in pending if isinstance(e, Nearest)]
             for running, effect in pending:
@@ -438,14 +440,14 @@ class Scheduler:
         with self._trace.span(name, asks=len(asks)):
             return zip((r for r, _ in asks), read([ask for _, ask in asks]), strict=True)
 
-    def _resume(self, running: Running, value: Any) -> Effect | Outcome:
+    def _resume(self, running: Running, value: Any) -> Effect | PolicyResult:
         """Hand a result to the coroutine; its next effect, or what it has decided."""
         try:
             if isinstance(value, BadReply):
                 return running.steps.throw(value)
             return running.steps.send(value)
         except StopIteration as stop:
-            outcome: Outcome = stop.value
+            outcome: PolicyResult = stop.value
             return outcome
         except Exception as error:
             raise TenantFault(running.tenant.name, running.seq, repr(error)) from error
@@ -453,12 +455,12 @@ class Scheduler:
     def _next(self, running: Running, value: Any) -> Effect | None:
         """Like `_resume`, and settles what was decided."""
         step = self._resume(running, value)
-        if isinstance(step, Outcome):
+        if isinstance(step, PolicyResult):
             self._settle(running, step)
             return None
         return step
 
-    def _settle(self, running: Running, outcome: Outcome) -> None:
+    def _settle(self, running: Running, outcome: PolicyResult) -> None:
         """Turn an outcome into rows and state: memories, marks and cursor in one commit.
 
         Where the arena has no room for the memories, they are in the journal alone: the tenant's live
@@ -481,14 +483,14 @@ class Scheduler:
             tenant.add_decision(seq, body)
         self._settle_jobs(running, outcome)
         self._running.pop(tenant.name, None)
-        self.arrivals.decided(tenant.name, seq + 1)
+        self.lag_tracker.decided(tenant.name, seq + 1)
         if stays:
             self.wake(tenant)
         else:
             tenant.cursor = seq + 1
             self._put_out(tenant)
 
-    def _begin_reread(self, running: Running, outcome: Outcome) -> None:
+    def _begin_reread(self, running: Running, outcome: PolicyResult) -> None:
         """The cursor has come to a change of policy: it goes back to the log's start.
 
         Jobs that were parked are of no use any more: their turns are decided again.
@@ -509,7 +511,7 @@ class Scheduler:
             raise MemoryError(f"the arena has no room for the memories of tenant {tenant.name!r}")
         self.put_out(tenant)
 
-    def _settle_jobs(self, running: Running, outcome: Outcome) -> None:
+    def _settle_jobs(self, running: Running, outcome: PolicyResult) -> None:
         tenant, seq = running.tenant, running.seq
         record = tenant.records[seq]
         body = record.body if isinstance(record, Control) else {}
@@ -520,7 +522,7 @@ class Scheduler:
         if outcome.decision is Decision.PARKED:
             self._put_job(
                 tenant,
-                Job(
+                LlmJob(
                     job_id(tenant, seq),
                     seq,
                     "parked",
@@ -541,7 +543,7 @@ class Scheduler:
             self._rows.append(control_row(tenant.name, tenant.key, control))
             self._redacted.add(tenant.key)
 
-    def _put_job(self, tenant: Tenant, job: Job) -> None:
+    def _put_job(self, tenant: Tenant, job: LlmJob) -> None:
         tenant.add_job(job)
         self._rows.append(job_row(tenant.name, tenant.key, job))
 
@@ -551,13 +553,13 @@ class Scheduler:
         tenant = running.tenant
         operation = call.prompt.operation
         if not running.usage:
-            self._put_job(tenant, Job(job_id(tenant, running.seq), running.seq, "pending", operation))
+            self._put_job(tenant, LlmJob(job_id(tenant, running.seq), running.seq, "pending", operation))
         obstacle = self._obstacle(running)
         if obstacle is not None:
             self._block(running, obstacle)
             return
         running.operation = operation
-        running.cause = self.arrivals.cause_of(tenant.name, running.seq)
+        running.cause = self.lag_tracker.cause_of(tenant.name, running.seq)
         self._to_ask.append((running, call))
 
     def _obstacle(self, running: Running) -> str | None:

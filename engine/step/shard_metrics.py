@@ -18,7 +18,7 @@ BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 @dataclass(slots=True)
-class Spread:
+class Histogram:
     """How many took how long: `counts[n]` took at most BOUNDS_S[n] and more than the bound before."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
@@ -29,19 +29,19 @@ class Spread:
         self.total_s += seconds
 
 
-class Tally:
+class ShardMetrics:
     """An Observer that counts. It outlives the shard's engines; safe from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._turns: Counter[str] = Counter()
         self._decisions: Counter[str] = Counter()
-        self._phases: defaultdict[str, Spread] = defaultdict(Spread)
+        self._phases: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._work: Counter[str] = Counter()
-        self._calls: defaultdict[str, Spread] = defaultdict(Spread)
+        self._calls: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._call_failures: Counter[str] = Counter()
         self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._request_s: defaultdict[str, Spread] = defaultdict(Spread)
+        self._request_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._tokens: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     # ---- as an Observer

@@ -39,7 +39,7 @@ MARK_LSN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class FenceMark:
     """A claim, or with `first_lsn` a begin. `former`: the epoch taken over from, 0 for none.
 
     `writer` is of one opening; what stands before a dot in it is the life that it belongs to.
@@ -60,17 +60,17 @@ class Mark:
         return self.writer.rpartition(".")[0]
 
     @classmethod
-    def of(cls, epoch: int, payload: bytes) -> Mark:
+    def of(cls, epoch: int, payload: bytes) -> FenceMark:
         return cls(epoch, **orjson.loads(payload))
 
 
 class Fences:
     """What the marks of one version of a journal say."""
 
-    def __init__(self, marks: Iterable[Mark]) -> None:
-        self.marks: Sequence[Mark] = list(marks)
+    def __init__(self, marks: Iterable[FenceMark]) -> None:
+        self.marks: Sequence[FenceMark] = list(marks)
         begun = {mark.epoch: mark for mark in self.marks if mark.first_lsn is not None}
-        chain: list[Mark] = []
+        chain: list[FenceMark] = []
         epoch = max(begun, default=0)
         while epoch:
             chain.insert(0, begun[epoch])

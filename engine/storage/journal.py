@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from undertow.engine.storage.fencing import MARK_LSN, Fences, Mark
-from undertow.engine.storage.lance_log import LANCE_ERRORS, LogTable
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.fencing import MARK_LSN, FenceMark, Fences
+from undertow.engine.storage.lance_log import LANCE_ERRORS, LanceLog
+from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import (
     DESCRIPTION,
     JOURNAL_NAME,
@@ -32,7 +32,7 @@ from undertow.engine.storage.store_info import (
     WriterLock,
     read_info,
 )
-from undertow.engine.storage.version_cleanup import Tidier
+from undertow.engine.storage.version_cleanup import VersionCleaner
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Journal:
 
     def __init__(
         self,
-        place: Place,
+        location: Location,
         info: StoreInfo,
         *,
         lock: WriterLock | None = None,
@@ -118,7 +118,7 @@ class Journal:
         writable: bool = False,
         durability: Durability = "commit",
     ) -> None:
-        self.place = place
+        self.location = location
         self.info = info
         self.writable = writable
         self.epoch = 0
@@ -128,7 +128,7 @@ class Journal:
         self._durability = durability
         self._commits = 0
         self._failure: JournalError | None = None
-        self._where = place / info.journal
+        self._where = location / info.journal
         self._next_lsn = 0
         # of the version `_seen`, the last that we have looked at for claims
         self._seen = 0
@@ -136,13 +136,13 @@ class Journal:
         self._stale = ""
         self._ordered = True
         with self._opening():
-            self._table = LogTable(self._where, fsync=durability == "fsync")
-        self._tidier = Tidier(self._table)
+            self._table = LanceLog(self._where, fsync=durability == "fsync")
+        self._cleaner = VersionCleaner(self._table)
 
     @classmethod
     def create(
         cls,
-        where: Place | Path | str,
+        where: Location | Path | str,
         dim: int,
         encoder: dict[str, Any],
         *,
@@ -154,21 +154,21 @@ class Journal:
         `hash_key`: 64 hexadecimal digits, for stores between which rows are to move; else a new one.
         `policy`: the name of the one that is to make its memories.
         """
-        place = Place.of(where)
+        location = Location.of(where)
         info = StoreInfo.new(dim, encoder, hash_key, policy)
         try:
-            if not place.exists(DESCRIPTION):
-                LogTable.make(place / info.journal, SCHEMA)
-                place.create(DESCRIPTION, info.as_json)
+            if not location.exists(DESCRIPTION):
+                LanceLog.make(location / info.journal, SCHEMA)
+                location.create(DESCRIPTION, info.as_json)
         except (*LANCE_ERRORS, StoreError) as error:
             raise StoreError(
-                f"cannot create a store in {place}: {error}. Check --store, its rights and the disk's space."
+                f"cannot create a store in {location}: {error}. Check --store, its rights and disk space."
             ) from error
 
     @classmethod
     def open(
         cls,
-        where: Place | Path | str,
+        where: Location | Path | str,
         *,
         writable: bool,
         durability: Durability = "commit",
@@ -184,10 +184,10 @@ class Journal:
         `settled`, for a reader that acts on what it reads: JournalError while a writer is taking over,
         since rows that its former has not acknowledged may turn out not to count.
         """
-        place = Place.of(where)
-        info = read_info(place)  # refuses what is no store before anything is written into it
+        location = Location.of(where)
+        info = read_info(location)  # refuses what is no store before anything is written into it
         if not writable:
-            journal = cls(place, info, durability=durability)
+            journal = cls(location, info, durability=durability)
             with journal._opening():
                 journal._survey()
             if settled and journal._fences.claimed > journal._fences.in_force:
@@ -195,11 +195,11 @@ class Journal:
                     f"another writer is taking over {journal._where}. Try again when it is up."
                 )
             return journal
-        lock = _lock(place, takeover)
+        lock = _lock(location, takeover)
         try:
             journal = cls(
-                place,
-                read_info(place),
+                location,
+                read_info(location),
                 lock=lock,
                 takeover=takeover,
                 life=life,
@@ -241,23 +241,23 @@ class Journal:
             fences = self._read_fences()
             if self._life and fences.is_over(self._life):
                 raise Displaced(
-                    f"another cluster works on this root: it has taken over {self.place}, which is left to "
-                    "it. Stop one of the two; for this one to go on, end its shards (`undertow cluster "
-                    "drain --stop`) and run the command again."
+                    f"another cluster works on this root and has taken over {self.location}. Stop one of the "
+                    "two. To go on with this one, stop its shards (`undertow cluster drain --stop`) and run "
+                    "the command again."
                 )
             self.epoch = fences.claimed + 1
             with self._putting():
-                self._table.append(_mark_table([Mark(self.epoch, writer)]))
+                self._table.append(_mark_table([FenceMark(self.epoch, writer)]))
             contested = self._read_fences().contested(self.epoch, writer)
         self._table.reload()
         self._look()
-        begin = Mark(self.epoch, writer, self._next_lsn, self._fences.in_force)
+        begin = FenceMark(self.epoch, writer, self._next_lsn, self._fences.in_force)
         with self._putting():
             self._table.append(_mark_table([begin]))
             self._follow()
         self._fences = self._read_fences()
-        if read_info(self.place).journal != self.info.journal:
-            raise StoreError(f"{self.place} was embedded again while it was opened. Open it once more.")
+        if read_info(self.location).journal != self.info.journal:
+            raise StoreError(f"{self.location} was embedded again while it was opened. Open it once more.")
 
     @property
     def former_epoch(self) -> int:
@@ -267,7 +267,7 @@ class Journal:
     def _read_fences(self) -> Fences:
         """The marks that stand in the version we are at."""
         marks = self._table.scanner(["epoch", "payload"], MARKS).to_table().to_pylist()
-        return Fences(Mark.of(**mark) for mark in marks)
+        return Fences(FenceMark.of(**mark) for mark in marks)
 
     def check_in_force(self) -> None:
         """Fenced if another writer has claimed the store by now."""
@@ -361,7 +361,7 @@ class Journal:
         if self._failure is not None:
             raise type(self._failure)(f"an earlier write failed: {self._failure}")
         if not self.writable:
-            raise JournalError(f"{self.place} was opened for reading only.")
+            raise JournalError(f"{self.location} was opened for reading only.")
 
     @contextmanager
     def _putting(self, stream: _Stream | None = None) -> Iterator[None]:
@@ -500,23 +500,23 @@ class Journal:
         self._take_free_lock()
         self._table.compact()
         self._look()
-        self._tidier.start()
+        self._cleaner.start()
         self.finish_tidying()
 
     def finish_tidying(self) -> None:
         """Return once nothing is done in the background any more."""
-        self._tidier.wait()
+        self._cleaner.wait()
 
     def _tidy(self) -> None:
         """What is due of `compact`, every few commits; the dropping goes on in the background."""
         self._take_free_lock()
         self._follow(self._table.tidy())
-        self._tidier.start()
+        self._cleaner.start()
 
     def _take_free_lock(self) -> None:
         """Whoever had the lock when we took over may be gone by now."""
         if self._lock is None and self.writable:
-            self._lock = _lock(self.place, takeover=True)
+            self._lock = _lock(self.location, takeover=True)
 
     @contextmanager
     def _rewriting(self) -> Iterator[None]:
@@ -531,9 +531,9 @@ class Journal:
     def sibling(self, info: StoreInfo) -> Journal:
         """The journal `info.journal` of the same store, made if need be, under this writer's right."""
         with self._opening():
-            LogTable.make(self.place / info.journal, SCHEMA)
+            LanceLog.make(self.location / info.journal, SCHEMA)
             copy = Journal(
-                self.place,
+                self.location,
                 info,
                 lock=self._lock,
                 takeover=self._takeover,
@@ -549,9 +549,9 @@ class Journal:
 
     def remove_others(self) -> None:
         """Remove every journal of this store but this one: what a reindex replaced or did not finish."""
-        for name in self.place.children():
+        for name in self.location.children():
             if JOURNAL_NAME.fullmatch(name) and name != self.info.journal:
-                self.place.remove(name)
+                self.location.remove(name)
 
 
 class _Stream:
@@ -595,19 +595,19 @@ def _in_batches(rows: Iterable[Row | pa.RecordBatch]) -> Iterator[pa.RecordBatch
         yield from _to_table(waiting).to_batches()
 
 
-def _lock(place: Place, takeover: bool) -> WriterLock | None:
+def _lock(location: Location, takeover: bool) -> WriterLock | None:
     """The writer's lock of a folder; None where there is none to have."""
-    if place.folder is None:
+    if location.folder is None:
         return None
     try:
-        return WriterLock(place.folder)
+        return WriterLock(location.folder)
     except StoreLocked:
         if takeover:
             return None
         raise
 
 
-def _mark_table(marks: Sequence[Mark]) -> pa.Table:
+def _mark_table(marks: Sequence[FenceMark]) -> pa.Table:
     return _to_table([Row("epoch", "", "", -1, m.payload, lsn=MARK_LSN, epoch=m.epoch) for m in marks])
 
 

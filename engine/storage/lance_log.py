@@ -18,7 +18,7 @@ import lance
 import pyarrow as pa
 from lance.optimize import Compaction, CompactionOptions, RewriteResult
 
-from undertow.engine.storage.location import Place, fsync_path, make_folder
+from undertow.engine.storage.location import Location, fsync_path, make_folder
 
 # Fragments of this many rows are left alone by compaction, so each row is rewritten O(log) times. As many
 # rows may be outside the index: a scan of their keys takes no longer than a look into it.
@@ -36,35 +36,35 @@ INDEXED = "tenant_key"
 LANCE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
-class LogTable:
+class LanceLog:
     """An open dataset. `version` is that of this handle: what others commit is seen after `reload`."""
 
-    def __init__(self, place: Place, *, fsync: bool = False) -> None:
-        """Open the dataset at `place`. `fsync` has no meaning on an object store, where a put is durable."""
-        self._place = place
-        self._folder = place.folder
+    def __init__(self, location: Location, *, fsync: bool = False) -> None:
+        """Open the dataset at `location`. `fsync` is ignored on an object store, whose puts are durable."""
+        self._location = location
+        self._folder = location.folder
         self._fsync = fsync and self._folder is not None
         self._session = lance.Session(  # type: ignore[attr-defined]
             metadata_cache_size_bytes=METADATA_CACHE_BYTES, index_cache_size_bytes=INDEX_CACHE_BYTES
         )
-        self._dataset = lance.dataset(place.uri, session=self._session)
+        self._dataset = lance.dataset(location.uri, session=self._session)
 
     def __str__(self) -> str:
-        return str(self._place)
+        return str(self._location)
 
     @classmethod
-    def make(cls, place: Place, schema: pa.Schema) -> None:
-        """An empty dataset at `place`, unless there is a whole one. OSError."""
-        if _is_whole(place):
+    def make(cls, location: Location, schema: pa.Schema) -> None:
+        """An empty dataset at `location`, unless there is a whole one. OSError."""
+        if _is_whole(location):
             return
-        if place.folder is not None:
-            make_folder(place.folder.parent)  # ours: Lance's would not be durable in the folders above
+        if location.folder is not None:
+            make_folder(location.folder.parent)  # ours: Lance's would not be durable in the folders above
         empty = lance.LanceOperation.Overwrite(schema, [])
         try:
             # without retries, only the first version will do: a late creator must never replace what is there
-            dataset = lance.LanceDataset.commit(place.uri, empty, read_version=0, max_retries=0)
+            dataset = lance.LanceDataset.commit(location.uri, empty, read_version=0, max_retries=0)
         except OSError:
-            if _is_whole(place):
+            if _is_whole(location):
                 return  # another process was quicker
             raise
         dataset.create_scalar_index(INDEXED, "BTREE")
@@ -108,7 +108,7 @@ class LogTable:
             self._dataset, lance.LanceOperation.Append(fragments), read_version=self._dataset.version
         )
         if self._fsync:
-            _sync_manifest(Path(self._place.uri), self._dataset)
+            _sync_manifest(Path(self._location.uri), self._dataset)
 
     def sync(self) -> None:
         """Have the version we are at on the disk, with all that it rests on, `fsync` or not. OSError."""
@@ -141,7 +141,7 @@ class LogTable:
         others = rows.keys() - _worth_merging(newer)
         merged = self._merge_fragments({"excluded_fragment_ids": sorted(others)})
         if self._fsync:
-            _sync_manifest(Path(self._place.uri), self._dataset)
+            _sync_manifest(Path(self._location.uri), self._dataset)
         # where no row is left there is no fragment to reserve an id for
         return VERSIONS_PER_MERGE if [bool(m.new_fragments) for m in merged] == [True] else 0
 
@@ -159,7 +159,7 @@ class LogTable:
 
         Commits may go on meanwhile: what they write stands in no version that this looks at.
         """
-        lance.dataset(self._place.uri, session=self._session).cleanup_old_versions(older_than=READER_GRACE)
+        lance.dataset(self._location.uri, session=self._session).cleanup_old_versions(older_than=READER_GRACE)
 
     def rewrite_deleted(self) -> None:
         """Rewrite what deletions touched, and the index, so that the newest version has none of it."""
@@ -181,9 +181,9 @@ class LogTable:
         self.reload()
         files = [file for fragment in self._dataset.get_fragments() for file in fragment.metadata.files]
         used = {f"data/{file.path}" for file in files}
-        for name in self._place.list("data", before=before):
+        for name in self._location.list("data", before=before):
             if name not in used:
-                self._place.remove(name)
+                self._location.remove(name)
 
     def _merge_fragments(self, options: CompactionOptions | None = None) -> list[RewriteResult]:
         """Rewrite small fragments as large ones, in their order."""
@@ -205,11 +205,11 @@ class LogTable:
 
     @property
     def _data(self) -> Path:
-        return Path(self._place.uri) / "data"
+        return Path(self._location.uri) / "data"
 
     def _sync(self) -> None:
         if self._fsync:
-            _sync_version(Path(self._place.uri), self._dataset)
+            _sync_version(Path(self._location.uri), self._dataset)
 
 
 def _worth_merging(rows: dict[int, int]) -> set[int]:
@@ -227,8 +227,8 @@ def _worth_merging(rows: dict[int, int]) -> set[int]:
     return chosen
 
 
-def _is_whole(place: Place) -> bool:
-    return any(name.endswith(".manifest") for name in place.children("_versions"))
+def _is_whole(location: Location) -> bool:
+    return any(name.endswith(".manifest") for name in location.children("_versions"))
 
 
 def _sync_version(uri: Path, dataset: lance.LanceDataset) -> None:

@@ -33,7 +33,7 @@ class StoreError(UndertowError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A folder or a prefix of a bucket, whether or not anything is there; can be pickled and compared.
 
     Names are relative and use slashes. StoreError where the disk or the object store refuses.
@@ -42,12 +42,12 @@ class Place:
     uri: str
 
     @classmethod
-    def of(cls, where: Place | Path | str) -> Place:
+    def of(cls, where: Location | Path | str) -> Location:
         """A place of its text; a folder is made absolute, so that other processes mean the same one.
 
         ValueError: the text is an address of another kind.
         """
-        if isinstance(where, Place):
+        if isinstance(where, Location):
             return where
         if isinstance(where, Path) or "://" not in where:
             return cls(str(Path(where).absolute()))
@@ -235,14 +235,14 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
-def _telling(verb: str, place: Place) -> Iterator[None]:
+def _telling(verb: str, location: Location) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError) as error:
-        if place.folder is None:
+        if location.folder is None:
             why = str(error).partition("\n")[0]  # what follows is for those who mend the client
             cure = "Check the bucket, the AWS_* variables and the network"
         else:
             why = str(getattr(error, "strerror", error))
             cure = "Check the path, its rights and the disk's space"
-        raise StoreError(f"cannot {verb} {place}: {why}. {cure}.") from error
+        raise StoreError(f"cannot {verb} {location}: {why}. {cure}.") from error

@@ -30,7 +30,7 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LlmJob:
     """An LLM job as `undertow jobs` shows it. `cluster` holds the seqs it will consolidate."""
 
     id: str
@@ -179,15 +179,15 @@ def outdated_updates(rows: Iterable[Row]) -> list[int]:
     return outdated
 
 
-def job_row(tenant: str, tenant_key: str, job: Job) -> Row:
+def job_row(tenant: str, tenant_key: str, job: LlmJob) -> Row:
     body = {"state": job.state, "operation": job.operation, "cluster": job.cluster, "reason": job.reason}
     return Row("job", tenant, tenant_key, job.seq, orjson.dumps(body), job.id)
 
 
-def job_of(row: Row) -> Job:
+def job_of(row: Row) -> LlmJob:
     body = orjson.loads(row.payload)
     assert row.id is not None, "a job's row always has its id"
-    return Job(row.id, row.seq, body["state"], body["operation"], tuple(body["cluster"]), body["reason"])
+    return LlmJob(row.id, row.seq, body["state"], body["operation"], tuple(body["cluster"]), body["reason"])
 
 
 def usage_to_json(usage: Mapping[str, Usage]) -> dict[str, list[int]]:

@@ -19,7 +19,7 @@ from typing import Any, Self, get_type_hints
 import orjson
 from filelock import FileLock, Timeout
 
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.engine.storage.location import StoreError as StoreError
 
 FORMAT_VERSION = 2
@@ -67,39 +67,41 @@ class StoreInfo:
         return hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=key, digest_size=16).hexdigest()
 
 
-def is_store(where: Place | Path | str) -> bool:
+def is_store(where: Location | Path | str) -> bool:
     """Whether the place holds a description and a journal, whatever is in them."""
-    names = Place.of(where).children()
+    names = Location.of(where).children()
     return DESCRIPTION in names and any(JOURNAL_NAME.fullmatch(name) for name in names)
 
 
-def read_info(where: Place | Path | str) -> StoreInfo:
+def read_info(where: Location | Path | str) -> StoreInfo:
     """Read `store.json`; StoreError when it is missing, damaged, no description or of another format."""
-    place = Place.of(where)
-    data = place.read(DESCRIPTION)
+    location = Location.of(where)
+    data = location.read(DESCRIPTION)
     if data is None:
-        raise StoreError(f"{place} is not an Undertow store (no {DESCRIPTION}). Check --store.")
+        raise StoreError(f"{location} is not an Undertow store (no {DESCRIPTION}). Check --store.")
     try:
         raw = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise StoreError(
-            f"{place / DESCRIPTION} cannot be read ({error}). Restore it from a backup."
+            f"{location / DESCRIPTION} cannot be read ({error}). Restore it from a backup."
         ) from error
     if not isinstance(raw, dict):
-        raise _no_description(place, "it is no JSON object")
+        raise _no_description(location, "it is no JSON object")
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise StoreError(
-            f"{place} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
+            f"{location} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
             "Install the Undertow that wrote it, or export there and ingest here."
         )
     if flaw := _flaw(raw):
-        raise _no_description(place, flaw)
+        raise _no_description(location, flaw)
     return StoreInfo(**raw)
 
 
-def _no_description(place: Place, flaw: str) -> StoreError:
-    return StoreError(f"{place / DESCRIPTION} does not describe a store: {flaw}. Restore it from a backup.")
+def _no_description(location: Location, flaw: str) -> StoreError:
+    return StoreError(
+        f"{location / DESCRIPTION} does not describe a store: {flaw}. Restore it from a backup."
+    )
 
 
 def _flaw(raw: dict[str, Any]) -> str | None:
@@ -121,9 +123,9 @@ def _flaw(raw: dict[str, Any]) -> str | None:
     return None if raw["dim"] > 0 else "dim is out of range"
 
 
-def write_info(place: Place, info: StoreInfo) -> None:
+def write_info(location: Location, info: StoreInfo) -> None:
     """Replace `store.json` atomically and durably. StoreError."""
-    place.write(DESCRIPTION, info.as_json)
+    location.write(DESCRIPTION, info.as_json)
 
 
 class WriterLock:

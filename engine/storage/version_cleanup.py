@@ -11,17 +11,17 @@ import threading
 import time
 
 from undertow.engine.storage import lance_log as log_table
-from undertow.engine.storage.lance_log import LANCE_ERRORS, LogTable
+from undertow.engine.storage.lance_log import LANCE_ERRORS, LanceLog
 
 log = logging.getLogger(__name__)
 
 RUNS_PER_GRACE = 5
 
 
-class Tidier:
+class VersionCleaner:
     """At most one removal at a time. `start` and `wait` belong to the table's writer."""
 
-    def __init__(self, table: LogTable) -> None:
+    def __init__(self, table: LanceLog) -> None:
         self._table = table
         self._due_s = 0.0
         self._thread: threading.Thread | None = None

@@ -36,7 +36,7 @@ class ArenaFull(UndertowError):
     """What is needed at one time does not fit into the arena; nothing of it was stored."""
 
 
-class Tenants:
+class TenantRegistry:
     """All tenants of a shard: loaded from the journal on first touch."""
 
     def __init__(self, journal: Journal, arena: Arena) -> None:
@@ -81,7 +81,7 @@ class Tenants:
         self.require_here([name])
         if name not in self:
             raise UnknownTenant(
-                f"no tenant {name!r} in {self._journal.place}. `undertow list --kind tenants` shows them."
+                f"no tenant {name!r} in {self._journal.location}. `undertow list --kind tenants` shows them."
             )
 
     def require_life(self, name: str, life: int) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import Decision, Memory, MemoryKind, Usage, lines_of
 from undertow.engine.policies.base import Thresholds, TurnView
-from undertow.engine.storage.row_codec import Control, Job, messages_of, usage_from_json, without_words
+from undertow.engine.storage.row_codec import Control, LlmJob, messages_of, usage_from_json, without_words
 from undertow.engine.tenants.generations import Generation, Tier
 from undertow.kernels.arena.arena import Arena
 
@@ -61,7 +61,7 @@ class Tenant:
         self.thresholds_from: list[tuple[int, Thresholds]] = []
         # by id of an episode or fact: the last record that deletes or updates it
         self._changes: dict[str, int] = {}
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, LlmJob] = {}
         self.counts: Counter[str] = Counter()
         self.meter: dict[str, Usage] = {}
         self._arena = arena
@@ -295,7 +295,7 @@ class Tenant:
     def add_usage(self, operation: str, usage: Usage) -> None:
         self.meter[operation] = self.meter.get(operation, Usage()) + usage
 
-    def add_job(self, job: Job) -> None:
+    def add_job(self, job: LlmJob) -> None:
         if job.state == "replayed":
             self.jobs.pop(job.id, None)
         else:

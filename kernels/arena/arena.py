@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.kernels.arena.backend import Memory
+from undertow.kernels.arena.backend import ArenaBackend
 from undertow.kernels.arena.segment_ids import SegmentIds
 from undertow.kernels.arena.vector_checks import Float16s, Vectors
 from undertow.kernels.device import Device, resolve
@@ -57,12 +57,12 @@ class Arena:
     PRESENT = PRESENT
     LIVE = LIVE
 
-    def __init__(self, dim: int, memory: Memory[Any, Any] | None = None) -> None:
+    def __init__(self, dim: int, memory: ArenaBackend[Any, Any] | None = None) -> None:
         if not 1 <= dim <= 65_536:
             raise ValueError(f"dim must be in 1..65536, not {dim}")
         self.dim = dim
         self.reclaim: Callable[[int], bool] | None = None
-        self._memory: Memory[Any, Any] | _Closed = _host_memory(dim) if memory is None else memory
+        self._memory: ArenaBackend[Any, Any] | _Closed = _host_memory(dim) if memory is None else memory
         if self._memory.dim != dim:
             raise ValueError(f"the memory holds vectors of {self._memory.dim} values, not {dim}")
         self._ids = SegmentIds()
@@ -337,7 +337,7 @@ class Arena:
         return held
 
 
-def _host_memory(dim: int) -> Memory[Any, Any]:
+def _host_memory(dim: int) -> ArenaBackend[Any, Any]:
     # imported where it is used: compiled loops need numba, which a machine with a card may lack
     from undertow.kernels.arena.host_memory import HostMemory
 

@@ -14,7 +14,7 @@ Slab = TypeVar("Slab")
 Held = TypeVar("Held")
 
 
-class Memory(Protocol[Slab, Held]):
+class ArenaBackend(Protocol[Slab, Held]):
     """Slabs of rows, and access to rows and flags by address. An address is an int64, of host or device.
 
     A slab is room for the rows of one segment; every row of it that was never written, and every

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.backend import Int64s
-from undertow.kernels.arena.range_allocator import Range, Ranges, class_rows
+from undertow.kernels.arena.range_allocator import Range, RangeAllocator, class_rows
 from undertow.kernels.arena.vector_checks import (
+    CheckedRows,
     Float16s,
-    Taken,
     Vectors,
     check_array,
     check_tensor,
@@ -54,7 +54,7 @@ class DeviceMemory:
         self._rows, self._flags, self._bounce = self._reserve(rows, bounce)
         self._values = self._rows[:, :dim]
         self._mirror = np.zeros(rows, np.uint8)
-        self._ranges = Ranges(rows)
+        self._ranges = RangeAllocator(rows)
         self._address = self._rows.data_ptr()
         self._flags_address = self._flags.data_ptr()
 
@@ -155,8 +155,8 @@ class DeviceMemory:
     def wipe(self, addresses: Int64s) -> None:
         self._rows.index_fill_(0, self._rows_at(addresses), 0)
 
-    def take(self, addresses: Int64s) -> Taken:
-        return self._values.index_select(0, self._rows_at(addresses)).as_subclass(Taken)
+    def take(self, addresses: Int64s) -> CheckedRows:
+        return self._values.index_select(0, self._rows_at(addresses)).as_subclass(CheckedRows)
 
     def read(self, addresses: Int64s) -> Float16s:
         vectors: Float16s = self.take(addresses).cpu().numpy()

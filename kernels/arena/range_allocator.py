@@ -41,7 +41,7 @@ class Range:
         return self.start + self.rows
 
 
-class Ranges:
+class RangeAllocator:
     """Takes and gives back ranges of a pool of `total` rows; the smallest free range that fits is used.
 
     `take` serves any request for which `free` rows are there, after `pack` where they are scattered.

@@ -16,7 +16,7 @@ Vectors = Float16s | torch.Tensor
 BLOCK_ROWS = 4096
 
 
-class Taken(torch.Tensor):
+class CheckedRows(torch.Tensor):
     """Rows of an arena, which has checked them: `check_tensor` does not wait for the device again.
 
     What is computed from one is a plain tensor; one must not be changed in place.
@@ -71,7 +71,7 @@ def check_array(vectors: Vectors, dim: int) -> Float16s:
 def check_tensor(vectors: torch.Tensor, dim: int) -> None:
     """As `widened`, for a tensor where it lies.
 
-    Waits for the device once, for the verdict on all rows; not at all for rows `Taken` from an arena.
+    Waits for the device once, for the verdict on all rows; not at all for rows `CheckedRows` from an arena.
     """
     if vectors.dtype != torch.float16:
         raise ValueError(
@@ -79,7 +79,7 @@ def check_tensor(vectors: torch.Tensor, dim: int) -> None:
         )
     if vectors.ndim != 2 or vectors.shape[1] != dim:
         raise ValueError(f"vectors must have shape [n, {dim}], not {list(vectors.shape)}")
-    if isinstance(vectors, Taken):
+    if isinstance(vectors, CheckedRows):
         return
     norms = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float32)
     bad = ~(norms <= MAX_NORM)

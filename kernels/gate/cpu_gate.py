@@ -12,7 +12,7 @@ from undertow.kernels.device import cpu_count
 from undertow.kernels.error_bounds import error_slack
 from undertow.kernels.gate.cpu_scan import merge, scan, tally
 from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
-from undertow.kernels.gate.plan import Cells, Cut, Found, Plan, shares_of, starts_of
+from undertow.kernels.gate.plan import Cells, GateHits, Plan, TaskLimits, shares_of, starts_of
 
 _SHARES_PER_THREAD = 8
 # a task reads about this much or more, so that splitting costs little beside the work
@@ -31,10 +31,10 @@ class NumbaGate(PlannedGate):
         self.threads = threads or cpu_count()
         self._workers = ThreadPoolExecutor(self.threads, thread_name_prefix="gate")
 
-    def _cut(self) -> Cut:
+    def _cut(self) -> TaskLimits:
         least = _TASK_BYTES // self.arena.row_bytes
         shares = self.threads * _SHARES_PER_THREAD
-        return Cut(tasks=shares, least_work=least, abreast=1, step_rows=1, enough=self.threads)
+        return TaskLimits(tasks=shares, least_work=least, abreast=1, step_rows=1, enough=self.threads)
 
     def _run(self, probes: Probes, plan: Plan) -> GateReadings:
         cells = Cells(
@@ -51,7 +51,7 @@ class NumbaGate(PlannedGate):
         starts = starts_of(np.minimum(count, k))
         rows, scores = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.float64)
         merge(plan, cells, starts, scores, rows)
-        return self._readings(probes, Found(count, starts, rows, scores))
+        return self._readings(probes, GateHits(count, starts, rows, scores))
 
     def _scan(
         self, plan: Plan, cells: Cells, queries: NDArray[np.float32], shares: NDArray[np.int64]

@@ -20,7 +20,7 @@ from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.vector_checks import Vectors, check_form, check_tensor, to_tensor
 from undertow.kernels.error_bounds import tensor_core_slack
 from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
-from undertow.kernels.gate.plan import Cut, Found, Plan
+from undertow.kernels.gate.plan import GateHits, Plan, TaskLimits
 
 SOURCE = Path(__file__).with_name("gate.cu")
 
@@ -82,7 +82,7 @@ def _cupy_kernels(dim: int, device: int) -> CupyKernels:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedLaunch:
     """One batch on the device, ready to be launched any number of times. Good until the arena changes."""
 
     probes: Probes
@@ -109,9 +109,9 @@ class CudaGate(PlannedGate):
         self._device = torch.device(arena.device)
         self._kernels = kernels or _cupy_kernels(arena.dim, torch.cuda.current_device())
 
-    def _cut(self) -> Cut:
+    def _cut(self) -> TaskLimits:
         warps = self._kernels.warps
-        return Cut(
+        return TaskLimits(
             tasks=warps * _TASKS_PER_WARP,
             least_work=STEP_ROWS,
             abreast=ABREAST,
@@ -124,12 +124,12 @@ class CudaGate(PlannedGate):
         self.launch(prepared)
         return self.collect(prepared)
 
-    def prepare(self, **asked: Any) -> Prepared:
+    def prepare(self, **asked: Any) -> PreparedLaunch:
         """Check, plan and upload one batch, arguments as in `read`; the whole, whatever space it takes."""
         probes = self._check(**asked)
         return self._prepare(probes, self._plan(probes, self._cut()))
 
-    def launch(self, prepared: Prepared) -> None:
+    def launch(self, prepared: PreparedLaunch) -> None:
         """Queue all that the device does for a batch on torch's current stream."""
         plan, cells, found = prepared.plan, prepared.cells, prepared.found
         count = int(plan["probes"])
@@ -142,7 +142,7 @@ class CudaGate(PlannedGate):
         torch.cumsum(kept, 0, out=starts[1:])
         self._kernels.launch("merge", count, plan, cells, found)
 
-    def collect(self, prepared: Prepared) -> GateReadings:
+    def collect(self, prepared: PreparedLaunch) -> GateReadings:
         """Wait for a launched batch; what it found."""
         count = int(prepared.plan["probes"])
         if count == 0:  # nothing was launched
@@ -151,7 +151,7 @@ class CudaGate(PlannedGate):
             (counted,) = _to_host(prepared.counted[: 2 * count + 1])
         starts = counted[: count + 1]
         rows, scores = _to_host(prepared.rows[: starts[-1]], prepared.scores[: starts[-1]])
-        return self._readings(prepared.probes, Found(counted[count + 1 :], starts, rows, scores))
+        return self._readings(prepared.probes, GateHits(counted[count + 1 :], starts, rows, scores))
 
     def _admit(self, queries: Vectors) -> torch.Tensor:
         """float16 on the device, laid out as the arena's rows are."""
@@ -167,7 +167,7 @@ class CudaGate(PlannedGate):
         held = (torch.nn.functional.pad(held, (0, padding)) if padding else held).contiguous()
         return held if held.data_ptr() % 16 == 0 else held.clone()
 
-    def _prepare(self, probes: Probes, plan: Plan) -> Prepared:
+    def _prepare(self, probes: Probes, plan: Plan) -> PreparedLaunch:
         table, addresses = self._upload(plan)
         count, cells, room = len(plan.probe_place), int(plan.probe_cell[-1]), int(plan.probe_list[-1])
         listed = int(plan.probe_k.sum())
@@ -181,7 +181,7 @@ class CudaGate(PlannedGate):
         next_task = torch.zeros(1, dtype=torch.int64, device=self._device)
         at, starts = cell_counts.data_ptr(), counted.data_ptr()
         sizes = (count, len(plan.group_rows), int(plan.group_task[-1]), tensor_core_slack(self.arena.dim))
-        return Prepared(
+        return PreparedLaunch(
             probes,
             np.array((probes.queries.data_ptr(), *addresses, *sizes), _PLAN),
             np.array(

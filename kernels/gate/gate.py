@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena.arena import LIVE, PRESENT, Arena
 from undertow.kernels.arena.vector_checks import Vectors, to_tensor, widened
-from undertow.kernels.gate.plan import MAX_SPACE_BYTES, Asked, Cut, Found, Plan, group, lay_out
+from undertow.kernels.gate.plan import MAX_SPACE_BYTES, GateHits, Plan, ProbeBatch, TaskLimits, group, lay_out
 
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
@@ -247,7 +247,7 @@ class PlannedGate(Gate, ABC):
     """
 
     @abstractmethod
-    def _cut(self) -> Cut:
+    def _cut(self) -> TaskLimits:
         """How this device wants its tasks."""
 
     @abstractmethod
@@ -263,11 +263,11 @@ class PlannedGate(Gate, ABC):
         half = count // 2
         return _joined(self._read(probes.part(0, half)), self._read(probes.part(half, count)))
 
-    def _plan(self, probes: Probes, cut: Cut) -> Plan:
+    def _plan(self, probes: Probes, cut: TaskLimits) -> Plan:
         count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
         episodes = probes.episode_segments[asks]
         lengths = self.arena.locate(episodes)[2]
-        asked = Asked(
+        asked = ProbeBatch(
             query=np.concatenate((np.arange(count), asks)),
             segment=np.concatenate((probes.turn_segments, episodes)),
             limit=np.concatenate((probes.visible, lengths)),
@@ -282,7 +282,7 @@ class PlannedGate(Gate, ABC):
         return lay_out(asked, order, first, (vectors, flags), cut)
 
     @staticmethod
-    def _readings(probes: Probes, found: Found) -> GateReadings:
+    def _readings(probes: Probes, found: GateHits) -> GateReadings:
         count, asks = len(probes.turn_segments), np.flatnonzero(probes.episode_segments != NO_SEGMENT)
         turns = found.starts[count]
         nearest_row, nearest_score = np.full(count, -1, np.int64), np.full(count, -np.inf)

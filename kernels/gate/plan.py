@@ -23,7 +23,7 @@ MAX_SPACE_BYTES = 256 << 20
 _ENTRY_BYTES = 16
 
 
-class Asked(NamedTuple):
+class ProbeBatch(NamedTuple):
     """Probes in the caller's order. All arrays [p]."""
 
     query: Int64s  # row of the queries
@@ -72,7 +72,7 @@ class Cells(NamedTuple):
     rows: Int64s
 
 
-class Found(NamedTuple):
+class GateHits(NamedTuple):
     """What all tasks found, for the probes in the caller's order."""
 
     counts: Int64s  # [p]
@@ -81,7 +81,7 @@ class Found(NamedTuple):
     scores: Float64s
 
 
-class Cut(NamedTuple):
+class TaskLimits(NamedTuple):
     """How a device wants its tasks."""
 
     tasks: int  # about so many in all, when there is enough work
@@ -91,7 +91,7 @@ class Cut(NamedTuple):
     enough: int  # fewer tasks than these, though there is work for more, leave much of the device idle
 
 
-def group(asked: Asked) -> tuple[Int64s, Int64s]:
+def group(asked: ProbeBatch) -> tuple[Int64s, Int64s]:
     """(order [p], first [g + 1]): probes by segment; group g is order[first[g] : first[g + 1]]."""
     # one number for segment and place: sorting numbers is several times faster than sorting places by them
     keys = np.sort(asked.segment << 32 | np.arange(len(asked.segment)))
@@ -100,7 +100,9 @@ def group(asked: Asked) -> tuple[Int64s, Int64s]:
     return order, np.concatenate((np.zeros(min(1, len(order)), np.int64), edges, [len(order)]))
 
 
-def lay_out(asked: Asked, order: Int64s, first: Int64s, addresses: tuple[Int64s, Int64s], cut: Cut) -> Plan:
+def lay_out(
+    asked: ProbeBatch, order: Int64s, first: Int64s, addresses: tuple[Int64s, Int64s], cut: TaskLimits
+) -> Plan:
     """Plan the groups that `group` formed. addresses: of the rows and of the flags of each, int64 [g].
 
     Tasks are made larger than wanted where that keeps the plan within MAX_SPACE_BYTES, but not far
@@ -138,7 +140,7 @@ def lay_out(asked: Asked, order: Int64s, first: Int64s, addresses: tuple[Int64s,
     )
 
 
-def _pieces(rows: Int64s, passes: Int64s, cut: Cut) -> Int64s:
+def _pieces(rows: Int64s, passes: Int64s, cut: TaskLimits) -> Int64s:
     """Into how many tasks of equal work, near the target, each group is cut."""
     work = rows * passes
     target = max(-(-int(work.sum()) // cut.tasks), cut.least_work, 1)

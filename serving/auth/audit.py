@@ -49,7 +49,7 @@ class AuditError(UndertowError):
     """The audit log cannot be written; the text names the cure."""
 
 
-class Outcome(StrEnum):
+class AuditOutcome(StrEnum):
     BEGUN = "begun"
     DONE = "done"
     FAILED = "failed"
@@ -98,19 +98,19 @@ class AuditLog:
         for a field that could hold content.
         """
         entry = Entry(act, by, **known)
-        self.write(entry, Outcome.BEGUN)
+        self.write(entry, AuditOutcome.BEGUN)
         try:
             yield entry
         except BaseException as error:
-            self.write_end(entry, Outcome.FAILED, error=type(error).__name__)
+            self.write_end(entry, AuditOutcome.FAILED, error=type(error).__name__)
             raise
-        self.write_end(entry, Outcome.DONE)
+        self.write_end(entry, AuditOutcome.DONE)
 
     def refused(self, act: str, by: str, **known: Any) -> None:
         """Somebody asked for an act that he may not do. AuditError, ValueError."""
-        self.write(Entry(act, by, **known), Outcome.REFUSED)
+        self.write(Entry(act, by, **known), AuditOutcome.REFUSED)
 
-    def write(self, entry: Entry, outcome: Outcome, *, error: str | None = None) -> None:
+    def write(self, entry: Entry, outcome: AuditOutcome, *, error: str | None = None) -> None:
         """One line. AuditError; ValueError for a field that could hold content."""
         record = {
             "at": self._now().isoformat(timespec="milliseconds"),
@@ -134,7 +134,7 @@ class AuditLog:
                     "Check the path, its rights and the disk's space."
                 ) from trouble
 
-    def write_end(self, entry: Entry, outcome: Outcome, *, error: str | None = None) -> None:
+    def write_end(self, entry: Entry, outcome: AuditOutcome, *, error: str | None = None) -> None:
         """The line of an act that has ended. Where it cannot be written, the process's own log says so.
 
         What was done is done, and who asked for it is to be told that: a certificate, or a key that is shown

@@ -32,7 +32,7 @@ class KeyRefused(UndertowError):
         self.reason = reason
 
 
-class Keys:
+class Authenticator:
     """The keys in force, from a key file that may change at any time. Thread-safe.
 
     A file that is broken or gone leaves the last good keys in force: `trouble` and the log say so.

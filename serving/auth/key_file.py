@@ -28,11 +28,11 @@ from undertow.engine.storage.location import make_folder, remove_drafts, replace
 from undertow.serving.auth.principal import (
     LONGEST_LABEL_CHARS,
     NO_LIMITS,
-    Kept,
-    Limits,
+    KeyLimits,
     Principal,
-    Reach,
     Scope,
+    StrictModel,
+    TenantScope,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def digest_of(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Former(Kept):
+class PreviousSecret(StrictModel):
     """A secret that was replaced and holds until a moment."""
 
     digest: str = field(repr=False)
@@ -75,7 +75,7 @@ class Former(Kept):
 
 
 @dataclass(frozen=True, slots=True)
-class Key(Kept):
+class Key(StrictModel):
     """What is kept of a key. Times are zoned. ValueError where something cannot be.
 
     `label` is free text for people; keep tenants' names out of it, as no erasure looks there.
@@ -83,15 +83,15 @@ class Key(Kept):
 
     id: str
     digest: str = field(repr=False)
-    reach: Reach
+    reach: TenantScope
     scopes: tuple[Scope, ...]
     created_at: datetime
     label: str = ""
-    limits: Limits = NO_LIMITS
+    limits: KeyLimits = NO_LIMITS
     expires_at: datetime | None = None
     rotated_at: datetime | None = None
     revoked_at: datetime | None = None
-    former: tuple[Former, ...] = field(default=(), repr=False)
+    former: tuple[PreviousSecret, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not KEY_ID.fullmatch(self.id):
@@ -130,7 +130,7 @@ class NewSecret:
 
 
 @dataclass(frozen=True, slots=True)
-class _Contents(Kept):
+class _Contents(StrictModel):
     format_version: int
     keys: tuple[Key, ...]
 
@@ -198,11 +198,11 @@ class KeyFile:
 
     def create(
         self,
-        reach: Reach,
+        reach: TenantScope,
         scopes: Iterable[Scope],
         *,
         label: str = "",
-        limits: Limits = NO_LIMITS,
+        limits: KeyLimits = NO_LIMITS,
         expires_at: datetime | None = None,
     ) -> NewSecret:
         """Add a key. ValueError for what a key cannot be; KeyFileError."""
@@ -234,8 +234,8 @@ class KeyFile:
             if (state := key.state(now)) != "active":
                 raise KeyFileError(f"key {key_id} is {state}. Create a new one.")
             until = now + grace
-            former = [Former(f.digest, min(f.until, until)) for f in key.former]
-            former.insert(0, Former(key.digest, until))
+            former = [PreviousSecret(f.digest, min(f.until, until)) for f in key.former]
+            former.insert(0, PreviousSecret(key.digest, until))
             holding = tuple(f for f in former if f.until > now)
             keys[key_id] = replace(key, digest=digest_of(text), former=holding, rotated_at=now)
             changed = keys[key_id]
@@ -259,7 +259,7 @@ class KeyFile:
             for key in touched:
                 left = tuple(name for name in key.reach.tenants if not erased(name))
                 if left:
-                    keys[key.id] = replace(key, reach=Reach(left))
+                    keys[key.id] = replace(key, reach=TenantScope(left))
                 else:
                     del keys[key.id]
         return [key.id for key in touched]

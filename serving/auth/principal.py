@@ -25,7 +25,7 @@ class Scope(StrEnum):
     ADMIN = "admin"
 
 
-class Kept:
+class StrictModel:
     """Part of a file: an unknown field or a value of another type is an error there (pydantic reads this)."""
 
     __slots__ = ()
@@ -33,7 +33,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach(Kept):
+class TenantScope(StrictModel):
     """Which tenants: some by name, those whose names begin with a prefix, or all. ValueError: not just one.
 
     A prefix is compared letter by letter: "acme" takes in "acme2" too, "acme/" does not.
@@ -76,7 +76,7 @@ def check_name(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits(Kept):
+class KeyLimits(StrictModel):
     """Requests a second with a burst, and LLM tokens a day (UTC); None: no limit. ValueError.
 
     Without `burst`, it is the requests of one second.
@@ -101,7 +101,7 @@ class Limits(Kept):
         return self.burst or math.ceil(self.requests_per_s or 1)
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class Principal:
 
     key_id: str
     label: str
-    reach: Reach
+    reach: TenantScope
     scopes: frozenset[Scope]
-    limits: Limits
+    limits: KeyLimits
 
     def may(self, scope: Scope, tenant: str | None) -> bool:
         """Whether it may do this with a tenant; with None: with the store as a whole, so with all tenants."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage
 from undertow.serving.cli.open_store import open_reports
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from undertow.engine.api.views.reports import Reports
 
 
-def is_root(store: Place) -> bool:
+def is_root(store: Location) -> bool:
     """Whether a cluster's root lies there."""
     from undertow.engine.cluster.shard_map import exists
 
     return exists(store)
 
 
-def store_of(store: Place, tenant: str) -> Place:
+def store_of(store: Location, tenant: str) -> Location:
     """The store that holds the tenant: the one named, or on a cluster's root its shard's.
 
     While tenants move, the one that has it at this moment.
@@ -32,36 +32,36 @@ def store_of(store: Place, tenant: str) -> Place:
     from undertow.engine.storage.store_info import is_store
 
     shard_map = load(store)
-    places = [
-        _place(store, shard) for shard in dict.fromkeys((shard_map.owner(tenant), shard_map.home(tenant)))
+    locations = [
+        _location(store, shard) for shard in dict.fromkeys((shard_map.owner(tenant), shard_map.home(tenant)))
     ]
-    for place in places[:-1]:
-        if is_store(place):
-            with open_reports(place) as reports:
+    for location in locations[:-1]:
+        if is_store(location):
+            with open_reports(location) as reports:
                 if tenant in reports.tenants:
-                    return place
-    return places[-1]
+                    return location
+    return locations[-1]
 
 
 @contextmanager
-def every_reports(store: Place) -> Iterator[list[Reports]]:
+def every_reports(store: Location) -> Iterator[list[Reports]]:
     """The reports of `stores_of`."""
     with ExitStack() as stack:
-        yield [stack.enter_context(open_reports(place)) for place in stores_of(store)]
+        yield [stack.enter_context(open_reports(location)) for location in stores_of(store)]
 
 
-def stores_of(store: Place) -> list[Place]:
+def stores_of(store: Location) -> list[Location]:
     """The store named, or those of all shards of a cluster's root that have stored anything."""
     if not is_root(store):
         return [store]
     from undertow.engine.cluster.shard_map import load
     from undertow.engine.storage.store_info import is_store
 
-    places = [_place(store, shard) for shard in load(store).everyone]
-    return [place for place in places if is_store(place)]
+    locations = [_location(store, shard) for shard in load(store).everyone]
+    return [location for location in locations if is_store(location)]
 
 
-def refuse_root(store: Place, command: str) -> None:
+def refuse_root(store: Location, command: str) -> None:
     """WrongUsage where a command that writes one store is given the root of a cluster."""
     if is_root(store):
         raise WrongUsage(
@@ -69,5 +69,5 @@ def refuse_root(store: Place, command: str) -> None:
         )
 
 
-def _place(root: Place, shard: str) -> Place:
+def _location(root: Location, shard: str) -> Location:
     return root / f"shards/{shard}"

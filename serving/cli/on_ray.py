@@ -14,7 +14,7 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.cli.cluster_root import is_root
 from undertow.serving.cli.commands.ingest import (
     INTERRUPTED,
@@ -35,13 +35,13 @@ from undertow.serving.cli.progress import Bar
 if TYPE_CHECKING:
     from undertow.engine.api.erasure import Certificate
     from undertow.engine.api.memory_updates import Updated
-    from undertow.engine.api.transfer.import_ import Imported
+    from undertow.engine.api.transfer.import_ import ImportReport
     from undertow.engine.api.views.reports import Report
     from undertow.engine.base.config import Settings
+    from undertow.engine.cluster.bulk.ingest import BulkProgress as Reached
     from undertow.engine.cluster.bulk.ingest import BulkReport
-    from undertow.engine.cluster.bulk.ingest import Progress as Reached
     from undertow.engine.cluster.ray.cluster import Cluster
-    from undertow.engine.cluster.shard.supervisor import Parts
+    from undertow.engine.cluster.shard.supervisor import EngineParts
     from undertow.engine.readers import Log
 
 # of a machine's free memory, what Ray's object store may take there with --ray local
@@ -60,13 +60,13 @@ RESTARTED = "^A worker died or was killed while executing a task"
 
 @contextmanager
 def open_cluster(
-    root: Place,
+    root: Location,
     settings: Settings,
     address: str,
     *,
     shards: int | None = None,
     grow_to: int = 0,
-    parts: Parts | None = None,
+    parts: EngineParts | None = None,
 ) -> Iterator[Cluster]:
     """The cluster of a root, its shards running. With "local" they end with this command, else they stay.
 
@@ -96,7 +96,7 @@ def open_cluster(
             (opened.stop if address == "local" else opened.close)()
 
 
-def _shard_count(root: Place) -> int:
+def _shard_count(root: Location) -> int:
     from undertow.engine.cluster.shard_map import load
 
     return len(load(root).everyone)
@@ -144,7 +144,7 @@ def _local_options(shards: int, shard_cpus: float) -> dict[str, Any]:
     }
 
 
-def actors(root: Place) -> dict[str, Any]:
+def actors(root: Location) -> dict[str, Any]:
     """The actors of a root's shards that are there, by shard."""
     import ray
 
@@ -165,7 +165,7 @@ def actors(root: Place) -> dict[str, Any]:
 
 def ingest_on_ray(
     logs: Sequence[Log],
-    root: Place,
+    root: Location,
     settings: Settings,
     address: str,
     shards: int | None,
@@ -288,7 +288,7 @@ def _summary(opened: Cluster, report: BulkReport, elapsed_s: float) -> dict[str,
 
 
 def delete_on_ray(
-    root: Place, settings: Settings, address: str, memory_id: str, tenant: str | None
+    root: Location, settings: Settings, address: str, memory_id: str, tenant: str | None
 ) -> tuple[str, bool, Exit]:
     """`undertow delete --ray`: the kind of what is gone, whether all that follows is decided, exit code."""
     with open_cluster(root, settings, address) as opened:
@@ -297,7 +297,7 @@ def delete_on_ray(
 
 
 def update_on_ray(
-    root: Place, settings: Settings, address: str, memory_id: str, text: str, tenant: str | None
+    root: Location, settings: Settings, address: str, memory_id: str, text: str, tenant: str | None
 ) -> tuple[Updated, bool, Exit]:
     """`undertow update --ray`: what has been made, whether all that follows is decided, exit code."""
     with open_cluster(root, settings, address) as opened:
@@ -306,8 +306,8 @@ def update_on_ray(
 
 
 def import_on_ray(
-    root: Place, settings: Settings, address: str, tenant: str, records: Sequence[Report]
-) -> tuple[Imported, bool, Exit]:
+    root: Location, settings: Settings, address: str, tenant: str, records: Sequence[Report]
+) -> tuple[ImportReport, bool, Exit]:
     """`undertow import --ray`: what was stored, whether all that follows is decided, exit code."""
     with open_cluster(root, settings, address) as opened:
         imported = opened.import_(tenant, records)
@@ -315,7 +315,7 @@ def import_on_ray(
 
 
 def set_policy_on_ray(
-    root: Place, settings: Settings, address: str, tenant: str, policy: str, *, drop_edits: bool
+    root: Location, settings: Settings, address: str, tenant: str, policy: str, *, drop_edits: bool
 ) -> tuple[Report, bool, Exit]:
     """`undertow policy --ray`: the tenant's policy then, whether all that follows is decided, exit code."""
     with open_cluster(root, settings, address) as opened:
@@ -324,7 +324,9 @@ def set_policy_on_ray(
         return opened.policy(tenant), settled, code
 
 
-def flush_on_ray(root: Place, settings: Settings, address: str, tenants: Sequence[str]) -> tuple[bool, Exit]:
+def flush_on_ray(
+    root: Location, settings: Settings, address: str, tenants: Sequence[str]
+) -> tuple[bool, Exit]:
     """`undertow flush --ray`: whether all that follows is decided, exit code."""
     with open_cluster(root, settings, address) as opened:
         with ThreadPoolExecutor(FLUSHES) as pool:  # each waits for its tenant's decisions
@@ -332,7 +334,7 @@ def flush_on_ray(root: Place, settings: Settings, address: str, tenants: Sequenc
         return decided(opened)
 
 
-def replay_on_ray(root: Place, settings: Settings, address: str) -> Exit:
+def replay_on_ray(root: Location, settings: Settings, address: str) -> Exit:
     """`undertow jobs --replay --ray`."""
     with open_cluster(root, settings, address) as opened:
         say(REPLAYED.format(opened.replay_jobs()))
@@ -349,7 +351,7 @@ def decided(opened: Cluster) -> tuple[bool, Exit]:
     return bool(settled), code
 
 
-def refuse_running(root: Place, address: str) -> None:
+def refuse_running(root: Location, address: str) -> None:
     """WrongUsage where shards of the root run. With "local" there are none: they end with their command."""
     if address == "local":
         return
@@ -362,7 +364,7 @@ def refuse_running(root: Place, address: str) -> None:
 
 
 def erase_on_ray(
-    root: Place, tenant: str, address: str, ask: Callable[[], None], *, now: bool
+    root: Location, tenant: str, address: str, ask: Callable[[], None], *, now: bool
 ) -> Certificate | None:
     """`undertow erase --ray`. `ask` is called before anything is started."""
     from undertow.engine.api.erasure import NotCertified

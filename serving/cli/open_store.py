@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import wrong_usage
 
 if TYPE_CHECKING:
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from undertow.engine.base.trace import Trace
 
 
-def place_of(text: str) -> Place:
+def location_of(text: str) -> Location:
     """Where a store lies, as the command line names it. WrongUsage."""
     with wrong_usage("--store"):
-        return Place.of(text)
+        return Location.of(text)
 
 
 Store = Annotated[
-    Place,
+    Location,
     typer.Option(
         "--store",
-        parser=place_of,
+        parser=location_of,
         metavar="PLACE",
         help="The store: a folder, or s3://BUCKET/PREFIX.",
         show_default=False,
@@ -85,7 +85,7 @@ def check_settings(settings: Settings) -> None:
 
 
 @contextmanager
-def open_reports(store: Place) -> Iterator[Reports]:
+def open_reports(store: Location) -> Iterator[Reports]:
     """The reports of a store, while others may be writing it."""
     from undertow.engine.api.views.reports import Reports
     from undertow.engine.storage.journal import Journal
@@ -99,7 +99,7 @@ def open_reports(store: Place) -> Iterator[Reports]:
 
 @contextmanager
 def open_engine(
-    store: Place,
+    store: Location,
     settings: Settings,
     *,
     writable: bool = True,

@@ -1,4 +1,4 @@
-"""The application: routes over one `Memories`, behind one guard."""
+"""The application: routes over one `AsyncMemories`, behind one guard."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from undertow.serving.auth.audit import AuditLog
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import TokenBudgets, answer_tokens
 from undertow.serving.http.job_actions import works
-from undertow.serving.http.jobs import Jobs
+from undertow.serving.http.jobs import JobQueue
 from undertow.serving.http.middleware.front import Front
 from undertow.serving.http.middleware.guard import Guard
-from undertow.serving.http.middleware.idempotency import Once
-from undertow.serving.http.middleware.load_limits import Load
+from undertow.serving.http.middleware.idempotency import IdempotencyStore
+from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.http.readiness import Readiness
@@ -31,26 +31,26 @@ from undertow.serving.http.routes import add as adding
 from undertow.serving.http.routes import admin, health, tenants
 from undertow.serving.http.routes import memories as memories_routes
 from undertow.serving.http.routes import search_and_answer as asking
-from undertow.serving.http.routes.receipts import Adding
+from undertow.serving.http.routes.receipts import AddCalls
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.services import Service
-from undertow.serving.http.state_db import State
+from undertow.serving.http.state_db import StateDb
 from undertow.serving.mcp.http_mount import mcp_mounted
 from undertow.serving.telemetry.metrics import HTTPMetrics
-from undertow.serving.telemetry.request_observer import Watch
+from undertow.serving.telemetry.request_observer import RequestObserver
 from undertow.serving.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
-    from undertow.serving.async_memories import Memories
+    from undertow.serving.async_memories import AsyncMemories
 
 
 def make_app(
-    memories: Memories,
+    memories: AsyncMemories,
     *,
     guard: Guard,
     budgets: TokenBudgets,
     audit: AuditLog,
-    state: State,
+    state: StateDb,
     key_file: KeyFile | None = None,
     settings: ServiceSettings | None = None,
     engine: Settings | None = None,
@@ -69,10 +69,10 @@ def make_app(
         audit=audit,
         key_file=key_file,
         settings=settings,
-        load=Load(settings),
-        adding=Adding(memories),
-        once=Once(state, settings.keep_s),
-        jobs=Jobs(state, settings),
+        load=LoadLimits(settings),
+        adding=AddCalls(memories),
+        once=IdempotencyStore(state, settings.keep_s),
+        jobs=JobQueue(state, settings),
         state=state,
         readiness=Readiness(memories, llm=engine.llm_url is not None),
         metrics=HTTPMetrics(),
@@ -91,7 +91,9 @@ def make_app(
     for part in (adding, asking, memories_routes, tenants, admin, health):
         app.include_router(part.router)
     app.add_middleware(Front, service=service)
-    app.add_middleware(Watch, metrics=service.metrics, tenant_key=memories.tenant_key, tracing=tracing)
+    app.add_middleware(
+        RequestObserver, metrics=service.metrics, tenant_key=memories.tenant_key, tracing=tracing
+    )
     describe(app)
     return app
 

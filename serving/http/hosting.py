@@ -13,19 +13,19 @@ from fastapi import FastAPI
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.location import Place
-from undertow.serving.async_memories import Memories
+from undertow.engine.storage.location import Location
+from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.audit import FILE_NAME as AUDIT_NAME
 from undertow.serving.auth.audit import AuditLog
-from undertow.serving.auth.authenticator import Keys
+from undertow.serving.auth.authenticator import Authenticator
 from undertow.serving.auth.key_file import FILE_NAME as KEYS_NAME
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import RequestRates, TokenBudgets
 from undertow.serving.http.app import make_app
 from undertow.serving.http.middleware.guard import Guard, KeyGuard, OpenGuard, is_loopback
-from undertow.serving.http.server import Server, bound
+from undertow.serving.http.server import HttpServer, bound
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.state_db import State
+from undertow.serving.http.state_db import StateDb
 from undertow.serving.telemetry.tracing import tracing
 
 STATE_NAME = "service"
@@ -41,7 +41,7 @@ class Files:
     state: Path
 
     @classmethod
-    def beside(cls, store: Place, keys: Path | None, state: Path | None, *, open_to_all: bool) -> Files:
+    def beside(cls, store: Location, keys: Path | None, state: Path | None, *, open_to_all: bool) -> Files:
         """Those that are given, else in the store's folder. UndertowError: it has none."""
         folder = store.folder
         if folder is None and state is None:
@@ -55,11 +55,14 @@ class Files:
 
 @contextmanager
 def hosted(
-    memories: Memories, files: Files, settings: ServiceSettings | None = None, engine: Settings | None = None
+    memories: AsyncMemories,
+    files: Files,
+    settings: ServiceSettings | None = None,
+    engine: Settings | None = None,
 ) -> Iterator[FastAPI]:
     """The application over some memories, with the files open while the block lasts. UndertowError."""
     with ExitStack() as stack:
-        state = State(files.state)
+        state = StateDb(files.state)
         stack.callback(state.close)
         budgets = TokenBudgets(files.state / SPENDING_NAME)
         stack.callback(budgets.close)
@@ -81,13 +84,13 @@ def hosted(
 def _guard(stack: ExitStack, keys_path: Path | None) -> Guard:
     if keys_path is None:
         return OpenGuard()
-    keys = Keys(keys_path)
+    keys = Authenticator(keys_path)
     stack.callback(keys.close)
     return KeyGuard(keys, RequestRates())
 
 
 def run(
-    open_memories: Callable[[], Memories],
+    open_memories: Callable[[], AsyncMemories],
     files: Files,
     host: str,
     port: int,
@@ -114,7 +117,7 @@ def run(
 
 
 async def _run(
-    open_memories: Callable[[], Memories],
+    open_memories: Callable[[], AsyncMemories],
     files: Files,
     host: str,
     listening: list[socket.socket],
@@ -124,5 +127,5 @@ async def _run(
 ) -> None:
     async with await asyncio.to_thread(open_memories) as memories:
         with hosted(memories, files, settings, engine) as app:
-            server = Server(app, host, listening[0].getsockname()[1], on_start)
+            server = HttpServer(app, host, listening[0].getsockname()[1], on_start)
             await server.serve(listening)

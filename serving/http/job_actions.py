@@ -14,7 +14,7 @@ from undertow.engine.api.erasure import Certificate, NotCertified
 from undertow.engine.base.model import BadInput, InputError
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.auth.key_file import KeyFileError
-from undertow.serving.http.jobs import Job, Operation, Work
+from undertow.serving.http.jobs import Operation, ServiceJob, Work
 from undertow.serving.http.routes.audited import audited
 
 if TYPE_CHECKING:
@@ -33,20 +33,20 @@ KEYS_OUT_OF_REACH = "the key file, which could not be changed and may still name
 def works(service: Service) -> Mapping[Operation, Work]:
     """How a job of each operation is done."""
 
-    async def flush_job(job: Job) -> Mapping[str, Any]:
+    async def flush_job(job: ServiceJob) -> Mapping[str, Any]:
         return await flush(service, _tenant(job), again=job.again)
 
-    async def import_job(job: Job) -> Mapping[str, Any]:
+    async def import_job(job: ServiceJob) -> Mapping[str, Any]:
         body = await asyncio.to_thread(service.jobs.body_of(job).read_bytes)
         return await import_(service, _tenant(job), body, again=job.again)
 
-    async def erase_job(job: Job) -> Mapping[str, Any]:
+    async def erase_job(job: ServiceJob) -> Mapping[str, Any]:
         return await erase(service, _tenant(job), job.key_id)
 
     return {"flush": flush_job, "import": import_job, "erase": erase_job}
 
 
-def _tenant(job: Job) -> str:
+def _tenant(job: ServiceJob) -> str:
     assert job.tenant is not None, "an open job knows its tenant"
     return job.tenant
 

@@ -20,7 +20,7 @@ import orjson
 from undertow.engine.storage.location import fsync_path, replace_file
 from undertow.serving.http.problems import Problem, problem_of
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.state_db import MODE, State
+from undertow.serving.http.state_db import MODE, StateDb
 
 Operation = Literal["flush", "import", "erase"]
 Status = Literal["queued", "running", "done", "failed"]
@@ -29,7 +29,7 @@ OPEN = "status in ('queued', 'running')"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ServiceJob:
     """One job. `tenant` is its name, until it has ended; `key_id`: whose key had it done.
 
     `result` is what the operation would have answered, `error` a problem's document. Times are ISO 8601, UTC.
@@ -65,13 +65,13 @@ class Job:
         return document
 
 
-Work = Callable[[Job], Awaitable[Mapping[str, Any]]]
+Work = Callable[[ServiceJob], Awaitable[Mapping[str, Any]]]
 
 
-class Jobs:
+class JobQueue:
     """Accepts jobs, does them in tasks of this process, and tells how they are."""
 
-    def __init__(self, state: State, settings: ServiceSettings) -> None:
+    def __init__(self, state: StateDb, settings: ServiceSettings) -> None:
         self._state = state
         self._settings = settings
         self._work: Mapping[Operation, Work] = {}
@@ -108,9 +108,9 @@ class Jobs:
 
     async def accept(
         self, operation: Operation, tenant: str, tenant_key: str, key_id: str, body: bytes | None = None
-    ) -> Job:
+    ) -> ServiceJob:
         """A new job, which outlives this process from now on. Problem 429: there is no room for it."""
-        job = Job(secrets.token_hex(16), tenant_key, tenant, key_id, operation, "queued", _now())
+        job = ServiceJob(secrets.token_hex(16), tenant_key, tenant, key_id, operation, "queued", _now())
 
         def insert(db: sqlite3.Connection) -> None:
             count = f"select count(*), count(*) filter (where tenant_key = ?) from jobs where {OPEN}"
@@ -128,7 +128,7 @@ class Jobs:
         self._launch(job)
         return job
 
-    async def get(self, tenant_key: str, job_id: str) -> Job:
+    async def get(self, tenant_key: str, job_id: str) -> ServiceJob:
         """A tenant's job. Problem 404."""
         rows = await self._rows("tenant_key = ? and id = ?", tenant_key, job_id)
         if not rows:
@@ -137,7 +137,7 @@ class Jobs:
             )
         return _job(rows[0])
 
-    async def of_tenant(self, tenant_key: str) -> list[Job]:
+    async def of_tenant(self, tenant_key: str) -> list[ServiceJob]:
         """A tenant's jobs, newest first, at most 1,000."""
         rows = await self._rows("tenant_key = ? order by created_at desc limit 1000", tenant_key)
         return [_job(row) for row in rows]
@@ -163,7 +163,7 @@ class Jobs:
             self._drop_body(job)
         return len(jobs)
 
-    def body_of(self, job: Job) -> Path:
+    def body_of(self, job: ServiceJob) -> Path:
         """Where the body of a job lies, if it has one."""
         return self._state.folder / "jobs" / f"{job.id}.ndjson"
 
@@ -174,28 +174,28 @@ class Jobs:
         if count >= self._settings.max_jobs:
             raise _too_many("Too many jobs are open. Try again when some have ended.")
 
-    async def _take_body(self, job: Job, body: bytes) -> None:
+    async def _take_body(self, job: ServiceJob, body: bytes) -> None:
         """Put a body into the state folder. Problem 429: those that lie there leave no room for it."""
         if sum(self._bodies.values()) + len(body) > self._settings.max_job_bytes:
             raise _too_many("Too much waits to be imported. Try again when some of it is.")
         self._bodies[job.id] = len(body)
         await asyncio.to_thread(self._write_body, job, body)
 
-    def _write_body(self, job: Job, body: bytes) -> None:
+    def _write_body(self, job: ServiceJob, body: bytes) -> None:
         path = self.body_of(job)
         replace_file(path, body, mode=MODE)
         fsync_path(path.parent)
 
-    def _drop_body(self, job: Job) -> None:
+    def _drop_body(self, job: ServiceJob) -> None:
         self.body_of(job).unlink(missing_ok=True)
         self._bodies.pop(job.id, None)
 
-    def _launch(self, job: Job) -> None:
+    def _launch(self, job: ServiceJob) -> None:
         task = asyncio.create_task(self._do(job))
         self._tasks[job.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
 
-    async def _do(self, job: Job) -> None:
+    async def _do(self, job: ServiceJob) -> None:
         turn = self._turns.setdefault((job.operation, job.tenant_key), asyncio.Lock())
         async with turn, self._places[job.operation]:
             if not await self._begin(job):
@@ -207,12 +207,12 @@ class Jobs:
             else:
                 await self._end(job, "done", result=result)
 
-    async def _begin(self, job: Job) -> bool:
+    async def _begin(self, job: ServiceJob) -> bool:
         """The job is running; False: it was forgotten before."""
         begin = "update jobs set status = 'running' where id = ?"
         return await self._state.run(lambda db: db.execute(begin, (job.id,)).rowcount) > 0
 
-    async def _end(self, job: Job, status: Status, *, result: Any = None, error: Any = None) -> None:
+    async def _end(self, job: ServiceJob, status: Status, *, result: Any = None, error: Any = None) -> None:
         """The job has ended: its tenant's name goes, and what it brought."""
         row = (status, _now(), _json(result), _json(error), job.id)
         old = self._too_old
@@ -244,11 +244,11 @@ def _too_many(detail: str) -> Problem:
     return Problem(429, "too-many-jobs", detail, retry_after_s=5)
 
 
-def _job(row: Any, *, again: bool = False) -> Job:
+def _job(row: Any, *, again: bool = False) -> ServiceJob:
     """From a row of COLUMNS."""
     known: dict[str, Any] = dict(zip(COLUMNS.split(", "), row, strict=True))
     known |= {name: _parsed(known[name]) for name in ("result", "error")}
-    return Job(**known, again=again)
+    return ServiceJob(**known, again=again)
 
 
 def _json(value: Any) -> str | None:

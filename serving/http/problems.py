@@ -20,7 +20,7 @@ from starlette.responses import Response
 from undertow.engine.api.erasure import NotCertified
 from undertow.engine.api.policy_change import PolicyConflict
 from undertow.engine.api.transfer.export import ExportBroken
-from undertow.engine.api.transfer.import_ import CalledOff, TenantExists
+from undertow.engine.api.transfer.import_ import ImportCancelled, TenantExists
 from undertow.engine.base.model import BadInput, InputError, NoLLM, UndertowError, UnknownMemory
 from undertow.engine.cluster.routing.errors import ShardDown, ShardGone
 from undertow.engine.llm.replies import BadReply, BrokenOff, ServerRefused
@@ -129,7 +129,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     ),
     PolicyConflict: _Kind(409, "policy", None),
     NotCertified: _Kind(503, "resharding", None, 30),
-    CalledOff: _Kind(409, "called-off", "The tenant was erased meanwhile; nothing of this was stored."),
+    ImportCancelled: _Kind(409, "called-off", "The tenant was erased meanwhile; nothing of this was stored."),
     ExportBroken: _Kind(503, "export-broken", "The tenant was erased or moved meanwhile. Export it anew.", 1),
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
     ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from undertow.engine.base.model import UndertowError
 
 if TYPE_CHECKING:
-    from undertow.serving.async_memories import Memories
+    from undertow.serving.async_memories import AsyncMemories
 
 LLM = Literal["ok", "trouble", "unknown", "off"]
 
@@ -27,7 +27,7 @@ class Readiness:
 
     def __init__(
         self,
-        memories: Memories,
+        memories: AsyncMemories,
         look_every_s: float = 1.0,
         *,
         patience_s: float = 1.0,

@@ -29,7 +29,7 @@ NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 TOO_MANY = "Too many connections are open. Try again in a moment."
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once.
 
     Draining: /health/ready says so and new requests are refused, while those under way go on, as long as the
@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets at a host's addresses for `Server.serve`, which refuse till then. UndertowError."""
+    """Sockets at a host's addresses for `HttpServer.serve`, which refuse till then. UndertowError."""
     made: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -13,19 +13,19 @@ from undertow.serving.auth.audit import AuditLog
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import TokenBudgets
 from undertow.serving.auth.principal import Principal
-from undertow.serving.http.jobs import Jobs
+from undertow.serving.http.jobs import JobQueue
 from undertow.serving.http.middleware.front import asked_of
 from undertow.serving.http.middleware.guard import Guard
-from undertow.serving.http.middleware.idempotency import Once
-from undertow.serving.http.middleware.load_limits import Load
+from undertow.serving.http.middleware.idempotency import IdempotencyStore
+from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.readiness import Readiness
-from undertow.serving.http.routes.receipts import Adding
+from undertow.serving.http.routes.receipts import AddCalls
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.state_db import State
+from undertow.serving.http.state_db import StateDb
 from undertow.serving.telemetry.metrics import HTTPMetrics
 
 if TYPE_CHECKING:
-    from undertow.serving.async_memories import Memories
+    from undertow.serving.async_memories import AsyncMemories
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ class Service:
     `answer_tokens`: the most that one answer may take of the LLM, by its mode; None: the usual one.
     """
 
-    memories: Memories
+    memories: AsyncMemories
     guard: Guard
     budgets: TokenBudgets
     audit: AuditLog
     key_file: KeyFile | None
     settings: ServiceSettings
-    load: Load
-    adding: Adding
-    once: Once
-    jobs: Jobs
-    state: State
+    load: LoadLimits
+    adding: AddCalls
+    once: IdempotencyStore
+    jobs: JobQueue
+    state: StateDb
     readiness: Readiness
     metrics: HTTPMetrics
     answer_tokens: Callable[[AnswerMode | None], int]

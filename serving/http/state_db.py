@@ -48,7 +48,7 @@ class StateError(UndertowError):
     """The state folder cannot be used; the text names the cure."""
 
 
-class State:
+class StateDb:
     """The database, behind a thread of its own. What a call has written is on the disk when it returns."""
 
     def __init__(self, folder: Path) -> None:

@@ -58,14 +58,14 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Adding(Arguments):
+class AddArguments(Arguments):
     text: Annotated[Text, Field(description="What to remember, in whole sentences that stand alone.")]
     timestamp: Moment | None = None
     session_id: Annotated[str, Field(max_length=256)] | None = None
     metadata: Metadata | None = None
 
 
-class Searching(Arguments):
+class SearchArguments(Arguments):
     query: Query
     top_k: Annotated[int, Field(ge=1, le=100, description="How many memories at most.")] = 10
     kinds: Kinds | None = None
@@ -75,7 +75,7 @@ class Searching(Arguments):
     threshold: Annotated[float, Field(ge=-1, le=1, description="The lowest score.")] | None = None
 
 
-class Listing(Arguments):
+class ListArguments(Arguments):
     kinds: Kinds | None = None
     filters: Filters | None = None
     since: Moment | None = None
@@ -87,15 +87,15 @@ class Listing(Arguments):
     ) = None
 
 
-class OfMemory(Arguments):
+class MemoryArguments(Arguments):
     memory_id: MemoryId
 
 
-class Updating(OfMemory):
+class UpdateArguments(MemoryArguments):
     text: Annotated[Text, Field(description="What the memory says from now on; it replaces the old words.")]
 
 
-class Asking(Arguments):
+class AnswerArguments(Arguments):
     question: Query
     as_of: Moment | None = None
     mode: (
@@ -110,7 +110,7 @@ class Asking(Arguments):
     ) = None
 
 
-class OfTenant(Arguments):
+class TenantArguments(Arguments):
     pass
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx2
 
 from undertow.engine.base.config import Settings
-from undertow.serving.async_memories import Memories
+from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.client import AsyncClient
 from undertow.serving.http.hosting import Files, hosted
 from undertow.serving.http.service_settings import ServiceSettings
@@ -20,7 +20,7 @@ _HERE = "http://localhost"
 
 
 async def serve_store(
-    open_memories: Callable[[], Memories],
+    open_memories: Callable[[], AsyncMemories],
     files: Files,
     tenant: str | None,
     settings: ServiceSettings,

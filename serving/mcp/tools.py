@@ -14,15 +14,15 @@ from undertow.serving.mcp import results
 from undertow.serving.mcp.arguments import (
     TENANT,
     TENANT_SCHEMA,
-    Adding,
+    AddArguments,
+    AnswerArguments,
     Arguments,
-    Asking,
-    Listing,
+    ListArguments,
     ListingTenants,
-    OfMemory,
-    OfTenant,
-    Searching,
-    Updating,
+    MemoryArguments,
+    SearchArguments,
+    TenantArguments,
+    UpdateArguments,
     schema_of,
 )
 
@@ -64,7 +64,7 @@ class Tool:
         )
 
 
-async def _add(client: AsyncClient, tenant: str, given: Adding) -> results.Stored:
+async def _add(client: AsyncClient, tenant: str, given: AddArguments) -> results.Stored:
     added = await client.add(
         tenant,
         given.text,
@@ -75,7 +75,7 @@ async def _add(client: AsyncClient, tenant: str, given: Adding) -> results.Store
     return results.Stored(results=added)
 
 
-async def _search(client: AsyncClient, tenant: str, given: Searching) -> results.Found:
+async def _search(client: AsyncClient, tenant: str, given: SearchArguments) -> results.Found:
     found = await client.search(
         tenant,
         given.query,
@@ -89,7 +89,7 @@ async def _search(client: AsyncClient, tenant: str, given: Searching) -> results
     return results.Found(memories=found.results)
 
 
-async def _list(client: AsyncClient, tenant: str, given: Listing) -> results.Listed:
+async def _list(client: AsyncClient, tenant: str, given: ListArguments) -> results.Listed:
     page = await client.get_page(
         tenant,
         kinds=given.kinds,
@@ -102,28 +102,28 @@ async def _list(client: AsyncClient, tenant: str, given: Listing) -> results.Lis
     return results.Listed(memories=page.results, next=page.next)
 
 
-async def _get(client: AsyncClient, tenant: str, given: OfMemory) -> results.One:
+async def _get(client: AsyncClient, tenant: str, given: MemoryArguments) -> results.One:
     return results.One(memory=await client.get(tenant, given.memory_id))
 
 
-async def _history(client: AsyncClient, tenant: str, given: OfMemory) -> results.Versions:
+async def _history(client: AsyncClient, tenant: str, given: MemoryArguments) -> results.Versions:
     return results.Versions(versions=await client.history(tenant, given.memory_id))
 
 
-async def _update(client: AsyncClient, tenant: str, given: Updating) -> results.Done:
+async def _update(client: AsyncClient, tenant: str, given: UpdateArguments) -> results.Done:
     return results.Done(changed=await client.update(tenant, given.memory_id, given.text))
 
 
-async def _delete(client: AsyncClient, tenant: str, given: OfMemory) -> results.Done:
+async def _delete(client: AsyncClient, tenant: str, given: MemoryArguments) -> results.Done:
     return results.Done(changed=await client.delete(tenant, given.memory_id))
 
 
-async def _delete_all(client: AsyncClient, tenant: str, _: OfTenant) -> results.Emptied:
+async def _delete_all(client: AsyncClient, tenant: str, _: TenantArguments) -> results.Emptied:
     await client.delete_all(tenant)
     return results.Emptied()
 
 
-async def _answer(client: AsyncClient, tenant: str, given: Asking) -> results.Answered:
+async def _answer(client: AsyncClient, tenant: str, given: AnswerArguments) -> results.Answered:
     answer = await client.answer(tenant, given.question, as_of=given.as_of, mode=given.mode)
     return results.Answered(answer=answer.answer, memories=answer.memories)
 
@@ -147,7 +147,7 @@ TOOLS: Mapping[str, Tool] = {
             "Add a memory",
             "Remember something for later conversations, such as a preference, a decision, a plan or a fact "
             "about a person or a project. It is stored word for word and can be found at once.",
-            Adding,
+            AddArguments,
             results.Stored,
             ADDS,
             _add,
@@ -157,7 +157,7 @@ TOOLS: Mapping[str, Tool] = {
             "Search memories",
             "Find the memories nearest to a query in meaning and words, best first, each with its score (at "
             "most 1). Use it before you answer what may depend on earlier conversations." + _DATA,
-            Searching,
+            SearchArguments,
             results.Found,
             READS,
             _search,
@@ -167,7 +167,7 @@ TOOLS: Mapping[str, Tool] = {
             "List memories",
             "List memories in the order in which they came to be, page by page. To find what is about "
             "something, use search_memories." + _DATA,
-            Listing,
+            ListArguments,
             results.Listed,
             READS,
             _list,
@@ -176,7 +176,7 @@ TOOLS: Mapping[str, Tool] = {
             "get_memory",
             "Get a memory",
             "Show one memory by its id." + _DATA,
-            OfMemory,
+            MemoryArguments,
             results.One,
             READS,
             _get,
@@ -185,7 +185,7 @@ TOOLS: Mapping[str, Tool] = {
             "memory_history",
             "History of a memory",
             "Show all versions of one memory, oldest first." + _DATA,
-            OfMemory,
+            MemoryArguments,
             results.Versions,
             READS,
             _history,
@@ -195,7 +195,7 @@ TOOLS: Mapping[str, Tool] = {
             "Update a memory",
             "Put one memory in other words, where it is wrong or out of date. Where the result has another "
             "id, use that from now on.",
-            Updating,
+            UpdateArguments,
             results.Done,
             REMOVES,
             _update,
@@ -204,7 +204,7 @@ TOOLS: Mapping[str, Tool] = {
             "delete_memory",
             "Delete a memory",
             "Delete one memory. It cannot be brought back.",
-            OfMemory,
+            MemoryArguments,
             results.Done,
             REMOVES,
             _delete,
@@ -214,7 +214,7 @@ TOOLS: Mapping[str, Tool] = {
             "Delete all memories",
             "Delete every memory, with all history. It cannot be undone: call it only if the user has asked "
             "for exactly this.",
-            OfTenant,
+            TenantArguments,
             results.Emptied,
             REMOVES,
             _delete_all,
@@ -224,7 +224,7 @@ TOOLS: Mapping[str, Tool] = {
             "Answer from memories",
             "Have the memory service's own LLM answer a question from the memories. It takes seconds; to "
             "read the memories yourself, use search_memories." + _DATA,
-            Asking,
+            AnswerArguments,
             results.Answered,
             READS,
             _answer,

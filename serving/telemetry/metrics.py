@@ -73,19 +73,19 @@ class HTTPMetrics:
 
     def exposition(self, status: Status) -> bytes:
         """All metrics in Prometheus' text format; `status` is what Router.status says now."""
-        return generate_latest(_Together(self.registry, status))
+        return generate_latest(_Scrape(self.registry, status))
 
 
-class _Together(CollectorRegistry):
+class _Scrape(CollectorRegistry):
     """One scrape: the registry's metrics, then the shards'."""
 
     def __init__(self, registry: CollectorRegistry, status: Status) -> None:
         super().__init__()
         self.register(registry)
-        self.register(ShardMetrics(status))
+        self.register(ShardCollector(status))
 
 
-class ShardMetrics:
+class ShardCollector:
     """A prometheus_client Collector over what shards have said."""
 
     def __init__(self, status: Status) -> None:

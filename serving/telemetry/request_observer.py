@@ -30,7 +30,7 @@ GONE = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RequestEntry:
     """One request that was answered or cut off. `tenant` is the keyed hash, `problem` the error's slug."""
 
     method: str
@@ -43,7 +43,7 @@ class Served:
     problem: str | None
 
 
-class Watch:
+class RequestObserver:
     """ASGI middleware: outermost."""
 
     def __init__(
@@ -85,11 +85,11 @@ class Watch:
                 told = {name: value for name, value in asdict(served).items() if value is not None}
                 log.info("request", extra={"fields": told | ({} if span is None else span.ids)})
 
-    def _served(self, scope: Scope, answer: _Answer, seconds: float) -> Served:
+    def _served(self, scope: Scope, answer: _Answer, seconds: float) -> RequestEntry:
         asked = scope.get(FRONT)
         principal = None if asked is None else asked.principal
         tenant = scope.get(TENANT)
-        return Served(
+        return RequestEntry(
             method=_method(scope),
             route=getattr(scope.get("route"), "path", UNMATCHED),
             status=answer.status or GONE,

@@ -331,7 +331,7 @@ def test_gate_and_topk_are_measured_with_torch_cupy_and_numpy_alone() -> None:
         "import sys\n"
         "absent = 'numba faiss lance pyarrow pydantic orjson transformers typer'.split()\n"
         "sys.modules.update(dict.fromkeys(absent))\n"
-        "from undertow.bench import gpu, gpu_gate, gpu_topk\n"
+        "from undertow.bench.gpu import gate, run as gpu, topk\n"
         "from undertow.bench.gpu.rig import Rig, QUICK\n"
         "print(gpu.parts_of('topk,gate'))"
     )
@@ -344,7 +344,7 @@ def test_the_encoder_is_measured_without_the_packages_of_a_store() -> None:
         "import sys\n"
         "absent = 'numba faiss lance pyarrow pydantic pydantic_settings orjson filelock obstore'.split()\n"
         "sys.modules.update(dict.fromkeys(absent))\n"
-        "from undertow.bench import gpu, gpu_encoder\n"
+        "from undertow.bench.gpu import encoder, run as gpu\n"
         "print(gpu.parts_of('encoder'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

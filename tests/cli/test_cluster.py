@@ -23,7 +23,7 @@ ray = pytest.importorskip("ray")
 
 from undertow.bench.mock.server import spawn_server
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 from ..support.cli import ENV, PROGRAM, SUMMARY_KEYS, THETAS, contents, conversation, run, write_log
 
@@ -95,7 +95,7 @@ class Job:
 def job(tmp_path_factory: pytest.TempPathFactory, logs: Path, server: str, ray_address: str) -> Job:
     """Into two shards. Its driver is killed, then of the same command a worker, a shard and a worker."""
     root = tmp_path_factory.mktemp("cluster") / "root"
-    publish(Place.of(root), evenly_split())
+    publish(Location.of(root), evenly_split())
     command = ["ingest", str(logs), "--store", str(root), "--ray", ray_address, "--shards", "2"]
     command += ["--llm", server, *THETAS, "--json"]
     killed: Counter[str] = Counter()
@@ -256,7 +256,7 @@ def test_shards_are_added_and_removed(
     """And what else is done to one root: files with problems, deleting, erasing, embedding anew."""
     root = tmp_path / "root"
     where = ("--store", root, "--ray", ray_address)
-    publish(Place.of(root), evenly_split(1))
+    publish(Location.of(root), evenly_split(1))
     _ingest_with_problems(tmp_path / "bad.jsonl", logs, where, server)
     state = run("cluster", "status", *where, "--json").doc
     assert {shard: s["state"] for shard, s in state["shards"].items()} == {"s0001": "serving"}
@@ -302,7 +302,7 @@ def _erase_and_delete(root: Path, where: tuple[str | Path, ...], server: str) ->
     assert [key["tenants"] for key in run("keys", "list", "--store", root, "--json").lines] == [["dee"]]
     audited = [json.loads(line) for line in (root / "audit.jsonl").read_text().splitlines()]
     assert [(line["act"], line["outcome"]) for line in audited[2:]] == [("erase", "begun"), ("erase", "done")]
-    assert {line["tenant_key"] for line in audited[2:]} == {load(Place.of(root)).tenant_key("cy")}
+    assert {line["tenant_key"] for line in audited[2:]} == {load(Location.of(root)).tenant_key("cy")}
     assert run("list", "--kind", "turns", "--tenant", "cy", "--store", root).code == 1
     fact = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines[0]
     updated = run("update", fact["id"], "Dee sold the boat.", *where, "--llm", server, "--json")

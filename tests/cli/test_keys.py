@@ -12,9 +12,9 @@ import pytest
 
 from undertow.engine.storage.store_info import read_info
 from undertow.serving.auth.audit import FILE_NAME as AUDIT
-from undertow.serving.auth.authenticator import KeyRefused, Keys
+from undertow.serving.auth.authenticator import Authenticator, KeyRefused
 from undertow.serving.auth.key_file import KEY_TEXT, KeyFile
-from undertow.serving.auth.principal import Limits, Reach, Scope
+from undertow.serving.auth.principal import KeyLimits, Scope, TenantScope
 
 from ..support.cli import conversation, run, write_log
 
@@ -27,9 +27,9 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def keys(file: Path) -> Iterator[Keys]:
+def keys(file: Path) -> Iterator[Authenticator]:
     """As a service has them, opened before any of the commands."""
-    opened = Keys(file)
+    opened = Authenticator(file)
     yield opened
     opened.close()
 
@@ -38,24 +38,24 @@ def audit(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / AUDIT).read_text().splitlines()]
 
 
-def test_a_key_is_alone_on_standard_output_and_works_at_once(tmp_path: Path, keys: Keys) -> None:
+def test_a_key_is_alone_on_standard_output_and_works_at_once(tmp_path: Path, keys: Authenticator) -> None:
     done = run("keys", "create", "--store", tmp_path, "--tenant", "ada", "--scope", "read")
     assert done.code == 0, done.err
     text = done.out.removesuffix("\n")
     assert KEY_TEXT.fullmatch(text)
     principal = keys.check(text)
-    assert (principal.reach, principal.scopes) == (Reach(("ada",)), frozenset({Scope.READ}))
+    assert (principal.reach, principal.scopes) == (TenantScope(("ada",)), frozenset({Scope.READ}))
     assert "cannot be shown again" in done.err and text[16:] not in done.err
 
 
-def test_create_takes_all_that_a_key_can_be(file: Path, keys: Keys) -> None:
+def test_create_takes_all_that_a_key_can_be(file: Path, keys: Authenticator) -> None:
     options = ("--scope", "read", "--scope", "write", "--label", "the app", "--expires-days", "30")
     limits = ("--requests-per-s", "2.5", "--burst", "10", "--tokens-per-day", "1000")
     made = run("keys", "create", "--keys", file, "--tenant-prefix", "acme/", *options, *limits, "--json").doc
     principal = keys.check(made["key"])
-    assert principal.reach == Reach(prefix="acme/")
+    assert principal.reach == TenantScope(prefix="acme/")
     assert principal.scopes == {Scope.READ, Scope.WRITE}
-    assert principal.limits == Limits(2.5, 10, 1000)
+    assert principal.limits == KeyLimits(2.5, 10, 1000)
     (listed,) = run("keys", "list", "--keys", file, "--json").lines
     assert {"key": made["key"], **listed} == made
     assert (listed["label"], listed["prefix"], listed["state"]) == ("the app", "acme/", "active")
@@ -69,7 +69,7 @@ def test_rotating_says_how_long_the_earlier_secret_holds(file: Path) -> None:
     assert "Earlier" not in run("keys", "rotate", key_id, "--keys", file, "--grace-s", "0").err
 
 
-def test_rotate_and_revoke_take_effect_under_a_running_service(file: Path, keys: Keys) -> None:
+def test_rotate_and_revoke_take_effect_under_a_running_service(file: Path, keys: Authenticator) -> None:
     first = run("keys", "create", "--keys", file, *READ_ALL, "--json").doc
     second = run("keys", "rotate", first["id"], "--keys", file, "--json").doc
     assert second["id"] == first["id"] and second["former_until"] is not None
@@ -195,7 +195,7 @@ def test_an_erased_tenant_s_name_leaves_the_keys_and_the_erasure_is_audited(tmp_
         run("keys", "create", "--store", store, "--scope", "read", *tenants, "--json").doc
         for tenants in (("--tenant", "eve-17"), ("--tenant", "eve-17", "--tenant", "bo"))
     )
-    keys = Keys(store / "keys.json")
+    keys = Authenticator(store / "keys.json")
     assert run("erase", "--tenant", "eve-17", "--store", store, "--yes").code == 0
     assert keys.check(alone["key"]), "its bytes are there until the purge, and so is its name"
     done = run("erase", "--tenant", "eve-17", "--store", store, "--now", "--yes", "--json")
@@ -204,7 +204,7 @@ def test_an_erased_tenant_s_name_leaves_the_keys_and_the_erasure_is_audited(tmp_
     assert not [p for p in store.rglob("*") if p.is_file() and b"eve-17" in p.read_bytes()]
     with pytest.raises(KeyRefused):
         keys.check(alone["key"])
-    assert keys.check(shared["key"]).reach == Reach(("bo",))
+    assert keys.check(shared["key"]).reach == TenantScope(("bo",))
     keys.close()
     erasures = [line for line in audit(store) if line["act"] == "erase"]
     assert [line["outcome"] for line in erasures] == ["begun", "done"] * 2

@@ -18,7 +18,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
 from undertow.engine.encoders.base import HashingEncoder
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.cli import on_ray, output
 from undertow.serving.cli.commands import cluster as clustering
 
@@ -59,7 +59,7 @@ class Answer:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    publish(Place.of(tmp_path / "root"), ShardMap.new(["s0001", "s0002", "s0003", "s0004"]))
+    publish(Location.of(tmp_path / "root"), ShardMap.new(["s0001", "s0002", "s0003", "s0004"]))
     return tmp_path / "root"
 
 
@@ -141,7 +141,7 @@ def test_a_root_is_embedded_again_shard_by_shard_once_none_runs(
 ) -> None:
     for tenant in ("ann", "bo"):
         with Engine(
-            root / "shards" / load(Place.of(root)).owner(tenant), settings(), HashingEncoder(384)
+            root / "shards" / load(Location.of(root)).owner(tenant), settings(), HashingEncoder(384)
         ) as engine:
             engine.add_batch([Turn(tenant, (Message("user", f"{n} boats"),), f"{n}") for n in range(3)])
     command = ("reindex", "--store", root, "--encoder", "hash:128", "--json")

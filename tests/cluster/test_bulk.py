@@ -25,11 +25,17 @@ from undertow.engine.cluster.bulk import reading as bulk_reading
 from undertow.engine.cluster.bulk.feeding import CALL_TURNS, calls, inspect
 from undertow.engine.cluster.bulk.ingest import BulkIngest
 from undertow.engine.cluster.bulk.reading import ORDER, FileReport, Piece
-from undertow.engine.cluster.bulk.records import Reached, Records, pieces_left, reached_by, wave_name
+from undertow.engine.cluster.bulk.records import (
+    FileProgress,
+    IngestRecords,
+    pieces_left,
+    reached_by,
+    wave_name,
+)
 from undertow.engine.cluster.bulk.waves import waves_of
 from undertow.engine.cluster.wire import TURNS, pack
 from undertow.engine.readers import Log, find_logs, read
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 from ..support.cluster.bulk import LIMIT, Kept, line, new_root, one_process_order, reading, write_logs
 
@@ -37,7 +43,7 @@ BUCKET = "bulk-logs"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Place:
+def root(tmp_path: Path) -> Location:
     return new_root(tmp_path / "root")
 
 
@@ -50,7 +56,7 @@ def logs(tmp_path: Path) -> list[Log]:
 
 
 def test_groups_hold_whole_tenants_of_one_shard_in_the_order_of_one_process(
-    root: Place, logs: list[Log]
+    root: Location, logs: list[Log]
 ) -> None:
     how = reading(root, buckets=3)
     tables = [t for n, log in enumerate(logs) for t in how.tables(Piece(n, log, 0))]
@@ -71,7 +77,7 @@ def test_groups_hold_whole_tenants_of_one_shard_in_the_order_of_one_process(
     assert sum(FileReport.from_json(r).turns for r in reports) == sum(map(len, found.values()))
 
 
-def test_groups_that_are_stored_are_read_and_not_sent_again(root: Place, logs: list[Log]) -> None:
+def test_groups_that_are_stored_are_read_and_not_sent_again(root: Location, logs: list[Log]) -> None:
     everything = pa.concat_tables(list(reading(root).tables(Piece(0, logs[0], 0))))
     groups = sorted(set(everything.column("group").to_pylist()) - {bulk_reading.REPORTS})
     rest = pa.concat_tables(list(reading(root, done=frozenset(groups[:2])).tables(Piece(0, logs[0], 0))))
@@ -81,7 +87,7 @@ def test_groups_that_are_stored_are_read_and_not_sent_again(root: Place, logs: l
     assert FileReport.from_json(left.column("payload")[-1].as_py()).turns == everything.num_rows - 1
 
 
-def test_a_report_survives_its_journey(root: Place, tmp_path: Path) -> None:
+def test_a_report_survives_its_journey(root: Location, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("\n".join([json.dumps(line("ada", "x", colour="red")), "{broken", "[]"] * 40))
     (*_, last) = reading(root).tables(Piece(3, Log.of(path), 0))
@@ -93,7 +99,7 @@ def test_a_report_survives_its_journey(root: Place, tmp_path: Path) -> None:
 
 
 def test_a_reader_that_fails_ends_its_file_alone(
-    root: Place, logs: list[Log], monkeypatch: pytest.MonkeyPatch
+    root: Location, logs: list[Log], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(log: Log, *_: Any, **__: Any) -> Iterator[Any]:
         yield from list(read(log, max_message_bytes=LIMIT))[:10]
@@ -108,7 +114,7 @@ def test_a_reader_that_fails_ends_its_file_alone(
 
 
 def test_turns_that_cannot_be_packed_end_their_file_alone(
-    root: Place, logs: list[Log], monkeypatch: pytest.MonkeyPatch
+    root: Location, logs: list[Log], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A defect behind the readers, as one in grouping would be: what was packed before it is taken."""
 
@@ -131,7 +137,7 @@ def test_turns_that_cannot_be_packed_end_their_file_alone(
 
 
 def test_a_tenant_without_a_group_ends_its_file_alone(
-    root: Place, logs: list[Log], monkeypatch: pytest.MonkeyPatch
+    root: Location, logs: list[Log], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk_reading, "zlib", None)
     (only,) = reading(root).tables(Piece(0, logs[0], 0))
@@ -162,7 +168,9 @@ def test_waves_are_bounded_and_keep_the_order(tmp_path: Path) -> None:
 def test_workers_that_read_or_feed_load_no_engine() -> None:
     """Torch would cost each of them seconds and hundreds of megabytes."""
     code = (
-        "import sys; from undertow.engine.cluster import actors, bulk_feeding, router\n"
+        "import sys; from undertow.engine.cluster.bulk import feeding\n"
+        "from undertow.engine.cluster.ray import actors\n"
+        "from undertow.engine.cluster.routing import router\n"
         "sys.exit(', '.join({'torch', 'numba', 'openai'} & set(sys.modules)) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -172,9 +180,9 @@ def test_workers_that_read_or_feed_load_no_engine() -> None:
 # ---- what is remembered
 
 
-def test_a_log_that_was_read_to_its_end_is_passed_over(root: Place, logs: list[Log]) -> None:
+def test_a_log_that_was_read_to_its_end_is_passed_over(root: Location, logs: list[Log]) -> None:
     how = reading(root)
-    records = Records(root)
+    records = IngestRecords(root)
     pieces = [Piece(n, log, 0) for n, log in enumerate(logs)]
     reports = [FileReport(n, 60, head=log.head(), whole=True) for n, log in enumerate(logs)]
     reports[1].errors = 1
@@ -198,16 +206,16 @@ def test_a_log_that_was_read_to_its_end_is_passed_over(root: Place, logs: list[L
     assert len(root.list("jobs")) == 1
 
 
-def test_the_latest_record_of_a_log_holds_and_names_stay_secret(root: Place, logs: list[Log]) -> None:
-    records = Records(root)
+def test_the_latest_record_of_a_log_holds_and_names_stay_secret(root: Location, logs: list[Log]) -> None:
+    records = IngestRecords(root)
     key, _ = reached_by(reading(root).shard_map, logs[0], FileReport(0, 1, head=logs[0].head()))
-    records.note_reached("one", {key: Reached(90, "x", 1, 1, clean=True)})
-    records.note_reached("two", {key: Reached(3, "y", 1, 1, clean=True)})
+    records.note_reached("one", {key: FileProgress(90, "x", 1, 1, clean=True)})
+    records.note_reached("two", {key: FileProgress(3, "y", 1, 1, clean=True)})
     assert records.reached()[key].position == 3
     assert all(b"log00" not in (root.read(name) or b"") for name in root.list("jobs"))
 
 
-def test_a_wave_is_named_by_all_that_makes_its_groups(root: Place, logs: list[Log]) -> None:
+def test_a_wave_is_named_by_all_that_makes_its_groups(root: Location, logs: list[Log]) -> None:
     pieces = [Piece(n, log, 0) for n, log in enumerate(logs)]
     longer = [Piece(0, Log(logs[0].uri, logs[0].shown, 1 << 30), 0), *pieces[1:]]
     names = [
@@ -235,7 +243,7 @@ def kept(tmp_path: Path) -> Kept:
     return Kept(tmp_path / "kept")
 
 
-def ingest(root: Place, kept: Kept, logs: list[Log], **options: Any) -> BulkIngest:
+def ingest(root: Location, kept: Kept, logs: list[Log], **options: Any) -> BulkIngest:
     run = BulkIngest(root, kept, max_message_bytes=LIMIT, **options)
     run.feed(logs)
     return run
@@ -244,7 +252,7 @@ def ingest(root: Place, kept: Kept, logs: list[Log], **options: Any) -> BulkInge
 @pytest.mark.usefixtures("ray_address")
 @pytest.mark.parametrize("wave_bytes", [1, 40_000, None])
 def test_tenants_keep_their_order_whatever_the_waves(
-    root: Place, logs: list[Log], kept: Kept, wave_bytes: int | None
+    root: Location, logs: list[Log], kept: Kept, wave_bytes: int | None
 ) -> None:
     expected = one_process_order(logs)
     run = ingest(root, kept, logs, wave_bytes=wave_bytes, group_bytes=20_000)
@@ -260,7 +268,7 @@ def test_tenants_keep_their_order_whatever_the_waves(
 
 @pytest.mark.usefixtures("ray_address")
 def test_calls_are_large_and_a_large_tenant_is_sent_in_order(
-    root: Place, tmp_path: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch
+    root: Location, tmp_path: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group larger than a block, and blocks smaller than a group: neither can reorder it."""
     folder = write_logs(tmp_path / "logs", files=4, lines=1500, tenants=2)
@@ -274,7 +282,7 @@ def test_calls_are_large_and_a_large_tenant_is_sent_in_order(
 
 
 @pytest.mark.usefixtures("ray_address")
-def test_bad_files_are_reported_and_stop_no_other(root: Place, tmp_path: Path, kept: Kept) -> None:
+def test_bad_files_are_reported_and_stop_no_other(root: Location, tmp_path: Path, kept: Kept) -> None:
     folder = write_logs(tmp_path / "logs", files=2, lines=20, tenants=4)
     (folder / "broken.jsonl").write_text("{broken\n" + json.dumps(line("ada", "good")) + "\n[]\n")
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(line("bo", "x")).encode() * 99)[:40])
@@ -306,7 +314,7 @@ def test_logs_and_root_on_s3_are_as_in_folders(logs: list[Log], kept: Kept) -> N
 
 @pytest.mark.usefixtures("ray_address")
 def test_strict_stores_the_waves_before_the_refused_input_alone(
-    root: Place, logs: list[Log], kept: Kept
+    root: Location, logs: list[Log], kept: Kept
 ) -> None:
     Path(logs[2].uri).write_text("{broken\n")
     run = ingest(root, kept, logs, strict=True, wave_bytes=1)
@@ -316,7 +324,7 @@ def test_strict_stores_the_waves_before_the_refused_input_alone(
 
 @pytest.mark.usefixtures("ray_address")
 def test_a_shard_that_fails_does_not_keep_the_others_from_their_turns(
-    root: Place, logs: list[Log], kept: Kept
+    root: Location, logs: list[Log], kept: Kept
 ) -> None:
     expected = one_process_order(logs)
     map_ = reading(root).shard_map
@@ -333,7 +341,9 @@ def test_a_shard_that_fails_does_not_keep_the_others_from_their_turns(
 
 
 @pytest.mark.usefixtures("ray_address")
-def test_workers_that_die_lose_nothing_and_reorder_nothing(root: Place, logs: list[Log], kept: Kept) -> None:
+def test_workers_that_die_lose_nothing_and_reorder_nothing(
+    root: Location, logs: list[Log], kept: Kept
+) -> None:
     deadly = Kept(kept.folder, killed=2)
     run = ingest(root, deadly, logs, group_bytes=5_000)
     assert len(list(kept.folder.glob("death*"))) == 2
@@ -346,7 +356,7 @@ def test_workers_that_die_lose_nothing_and_reorder_nothing(root: Place, logs: li
 
 @pytest.mark.usefixtures("ray_address")
 def test_an_interrupt_ends_after_whole_groups_and_resume_completes(
-    root: Place, logs: list[Log], kept: Kept
+    root: Location, logs: list[Log], kept: Kept
 ) -> None:
     seen: list[int] = []
     run = ingest(
@@ -368,7 +378,7 @@ def test_an_interrupt_ends_after_whole_groups_and_resume_completes(
 
 @pytest.mark.usefixtures("ray_address")
 def test_a_log_that_was_replaced_in_an_interrupted_wave_is_read_anew(
-    root: Place, logs: list[Log], kept: Kept
+    root: Location, logs: list[Log], kept: Kept
 ) -> None:
     """It is as long as the one before, so only how it begins tells them apart."""
     seen: list[int] = []
@@ -390,7 +400,7 @@ def test_a_log_that_was_replaced_in_an_interrupted_wave_is_read_anew(
 
 
 @pytest.mark.usefixtures("ray_address")
-def test_a_grown_log_is_read_on(root: Place, logs: list[Log], kept: Kept) -> None:
+def test_a_grown_log_is_read_on(root: Location, logs: list[Log], kept: Kept) -> None:
     ingest(root, kept, logs)
     path = Path(logs[1].uri)
     path.write_text(path.read_text() + json.dumps(line("t0", "one more")) + "\n")

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.transfer.import_ import RECORDS_PER_STEP, CalledOff
+from undertow.engine.api.transfer.import_ import RECORDS_PER_STEP, ImportCancelled
 from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.root import SINGLE, PlainStore, Root
+from undertow.engine.cluster.root import SINGLE, ClusterRoot, SingleStoreRoot
 from undertow.engine.cluster.routing.in_process import InProcess, LocalShards
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.call_queue import Stamp
+from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.wire import pack
 from undertow.engine.encoders.base import Float16, HashingEncoder
 from undertow.engine.storage.journal import Fenced, Journal
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.storage.store_info import StoreLocked, read_info
 
 from ..support.cluster.in_process import PARTS, FailingEncoder, begin, mock_llm, settings
@@ -126,7 +126,7 @@ def test_what_cannot_be_opened_says_so_at_once(store: Path) -> None:
         pass
     wider = settings().model_copy(update={"encoder": "hash:768"})
     with pytest.raises(StoreError, match="encoder"):
-        InProcess(store, wider, Parts(llm=mock_llm))
+        InProcess(store, wider, EngineParts(llm=mock_llm))
     engine_of(store).close()  # it holds no lock
 
 
@@ -136,7 +136,7 @@ def test_a_root_is_no_plain_store_and_a_store_no_root(tmp_path: Path, store: Pat
         InProcess(root, settings(), PARTS)
     engine_of(store).close()
     with pytest.raises(StoreError, match="no cluster's root"):
-        Router(Place.of(store), LocalShards(Root(Place.of(store)), settings(), PARTS).calls)
+        Router(Location.of(store), LocalShards(ClusterRoot(Location.of(store)), settings(), PARTS).calls)
 
 
 def test_nobody_moves_in_or_out_of_a_plain_store(opened: InProcess) -> None:
@@ -151,7 +151,7 @@ def test_nobody_moves_in_or_out_of_a_plain_store(opened: InProcess) -> None:
 def test_a_poison_turn_is_parked_beside_the_store_and_goes_with_its_tenant(store: Path) -> None:
     encoder = FailingEncoder(["badger"])
     with InProcess(
-        store, settings(), Parts(encoder=lambda _: encoder, llm=mock_llm), cluster=QUICK
+        store, settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm), cluster=QUICK
     ) as router:
         bad = turn_of("ann", 2, "a badger came by")
         receipts = router.add_batch([*some("ann", 1), bad, *some("bob", 1)])
@@ -198,7 +198,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shard_whose_thread_ends_is_begun_anew_and_nothing_is_lost(store: Path) -> None:
     encoder = PanickingEncoder(1)
     with InProcess(
-        store, settings(), Parts(encoder=lambda _: encoder, llm=mock_llm), cluster=QUICK
+        store, settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm), cluster=QUICK
     ) as router:
         router.add_batch(some("ann", 1))
         receipts = router.add_batch([*some("ann", 2), turn_of("ann", 3, "a badger came by")])
@@ -236,7 +236,7 @@ def test_closed_means_closed(opened: InProcess) -> None:
 
 def test_the_shards_of_a_root_in_one_process(tmp_path: Path) -> None:
     root = begin(tmp_path / "root", 3)
-    shards = LocalShards(Root(root), settings(), PARTS)
+    shards = LocalShards(ClusterRoot(root), settings(), PARTS)
     tenants = [f"tenant-{n}" for n in range(9)]
     with Router(root, shards.calls, QUICK) as router:
         router.add_batch([turn for tenant in tenants for turn in some(tenant, 1, 2)])
@@ -249,9 +249,9 @@ def test_the_shards_of_a_root_in_one_process(tmp_path: Path) -> None:
 
 
 def test_the_map_of_a_plain_store_is_that_of_its_journal(store: Path) -> None:
-    first = PlainStore(store)
+    first = SingleStoreRoot(store)
     with InProcess(store, settings(), PARTS):
-        assert PlainStore(store).newest_map().tenant_key("ann") == read_info(store).tenant_key("ann")
+        assert SingleStoreRoot(store).newest_map().tenant_key("ann") == read_info(store).tenant_key("ann")
     assert first.newest_map().hash_key != read_info(store).hash_key  # it was made by another
 
 
@@ -274,9 +274,9 @@ class HeldEncoder(HashingEncoder):
 @pytest.mark.parametrize("lived", [False, True])
 def test_an_import_that_an_erasure_overtakes_brings_nothing_back(store: Path, lived: bool) -> None:
     encoder = HeldEncoder()
-    shard = Shard(PlainStore(store), SINGLE, settings(), Parts(lambda _: encoder, mock_llm))
+    shard = Shard(SingleStoreRoot(store), SINGLE, settings(), EngineParts(lambda _: encoder, mock_llm))
     try:
-        stamp = Stamp("test", shard.hello("test", 1).result(SOON_S).token, 0, 1)
+        stamp = CallStamp("test", shard.hello("test", 1).result(SOON_S).token, 0, 1)
         shard.add(pack(some("ann", *range(RECORDS_PER_STEP + 1))), stamp).result(SOON_S)
         records = list(shard.export_page("ann", limit=10_000).result(SOON_S).items)
         if lived:
@@ -288,7 +288,7 @@ def test_an_import_that_an_erasure_overtakes_brings_nothing_back(store: Path, li
         erasing = shard.erase("bob", now=True, again=True)
         encoder.go.set()
         assert (erasing.result(SOON_S) is not None) == lived
-        with pytest.raises(CalledOff):
+        with pytest.raises(ImportCancelled):
             importing.result(SOON_S)
         assert shard.tenants().result(SOON_S) == ["ann"]
         assert shard.import_("bob", records).result(SOON_S).turns == RECORDS_PER_STEP + 1

@@ -12,13 +12,13 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.cluster.shard.call_queue import Stamp
-from undertow.engine.cluster.shard.index_build import Prepared, Preparing
+from undertow.engine.cluster.shard.call_queue import CallStamp
+from undertow.engine.cluster.shard.index_build import AfterIndexBuild, IndexBuildQueue
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import Housing, Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.cluster.wire import pack
 from undertow.engine.search import keyword_index as lexicon
-from undertow.engine.search.ranking import Found, Retrieval
+from undertow.engine.search.ranking import Ranker, SearchResult
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.engine.tenants.tenant import Tenant
 
@@ -36,11 +36,11 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lexicon, "SLICE_ROWS", SLICE)
 
 
-def asked(preparing: Preparing, tenant: str, query: str = QUERIES[0]) -> Prepared[Found]:
-    return Prepared(preparing, lambda: tenant, lambda engine: engine.search(tenant, query))
+def asked(preparing: IndexBuildQueue, tenant: str, query: str = QUERIES[0]) -> AfterIndexBuild[SearchResult]:
+    return AfterIndexBuild(preparing, lambda: tenant, lambda engine: engine.search(tenant, query))
 
 
-def rounds(engine: Engine, *searches: Prepared[Found]) -> list[int]:
+def rounds(engine: Engine, *searches: AfterIndexBuild[SearchResult]) -> list[int]:
     """Each is asked once in a round, until it has found something: how many rounds that took."""
     took = [0] * len(searches)
     waiting = list(enumerate(searches))
@@ -52,7 +52,7 @@ def rounds(engine: Engine, *searches: Prepared[Found]) -> list[int]:
     return took
 
 
-def everything(engine: Engine, tenant: str) -> list[Found]:
+def everything(engine: Engine, tenant: str) -> list[SearchResult]:
     return [engine.search(tenant, query, k_sub=50) for query in QUERIES]
 
 
@@ -65,7 +65,7 @@ def test_an_index_made_in_slices_is_the_index_made_at_once(tmp_path: Path, seed:
         receipts = engine.add_batch(said[: LARGE // 2])
         assert engine.drain()
         assert {memory.kind for memory in engine.get_all("ann")} == {"episode", "fact"}
-        search, slices = asked(Preparing(), "ann"), 0
+        search, slices = asked(IndexBuildQueue(), "ann"), 0
         while (found := search(engine)) is None:
             slices += 1
             if slices % 3 == 0:
@@ -85,7 +85,7 @@ def test_one_slice_is_made_in_a_round_whoever_waits(tmp_path: Path) -> None:
         for tenant in ("ann", "bob"):
             engine.add_batch(turns(tenant, LARGE))
         engine.add_batch(turns("cyd", SLICE))
-        preparing = Preparing()
+        preparing = IndexBuildQueue()
         searches = [asked(preparing, tenant) for tenant in ("ann", "ann", "bob", "cyd")]
         first, second, other, small = rounds(engine, *searches)
         assert small == 1
@@ -99,13 +99,13 @@ def test_turns_that_keep_coming_do_not_put_the_end_off(tmp_path: Path) -> None:
     said = turns("ann", 3 * LARGE)
     with open_engine(tmp_path, **NEVER) as engine:
         engine.add_batch(said[:LARGE])
-        search, come = asked(Preparing(), "ann"), LARGE
+        search, come = asked(IndexBuildQueue(), "ann"), LARGE
         while search(engine) is None:
             engine.add_batch(said[come : come + 2 * SLICE])
             come += 2 * SLICE
             assert come < len(said)
         engine.add_batch(said[come:])
-        assert asked(Preparing(), "ann")(engine) is None, "what has come since a search is sliced too"
+        assert asked(IndexBuildQueue(), "ann")(engine) is None, "what has come since a search is sliced too"
 
 
 def test_an_eviction_or_an_erasure_between_slices(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_eviction_or_an_erasure_between_slices(tmp_path: Path) -> None:
         engine.add_batch(turns("ann", LARGE))
         engine.add_batch(turns("bob", LARGE))
         assert engine.drain()
-        expected, preparing = engine.search("ann", QUERIES[0]), Preparing()
+        expected, preparing = engine.search("ann", QUERIES[0]), IndexBuildQueue()
         engine.tenants.evict("ann")
         search = asked(preparing, "ann")
         assert search(engine) is None and search(engine) is None
@@ -132,7 +132,7 @@ def test_an_engine_that_was_opened_again_is_prepared_slice_by_slice_too(tmp_path
     said = turns("ann", LARGE)
     with open_engine(tmp_path, **NEVER) as engine:
         engine.add_batch(said)
-        search = asked(Preparing(), "ann")
+        search = asked(IndexBuildQueue(), "ann")
         for _ in range(LARGE // SLICE // 2):
             assert search(engine) is None
     with open_engine(tmp_path, **NEVER) as engine:
@@ -144,7 +144,7 @@ def without_llm(_: Settings) -> None: ...
 
 @pytest.fixture
 def shard(tmp_path: Path) -> Iterator[Shard]:
-    made = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), Parts(llm=without_llm))
+    made = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), EngineParts(llm=without_llm))
     yield made
     made.close()
 
@@ -152,7 +152,7 @@ def shard(tmp_path: Path) -> Iterator[Shard]:
 def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Shard) -> None:
     token = shard.hello("client", 1).result(SOON_S).token
     for n, (tenant, count) in enumerate((("large", LARGE), ("small", SLICE))):
-        shard.add(pack(turns(tenant, count)), Stamp("client", token, n, 1)).result(SOON_S)
+        shard.add(pack(turns(tenant, count)), CallStamp("client", token, n, 1)).result(SOON_S)
     order: list[str] = []
     futures: dict[str, Any] = {"large": shard.search("large", QUERIES[0])}
     futures["answer"] = shard.answer("large", QUERIES[0])
@@ -182,18 +182,18 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
 ) -> None:
     llm = Counting(MockReplies(0))
     begun, go = threading.Event(), threading.Event()
-    take_in = Retrieval.prepare
+    take_in = Ranker.prepare
 
-    def prepare(retrieval: Retrieval, tenant: Tenant) -> int:
+    def prepare(retrieval: Ranker, tenant: Tenant) -> int:
         begun.set()
         assert go.wait(SOON_S)
         return take_in(retrieval, tenant)
 
-    monkeypatch.setattr(Retrieval, "prepare", prepare)
-    shard = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), Parts(llm=lambda _: llm))
+    monkeypatch.setattr(Ranker, "prepare", prepare)
+    shard = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), EngineParts(llm=lambda _: llm))
     try:
         token = shard.hello("client", 1).result(SOON_S).token
-        shard.add(pack(turns("ann", LARGE)), Stamp("client", token, 0, 1)).result(SOON_S)
+        shard.add(pack(turns("ann", LARGE)), CallStamp("client", token, 0, 1)).result(SOON_S)
         answer, search = shard.answer("ann", QUERIES[0]), shard.search("ann", QUERIES[0])
         assert begun.wait(SOON_S)
         assert answer.cancel() and search.cancel()
@@ -212,23 +212,23 @@ def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
     """It has ended in the midst of its slices, without being asked again."""
     token = shard.hello("client", 1).result(SOON_S).token
     for n, tenant in enumerate(("ann", "bob")):
-        shard.add(pack(turns(tenant, LARGE)), Stamp("client", token, n, 1)).result(SOON_S)
+        shard.add(pack(turns(tenant, LARGE)), CallStamp("client", token, n, 1)).result(SOON_S)
     opens = iter(range(10 * LARGE))
-    opened, take_in = Housing.open, Retrieval.prepare
+    opened, take_in = ShardSupervisor.open, Ranker.prepare
 
-    def fail_once(housing: Housing) -> Engine:
+    def fail_once(supervisor: ShardSupervisor) -> Engine:
         if next(opens) == 3:
             raise OSError("the disk is away")
-        return opened(housing)
+        return opened(supervisor)
 
-    def prepare(retrieval: Retrieval, tenant: Tenant) -> int:
-        monkeypatch.setattr(Housing, "open", fail_once)  # from the first slice on
+    def prepare(retrieval: Ranker, tenant: Tenant) -> int:
+        monkeypatch.setattr(ShardSupervisor, "open", fail_once)  # from the first slice on
         return take_in(retrieval, tenant)
 
-    monkeypatch.setattr(Retrieval, "prepare", prepare)
+    monkeypatch.setattr(Ranker, "prepare", prepare)
     with pytest.raises(OSError, match="the disk is away"):
         shard.search("ann", QUERIES[0]).result(SOON_S)
-    monkeypatch.setattr(Housing, "open", opened)
-    monkeypatch.setattr(Retrieval, "prepare", take_in)
+    monkeypatch.setattr(ShardSupervisor, "open", opened)
+    monkeypatch.setattr(Ranker, "prepare", take_in)
     assert shard.search("bob", QUERIES[0]).result(SOON_S).turns
     assert shard.search("ann", QUERIES[0]).result(SOON_S).turns

@@ -28,10 +28,10 @@ from undertow.engine.cluster.ray.actors import NAMESPACE, actor_name
 from undertow.engine.cluster.ray.cluster import Cluster
 from undertow.engine.cluster.resharding.coordinator import reshard
 from undertow.engine.cluster.settings import ClusterSettings, ResourcesLacking
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.encoders.base import Encoder, Float16, HashingEncoder
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 from ..support.cluster.in_process import cluster_state, settings
 from ..support.engine import interleaved, turn_of
@@ -51,8 +51,8 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Place:
-    return Place.of(tmp_path / "root")
+def root(tmp_path: Path) -> Location:
+    return Location.of(tmp_path / "root")
 
 
 def kill_one(cluster: Cluster, rng: random.Random) -> None:
@@ -66,7 +66,7 @@ def pids_of(cluster: Cluster) -> list[int]:
 
 
 def test_shards_killed_at_random_moments_give_what_one_engine_gives(
-    root: Place, server: str, tmp_path: Path
+    root: Location, server: str, tmp_path: Path
 ) -> None:
     of_server = settings(llm_url=server)
     turns = turns_of(write_log(tmp_path / "log.jsonl", [f"tenant-{n}" for n in range(5)], 26))
@@ -112,7 +112,7 @@ time.sleep(600)
 """
 
 
-def test_shards_outlive_their_driver_and_the_next_one_finds_them(root: Place) -> None:
+def test_shards_outlive_their_driver_and_the_next_one_finds_them(root: Location) -> None:
     address = ray.get_runtime_context().gcs_address
     driver = subprocess.Popen(
         [sys.executable, "-c", FIRST_DRIVER, address, str(root)], stdout=subprocess.PIPE, text=True
@@ -134,7 +134,7 @@ def test_shards_outlive_their_driver_and_the_next_one_finds_them(root: Place) ->
         Cluster.open(root, PLAIN, shards=3, resources=SMALL)
 
 
-def test_the_shard_of_a_move_that_died_at_its_end_ends_and_is_not_started_again(root: Place) -> None:
+def test_the_shard_of_a_move_that_died_at_its_end_ends_and_is_not_started_again(root: Location) -> None:
     names = [f"tenant-{n}" for n in range(8)]
     with (
         Cluster.open(root, PLAIN, shards=2, resources=SMALL) as cluster,
@@ -180,11 +180,13 @@ def no_llm(of: Settings) -> None:
     return None
 
 
-def test_a_turn_that_kills_its_shard_is_found_and_parked(root: Place) -> None:
+def test_a_turn_that_kills_its_shard_is_found_and_parked(root: Location) -> None:
     # the workers cannot import this file
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     badger = turn_of("ann", 1, "a badger")
-    with Cluster.open(root, settings(), shards=1, resources=SMALL, parts=Parts(deadly, no_llm)) as cluster:
+    with Cluster.open(
+        root, settings(), shards=1, resources=SMALL, parts=EngineParts(deadly, no_llm)
+    ) as cluster:
         cluster.add_batch([turn_of("ann", 0, "word0")])
         receipts = cluster.add_batch([badger])
         assert "process died" in (receipts[0].parked or "")
@@ -198,7 +200,7 @@ def test_a_turn_that_kills_its_shard_is_found_and_parked(root: Place) -> None:
         cluster.stop()
 
 
-def test_more_shards_than_there_is_room_for_are_refused(root: Place) -> None:
+def test_more_shards_than_there_is_room_for_are_refused(root: Location) -> None:
     wants: dict[str, Any] = {"patience_s": 5}
     with pytest.raises(ResourcesLacking, match="no node has that"):
         Cluster.open(root, settings(), shards=1, resources=ClusterSettings(num_cpus=64, **wants))

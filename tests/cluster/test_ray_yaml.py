@@ -15,7 +15,7 @@ from ray.autoscaler._private.node_provider_availability_tracker import NodeAvail
 from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from undertow.engine.base.gpu_shares import CardShares
+from undertow.engine.base.gpu_shares import GpuShares
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.serving.vllm.ray_actor import ServerPlan
 
@@ -144,7 +144,7 @@ def test_nothing_is_installed_on_a_node(config: dict[str, Any]) -> None:
 
 
 def test_the_card_of_an_engine_node_has_no_share_for_a_server(written: dict[str, Any]) -> None:
-    shares = CardShares.parse(head_environment(written)["UNDERTOW_CARD_SHARES"])
+    shares = GpuShares.parse(head_environment(written)["UNDERTOW_CARD_SHARES"])
     assert shares.llm == 0 and shares.arena >= 0.7
 
 

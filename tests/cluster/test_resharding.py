@@ -23,14 +23,14 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PolicyName, Turn, UndertowError
 from undertow.engine.cluster.resharding import coordinator as resharding
 from undertow.engine.cluster.resharding.coordinator import batches, reshard, resume
-from undertow.engine.cluster.resharding.participant import Leaver, Moving, StaleMap
-from undertow.engine.cluster.resharding.transfer import Luggage
+from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant, StaleMap
+from undertow.engine.cluster.resharding.transfer import TenantTransfer
 from undertow.engine.cluster.shard_map import ShardMap, publish
 from undertow.engine.encoders.base import HashingEncoder
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.storage.lance_log import LogTable
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.lance_log import LanceLog
+from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import InTransit, Moved, MoveError, NotYet
 
 from ..support.engine import DeafLLM, HeldLLM, bytes_hold, settings_of, turn_of
@@ -234,7 +234,7 @@ def test_killed_by_the_system_at_random_moments(
 def test_on_an_object_store(turns: list[Turn], tmp_path: Path, s3: dict[str, str]) -> None:
     some = [turn for turn in turns if turn.tenant in (STAY[0], LEAVE_A[0], LEAVE_B[0])]
     half = len(some) // 2
-    root = Place.of("s3://memories/cluster")
+    root = Location.of("s3://memories/cluster")
     with Shards(root) as shards:
         shards.add(some[:half])
         with after_commits(Strike(9)), pytest.raises(Killed):
@@ -451,13 +451,13 @@ def test_sealing_looks_at_its_batch_alone(shards: Shards, monkeypatch: pytest.Mo
     engine = shards.engines["a"]
     engine.tenants._known = Unlisted(engine.tenants.names())
     read: list[str] = []
-    scan = LogTable.scanner
+    scan = LanceLog.scanner
 
-    def scanner(table: LogTable, columns: Sequence[str], filter: str | None = None, **options: Any) -> Any:
+    def scanner(table: LanceLog, columns: Sequence[str], filter: str | None = None, **options: Any) -> Any:
         read.append(filter or "")
         return scan(table, columns, filter, **options)
 
-    monkeypatch.setattr(LogTable, "scanner", scanner)
+    monkeypatch.setattr(LanceLog, "scanner", scanner)
     a.seal(2, keys[:2])
     assert read and all(f"tenant_key IN ('{keys[0]}', '{keys[1]}')" in filter for filter in read)
     assert set(a.refusals(LEAVE_A)) == set(LEAVE_A[:2])
@@ -501,13 +501,13 @@ def test_a_shard_is_cleared_once_all_that_has_left_it_is_on_the_disk(
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    sync, delete = Journal.sync, LogTable.delete
+    sync, delete = Journal.sync, LanceLog.delete
 
     def synced(journal: Journal) -> None:
         sync(journal)
-        events.append(f"{journal.place.uri[-1]} is on the disk at {journal.next_lsn}")
+        events.append(f"{journal.location.uri[-1]} is on the disk at {journal.next_lsn}")
 
-    def deleted(table: LogTable, filter: str) -> None:
+    def deleted(table: LanceLog, filter: str) -> None:
         if "'turn'" in filter:
             ends = [f"{name} is on the disk at {shards.engines[name].journal.next_lsn}" for name in "abc"]
             assert set(ends) <= set(events)
@@ -515,7 +515,7 @@ def test_a_shard_is_cleared_once_all_that_has_left_it_is_on_the_disk(
         delete(table, filter)
 
     monkeypatch.setattr(Journal, "sync", synced)
-    monkeypatch.setattr(LogTable, "delete", deleted)
+    monkeypatch.setattr(LanceLog, "delete", deleted)
     resume(shards.root, shards)
     assert events.count("cleared") == 2
     assert events[-1].startswith("b is on the disk"), "and so is that it was cleared"
@@ -705,7 +705,7 @@ def test_who_comes_while_others_move_does_not_hold_the_move_up(shards: Shards) -
 
     @dataclass
     class Growing(Busy):
-        def leaving(self) -> Sequence[Leaver]:
+        def leaving(self) -> Sequence[DepartingTenant]:
             nonlocal looks
             if shards.map.phase == "moving":
                 looks += 1
@@ -729,18 +729,18 @@ def test_a_journal_that_cannot_be_read_now_is_waited_for(
     """A purge takes away the files that a pull reads; a new writer takes over where a release looks."""
     a, keys = shards("a"), keys_of(shards, LEAVE_A)
     monkeypatch.setattr(resharding, "PAUSE_S", 0.01)
-    read, failures = Luggage._rows, 0
+    read, failures = TenantTransfer._rows, 0
 
-    def fail(luggage: Luggage) -> Iterator[Row]:
+    def fail(transfer: TenantTransfer) -> Iterator[Row]:
         nonlocal failures
         failures += 1
-        rows = read(luggage)
+        rows = read(transfer)
         yield next(rows)
         if failures < 3:
             raise OSError("the file is gone")
         yield from rows
 
-    monkeypatch.setattr(Luggage, "_rows", fail)
+    monkeypatch.setattr(TenantTransfer, "_rows", fail)
     a.seal(2, keys)
     rows = shards.engines["c"].journal.row_count
     with pytest.raises(NotYet, match="the file is gone"):
@@ -766,7 +766,7 @@ def test_a_store_of_another_cluster_or_encoder_takes_no_one(tmp_path: Path, turn
         shards.add(turns[:20])
         foreign = ShardMap.new(["a", "b"])
         with pytest.raises(StoreError, match="another hash key"):
-            Moving(shards.engines["a"], "a", shards.root / "shards", foreign)
+            ReshardingParticipant(shards.engines["a"], "a", shards.root / "shards", foreign)
         publish(shards.root, shards.map.toward(["a", "b", "c"]))
         shards("a").adopt(shards.map)
         leavers = [leaver.key for leaver in shards("a").leaving()]
@@ -774,7 +774,7 @@ def test_a_store_of_another_cluster_or_encoder_takes_no_one(tmp_path: Path, turn
         other = HashingEncoder(32)
         Journal.create(shards.store("c"), other.dim, asdict(other.fingerprint), hash_key=HASH_KEY)
         with Engine(shards.store("c"), settings_of(), other) as engine:
-            moving = Moving(engine, "c", shards.root / "shards", shards.map)
+            moving = ReshardingParticipant(engine, "c", shards.root / "shards", shards.map)
             with pytest.raises(MoveError, match="encoder"):
                 moving.pull(2, "a", leavers)
             assert engine.journal.row_count == 0
@@ -785,10 +785,11 @@ def test_a_store_of_another_cluster_or_encoder_takes_no_one(tmp_path: Path, turn
 
 @given(
     st.lists(
-        st.builds(Leaver, st.uuids().map(str), st.sampled_from("xyz"), st.integers(0, 30_000)), max_size=40
+        st.builds(DepartingTenant, st.uuids().map(str), st.sampled_from("xyz"), st.integers(0, 30_000)),
+        max_size=40,
     )
 )
-def test_batches_are_bounded_and_lose_no_one(leavers: list[Leaver]) -> None:
+def test_batches_are_bounded_and_lose_no_one(leavers: list[DepartingTenant]) -> None:
     rows = {leaver.key: leaver.rows for leaver in leavers}
     found = list(batches(leavers))
     assert sorted((key, to) for to, keys in found for key in keys) == sorted((x.key, x.to) for x in leavers)

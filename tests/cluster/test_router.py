@@ -21,15 +21,15 @@ from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.resharding.coordinator import reshard
 from undertow.engine.cluster.routing import router as routers
-from undertow.engine.cluster.routing import shard_client as lanes
-from undertow.engine.cluster.routing.batch import Parcel, split
+from undertow.engine.cluster.routing import shard_client as shard_clients
+from undertow.engine.cluster.routing.batch import ShardBatch, split
 from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.cluster.routing.router import Router
-from undertow.engine.cluster.routing.shard_client import Lane
+from undertow.engine.cluster.routing.shard_client import ShardClient
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.wire import Status, pack
 from undertow.engine.step.admission import QueueFull
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import Moved
 from undertow.engine.tenants.registry import UnknownTenant
 
@@ -70,7 +70,7 @@ def expected(turns: Turns, tmp_path_factory: pytest.TempPathFactory) -> State:
     return state
 
 
-def routed(root: Place, shards: LocalShards, **changes: Any) -> Router:
+def routed(root: Location, shards: LocalShards, **changes: Any) -> Router:
     return Router(root, shards.calls, ClusterSettings(patience_s=SOON_S, **changes))
 
 
@@ -156,7 +156,7 @@ def test_many_clients_at_a_time(turns: Turns, expected: State, tmp_path: Path) -
 def test_shards_killed_at_any_moment(
     seed: int, turns: Turns, expected: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "COURTESY_S", 0.01)
+    monkeypatch.setattr(shard_clients, "COURTESY_S", 0.01)
     rng = random.Random(seed)
     root = begin(tmp_path / "root", 2)
 
@@ -227,12 +227,12 @@ def test_a_map_that_cannot_be_read_is_read_again(tmp_path: Path, monkeypatch: py
     root = begin(tmp_path / "root", 1)
     load, refusals, readers = shard_map.load, [0], set[str]()
 
-    def reluctant(place: Place) -> shard_map.ShardMap:
+    def reluctant(location: Location) -> shard_map.ShardMap:
         readers.add(threading.current_thread().name)
         if refusals[0] > 0:
             refusals[0] -= 1
             raise StoreError("503")
-        return load(place)
+        return load(location)
 
     with (
         LocalShards(root, settings()) as shards,
@@ -259,7 +259,7 @@ def test_a_lane_that_has_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.
     with LocalShards(root, settings()) as shards, routed(root, shards) as router:
         router.add_batch([turn_of("ann", 0, "x")])
         with monkeypatch.context() as patch:
-            patch.setattr(Lane, "_may_send", property(lambda _: 1 / 0))
+            patch.setattr(ShardClient, "_may_send", property(lambda _: 1 / 0))
             with pytest.raises(UndertowError, match="report"):
                 router.submit_table(pack([turn_of("ann", 1, "x")])).result(SOON_S)
         assert [r.seq for r in router.add_batch([turn_of("ann", 1, "x")])] == [1]
@@ -268,7 +268,7 @@ def test_a_lane_that_has_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.
 # ---- bounds, and shards that do not answer
 
 
-def owned(root: Place, shard: str) -> str:
+def owned(root: Location, shard: str) -> str:
     keys = shard_map.load(root)
     return next(name for n in range(100) if keys.owner(name := f"tenant-{n}") == shard)
 
@@ -317,7 +317,7 @@ def test_a_shard_that_stays_down_fails_its_calls_and_no_others(tmp_path: Path) -
 # ---- shards that are made up
 
 
-def over(root: Place, shards: Mapping[str, FakeShard], patience_s: float) -> Router:
+def over(root: Location, shards: Mapping[str, FakeShard], patience_s: float) -> Router:
     return Router(root, shards.__getitem__, ClusterSettings(patience_s=patience_s, call_turns=4))
 
 
@@ -328,7 +328,7 @@ def test_tenants_in_transit_wait_aside_and_nobody_is_sorted_again_for_them(
     shard = FakeShard(away={"bob": (Status.IN_TRANSIT, "s1")})
     sorted_parcels = Counter[str]()
 
-    def counted(parcel: Parcel, *how: Any) -> Any:
+    def counted(parcel: ShardBatch, *how: Any) -> Any:
         sorted_parcels.update(parcel.tenants)
         return split(parcel, *how)
 

@@ -23,17 +23,17 @@ from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.root_thresholds import agree, in_force
 from undertow.engine.cluster.routing.router import Router
-from undertow.engine.cluster.shard.call_queue import StaleSession, Stamp
-from undertow.engine.cluster.shard.engine_thread import Keeper
-from undertow.engine.cluster.shard.quarantine import Parking
+from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession
+from undertow.engine.cluster.shard.engine_thread import EngineThread
+from undertow.engine.cluster.shard.quarantine import Quarantine
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import Parts, Sick
+from undertow.engine.cluster.shard.supervisor import EngineParts, EngineUnusable
 from undertow.engine.cluster.shard_map import STORES, Removed, ShardMap
 from undertow.engine.cluster.wire import pack
 from undertow.engine.policies.recmem import RecMem
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.journal import Fenced, Journal, JournalError
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import Move, Moved
 from undertow.engine.tenants.registry import UnknownTenant
 
@@ -46,12 +46,12 @@ SOON_S = 30
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Place:
+def root(tmp_path: Path) -> Location:
     return begin(tmp_path / "root", 1)
 
 
 @pytest.fixture
-def shard(root: Place) -> Iterator[Shard]:
+def shard(root: Location) -> Iterator[Shard]:
     made = Shard(root, "s0", settings(), PARTS)
     yield made
     made.close()
@@ -68,9 +68,9 @@ class Sender:
         self.token = self.shard.hello(self.name, 1).result(SOON_S).token
         self.number = 0
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> CallStamp:
         self.number += 1
-        return Stamp(self.name, self.token, self.number - 1, 1)
+        return CallStamp(self.name, self.token, self.number - 1, 1)
 
     def add(self, turns: list[Turn]) -> list[dict[str, Any]]:
         receipts: list[dict[str, Any]] = self.shard.add(pack(turns), self.stamp()).result(SOON_S).to_pylist()
@@ -84,7 +84,7 @@ def some(tenant: str, *numbers: int) -> list[Turn]:
 # ---- the engine's calls
 
 
-def test_a_shard_gives_what_an_engine_gives(root: Place, shard: Shard, tmp_path: Path) -> None:
+def test_a_shard_gives_what_an_engine_gives(root: Location, shard: Shard, tmp_path: Path) -> None:
     turns = [t for of in turns_of(write_log(tmp_path / "log.jsonl", ["ann", "bob"], 30)).values() for t in of]
     sender = Sender(shard)
     receipts = [r for start in range(0, len(turns), 13) for r in sender.add(turns[start : start + 13])]
@@ -117,8 +117,8 @@ def test_calls_that_arrive_out_of_order_are_stored_in_order(shard: Shard) -> Non
 
 
 def test_an_earlier_line_of_a_client_is_refused(shard: Shard) -> None:
-    old, ahead = Sender(shard), Stamp("client", "", 0, 1)
-    waiting = shard.add(pack(some("ann", 9)), Stamp("client", old.token, 1, 1))
+    old, ahead = Sender(shard), CallStamp("client", "", 0, 1)
+    waiting = shard.add(pack(some("ann", 9)), CallStamp("client", old.token, 1, 1))
     new = Sender(shard)
     with pytest.raises(StaleSession):
         waiting.result(SOON_S)
@@ -128,7 +128,7 @@ def test_an_earlier_line_of_a_client_is_refused(shard: Shard) -> None:
     assert [r["seq"] for r in new.add(some("ann", 0))] == [0]
 
 
-def test_a_full_shard_refuses_and_keeps_the_order(root: Place) -> None:
+def test_a_full_shard_refuses_and_keeps_the_order(root: Location) -> None:
     slow = Shard(root, "s0", settings(queue_turns=8), PARTS)
     try:
         sender = Sender(slow)
@@ -159,12 +159,12 @@ def hold(shard: Shard) -> Any:
         began.set()
         return gate.wait(SOON_S)
 
-    shard._keeper.ask_without(wait)
+    shard._engine_thread.ask_without(wait)
     assert began.wait(SOON_S)
     return gate.set
 
 
-def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(root: Place) -> None:
+def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(root: Location) -> None:
     small = Shard(root, "s0", settings(queue_turns=8), PARTS)
     try:
         assert [r["seq"] for r in Sender(small).add(some("ann", *range(40)))] == list(range(40))
@@ -176,7 +176,7 @@ def test_errors_of_a_call_are_its_callers_and_the_shard_goes_on(shard: Shard) ->
     with pytest.raises(UnknownTenant):
         shard.search("nobody", "x").result(SOON_S)
     with pytest.raises(ValueError, match="columns"):
-        shard.add(pack(some("ann", 0)).drop_columns(["text"]), Stamp("client", "", 0, 1)).result(SOON_S)
+        shard.add(pack(some("ann", 0)).drop_columns(["text"]), CallStamp("client", "", 0, 1)).result(SOON_S)
     sender = Sender(shard)
     sender.add(some("ann", 0))
     with pytest.raises(ValueError, match="empty"):
@@ -184,7 +184,7 @@ def test_errors_of_a_call_are_its_callers_and_the_shard_goes_on(shard: Shard) ->
     assert shard.status().result(SOON_S)["reopened"] == 0
 
 
-def test_a_closed_shard_says_so(root: Place) -> None:
+def test_a_closed_shard_says_so(root: Location) -> None:
     shard = Shard(root, "s0", settings(), PARTS)
     sender = Sender(shard)
     release = hold(shard)
@@ -221,7 +221,9 @@ def test_repeated_calls_change_nothing(shard: Shard) -> None:
         shard.erase("ann").result(SOON_S)
 
 
-def test_erasures_that_wait_share_a_purge(root: Place, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_erasures_that_wait_share_a_purge(
+    root: Location, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender = Sender(shard)
     for n, name in enumerate(("ann", "bob", "cy"), 1):
         sender.add([turn_of(name, seq, f"words of {name}") for seq in range(n)])
@@ -235,7 +237,7 @@ def test_erasures_that_wait_share_a_purge(root: Place, shard: Shard, monkeypatch
 
     monkeypatch.setattr(Engine, "purge", counted)
     go = threading.Event()
-    holding = shard._keeper.ask_without(lambda: go.wait(SOON_S))
+    holding = shard._engine_thread.ask_without(lambda: go.wait(SOON_S))
     erasing = [shard.erase(name, now=True) for name in ("ann", "bob")]
     unknown = shard.erase("nobody", now=True)
     erasing.append(shard.erase("cy", now=True))
@@ -263,8 +265,8 @@ def test_a_certificate_says_when_the_bytes_went_not_when_it_was_asked_for(
 
 def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shard: Shard) -> None:
     Sender(shard).add([turn_of("ann", 0, "words of ann")])
-    assert shard._housing.engine is not None
-    tenants, key = shard._housing.engine.tenants, shard._housing.open().journal.info.tenant_key("ann")
+    assert shard._supervisor.engine is not None
+    tenants, key = shard._supervisor.engine.tenants, shard._supervisor.open().journal.info.tenant_key("ann")
     tenants.arrived[key] = Move("arrived", "elsewhere", 1)
     for again in (False, True):
         with pytest.raises(NotCertified, match="ask again"):
@@ -316,7 +318,7 @@ def test_a_shard_filters_by_metadata_as_an_engine_does(shard: Shard) -> None:
     assert shard.status().result(SOON_S)["reopened"] == 0
 
 
-def test_a_flush_that_is_repeated_loads_nobody(root: Place, shard: Shard) -> None:
+def test_a_flush_that_is_repeated_loads_nobody(root: Location, shard: Shard) -> None:
     Sender(shard).add(some("ann", 0, 1))
     assert shard.flush("ann").result(SOON_S)
     before = records(shard)
@@ -335,13 +337,13 @@ def test_a_flush_that_is_repeated_loads_nobody(root: Place, shard: Shard) -> Non
 
 
 def loaded(shard: Shard) -> list[str]:
-    engine = shard._housing.engine
+    engine = shard._supervisor.engine
     assert engine is not None
     return [tenant.name for tenant in engine.tenants.loaded()]
 
 
 def records(shard: Shard) -> int:
-    engine = shard._housing.engine
+    engine = shard._supervisor.engine
     assert engine is not None
     return engine.tenants.existing("ann").next_seq
 
@@ -375,7 +377,7 @@ def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path:
         shard.close()
 
 
-def test_a_shard_reads_the_map_that_its_clients_know(root: Place, shard: Shard) -> None:
+def test_a_shard_reads_the_map_that_its_clients_know(root: Location, shard: Shard) -> None:
     sender = Sender(shard)
     names = [f"tenant-{n}" for n in range(12)]
     sender.add([turn_of(names[0], 0, "x")])
@@ -397,11 +399,13 @@ def test_a_call_brings_its_map_so_that_a_tenants_first_turns_keep_their_order(tm
     shard = Shard(root, "s1", settings(), PARTS)
     try:
         token = shard.hello("client", closing.version).result(SOON_S).token
-        early = shard.add(pack(some(name, 0)), Stamp("client", token, 0, closing.version)).result(SOON_S)
+        early = shard.add(pack(some(name, 0)), CallStamp("client", token, 0, closing.version)).result(SOON_S)
         assert early.column("status").to_pylist() == ["moved"]
         shard_map.publish(root, closing.after())
         found = [
-            shard.add(pack(some(name, n)), Stamp("client", token, n + 1, closing.version + 1)).result(SOON_S)
+            shard.add(pack(some(name, n)), CallStamp("client", token, n + 1, closing.version + 1)).result(
+                SOON_S
+            )
             for n in range(2)
         ]
         assert [receipts.column("seq").to_pylist() for receipts in found] == [[0], [1]]
@@ -412,9 +416,9 @@ def test_a_call_brings_its_map_so_that_a_tenants_first_turns_keep_their_order(tm
 # ---- what fails
 
 
-def test_poison_turns_are_parked_and_all_others_stored_in_order(root: Place, tmp_path: Path) -> None:
+def test_poison_turns_are_parked_and_all_others_stored_in_order(root: Location, tmp_path: Path) -> None:
     encoder = FailingEncoder(["badger", "weasel"])
-    parts = Parts(encoder=lambda _: encoder, llm=mock_llm)
+    parts = EngineParts(encoder=lambda _: encoder, llm=mock_llm)
     turns = some("ann", *range(20)) + some("bob", *range(20))
     turns[7] = turn_of("ann", 7, "a badger here")
     turns[30] = turn_of("bob", 10, "a weasel there")
@@ -438,7 +442,7 @@ def test_poison_turns_are_parked_and_all_others_stored_in_order(root: Place, tmp
         assert encoder.calls == calls + 1
     finally:
         shard.close()
-    parking = Parking(root, "s0", shard_map.load(root).tenant_key)
+    parking = Quarantine(root, "s0", shard_map.load(root).tenant_key)
     kept = [parking.read(entry["file"]) for entry in parking.report()]
     assert sorted(p.turn.text for p in kept) == sorted(turns[n].text for n in (7, 30))
     for p in kept:  # what the error says lies beside the turn that it is about, and nowhere else
@@ -452,9 +456,9 @@ def test_poison_turns_are_parked_and_all_others_stored_in_order(root: Place, tmp
     assert_same_state(cluster_state(root), end_state(plain))
 
 
-def test_an_erasure_takes_parked_turns_along(root: Place) -> None:
+def test_an_erasure_takes_parked_turns_along(root: Location) -> None:
     encoder = FailingEncoder(["badger"])
-    shard = Shard(root, "s0", settings(), Parts(encoder=lambda _: encoder, llm=mock_llm))
+    shard = Shard(root, "s0", settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm))
     try:
         sender = Sender(shard)
         sender.add([turn_of("ann", 0, "a badger here"), turn_of("ann", 1, "hello")])
@@ -467,7 +471,7 @@ def test_an_erasure_takes_parked_turns_along(root: Place) -> None:
         shard.close()
 
 
-def test_a_failure_that_does_not_repeat_parks_nothing(root: Place) -> None:
+def test_a_failure_that_does_not_repeat_parks_nothing(root: Location) -> None:
     encoder = FailingEncoder(["badger"])
 
     def once(message: str) -> Exception:
@@ -475,7 +479,7 @@ def test_a_failure_that_does_not_repeat_parks_nothing(root: Place) -> None:
         return RuntimeError(message)
 
     encoder._error = once
-    shard = Shard(root, "s0", settings(), Parts(encoder=lambda _: encoder, llm=mock_llm))
+    shard = Shard(root, "s0", settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm))
     try:
         receipts = Sender(shard).add([turn_of("ann", 0, "a badger"), turn_of("ann", 1, "hello")])
         assert [(r["status"], r["seq"]) for r in receipts] == [("stored", 0), ("stored", 1)]
@@ -484,13 +488,13 @@ def test_a_failure_that_does_not_repeat_parks_nothing(root: Place) -> None:
         shard.close()
 
 
-def test_an_engine_that_fails_with_everything_parks_nothing(root: Place) -> None:
+def test_an_engine_that_fails_with_everything_parks_nothing(root: Location) -> None:
     encoder = FailingEncoder(["word", "hello"])
-    shard = Shard(root, "s0", settings(), Parts(encoder=lambda _: encoder, llm=mock_llm))
+    shard = Shard(root, "s0", settings(), EngineParts(encoder=lambda _: encoder, llm=mock_llm))
     try:
         sender = Sender(shard)
         for turns in (some("ann", *range(12)), some("ann", 0)):
-            with pytest.raises(Sick, match="no vector"):
+            with pytest.raises(EngineUnusable, match="no vector"):
                 sender.add(turns)
             with pytest.raises(StaleSession):  # nothing may come after a gap
                 sender.add(some("ann", 50))
@@ -503,7 +507,7 @@ def test_an_engine_that_fails_with_everything_parks_nothing(root: Place) -> None
 
 
 def test_a_tenant_whose_deciding_fails_is_left_alone(
-    root: Place, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    root: Location, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decide = RecMem.decide
 
@@ -525,7 +529,7 @@ def test_a_tenant_whose_deciding_fails_is_left_alone(
 
 
 def test_a_disk_that_fails_fails_the_calls_and_heals(
-    root: Place, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    root: Location, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = Sender(shard)
     sender.add(some("ann", 0))
@@ -547,7 +551,7 @@ def test_a_disk_that_fails_fails_the_calls_and_heals(
 
 
 def test_what_came_in_during_a_step_that_fails_is_not_stored_past_it(
-    root: Place, shard: Shard, monkeypatch: pytest.MonkeyPatch
+    root: Location, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the turns behind it would stand before those that are sent again."""
     sender = Sender(shard)
@@ -577,17 +581,19 @@ def test_what_came_in_during_a_step_that_fails_is_not_stored_past_it(
 
 
 def test_a_turn_that_cannot_be_parked_fails_its_call_and_the_shard_goes_on(
-    root: Place, monkeypatch: pytest.MonkeyPatch
+    root: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shard = Shard(root, "s0", settings(), Parts(encoder=lambda _: FailingEncoder(["badger"]), llm=mock_llm))
+    shard = Shard(
+        root, "s0", settings(), EngineParts(encoder=lambda _: FailingEncoder(["badger"]), llm=mock_llm)
+    )
     try:
         sender = Sender(shard)
         with monkeypatch.context() as patch:
 
-            def refuse(self: Parking, *_: Any) -> None:
+            def refuse(self: Quarantine, *_: Any) -> None:
                 raise StoreError("503")
 
-            patch.setattr(Parking, "park", refuse)
+            patch.setattr(Quarantine, "park", refuse)
             with pytest.raises(StoreError, match="503"):
                 sender.add([turn_of("ann", 0, "a badger")])
         assert shard.status().result(SOON_S)["state"] == "serving"
@@ -598,7 +604,9 @@ def test_a_turn_that_cannot_be_parked_fails_its_call_and_the_shard_goes_on(
         shard.close()
 
 
-def test_an_actor_whose_shard_ends_of_itself_ends_too(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_whose_shard_ends_of_itself_ends_too(
+    root: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
     from undertow.engine.cluster.ray.shard_actor import ShardActor
 
@@ -618,11 +626,11 @@ def test_an_actor_whose_shard_ends_of_itself_ends_too(root: Place, monkeypatch: 
     assert exits == []
     actor, watch = watched()
 
-    def broken(self: Keeper) -> None:
+    def broken(self: EngineThread) -> None:
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Keeper, "_work", broken)
+        patch.setattr(EngineThread, "_work", broken)
         with pytest.raises(UndertowError, match="closed"):
             for _ in range(2):  # the first may be answered before the step
                 actor._shard.status().result(SOON_S)
@@ -632,7 +640,7 @@ def test_an_actor_whose_shard_ends_of_itself_ends_too(root: Place, monkeypatch: 
 
 
 def test_a_shard_that_cannot_open_says_why_and_tries_again(
-    root: Place, monkeypatch: pytest.MonkeyPatch
+    root: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = [True]
 
@@ -641,7 +649,7 @@ def test_a_shard_that_cannot_open_says_why_and_tries_again(
             raise UndertowError("the model is not there yet")
         return FailingEncoder([])
 
-    shard = Shard(root, "s0", settings(), Parts(encoder=encoder, llm=mock_llm))
+    shard = Shard(root, "s0", settings(), EngineParts(encoder=encoder, llm=mock_llm))
     try:
         with pytest.raises(UndertowError, match="not there yet"):
             shard.hello("client", 1).result(SOON_S)
@@ -653,7 +661,7 @@ def test_a_shard_that_cannot_open_says_why_and_tries_again(
         shard.close()
 
 
-def test_a_zombie_is_fenced_and_acknowledges_nothing(root: Place) -> None:
+def test_a_zombie_is_fenced_and_acknowledges_nothing(root: Location) -> None:
     zombie = Shard(root, "s0", settings(), PARTS)
     heir: Shard | None = None
     try:
@@ -681,7 +689,7 @@ def test_a_zombie_is_fenced_and_acknowledges_nothing(root: Place) -> None:
     assert len([1 for line in state.exports["ann"] if '"kind":"turn"' in line]) == 3
 
 
-def test_two_clusters_on_one_root_do_not_take_it_from_each_other_for_ever(root: Place) -> None:
+def test_two_clusters_on_one_root_do_not_take_it_from_each_other_for_ever(root: Location) -> None:
     """A shard's life is the same through its restarts; who has lost the journal to another says so."""
     ours = Shard(root, "s0", settings(), PARTS, life="ours")
     Sender(ours).add(some("ann", 0))
@@ -710,7 +718,7 @@ def test_two_clusters_on_one_root_do_not_take_it_from_each_other_for_ever(root: 
                 shard.close()
 
 
-def test_an_llm_client_is_closed_where_no_engine_came_of_it(root: Place) -> None:
+def test_an_llm_client_is_closed_where_no_engine_came_of_it(root: Location) -> None:
     made: list[Any] = []
 
     def llm(of: Any) -> Any:
@@ -719,8 +727,8 @@ def test_an_llm_client_is_closed_where_no_engine_came_of_it(root: Place) -> None
         made[-1].close = lambda of=made[-1]: setattr(of, "closed", True)
         return made[-1]
 
-    Place.of(root / STORES / "s0").write("store.json", b"no JSON")
-    shard = Shard(root, "s0", settings(), Parts(PARTS.encoder, llm))
+    Location.of(root / STORES / "s0").write("store.json", b"no JSON")
+    shard = Shard(root, "s0", settings(), EngineParts(PARTS.encoder, llm))
     try:
         with pytest.raises(StoreError):
             shard.hello("client", 1).result(SOON_S)
@@ -732,7 +740,7 @@ def test_an_llm_client_is_closed_where_no_engine_came_of_it(root: Place) -> None
 # ---- a shard that the map does without
 
 
-def remove(root: Place, shard: str) -> ShardMap:
+def remove(root: Location, shard: str) -> ShardMap:
     """The maps of a resharding that takes a shard away; the last of them."""
     now = shard_map.load(root)
     now = now.toward([name for name in now.shards if name != shard])
@@ -751,7 +759,9 @@ def test_a_shard_that_the_map_does_without_ends(tmp_path: Path, how: str) -> Non
         sender = Sender(shard)
         settled = remove(root, "s1")
         calls = {
-            "add": lambda: shard.add(pack(some("ann", 0)), Stamp("client", sender.token, 0, settled.version)),
+            "add": lambda: shard.add(
+                pack(some("ann", 0)), CallStamp("client", sender.token, 0, settled.version)
+            ),
             "hello": lambda: shard.hello("client", settled.version),
             "look": shard.look,
         }
@@ -822,31 +832,31 @@ def test_the_actor_of_a_removed_shard_ends_for_good(tmp_path: Path, monkeypatch:
         asyncio.run(actors.RayShard(start, "s1").call("search", "ann", "x"))
 
 
-def test_a_caller_hears_that_a_shard_was_fenced_and_does_not_guess(root: Place) -> None:
+def test_a_caller_hears_that_a_shard_was_fenced_and_does_not_guess(root: Location) -> None:
     """Of a process that only dies it would have to think that it died of what it was sent."""
     ray = pytest.importorskip("ray")
     from undertow.engine.cluster.ray import actors
-    from undertow.engine.cluster.routing.errors import ShardLeft
+    from undertow.engine.cluster.routing.errors import ShardExited
 
     class Gone:
         async def remote(self, *_: Any) -> Any:
             raise ray.exceptions.RayTaskError("call", "its report", Fenced("another writer"))
 
     start: Any = lambda _: SimpleNamespace(call=Gone())  # noqa: E731
-    with pytest.raises(ShardLeft, match="another writer"):
+    with pytest.raises(ShardExited, match="another writer"):
         asyncio.run(actors.RayShard(start, "s0").call("search", "ann", "x"))
 
 
 # ---- the thresholds of a root
 
 
-def test_a_shard_decides_by_its_roots_thresholds_whoever_starts_it(root: Place) -> None:
+def test_a_shard_decides_by_its_roots_thresholds_whoever_starts_it(root: Location) -> None:
     agree(root, settings())
     starter = Settings(device="cpu", encoder="hash:384", profile="assistant")
     shard = Shard(root, "s0", starter, PARTS)
     try:
         Sender(shard).add(some("ann", 0))
-        engine = shard._housing.engine
+        engine = shard._supervisor.engine
         assert engine is not None
         found = engine.tenants.existing("ann").thresholds_at(0)
         assert (found.theta_sim, found.theta_merge, found.theta_count) == tuple(THETA.values())
@@ -854,7 +864,7 @@ def test_a_shard_decides_by_its_roots_thresholds_whoever_starts_it(root: Place) 
         shard.close()
 
 
-def test_settings_that_name_other_thresholds_than_the_root_are_refused(root: Place) -> None:
+def test_settings_that_name_other_thresholds_than_the_root_are_refused(root: Location) -> None:
     agree(root, Settings(profile="assistant"))
     agree(root, Settings())  # names none
     agree(root, Settings(theta_sim=0.6, theta_count=4))
@@ -869,7 +879,7 @@ def test_settings_that_name_other_thresholds_than_the_root_are_refused(root: Pla
         in_force(root, Settings())
 
 
-def test_what_was_undecided_is_decided_after_a_restart_without_a_call(root: Place) -> None:
+def test_what_was_undecided_is_decided_after_a_restart_without_a_call(root: Location) -> None:
     with Engine(
         root / STORES / "s0", settings(), PARTS.encoder(settings()), hash_key=shard_map.load(root).hash_key
     ) as engine:

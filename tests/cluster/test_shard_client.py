@@ -14,12 +14,12 @@ import pytest
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster.routing import errors as reach
-from undertow.engine.cluster.routing import shard_client as lanes
-from undertow.engine.cluster.routing.batch import Delivery, Parcel, split
-from undertow.engine.cluster.routing.errors import ShardDown, ShardGone, ShardLeft
-from undertow.engine.cluster.routing.shard_client import Lane
+from undertow.engine.cluster.routing import shard_client as shard_clients
+from undertow.engine.cluster.routing.batch import PendingAdd, ShardBatch, split
+from undertow.engine.cluster.routing.errors import ShardDown, ShardExited, ShardGone
+from undertow.engine.cluster.routing.shard_client import ShardClient
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.call_queue import Call, Hello, Stamp
+from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
 from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import Status, pack, receipts_table, unpack
 from undertow.engine.step.admission import QueueFull
@@ -35,7 +35,7 @@ SETTINGS = ClusterSettings(window_turns=4, patience_s=5)
 class Sent:
     """A lane in use: what was put, and what came back for other shards."""
 
-    lane: Lane
+    shard_client: ShardClient
     returned: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
     in_transit: set[str] = field(default_factory=set)
     # whether tenants are still away when their turns are sent anew
@@ -47,7 +47,7 @@ class Sent:
 
 
 def in_use(shard: FakeShard, client: str, settings: ClusterSettings) -> Sent:
-    def change(parcel: Parcel, others: Any) -> None:
+    def change(parcel: ShardBatch, others: Any) -> None:
         sent.held += len(others) - 1
 
     async def read_map() -> None:
@@ -64,9 +64,9 @@ def in_use(shard: FakeShard, client: str, settings: ClusterSettings) -> Sent:
         if not sent.stays_away:
             shard.away.clear()
         for parcel in parcels:
-            sent.lane.put(parcel)
+            sent.shard_client.put(parcel)
 
-    lane = Lane(
+    shard_client = ShardClient(
         "s0",
         shard,
         client,
@@ -76,7 +76,7 @@ def in_use(shard: FakeShard, client: str, settings: ClusterSettings) -> Sent:
         read_map=read_map,
         on_returned=anew,
     )
-    sent = Sent(lane)
+    sent = Sent(shard_client)
     return sent
 
 
@@ -93,11 +93,11 @@ def with_lanes(
         try:
             await asyncio.wait_for(work(*every), 20)
             for sent in every:
-                assert sent.lane.waiting_turns == 0
+                assert sent.shard_client.waiting_turns == 0
                 assert sent.held == 0
         finally:
             for sent in every:
-                await sent.lane.stop()
+                await sent.shard_client.stop()
 
     asyncio.run(run())
 
@@ -110,9 +110,9 @@ def with_lane(
 
 def put(sent: Sent, *texts: str, tenant: str = "ann") -> asyncio.Future[list[str]]:
     table = pack([turn_of(tenant, n, text) for n, text in enumerate(texts)])
-    delivery = Delivery(len(texts))
+    delivery = PendingAdd(len(texts))
     sent.held += 1
-    sent.lane.put(Parcel(delivery, np.arange(len(texts)), table))
+    sent.shard_client.put(ShardBatch(delivery, np.arange(len(texts)), table))
 
     async def statuses() -> list[str]:
         receipts = await asyncio.wrap_future(delivery.future)
@@ -124,10 +124,10 @@ def put(sent: Sent, *texts: str, tenant: str = "ann") -> asyncio.Future[list[str
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "PROBATION_S", 0.02)
-    monkeypatch.setattr(lanes, "COURTESY_S", 0.001)
+    monkeypatch.setattr(shard_clients, "PROBATION_S", 0.02)
+    monkeypatch.setattr(shard_clients, "COURTESY_S", 0.001)
     monkeypatch.setattr(reach, "SHORTEST_PAUSE_S", 0.001)
-    monkeypatch.setattr(lanes, "REFUSAL_PATIENCE_S", 0.02)
+    monkeypatch.setattr(shard_clients, "REFUSAL_PATIENCE_S", 0.02)
 
 
 def test_calls_are_stored_in_order_and_a_bounded_number_is_under_way() -> None:
@@ -149,7 +149,7 @@ def test_small_calls_leave_places_at_the_shard_for_all_others() -> None:
     add, pending = shard.add, [0]
     settings = ClusterSettings(max_pending_calls=16, window_calls=4, patience_s=5)
 
-    async def limited(table: pa.Table, stamp: Stamp) -> pa.Table:
+    async def limited(table: pa.Table, stamp: CallStamp) -> pa.Table:
         if pending[0] == settings.max_pending_calls:
             raise QueueFull("too many calls are pending")
         pending[0] += 1
@@ -170,7 +170,7 @@ def test_small_calls_leave_places_at_the_shard_for_all_others() -> None:
 
 
 def test_who_waits_for_a_lane_that_is_stopped_is_told() -> None:
-    async def never(table: pa.Table, stamp: Stamp) -> pa.Table:
+    async def never(table: pa.Table, stamp: CallStamp) -> pa.Table:
         await asyncio.sleep(60)
 
     shard = FakeShard()
@@ -179,10 +179,10 @@ def test_who_waits_for_a_lane_that_is_stopped_is_told() -> None:
     async def work(sent: Sent) -> None:
         waiting = [put(sent, f"a{n}") for n in range(8)]
         await asyncio.sleep(0.05)
-        await sent.lane.stop()
+        await sent.shard_client.stop()
         told = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(one, UndertowError) and "closed" in str(one) for one in told)
-        sent.lane.waiting_turns = sent.held = 0
+        sent.shard_client.waiting_turns = sent.held = 0
 
     with_lane(shard, work)
 
@@ -201,7 +201,7 @@ def test_what_was_under_way_at_a_death_is_sent_again_before_all_else() -> None:
     async def work(sent: Sent) -> None:
         for found in [put(sent, f"a{n}") for n in range(20)]:
             assert await found == ["stored"]
-        assert sent.lane.deaths == 2
+        assert sent.shard_client.deaths == 2
 
     with_lane(shard, work)
     assert shard.stored == said(*(f"a{n}" for n in range(20)))
@@ -249,7 +249,7 @@ class Entangled(FakeShard):
     And an innocent call takes for as long as a deadly one is there.
     """
 
-    async def is_due(self, client: str, call: Call) -> bool:
+    async def is_due(self, client: str, call: TurnCall) -> bool:
         if not self._kills(call):
             entangled = any(self._kills(other) for _, other in self.inside)
             return not entangled and await super().is_due(client, call)
@@ -259,7 +259,7 @@ class Entangled(FakeShard):
             await asyncio.sleep(0.001)
         return call in self.ready
 
-    def _kills(self, call: Call) -> bool:
+    def _kills(self, call: TurnCall) -> bool:
         return any(self.deadly in turn.text for turn in call.turns)
 
 
@@ -276,7 +276,7 @@ def test_two_lanes_whose_shard_dies_blame_only_the_turn_that_kills_it() -> None:
     with_lanes(shard, work, "guilty", "innocent")
     assert shard.parked == said("badger")
     assert sorted(shard.stored) == said("a1", "b0", "b1", "b2")
-    assert shard.deaths == 1 + lanes.DEATHS + 1
+    assert shard.deaths == 1 + shard_clients.DEATHS + 1
 
 
 def test_two_lanes_find_their_own_culprits() -> None:
@@ -291,11 +291,11 @@ def test_two_lanes_find_their_own_culprits() -> None:
 
 
 def test_losses_that_are_no_deaths_blame_no_turn() -> None:
-    shard = FakeShard(loses=2 * lanes.DEATHS + 2)
+    shard = FakeShard(loses=2 * shard_clients.DEATHS + 2)
 
     async def work(sent: Sent) -> None:
         assert await put(sent, "a") == ["duplicate"]
-        assert sent.lane.deaths == 0
+        assert sent.shard_client.deaths == 0
 
     with_lane(shard, work)
     assert not shard.parked
@@ -303,14 +303,14 @@ def test_losses_that_are_no_deaths_blame_no_turn() -> None:
 
 def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
     shard = FakeShard()
-    left = [3 * lanes.DEATHS]
+    left = [3 * shard_clients.DEATHS]
 
     def leave(texts: list[str]) -> bool:
         if left[0]:
             left[0] -= 1
             with pytest.raises(ShardGone):
                 shard.die()
-            raise ShardLeft("fenced")
+            raise ShardExited("fenced")
         return False
 
     shard.kill_when = leave
@@ -319,7 +319,7 @@ def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
         assert await put(sent, "a") == ["stored"]
 
     with_lane(shard, work)
-    assert shard.deaths == 3 * lanes.DEATHS
+    assert shard.deaths == 3 * shard_clients.DEATHS
     assert not shard.trials and not shard.parked
 
 
@@ -327,7 +327,7 @@ def test_turns_for_a_shard_that_was_removed_find_their_way_anew() -> None:
     shard = FakeShard()
     removed = [Removed("s0", 5)]
 
-    async def gone(client: str, map_version: int) -> Hello:
+    async def gone(client: str, map_version: int) -> SessionStart:
         if removed:
             raise removed.pop()
         return await FakeShard.hello(shard, client, map_version)
@@ -404,7 +404,7 @@ def test_a_call_that_the_shard_never_takes_fails_those_that_wait_for_it_there() 
     shard = FakeShard()
     add, refusals = shard.add, [ValueError("no turns")]
 
-    async def refuse(table: pa.Table, stamp: Stamp) -> pa.Table:
+    async def refuse(table: pa.Table, stamp: CallStamp) -> pa.Table:
         if refusals:
             raise refusals.pop()
         return await add(table, stamp)
@@ -455,8 +455,8 @@ def test_a_shard_that_has_no_room_but_stores_what_others_sent_is_waited_for() ->
 def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
     shard = FakeShard()
 
-    async def hello(client: str, map_version: int) -> Hello:
-        return await asyncio.Future[Hello]()
+    async def hello(client: str, map_version: int) -> SessionStart:
+        return await asyncio.Future[SessionStart]()
 
     shard.hello = hello  # type: ignore[method-assign]
 
@@ -470,7 +470,7 @@ def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
 def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> None:
     shard = FakeShard()
 
-    async def refuse(client: str, map_version: int) -> Hello:
+    async def refuse(client: str, map_version: int) -> SessionStart:
         raise StoreError("no such bucket")
 
     shard.hello = refuse  # type: ignore[method-assign]
@@ -511,7 +511,7 @@ def test_turns_put_while_the_map_is_read_stay_behind_those_that_came_back() -> N
             later.append(put(sent, "b1", tenant="bob"))
             await asyncio.sleep(0.01)
 
-        sent.lane._read_map = read_map
+        sent.shard_client._read_map = read_map
         assert await put(sent, "b0", tenant="bob") == ["stored"]
         assert [await found for found in later] == [["stored"]]
         assert [texts for texts, _ in sent.returned] == [said("b0", "b1")]
@@ -545,22 +545,24 @@ def test_a_lane_that_fails_leaves_nobody_waiting() -> None:
         def broken() -> None:
             raise RuntimeError("a bug")
 
-        sent.lane._regroup = broken  # type: ignore[assignment]
+        sent.shard_client._regroup = broken  # type: ignore[assignment]
         shard.broken = StoreError("disk full")
         calls = [put(sent, f"a{n}") for n in range(8)]
         failed = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(failed[0], StoreError)
         assert all(isinstance(one, UndertowError) for one in failed)
         assert "a bug" in str(failed[-1])
-        assert sent.lane.ended
+        assert sent.shard_client.ended
 
     with_lane(shard, work)
 
 
 def test_a_parcel_is_cut_by_shard_and_size_and_its_receipts_put_together() -> None:
     names = ["ann", "bob", "cyd"] * 5
-    delivery = Delivery(15)
-    whole = Parcel(delivery, np.arange(15), pack([turn_of(name, n, f"w{n}") for n, name in enumerate(names)]))
+    delivery = PendingAdd(15)
+    whole = ShardBatch(
+        delivery, np.arange(15), pack([turn_of(name, n, f"w{n}") for n, name in enumerate(names)])
+    )
     key_of = {"ann": "x", "bob": "y", "cyd": "x"}
     parts = split(whole, lambda tenants: [key_of[tenant] for tenant in tenants], 4)
     assert [(key, len(part)) for key, part in parts] == [("x", 4), ("x", 4), ("x", 2), ("y", 4), ("y", 1)]

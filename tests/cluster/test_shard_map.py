@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undertow.engine.cluster.shard_map import MapConflict, ShardMap, exists, load, publish
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.storage.store_info import StoreInfo
 
 KEY = "5e" * 32
@@ -142,7 +142,7 @@ def test_unsound_shard_ids_are_refused(shards: tuple[str, ...]) -> None:
 
 
 def test_a_map_is_read_back_and_the_newest_counts(tmp_path: Path) -> None:
-    root = Place.of(tmp_path)
+    root = Location.of(tmp_path)
     assert not exists(root)
     with pytest.raises(StoreError, match="no cluster's root"):
         load(root)
@@ -158,7 +158,7 @@ def test_a_map_is_read_back_and_the_newest_counts(tmp_path: Path) -> None:
 
 
 def test_of_two_maps_of_one_version_the_first_stays(tmp_path: Path) -> None:
-    root = Place.of(tmp_path)
+    root = Location.of(tmp_path)
     first = ShardMap.new(SHARDS)
     publish(root, first)
     maps = [first.toward([f"shard-{n}"]) for n in range(8)]
@@ -184,6 +184,6 @@ def test_of_two_maps_of_one_version_the_first_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"version": 1, "shards": []}', b'{"version": 0}'])
 def test_a_damaged_map_is_told(data: bytes, tmp_path: Path) -> None:
-    Place.of(tmp_path).write("map/00000001.json", data)
+    Location.of(tmp_path).write("map/00000001.json", data)
     with pytest.raises(StoreError, match="is no shard map"):
-        load(Place.of(tmp_path))
+        load(Location.of(tmp_path))

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from undertow.engine.cluster.routing.errors import ShardLeft
-from undertow.engine.cluster.shard.call_queue import TRIAL_S, Call, Lines, StaleSession, Stamp
+from undertow.engine.cluster.routing.errors import ShardExited
+from undertow.engine.cluster.shard.call_queue import TRIAL_S, CallQueues, CallStamp, StaleSession, TurnCall
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import Sick
+from undertow.engine.cluster.shard.supervisor import EngineUnusable
 from undertow.engine.cluster.wire import pack, receipts_table
 from undertow.engine.step.admission import QueueFull
 
@@ -24,31 +24,31 @@ from ..support.engine import turn_of
 SOON_S = 30
 
 
-def call(text: str = "x") -> Call:
-    return Call(pack([turn_of("ann", 0, text)]))
+def call(text: str = "x") -> TurnCall:
+    return TurnCall(pack([turn_of("ann", 0, text)]))
 
 
 def test_a_call_on_trial_has_the_shard_to_itself() -> None:
-    lines = Lines(100)
+    lines = CallQueues(100)
     tokens = {client: lines.begin(client) for client in ("suspect", "other")}
     before, during, after, tried = call(), call(), call(), call()
-    assert lines.accept(before, Stamp("other", tokens["other"], 0, 1), 0) == [before]
+    assert lines.accept(before, CallStamp("other", tokens["other"], 0, 1), 0) == [before]
     assert lines.trial("suspect", len(before)) is None, "what is under way is to end first"
-    assert lines.accept(during, Stamp("other", tokens["other"], 1, 1), len(before)) == []
+    assert lines.accept(during, CallStamp("other", tokens["other"], 1, 1), len(before)) == []
     with pytest.raises(QueueFull, match="alone"):
         during.future.result()
     assert (trial := lines.trial("suspect", 0)) is not None
     assert lines.trial("other", 0) is None
-    assert lines.accept(tried, Stamp("suspect", tokens["suspect"], 0, 1, trial), 0) == [tried]
+    assert lines.accept(tried, CallStamp("suspect", tokens["suspect"], 0, 1, trial), 0) == [tried]
     assert tried.alone and not before.alone
     assert lines.trial("other", 0) is None
     tried.future.set_result(receipts_table([]))
-    assert lines.accept(after, Stamp("other", tokens["other"], 1, 1), 0) == [after]
+    assert lines.accept(after, CallStamp("other", tokens["other"], 1, 1), 0) == [after]
 
 
 def test_a_trial_that_is_not_used_lapses() -> None:
     now_s = [0.0]
-    lines = Lines(100, lambda: now_s[0])
+    lines = CallQueues(100, lambda: now_s[0])
     token = lines.begin("suspect")
     trial = lines.trial("suspect", 0)
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_a_trial_that_is_not_used_lapses() -> None:
     now_s[0] += 1.1 * TRIAL_S
     assert lines.trial("other", 0) not in (None, trial)
     with pytest.raises(StaleSession, match="too late"):
-        lines.accept(call(), Stamp("suspect", token, 0, 1, trial or ""), 0)
+        lines.accept(call(), CallStamp("suspect", token, 0, 1, trial or ""), 0)
 
 
 def test_a_shard_stores_a_call_on_trial_before_it_does_anything_else(tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def test_a_shard_stores_a_call_on_trial_before_it_does_anything_else(tmp_path: P
         assert shard.hello("other", 1).result(SOON_S).process == hello.process
         trial = shard.trial("suspect").result(SOON_S)
         assert trial is not None
-        shard._keeper.ask_without(hold)
+        shard._engine_thread.ask_without(hold)
         assert began.wait(SOON_S)
-        stored = shard.add(pack([turn_of("ann", 0, "x")]), Stamp("suspect", hello.token, 0, 1, trial))
-        was_stored = shard._keeper.ask_without(stored.done)
+        stored = shard.add(pack([turn_of("ann", 0, "x")]), CallStamp("suspect", hello.token, 0, 1, trial))
+        was_stored = shard._engine_thread.ask_without(stored.done)
         gate.set()
         assert was_stored.result(SOON_S)
         assert shard.trial("other").result(SOON_S) is not None
@@ -95,13 +95,13 @@ def test_an_actor_that_is_to_be_restarted_takes_no_call_with_it(
     root = begin(tmp_path / "root", 1)
     actor = ShardActor(str(root), "s0", settings().model_dump(), pickle.dumps(PARTS), "")
     sick: Future[Any] = Future()
-    sick.set_exception(Sick("the card is lost"))
+    sick.set_exception(EngineUnusable("the card is lost"))
     monkeypatch.setattr(actor._shard, "drain", lambda: sick)
 
     async def ask() -> None:
-        with pytest.raises(Sick):
+        with pytest.raises(EngineUnusable):
             await actor.call("drain")
-        with pytest.raises(ShardLeft):
+        with pytest.raises(ShardExited):
             await actor.call("status")
         await actor.close()
 

@@ -346,7 +346,10 @@ import sys
 for name in ("faiss", "lance", "ray", "cupy"):
     sys.modules[name] = None
 import numpy as np
-from undertow.kernels import arena, device, gate, plan, pool, scan, topk
+from undertow.kernels import device
+from undertow.kernels.arena import arena, slab_pool
+from undertow.kernels.gate import cpu_scan, gate, plan
+from undertow.kernels.topk import topk
 store = arena.Arena(4)
 segment = store.new_segment()
 store.extend([segment] * 200, np.eye(4, dtype=np.float16)[np.arange(200) % 4], live=True)

@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import LIVE, PRESENT, Arena, make_arena
 from undertow.kernels.arena.device_memory import DeviceMemory
-from undertow.kernels.arena.range_allocator import DOUBLING_ROWS, SMALLEST_ROWS, Range, Ranges, class_rows
-from undertow.kernels.arena.vector_checks import Taken, check_tensor
+from undertow.kernels.arena.range_allocator import (
+    DOUBLING_ROWS,
+    SMALLEST_ROWS,
+    Range,
+    RangeAllocator,
+    class_rows,
+)
+from undertow.kernels.arena.vector_checks import CheckedRows, check_tensor
 from undertow.kernels.device import HAS_CUDA
 from undertow.kernels.gate.gate import NO_SEGMENT
 
@@ -212,7 +218,7 @@ def test_every_free_row_of_a_scattered_pool_can_be_had() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), max_size=60))
 def test_ranges_are_disjoint_and_free_neighbours_are_joined(steps: list[tuple[int, int]]) -> None:
-    ranges, held = Ranges(200), list[Range]()
+    ranges, held = RangeAllocator(200), list[Range]()
     for step, rows in steps:
         if step == 0 and (taken := ranges.take(rows)) is not None:
             held.append(taken)
@@ -336,7 +342,7 @@ def test_only_what_was_taken_goes_unchecked() -> None:
     segment = arena.new_segment()
     handles = arena.extend([segment], np.full((1, DIM), 0.25, np.float16), live=True)
     taken = arena.take(handles)
-    assert isinstance(taken, Taken)
+    assert isinstance(taken, CheckedRows)
     for derived in (taken * 100, taken.clone().fill_(torch.inf), torch.cat((taken, taken)) / 0):
         assert type(derived) is torch.Tensor
         with pytest.raises(ValueError, match="vector 0"):

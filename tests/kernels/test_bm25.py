@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from undertow.engine.search.analyzer import Terms, root, stem
+from undertow.engine.search.analyzer import Analyzer, root, stem
 from undertow.engine.search.irregular_forms import BASE_FORMS
 from undertow.kernels import bm25
 from undertow.kernels.bm25 import K1, B, Bm25
@@ -109,7 +109,7 @@ def test_words_with_one_stem(words: str, same: bool) -> None:
 def test_words_with_one_root(words: str, same: bool) -> None:
     roots = {root(word) for word in words.split()}
     assert (len(roots) == 1) is same, roots
-    assert (len({*Terms().of(words)}) == 1) is same, "it is what texts are searched by"
+    assert (len({*Analyzer().of(words)}) == 1) is same, "it is what texts are searched by"
 
 
 def test_a_base_form_is_nobodys_irregular_form() -> None:
@@ -118,7 +118,10 @@ def test_a_base_form_is_nobodys_irregular_form() -> None:
 
 
 def test_terms_are_words_of_any_script() -> None:
-    assert Terms().of("Ann's boat, the BOATS!") == [*Terms().of("ann s boat the"), *Terms().of("boat")]
-    assert set(Terms().of("我喜歡陶藝課")) & set(Terms().of("陶藝"))
-    assert not Terms().of("... !?")
-    assert Terms().of("\ud800 x")  # half a surrogate pair is no letter; nothing breaks
+    assert Analyzer().of("Ann's boat, the BOATS!") == [
+        *Analyzer().of("ann s boat the"),
+        *Analyzer().of("boat"),
+    ]
+    assert set(Analyzer().of("我喜歡陶藝課")) & set(Analyzer().of("陶藝"))
+    assert not Analyzer().of("... !?")
+    assert Analyzer().of("\ud800 x")  # half a surrogate pair is no letter; nothing breaks

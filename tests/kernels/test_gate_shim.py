@@ -23,7 +23,15 @@ from undertow.kernels.gate import gate as gate_module
 from undertow.kernels.gate import plan as plan_module
 from undertow.kernels.gate.cuda_gate import SOURCE, CudaGate
 from undertow.kernels.gate.gate import Gate, GateReadings, Probes
-from undertow.kernels.gate.plan import MAX_SPACE_BYTES, MAX_TASKS, Asked, Cut, Plan, group, lay_out
+from undertow.kernels.gate.plan import (
+    MAX_SPACE_BYTES,
+    MAX_TASKS,
+    Plan,
+    ProbeBatch,
+    TaskLimits,
+    group,
+    lay_out,
+)
 
 from ..support.cuda_shim.shim import COMPILER, ShimError, ShimKernels, build
 from ..support.gate_worlds import (
@@ -225,8 +233,8 @@ def test_tasks_of_a_large_tenant_are_as_small_as_the_others() -> None:
 def test_a_plan_keeps_within_its_space(queries: int, tenants: int, rows: int, k: int) -> None:
     """On a card with 132 multiprocessors; unbounded, the first two would take 4.2 and 1.7 GB."""
     warps = 132 * 16
-    cut = Cut(tasks=8 * warps, least_work=32, abreast=8, step_rows=32, enough=warps // 4)
-    asked = Asked(
+    cut = TaskLimits(tasks=8 * warps, least_work=32, abreast=8, step_rows=32, enough=warps // 4)
+    asked = ProbeBatch(
         query=np.arange(queries),
         segment=np.arange(queries) % tenants,
         limit=np.full(queries, rows),

@@ -23,13 +23,13 @@ from undertow.engine.base.model import Turn, UndertowError, Usage
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard import answer_streams as answering
-from undertow.engine.cluster.shard.answer_streams import Answers, Telling, UnknownTicket
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.answer_streams import AnswerStream, AnswerStreams, UnknownTicket
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion, OpenAILLM, ServerRefused
-from undertow.engine.search.ranking import Found
+from undertow.engine.search.ranking import SearchResult
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
-from undertow.serving.async_memories import Memories, open_memories
+from undertow.serving.async_memories import AsyncMemories, open_memories
 
 from ..service.http.test_async_memories import run
 from ..support.cluster.in_process import PARTS, FailingEncoder, settings
@@ -278,12 +278,12 @@ class Clock:
 
 def answered(text: str) -> Future[Answer]:
     future: Future[Answer] = Future()
-    future.set_result(Answer(text, Found((), (), ()), Usage()))
+    future.set_result(Answer(text, SearchResult((), (), ()), Usage()))
     return future
 
 
 def test_more_is_what_is_new_and_waits_for_it() -> None:
-    telling = Telling("ann", Clock())
+    telling = AnswerStream("ann", Clock())
     first = telling.more(0)
     assert not first.done()
     telling.add("Ann ")
@@ -298,7 +298,7 @@ def test_more_is_what_is_new_and_waits_for_it() -> None:
 
 
 def test_an_error_comes_after_the_text_before_it() -> None:
-    telling = Telling("ann", Clock())
+    telling = AnswerStream("ann", Clock())
     telling.add("Ann")
     failed: Future[Answer] = Future()
     failed.set_exception(BrokenOff("gone"))
@@ -310,7 +310,7 @@ def test_an_error_comes_after_the_text_before_it() -> None:
 
 def test_who_waits_long_is_told_that_nothing_came_and_who_asks_no_more_has_gone() -> None:
     clock = Clock()
-    telling = Telling("ann", clock)
+    telling = AnswerStream("ann", clock)
     waiting = telling.more(0)
     clock.now_s += answering.POLL_S - 1
     telling.tick()
@@ -328,10 +328,10 @@ def test_who_waits_long_is_told_that_nothing_came_and_who_asks_no_more_has_gone(
 
 
 def test_an_answer_that_nobody_asks_for_is_forgotten() -> None:
-    clock, answers = Clock(), Answers("s0")
-    old = answers.add(Telling("ann", clock))
+    clock, answers = Clock(), AnswerStreams("s0")
+    old = answers.add(AnswerStream("ann", clock))
     clock.now_s += answering.ABANDONED_S + 1
-    new = answers.add(Telling("ann", clock))
+    new = answers.add(AnswerStream("ann", clock))
     with pytest.raises(UnknownTicket, match="s0"):
         answers.more(old.id, 0).result()
     assert not answers.more(new.id, 0).done()
@@ -351,7 +351,7 @@ def some(tenant: str, *numbers: int) -> list[Turn]:
 
 
 @asynccontextmanager
-async def served(store: Path, url: str) -> AsyncIterator[Memories]:
+async def served(store: Path, url: str) -> AsyncIterator[AsyncMemories]:
     """Memories that ask their LLM for answers alone, as no topic recurs that often."""
     of_server = settings(llm_url=url, theta_count=100)
     async with await asyncio.to_thread(open_memories, store, of_server) as memories:
@@ -364,7 +364,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def heard(memories: Memories, asked: str = "What of word3?") -> tuple[list[str], Answer]:
+async def heard(memories: AsyncMemories, asked: str = "What of word3?") -> tuple[list[str], Answer]:
     *pieces, last = [piece async for piece in memories.answer_stream("ann", asked)]
     assert isinstance(last, Answer)
     return [piece for piece in pieces if isinstance(piece, str)], last
@@ -400,7 +400,7 @@ def test_many_answers_side_by_side_do_not_mix(tmp_path: Path, server: str) -> No
 
 @pytest.mark.parametrize("way", ["closed", "cancelled", "before the first piece"])
 def test_who_leaves_ends_the_request_at_the_server(tmp_path: Path, way: str) -> None:
-    async def leave(memories: Memories, url: str) -> None:
+    async def leave(memories: AsyncMemories, url: str) -> None:
         async with aclosing(memories.answer_stream("ann", "What of word3?")) as pieces:
             if way == "before the first piece":
                 first = asyncio.ensure_future(anext(pieces))
@@ -467,11 +467,11 @@ def test_a_shard_that_is_opened_anew_asks_again_unless_it_has_begun(tmp_path: Pa
     breaking = Breaking(said)
     clients = iter([breaking, MockLLM(MockReplies())])
     encoder = FailingEncoder(["badger"])
-    parts = Parts(lambda _: encoder, lambda _: next(clients))
+    parts = EngineParts(lambda _: encoder, lambda _: next(clients))
 
     async def work() -> None:
         router = await asyncio.to_thread(InProcess, tmp_path / "store", settings(), parts)
-        async with Memories(router) as memories:
+        async with AsyncMemories(router) as memories:
             await memories.add(some("ann", 1))
             telling = asyncio.create_task(heard(memories))
             assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
@@ -490,9 +490,9 @@ def test_closing_tells_who_listens(tmp_path: Path) -> None:
     async def work() -> None:
         breaking = Breaking("Ann")
         router = await asyncio.to_thread(
-            InProcess, tmp_path / "store", settings(), Parts(PARTS.encoder, lambda _: breaking)
+            InProcess, tmp_path / "store", settings(), EngineParts(PARTS.encoder, lambda _: breaking)
         )
-        async with Memories(router) as memories:
+        async with AsyncMemories(router) as memories:
             await memories.add(some("ann", 1))
             telling = asyncio.create_task(heard(memories))
             assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
@@ -505,13 +505,13 @@ def test_closing_tells_who_listens(tmp_path: Path) -> None:
 def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     from undertow.engine.cluster.ray.cluster import Cluster
-    from undertow.engine.storage.location import Place
+    from undertow.engine.storage.location import Location
 
     async def work(server: str) -> None:
         small = ClusterSettings(num_cpus=0.5, threads=1, patience_s=SOON_S)
-        root, of_server = Place.of(tmp_path / "root"), settings(llm_url=server)
+        root, of_server = Location.of(tmp_path / "root"), settings(llm_url=server)
         cluster = await asyncio.to_thread(Cluster.open, root, of_server, shards=1, resources=small)
-        async with Memories(cluster, cluster.stop) as memories:
+        async with AsyncMemories(cluster, cluster.stop) as memories:
             await memories.add(some("ann", *range(6)))
             pieces, answer = await heard(memories)
             whole = await memories.answer("ann", "What of word3?")
@@ -528,8 +528,8 @@ def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
 
 
 def test_what_an_erased_tenant_was_told_is_forgotten() -> None:
-    answers = Answers("s0")
-    hers, his = answers.add(Telling("ann", Clock())), answers.add(Telling("bob", Clock()))
+    answers = AnswerStreams("s0")
+    hers, his = answers.add(AnswerStream("ann", Clock())), answers.add(AnswerStream("bob", Clock()))
     answers.forget("ann")
     with pytest.raises(UnknownTicket):
         answers.more(hers.id, 0).result(0)

@@ -25,7 +25,7 @@ from undertow.engine.encoders.base import HashingEncoder
 from undertow.engine.llm import discovery as llm_address
 from undertow.engine.llm import load_balancer as llm_servers
 from undertow.engine.llm import server as llm_server
-from undertow.engine.llm.circuit_breaker import Slots
+from undertow.engine.llm.circuit_breaker import CircuitBreaker
 from undertow.engine.llm.client import BadReply, OpenAILLM, ServerRefused
 from undertow.engine.llm.discovery import NamedActor, NoCluster, NoServer, server_addresses
 from undertow.engine.llm.replies import Trouble
@@ -88,7 +88,7 @@ def servers(*handlers: Handler, models: tuple[str, ...] = ("a", "b")) -> Iterato
 
 
 def test_an_outage_ends_by_a_knock_and_one_request_on_trial() -> None:
-    slots = Slots(limit=4, timeout_s=300.0)
+    slots = CircuitBreaker(limit=4, timeout_s=300.0)
     for _ in range(12):
         assert slots.free == 4 and not slots.out
         slots.began()
@@ -111,7 +111,7 @@ def test_an_outage_ends_by_a_knock_and_one_request_on_trial() -> None:
 
 
 def test_pauses_grow_up_to_a_quarter_of_a_minute() -> None:
-    slots = Slots(limit=1, timeout_s=300.0)
+    slots = CircuitBreaker(limit=1, timeout_s=300.0)
     slots.lost()
     assert slots.out
     first_s = slots.pause_s
@@ -123,7 +123,7 @@ def test_pauses_grow_up_to_a_quarter_of_a_minute() -> None:
 def test_a_failure_beside_a_slow_reply_proves_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    slots = Slots(limit=2, timeout_s=10.0)
+    slots = CircuitBreaker(limit=2, timeout_s=10.0)
     slots.began()
     slots.began()
     slots.failed()

@@ -10,7 +10,7 @@ from undertow.engine.base.model import Decision, Memory, memory_id
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget, TurnView, deletion
 from undertow.engine.policies.eager import Eager
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import prompt_version
 from undertow.prompts.reply_schemas import ExtractDraft, ExtractReply, FactDecision, ReconcileReply, Reply
 
@@ -201,7 +201,7 @@ def test_a_noop_that_names_the_fact_adds_the_turn_to_its_sources() -> None:
 
 
 def replay(view: View, *replies: Reply | BadReply) -> Driven:
-    job = Job("j", 3, "parked", "extract", (3, 4))
+    job = LlmJob("j", 3, "parked", "extract", (3, 4))
     return drive(Eager(ROOMY).replay(9, job, view), view, replies=replies)
 
 
@@ -227,7 +227,7 @@ def test_replay_that_fails_again_is_parked_again_and_deleted_turns_are_left_out(
 @pytest.mark.parametrize("action", ["update", "delete"])
 def test_a_turn_read_late_changes_no_fact_of_a_later_turn(action: str) -> None:
     berlin = fact("Ann lives in Berlin.", 8, 8)
-    job = Job("j", 3, "parked", "extract", (3,))
+    job = LlmJob("j", 3, "parked", "extract", (3,))
     view = view_of(10, memories=[berlin])
     replies = [extracted("Ann lives in Paris."), decided((1, action, 1, "Ann lives in Paris."))]
     done = drive(Eager(ROOMY).replay(9, job, view), view, replies=replies)
@@ -240,7 +240,7 @@ def test_a_turn_read_late_that_repeats_a_later_fact_leaves_its_date() -> None:
     berlin = fact("Ann lives in Berlin.", 8, 8)
     view = view_of(10, memories=[berlin])
     done = drive(
-        Eager(ROOMY).replay(9, Job("j", 3, "parked", "extract", (3,)), view),
+        Eager(ROOMY).replay(9, LlmJob("j", 3, "parked", "extract", (3,)), view),
         view,
         replies=[extracted("Ann: Berlin."), decided((1, "none", 1, ""))],
     )

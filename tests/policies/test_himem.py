@@ -16,7 +16,7 @@ from undertow.engine.policies.base import Decide, PromptBudget, TurnView, deleti
 from undertow.engine.policies.himem.episodes import cut
 from undertow.engine.policies.himem.notes import Note, settled
 from undertow.engine.policies.himem.policy import Alignment, HiMem
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import prompt_version, segment_prompt
 from undertow.prompts.reply_schemas import (
     AlignReply,
@@ -272,7 +272,7 @@ def test_a_bad_reply_parks_the_window_and_stores_nothing(replies: tuple[Any, ...
 
 # ---- replay
 
-JOB = Job("j", 2, "parked", "segment", (0, 1))
+JOB = LlmJob("j", 2, "parked", "segment", (0, 1))
 
 
 def test_replay_remembers_the_window_and_what_it_makes_carries_the_records_seq() -> None:
@@ -400,7 +400,7 @@ def parked_and_replayed(view: View, turn_seq: int, *replies: Reply | BadReply) -
     parked = forget(view, turn_seq, BAD)
     assert parked.outcome.decision is Decision.PARKED
     view.take_in(parked.outcome)
-    job = Job("j", 12, "parked", "segment", parked.outcome.cluster)
+    job = LlmJob("j", 12, "parked", "segment", parked.outcome.cluster)
     return run(himem().replay(13, job, view), view, *replies)
 
 

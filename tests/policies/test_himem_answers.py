@@ -15,7 +15,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import AnswerMode, InputError
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.policies.base import Tiers
 from undertow.engine.policies.registry import tiers_of
 from undertow.engine.search.answer_modes import NOT_ANSWERABLE
@@ -204,7 +204,7 @@ def test_an_answer_that_is_let_go_between_its_calls_asks_no_more_and_is_metered_
 
 def test_a_whole_answer_that_is_called_off_between_its_calls_asks_no_more(tmp_path: Path) -> None:
     llm = HeldLLM(Judging())
-    shard = Shard(begin(tmp_path, 1), "s0", settings(**BEST), Parts(llm=lambda _: llm))
+    shard = Shard(begin(tmp_path, 1), "s0", settings(**BEST), EngineParts(llm=lambda _: llm))
     try:
         told(shard, llm)
         before = len(llm.prompts["ann"])

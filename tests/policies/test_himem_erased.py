@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from undertow.engine.api.answer_calls import Asked
+from undertow.engine.api.answer_calls import PendingAnswer
 from undertow.engine.api.engine import Engine
-from undertow.engine.cluster.shard.call_queue import Stamp
+from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.wire import pack
 from undertow.engine.tenants.registry import UnknownTenant
 
@@ -24,7 +24,7 @@ from ..support.policies.himem import BEST, QUESTION, SOON_S, Judging, logged, se
 LEARNING: dict[str, Any] = {**BEST, "himem_max_notes": 9}
 
 
-def judged_once(engine: Engine, llm: HeldLLM) -> Asked:
+def judged_once(engine: Engine, llm: HeldLLM) -> PendingAnswer:
     """A question about a settled life; its second judgement is under way."""
     engine.add_batch(sessions()[:3])
     settled(engine, llm)
@@ -73,7 +73,7 @@ def test_replies_to_an_erased_life_leave_nothing_in_the_next_one(heard: bool, tm
 @pytest.mark.parametrize("again", [True, False])
 def test_a_shard_tells_who_asked_an_erased_tenant(again: bool, tmp_path: Path) -> None:
     llm = DeafLLM(Judging())
-    shard = Shard(begin(tmp_path, 1), "s0", settings(**LEARNING), Parts(llm=lambda _: llm))
+    shard = Shard(begin(tmp_path, 1), "s0", settings(**LEARNING), EngineParts(llm=lambda _: llm))
     try:
         token = told(shard, llm)
         before = len(llm.prompts["ann"])
@@ -83,7 +83,7 @@ def test_a_shard_tells_who_asked_an_erased_tenant(again: bool, tmp_path: Path) -
         wait_until(lambda: len(llm.prompts["ann"]) == before + 2)
         assert shard.erase("ann", now=True).result(SOON_S) is not None
         if again:
-            shard.add(pack(sessions()[:1]), Stamp("client", token, 1, 1)).result(SOON_S)
+            shard.add(pack(sessions()[:1]), CallStamp("client", token, 1, 1)).result(SOON_S)
         llm.release()
         with pytest.raises(UnknownTenant):
             answer.result(SOON_S)

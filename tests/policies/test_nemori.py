@@ -18,7 +18,7 @@ from undertow.engine.policies.base import PromptBudget, TurnView, deletion
 from undertow.engine.policies.nemori.knowledge import management_of
 from undertow.engine.policies.nemori.partition import Partition, partition_of
 from undertow.engine.policies.nemori.policy import Nemori
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.reply_schemas import (
     ConsolidateReply,
     MessageGroup,
@@ -439,7 +439,7 @@ def test_a_bad_reply_parks_the_window_and_stores_nothing(good: int) -> None:
 
 def replay(view: View, *replies: Reply | BadReply, cluster: tuple[int, ...] = (0, 1)) -> Driven:
     view.record = 9
-    job = Job("j", 1, "parked", "narrate", cluster)
+    job = LlmJob("j", 1, "parked", "narrate", cluster)
     return drive(policy().replay(9, job, view), view, replies=replies)
 
 

@@ -9,7 +9,7 @@ from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import PromptBudget, TurnView
 from undertow.engine.policies.himem.policy import Alignment, HiMem
 from undertow.engine.search.answer_modes import NOT_ANSWERABLE, Question, Say, best_effort
-from undertow.engine.search.ranking import Found, Hit, HitKind, question_prompt
+from undertow.engine.search.ranking import Hit, HitKind, SearchResult, question_prompt
 from undertow.prompts.builders import Prompt, ShownMemory, sufficiency_prompt, supplement_prompt
 from undertow.prompts.reply_schemas import (
     NotesReply,
@@ -44,26 +44,26 @@ def shown(prompt: Prompt) -> list[int]:
 
 def test_a_hit_that_is_too_long_takes_no_less_relevant_one_along() -> None:
     episodes = (hit("episode", 1, TOO_LONG, 0.9), hit("episode", 2, "short", 0.3))
-    prompt = question_prompt(QUESTION, Found(episodes, facts(), ()), None, ROOMY)
+    prompt = question_prompt(QUESTION, SearchResult(episodes, facts(), ()), None, ROOMY)
     assert ROOMY.fits(prompt) and shown(prompt) == [1, 10, 0]
     assert "short" in lines_under(prompt, "Episodes")[0]
 
 
 def test_of_what_has_room_by_itself_the_most_relevant_is_shown() -> None:
     halves = tuple(hit("turn", n, f"tram{n} " * 2_000, 0.9 - n / 10) for n in range(3))
-    prompt = question_prompt(QUESTION, Found((), facts(), halves), None, ROOMY)
+    prompt = question_prompt(QUESTION, SearchResult((), facts(), halves), None, ROOMY)
     assert shown(prompt) == [0, 10, 1] and "tram0" in lines_under(prompt, "Turns")[0]
 
 
 def test_the_words_of_episodes_leave_their_room_to_facts() -> None:
     """Each has its episode's score, which is the highest there is."""
     words = tuple(hit("turn", n, "tram " * 200, 0.9) for n in range(40))
-    found = Found((hit("episode", 1, "short", 0.9),), facts(), words, quoted=frozenset(range(40)))
+    found = SearchResult((hit("episode", 1, "short", 0.9),), facts(), words, quoted=frozenset(range(40)))
     episodes, of_facts, of_words = shown(question_prompt(QUESTION, found, None, ROOMY))
     assert (episodes, of_facts) == (1, 10) and 0 < of_words < 40
 
 
-def best_effort_of(found: Found, *replies: SufficiencyReply) -> tuple[list[Say], str]:
+def best_effort_of(found: SearchResult, *replies: SufficiencyReply) -> tuple[list[Say], str]:
     """What best effort says, and its answer; the answering prompt is answered "An answer."."""
     steps = best_effort(Question(QUESTION, None, lambda: found, ROOMY))
     said, value, waiting = [], None, [*replies]
@@ -77,17 +77,17 @@ def best_effort_of(found: Found, *replies: SufficiencyReply) -> tuple[list[Say],
 
 
 def test_episodes_that_no_prompt_holds_are_no_reason_not_to_answer() -> None:
-    found = Found((hit("episode", 1, TOO_LONG, 0.9),), facts(), ())
+    found = SearchResult((hit("episode", 1, TOO_LONG, 0.9),), facts(), ())
     said, text = best_effort_of(found, INSUFFICIENT)
     assert text == "An answer." and [len(lines_under(s.prompt, "Facts")) for s in said] == [0, 10]
     assert said[-1].missed == (), "nothing to learn from"
-    assert best_effort_of(Found((), facts(), ()), INSUFFICIENT)[1] == NOT_ANSWERABLE, "there is none"
+    assert best_effort_of(SearchResult((), facts(), ()), INSUFFICIENT)[1] == NOT_ANSWERABLE, "there is none"
 
 
 def test_an_episode_that_is_too_long_does_not_keep_others_from_being_judged() -> None:
     episodes = (hit("episode", 1, TOO_LONG, 0.9), hit("episode", 2, "short", 0.3))
     sufficient = SufficiencyReply(lines=[1], sufficient=True)
-    said, _ = best_effort_of(Found(episodes, facts(), ()), INSUFFICIENT, sufficient)
+    said, _ = best_effort_of(SearchResult(episodes, facts(), ()), INSUFFICIENT, sufficient)
     assert len(lines_under(said[1].prompt, "Episodes")) == 1
     assert said[-1].missed == ("episode2",)
 
@@ -128,7 +128,7 @@ def test_an_episode_of_a_whole_window_leaves_room_in_every_prompt_that_reads_it(
         assert len(whole.text) > 6_000, "half of the room is not little"
         episode = hit("episode", 1, whole.text, 0.9)
         long_question = "cat " * 200
-        prompt = question_prompt(long_question, Found((episode,), facts(), ()), None, ROOMY)
+        prompt = question_prompt(long_question, SearchResult((episode,), facts(), ()), None, ROOMY)
         assert shown(prompt) == [1, 10, 0]
         line = [ShownMemory(1, None, whole.text)]
         assert ROOMY.fits(sufficiency_prompt(long_question, "Episodes", line, None))

@@ -13,7 +13,7 @@ from undertow.engine.base.model import Decision, memory_id
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import Complete, GateReading, PromptBudget, TurnView, deletion
 from undertow.engine.policies.recmem import RecMem
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.reply_schemas import (
     EpisodeDraft,
     EpisodesReply,
@@ -251,12 +251,12 @@ def test_an_oversized_turn_parks_at_the_merge_question_too() -> None:
 # ---- replay
 
 
-def replay(view: View, job: Job, *replies: Reply | BadReply, reading: GateReading | None = None) -> Driven:
+def replay(view: View, job: LlmJob, *replies: Reply | BadReply, reading: GateReading | None = None) -> Driven:
     return drive(RecMem(ROOMY).replay(9, job, view), view, reading=reading, replies=replies)
 
 
 def test_replay_runs_the_stored_cluster_and_what_it_makes_carries_the_records_seq() -> None:
-    job = Job("j", 5, "parked", "episode", (3, 4, 5))
+    job = LlmJob("j", 5, "parked", "episode", (3, 4, 5))
     done = replay(view_of(8), job, episodes(("Told.", [1])), facts(("Fact.", None)))
     assert done.outcome.decision is Decision.FIRED
     (episode,), (fact,) = done.made("episode"), done.made("fact")
@@ -267,12 +267,12 @@ def test_replay_runs_the_stored_cluster_and_what_it_makes_carries_the_records_se
 
 
 def test_replay_without_episodes_brings_the_turns_back_to_the_gates() -> None:
-    done = replay(view_of(8), Job("j", 5, "parked", "episode", (3, 4, 5)), episodes())
+    done = replay(view_of(8), LlmJob("j", 5, "parked", "episode", (3, 4, 5)), episodes())
     assert (done.outcome.decision, done.outcome.revived) == (Decision.FIRED, (3, 4, 5))
 
 
 def test_replay_of_a_merge_asks_for_the_episode_nearest_by_now() -> None:
-    job = Job("j", 5, "parked", "merge", (5,))
+    job = LlmJob("j", 5, "parked", "merge", (5,))
     merge = MergeReply(same_story=True, narrative="More.")
     done = replay(view_of(8), job, merge, NO_FACTS, reading=GateReading(STORY, 0.8))
     assert done.outcome.decision is Decision.MERGED
@@ -286,7 +286,7 @@ def test_replay_of_a_merge_asks_for_the_episode_nearest_by_now() -> None:
 def test_replay_that_fails_again_is_parked_again_and_deleted_turns_are_left_out() -> None:
     view = view_of(8)
     del view.turns[4]
-    job = Job("j", 5, "parked", "episode", (3, 4, 5))
+    job = LlmJob("j", 5, "parked", "episode", (3, 4, 5))
     again = replay(view, job, BAD)
     assert (again.outcome.decision, again.outcome.cluster) == (Decision.PARKED, (3, 5))
     assert len(lines_under(again.prompts[0], "Turns")) == 2

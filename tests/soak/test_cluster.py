@@ -39,7 +39,7 @@ from undertow.engine.cluster.wire import pack
 from undertow.engine.encoders.base import HashingEncoder
 from undertow.engine.readers import find_logs
 from undertow.engine.step.admission import QueueFull
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 from ..support.cli import ENV, PROGRAM
 from ..support.cluster.in_process import cluster_state, settings
@@ -100,7 +100,7 @@ def alone(folder: Path, sent: Counter[str], url: str) -> State:
     return end_state(folder)
 
 
-def assert_all_stored(root: Place, acked: Counter[str]) -> None:
+def assert_all_stored(root: Location, acked: Counter[str]) -> None:
     """Every acknowledged turn is stored, each once, in the order in which its tenant's were sent."""
     stored: dict[str, list[str]] = {}
     for shard in load(root).everyone:
@@ -192,7 +192,7 @@ def sample(cluster: Cluster, memories: dict[str, Memory], seen: Counter[str], no
     for name, state in states.items():
         assert not state["deaths_seen"], state
         seen["lane_turns"] = max(seen["lane_turns"], state["sent_turns"])
-        under_way = list(cluster._lanes[name]._under_way.values())
+        under_way = list(cluster._shard_clients[name]._under_way.values())
         seen["turns_under_way"] = max(seen["turns_under_way"], sum(map(len, under_way)))
         if state["state"] == "unreachable":
             seen["unanswered"] += 1
@@ -210,7 +210,7 @@ def sample(cluster: Cluster, memories: dict[str, Memory], seen: Counter[str], no
 
 def test_slow_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Queues stay at their bounds and memory flat, though the LLM falls behind all the time."""
-    root, warm_s = Place.of(tmp_path / "root"), min(WARM_UP_S, soak_s())
+    root, warm_s = Location.of(tmp_path / "root"), min(WARM_UP_S, soak_s())
     seconds = warm_s + soak_s()
     memories: dict[str, Memory] = {}
     most: Counter[str] = Counter()
@@ -394,7 +394,7 @@ def test_bulk_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 assert ingest.settle()
             turns += bulk_round(folder, logs, url, rng, killed)
             expected = end_state(folder / "alone")
-            assert_same_state(cluster_state(Place.of(folder / "root")), expected)
+            assert_same_state(cluster_state(Location.of(folder / "root")), expected)
             rounds += 1
     report_timed(
         capsys,
@@ -456,7 +456,7 @@ class Traffic:
 def test_resharding_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shards are added and removed again and again under traffic, while movers and shards are killed."""
     began_s, rng = time.monotonic(), random.Random(8)
-    root = Place.of(tmp_path / "root")
+    root = Location.of(tmp_path / "root")
     killed: Counter[str] = Counter()
     sizes: list[int] = []
     moved = 0
@@ -501,7 +501,7 @@ def test_resharding_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def reshard(
-    folder: Path, root: Place, address: str, url: str, size: int, rng: random.Random, killed: Counter[str]
+    folder: Path, root: Location, address: str, url: str, size: int, rng: random.Random, killed: Counter[str]
 ) -> int:
     """Go over to so many shards, however often that is cut off; the tenants that the last command moved."""
     folder.mkdir()

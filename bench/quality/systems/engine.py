@@ -15,7 +15,7 @@ from undertow.engine.llm.client import BadReply, ServerRefused
 from undertow.engine.policies.base import PromptBudget
 from undertow.engine.search.answer_modes import Question as Asked
 from undertow.engine.search.answer_modes import answering
-from undertow.engine.search.ranking import Found, Hit
+from undertow.engine.search.ranking import Hit, SearchResult
 from undertow.engine.storage.row_codec import Control
 from undertow.prompts.builders import QUERY_OPERATIONS, ShownMemory
 
@@ -70,7 +70,7 @@ class EngineSystem:
     def material(self, sample: Sample, question: Question) -> Material:
         return self._given(sample, self._engine.recall(sample.tenant, question.text))
 
-    def _given(self, sample: Sample, found: Found) -> Material:
+    def _given(self, sample: Sample, found: SearchResult) -> Material:
         return Material(
             _shown(found.episodes),
             _shown(found.facts),

@@ -31,8 +31,8 @@ from undertow.engine.policies.base import GateReading, Nearest, Scored, Threshol
 from undertow.engine.policies.recmem import KNOWN_FACTS
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step.admission import Admission, Receipt, Ticket
-from undertow.engine.step.batch_size import Pace
-from undertow.engine.step.effects import Readings
+from undertow.engine.step.batch_size import BatchSizer
+from undertow.engine.step.effects import EffectReader
 from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.tenants.tenant import Tenant
@@ -145,11 +145,11 @@ class SimulatedShard:
         self.scheduler = Scheduler(
             cast(Journal, self),
             cast(Admission, self),
-            cast(Readings, self),
+            cast(EffectReader, self),
             Policies(settings.under("recmem")),
             self.llm if with_llm else None,
             queue_turns=settings.queue_turns,
-            pace=Pace(settings.batch_turns, clock_s=lambda: self.clock.now_s),
+            batch_sizer=BatchSizer(settings.batch_turns, clock_s=lambda: self.clock.now_s),
             lookahead_turns=settings.gate_lookahead_turns,
             llm_in_flight=settings.llm_in_flight,
             token_budget=None,

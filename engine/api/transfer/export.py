@@ -38,7 +38,7 @@ def head(tenant: str) -> Report:
 
 
 @dataclass(slots=True)
-class Seal:
+class ExportTrailer:
     """What the end of an export says of the records before it."""
 
     count: int = 0
@@ -63,12 +63,12 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ExportCursor:
     """Where a page of an export ended. `stay` tells the tenant's life, and its time in this journal."""
 
     stay: str
     lsn: int = -1
-    seal: Seal = field(default_factory=Seal)
+    seal: ExportTrailer = field(default_factory=ExportTrailer)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -76,7 +76,7 @@ class Mark:
         parts = text.split(".")
         try:
             stay, lsn, count, fingerprint = parts
-            return cls(stay, int(lsn), Seal(int(count), int(fingerprint, 16)))
+            return cls(stay, int(lsn), ExportTrailer(int(count), int(fingerprint, 16)))
         except ValueError:
             _refuse("after", f"{text!r:.80} is not what a page gave", "Pass on the last page's `after`.")
 
@@ -86,7 +86,7 @@ class Mark:
 
 def stay_of(journal: Journal, known: Sequence[Row]) -> str:
     """`known`: the tenant's rows, the first of its log among them, which is never deleted."""
-    text = f"{journal.place}\x1f{known[0].lsn}"
+    text = f"{journal.location}\x1f{known[0].lsn}"
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 

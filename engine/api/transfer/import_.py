@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from undertow.engine.api.transfer.export import FORMAT, Seal
+from undertow.engine.api.transfer.export import FORMAT, ExportTrailer
 from undertow.engine.api.transfer.import_schema import (
     EDITED,
     Content,
@@ -27,7 +27,7 @@ from undertow.engine.api.transfer.import_schema import (
     TurnRecord,
     content_of,
 )
-from undertow.engine.api.transfer.import_validation import Checks, Versions
+from undertow.engine.api.transfer.import_validation import ImportValidator, Versions
 from undertow.engine.api.transfer.reindex import embedded_text
 from undertow.engine.api.views.format import Report, Withheld
 from undertow.engine.base.config import Settings
@@ -38,7 +38,7 @@ from undertow.engine.step.admission import check_turn
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import (
     Control,
-    Job,
+    LlmJob,
     control_row,
     job_row,
     memory_of,
@@ -63,12 +63,12 @@ class TenantExists(UndertowError):
         return f"tenant {self.args[0]!r} has memories here. Import under another name, or erase it first."
 
 
-class CalledOff(UndertowError):
+class ImportCancelled(UndertowError):
     """The tenant was erased while an export was being taken in for it; nothing of that is stored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportReport:
     """What an import has stored: turns that were not deleted, and every version of episodes and facts."""
 
     turns: int
@@ -91,7 +91,7 @@ class Import:
         self.rows: list[Row] = []
         self._records = records
         self._settings = settings
-        self._checks = Checks()
+        self._checks = ImportValidator()
 
     @property
     def fingerprint(self) -> str:
@@ -100,10 +100,10 @@ class Import:
         return str(last.get("fingerprint")) if isinstance(last, dict) else ""
 
     @property
-    def imported(self) -> Imported:
+    def imported(self) -> ImportReport:
         """The counts, once the steps are done."""
         counts = Counter(row.kind for row in self.rows)
-        return Imported(counts["turn"], counts["episode"], counts["fact"], counts["decision"])
+        return ImportReport(counts["turn"], counts["episode"], counts["fact"], counts["decision"])
 
     @property
     def is_decided(self) -> bool:
@@ -134,7 +134,7 @@ class Import:
         """The records between head and end, each with its number, from 1, once it is checked."""
         records, max_bytes = self._records, self._settings.max_import_bytes
         source = self._ends()
-        seal, size = Seal(), 0
+        seal, size = ExportTrailer(), 0
         for line, record in enumerate(records[1:-1], 2):
             with _about(line):
                 size += _size(seal, record)
@@ -244,7 +244,7 @@ class Import:
     def _job(self, record: JobRecord) -> Row:
         self._checks.check_seqs("cluster_seqs", record.cluster_seqs, record.seq)
         identity, cluster = self._job_id(record.id), tuple(record.cluster_seqs)
-        job = Job(identity, record.seq, record.state, record.operation, cluster, record.reason)
+        job = LlmJob(identity, record.seq, record.state, record.operation, cluster, record.reason)
         return job_row(self.tenant, self.key, job)
 
     def _turn_id(self, seq: int) -> str:
@@ -310,14 +310,14 @@ def note_row(work: Import) -> Row:
     return Row("note", work.tenant, work.key, -1, orjson.dumps(body))
 
 
-def earlier_import(notes: Iterable[Row], fingerprint: str) -> Imported | None:
+def earlier_import(notes: Iterable[Row], fingerprint: str) -> ImportReport | None:
     """What an import of these records has stored, if one of a tenant's notes tells of it."""
     bodies = [orjson.loads(row.payload) for row in notes]
     done = [body for body in bodies if "imported" in body and body["fingerprint"] == fingerprint]
-    return Imported(**done[0]["imported"]) if done else None
+    return ImportReport(**done[0]["imported"]) if done else None
 
 
-def _size(seal: Seal, record: object) -> int:
+def _size(seal: ExportTrailer, record: object) -> int:
     """Add a record; its size in bytes, about. BadField."""
     if not isinstance(record, dict):
         raise BadField(None, "is no JSON object", "Write one object a line, as in an export.")

@@ -104,7 +104,7 @@ class DecisionRecord(RecordShape):
     usage: dict[str, Spent] = {}
 
 
-class Settings(Shape):
+class SettingsChange(Shape):
     theta_sim: Cosine
     theta_merge: Cosine
     theta_count: int = Field(ge=1, le=1000)
@@ -136,7 +136,7 @@ class Replay(Shape):
     job_id: Words
 
 
-class PolicyChange(Shape):
+class PolicyChangeRecord(Shape):
     policy: PolicyName
 
 
@@ -168,7 +168,15 @@ class JobRecord(RecordShape):
 
 Content = TurnRecord | MemoryRecord | DecisionRecord | ControlRecord | JobRecord
 Body = (
-    Settings | Flush | TurnDeletion | MemoryDeletion | Update | Replay | PolicyChange | Reconsolidation | Use
+    SettingsChange
+    | Flush
+    | TurnDeletion
+    | MemoryDeletion
+    | Update
+    | Replay
+    | PolicyChangeRecord
+    | Reconsolidation
+    | Use
 )
 
 _CONTENT: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
@@ -185,12 +193,12 @@ def content_of(record: Mapping[str, Any]) -> Content:
 def body_of(record: ControlRecord) -> Body:
     """What a control record says. BadField."""
     shapes: dict[str, type[Body]] = {
-        "settings": Settings,
+        "settings": SettingsChange,
         "flush": Flush,
         "delete": TurnDeletion if "turn_seq" in record.body else MemoryDeletion,
         "update": Update,
         "replay": Replay,
-        "policy": PolicyChange,
+        "policy": PolicyChangeRecord,
         "reconsolidate": Reconsolidation,
         "used": Use,
     }

@@ -17,9 +17,9 @@ from undertow.engine.api.transfer.import_schema import (
     DecisionRecord,
     JobRecord,
     MemoryRecord,
-    PolicyChange,
+    PolicyChangeRecord,
     Replay,
-    Settings,
+    SettingsChange,
     TurnDeletion,
     TurnRecord,
     Update,
@@ -33,7 +33,7 @@ from undertow.engine.readers.record import BadField
 Birth = tuple[int, MemoryKind, int, int]
 
 
-class Checks:
+class ImportValidator:
     """The records of one export, taken in their order; every call raises BadField."""
 
     def __init__(self) -> None:
@@ -104,9 +104,9 @@ class Checks:
 
     def _take_control(self, control: ControlRecord, body: Body) -> None:
         seq = control.seq
-        if isinstance(body, PolicyChange) and seq == -1 and self._settled and self.log_len == 0:
+        if isinstance(body, PolicyChangeRecord) and seq == -1 and self._settled and self.log_len == 0:
             return
-        if (seq == -1) == self._settled or (seq == -1 and not isinstance(body, Settings)):
+        if (seq == -1) == self._settled or (seq == -1 and not isinstance(body, SettingsChange)):
             _refuse("seq", f"is {seq}; the first settings have -1 and stand first, and a first policy has it")
         self._settled = True
         if seq == -1:
@@ -119,7 +119,7 @@ class Checks:
         self._controls[seq] = body
         if isinstance(body, TurnDeletion):
             self._take_deletion(seq, body)
-        elif isinstance(body, PolicyChange):
+        elif isinstance(body, PolicyChangeRecord):
             self._changes.append(seq)
         elif isinstance(body, Replay) and body.job_id not in self.job_places:
             _refuse("body.job_id", "names no job that stands before it")

@@ -18,7 +18,7 @@ import orjson
 from undertow.engine.base.model import as_embedded, spoken
 from undertow.engine.encoders.base import Encoder, Fingerprint
 from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import messages_of
 from undertow.engine.storage.store_info import StoreError, StoreInfo, write_info
 
@@ -27,7 +27,7 @@ PROGRESS_FILE = "reindex.json"
 
 
 def reindex(
-    store: Place | Path | str,
+    store: Location | Path | str,
     encoder: Encoder,
     *,
     embed_timestamp: bool = False,
@@ -49,16 +49,16 @@ def reindex(
         copy = _begin_or_resume(journal, fingerprint)
         embedded = _copy(journal, copy, encoder, embed_timestamp, on_rows)
         if copy.row_count != journal.row_count:
-            journal.place.remove(PROGRESS_FILE)
+            journal.location.remove(PROGRESS_FILE)
             raise StoreError(
                 f"the copy has {copy.row_count} rows and the store {journal.row_count}; nothing was "
                 "replaced. Run reindex again: it begins afresh."
             )
         copy.compact()
         journal.check_in_force()
-        write_info(journal.place, copy.info)
+        write_info(journal.location, copy.info)
         copy.remove_others()
-        journal.place.remove(PROGRESS_FILE)
+        journal.location.remove(PROGRESS_FILE)
         return embedded
     finally:
         journal.close()
@@ -66,16 +66,16 @@ def reindex(
 
 def _begin_or_resume(journal: Journal, fingerprint: Fingerprint) -> Journal:
     """The copy to go on with. A half-made one counts only if no one has written the store since."""
-    place = journal.place
+    location = journal.location
     wanted: dict[str, Any] = {"encoder": asdict(fingerprint)}
     name = f"journal-{journal.epoch}.lance"
-    if (progress := place.read(PROGRESS_FILE)) is not None:
+    if (progress := location.read(PROGRESS_FILE)) is not None:
         state = orjson.loads(progress)
         if state["encoder"] == wanted["encoder"] and state["epoch"] == journal.former_epoch:
             name = state["journal"]
-    if not place.exists(name):
+    if not location.exists(name):
         journal.remove_others()
-    place.write(PROGRESS_FILE, orjson.dumps({**wanted, "journal": name, "epoch": journal.epoch}))
+    location.write(PROGRESS_FILE, orjson.dumps({**wanted, "journal": name, "epoch": journal.epoch}))
     info: StoreInfo = replace(journal.info, dim=fingerprint.dim, encoder=wanted["encoder"], journal=name)
     return journal.sibling(info)
 

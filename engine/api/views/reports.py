@@ -21,8 +21,8 @@ from undertow.engine.api.transfer.export import (
     MAX_PAGE_BYTES,
     MAX_PAGE_RECORDS,
     ExportBroken,
-    Mark,
-    Seal,
+    ExportCursor,
+    ExportTrailer,
     check_limit,
     exported,
     head,
@@ -43,7 +43,7 @@ from undertow.engine.base.model import Decision, MemoryKind, UnknownMemory, unkn
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import control_of, job_of, memory_of
 from undertow.engine.tenants.generations import BEFORE_LOG, is_change, shown_generation, since_reread
-from undertow.engine.tenants.registry import Tenants
+from undertow.engine.tenants.registry import TenantRegistry
 from undertow.kernels.arena.arena import Arena
 
 __all__ = ["Report", "Reports"]
@@ -57,10 +57,10 @@ CONSOLIDATING = (Decision.MERGED, Decision.FIRED)
 class Reports:
     """The reports of one open journal."""
 
-    def __init__(self, journal: Journal, tenants: Tenants | None = None) -> None:
+    def __init__(self, journal: Journal, tenants: TenantRegistry | None = None) -> None:
         """`tenants`: those of an engine that has the journal open."""
         self._journal = journal
-        self.tenants = Tenants(journal, Arena(journal.info.dim)) if tenants is None else tenants
+        self.tenants = TenantRegistry(journal, Arena(journal.info.dim)) if tenants is None else tenants
 
     def tenant_sizes(self) -> list[Report]:
         """One record a tenant, by name: how many turns it has, deleted ones left out. Loads no tenant."""
@@ -204,7 +204,7 @@ class Reports:
         return self._export(tenant, vectors)
 
     def _export(self, tenant: str, vectors: bool) -> Iterator[Report]:
-        seal = Seal()
+        seal = ExportTrailer()
         yield head(tenant)
         known = self._every_row(tenant, ["control", "episode", "fact"])
         for _, record in exported(self._exported_rows(tenant, vectors), known, vectors=vectors):
@@ -224,7 +224,7 @@ class Reports:
         check_limit(limit, MAX_PAGE_RECORDS)
         known = self._every_row(tenant, ["control", "episode", "fact"])
         stay = stay_of(self._journal, known)
-        mark = Mark(stay) if after is None else Mark.parse(after)
+        mark = ExportCursor(stay) if after is None else ExportCursor.parse(after)
         if mark.stay != stay:
             raise ExportBroken(
                 f"{tenant!r} has moved or was erased since its export began. Begin the export again."
@@ -235,7 +235,7 @@ class Reports:
             items.append(record)
             size += seal.add(record)
             if taken == limit or size >= MAX_PAGE_BYTES:
-                return Page(tuple(items), str(Mark(stay, lsn, seal)))
+                return Page(tuple(items), str(ExportCursor(stay, lsn, seal)))
         return Page((*items, seal.end(tenant)), None)
 
     def _exported_rows(self, tenant: str, vectors: bool, *, after_lsn: int = -1) -> Iterator[Row]:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import islice
 
 from undertow.engine.base.model import Usage
-from undertow.engine.tenants.registry import ArenaFull, Tenants
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 from undertow.prompts.builders import QUERY_OPERATIONS
 
@@ -57,7 +57,7 @@ def tenant_stats(tenant: Tenant) -> dict[str, int]:
     return dict(zip(SUMMARY_KEYS, figures, strict=True))
 
 
-def store_stats(tenants: Tenants) -> dict[str, int]:
+def store_stats(tenants: TenantRegistry) -> dict[str, int]:
     """The counts of all tenants together."""
     total = dict.fromkeys(SUMMARY_KEYS, 0)
     for tenant in _one_by_one(tenants):
@@ -66,7 +66,7 @@ def store_stats(tenants: Tenants) -> dict[str, int]:
     return {"tenants": len(tenants.names()), **total}
 
 
-def store_usage(tenants: Tenants, name: str | None = None) -> dict[str, dict[str, int]]:
+def store_usage(tenants: TenantRegistry, name: str | None = None) -> dict[str, dict[str, int]]:
     """LLM calls and tokens by operation, of all tenants or of one. UnknownTenant."""
     usage: dict[str, Usage] = {}
     for tenant in _one_by_one(tenants) if name is None else [tenants.existing(name)]:
@@ -75,7 +75,7 @@ def store_usage(tenants: Tenants, name: str | None = None) -> dict[str, dict[str
     return {operation: asdict(used) for operation, used in sorted(usage.items())}
 
 
-def _one_by_one(tenants: Tenants) -> Iterator[Tenant]:
+def _one_by_one(tenants: TenantRegistry) -> Iterator[Tenant]:
     """Every tenant. What is not loaded is loaded, a few at a time, and let go again. ArenaFull."""
     resident = {tenant.name for tenant in tenants.loaded()}
     names, at_a_time = deque(tenants.names()), TENANTS_AT_A_TIME

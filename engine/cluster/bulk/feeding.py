@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from undertow.engine.cluster.bulk.reading import REPORTS, Span, spans
-from undertow.engine.cluster.bulk.records import Records
+from undertow.engine.cluster.bulk.records import IngestRecords
 from undertow.engine.cluster.wire import TURNS, Status
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
@@ -32,7 +32,7 @@ class Feeder(Protocol):
     def close(self) -> None: ...
 
 
-def router_to(root: Place, settings: Settings, resources: ClusterSettings) -> Feeder:
+def router_to(root: Location, settings: Settings, resources: ClusterSettings) -> Feeder:
     """A way to the shards of a root, for a worker: it loads no engine."""
     from undertow.engine.cluster.ray.actors import RayShard, Starter
     from undertow.engine.cluster.routing.router import Router
@@ -42,7 +42,7 @@ def router_to(root: Place, settings: Settings, resources: ClusterSettings) -> Fe
 
 
 @dataclass(slots=True)
-class Fed:
+class FeedReport:
     """What became of the turns of one group, by `Status`, and why some are parked."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -67,21 +67,21 @@ def inspect(block: pa.Table) -> tuple[list[Span], list[bytes]]:
 
 
 def feed_group(
-    tables: Iterable[pa.Table], group: int, connect: Callable[[], Feeder], root: Place, wave: str
-) -> Fed:
+    tables: Iterable[pa.Table], group: int, connect: Callable[[], Feeder], root: Location, wave: str
+) -> FeedReport:
     """Store one group's turns, one call after another; then note in the root that they are stored.
 
     Repeated, or cut off anywhere, it changes nothing: a turn is sent once all before it are stored, and what
     was stored before is a duplicate.
     """
-    fed = Fed()
+    fed = FeedReport()
     feeder = connect()
     try:
         for turns in calls(tables):
             fed.note(feeder.add_table(turns))
     finally:
         feeder.close()
-    Records(root).note_stored(wave, group)
+    IngestRecords(root).note_stored(wave, group)
     return fed
 
 

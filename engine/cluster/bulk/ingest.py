@@ -23,14 +23,14 @@ import pyarrow as pa
 
 from undertow.engine.api.ingest_files import IngestReport
 from undertow.engine.base.model import BadInput, UndertowError
-from undertow.engine.cluster.bulk.feeding import TOLD_PARKED, Fed, Feeder, feed_group, inspect
-from undertow.engine.cluster.bulk.reading import ORDER, FileReport, Piece, Reading, Span, read_all
-from undertow.engine.cluster.bulk.records import Records, pieces_left, reached_by, wave_name
+from undertow.engine.cluster.bulk.feeding import TOLD_PARKED, Feeder, FeedReport, feed_group, inspect
+from undertow.engine.cluster.bulk.reading import ORDER, FileReport, Piece, Span, WaveReader, read_all
+from undertow.engine.cluster.bulk.records import IngestRecords, pieces_left, reached_by, wave_name
 from undertow.engine.cluster.bulk.waves import rows_bytes, waves_of
 from undertow.engine.cluster.shard_map import ShardMap, load
 from undertow.engine.cluster.wire import Status
 from undertow.engine.readers import Format, Log
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 try:
     import ray
@@ -77,7 +77,7 @@ class BulkReport(IngestReport):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class BulkProgress:
     """How far a bulk ingest is: the wave that is being fed, of how many, and the groups it has left."""
 
     waves: int
@@ -95,7 +95,7 @@ class _Wave:
     """A wave that has been read: where its groups are, and how its files were."""
 
     name: str
-    reading: Reading
+    reading: WaveReader
     pieces: list[Piece]
     groups: dict[int, list[_Part]]
     reports: list[FileReport]
@@ -106,7 +106,7 @@ class BulkIngest:
 
     def __init__(
         self,
-        root: Place,
+        root: Location,
         connect: Callable[[], Feeder],
         *,
         format: Format = "auto",
@@ -117,7 +117,7 @@ class BulkIngest:
         group_bytes: int = GROUP_BYTES,
         on_error: Callable[[BadInput], None] = lambda _: None,
         on_warning: Callable[[str], None] = lambda _: None,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: Callable[[BulkProgress], None] = lambda _: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`connect` is called in the workers, and must be picklable.
@@ -136,7 +136,7 @@ class BulkIngest:
         self._wave_bytes, self._group_bytes = wave_bytes, group_bytes
         self._on_error, self._on_warning = on_error, on_warning
         self._on_progress, self._stop = on_progress, stop
-        self._records = Records(root)
+        self._records = IngestRecords(root)
 
     def feed(self, logs: Sequence[Log]) -> None:
         """Store every turn of the logs. UndertowError: some shard could not be fed; the others were."""
@@ -171,7 +171,7 @@ class BulkIngest:
             coming = [
                 _begun(partial(self._read, shard_map, pieces)) for pieces in waves[number + 1 : number + 2]
             ]
-            self._feed_wave(wave, partial(Progress, len(waves), number + 1))
+            self._feed_wave(wave, partial(BulkProgress, len(waves), number + 1))
             if self.report.ended:
                 return
 
@@ -181,7 +181,7 @@ class BulkIngest:
         """A wave's turns in groups in Ray's object store. Read again where Ray has lost parts of it."""
         size_bytes = sum(rows_bytes(piece.log) for piece in pieces)
         buckets = max(1, round(size_bytes / self._group_bytes / len(shard_map.shards)))
-        reading = Reading(shard_map, buckets, self._format, self._max_message_bytes)
+        reading = WaveReader(shard_map, buckets, self._format, self._max_message_bytes)
         name = wave_name(reading, pieces)
         if self._resume:
             reading = replace(reading, done=self._records.stored(name))
@@ -216,10 +216,10 @@ class BulkIngest:
 
     # ---- feeding
 
-    def _feed_wave(self, wave: _Wave, progress: Callable[..., Progress]) -> None:
+    def _feed_wave(self, wave: _Wave, progress: Callable[..., BulkProgress]) -> None:
         """Feed all groups, a bounded number of each shard at a time: a slow shard holds no other up."""
 
-        def feed(parts: list[_Part], *how: Any) -> Fed:
+        def feed(parts: list[_Part], *how: Any) -> FeedReport:
             """In a worker: one part of a group is fetched after another."""
             blocks: Iterator[Any] = ((ray.get(ref), start, count) for ref, start, count in parts)
             return feed_group((block.slice(start, count) for block, start, count in blocks), *how)
@@ -254,7 +254,7 @@ class BulkIngest:
             whole = [reached_by(wave.reading.shard_map, p.log, r) for p, r in reports if r.whole]
             self._records.note_reached(wave.name, dict(whole))
 
-    def _count(self, fed: Fed) -> None:
+    def _count(self, fed: FeedReport) -> None:
         self.report.read_turns += fed.turns
         self.report.new_turns += fed.counts[Status.STORED]
         self.report.parked_turns += fed.counts[Status.PARKED]
@@ -272,7 +272,7 @@ def _room_bytes() -> int:
     return max(1, min(room // WAVE_PARTS, MAX_WAVE_BYTES))
 
 
-def _sorted(reading: Reading, pieces: Sequence[Piece]) -> tuple[dict[int, list[_Part]], list[FileReport]]:
+def _sorted(reading: WaveReader, pieces: Sequence[Piece]) -> tuple[dict[int, list[_Part]], list[FileReport]]:
     """Where the turns of each group are, in order, and the report of each piece, in order."""
     tasks = list(waves_of(pieces, TASK_BYTES))
 

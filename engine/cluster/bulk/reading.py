@@ -106,7 +106,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class WaveReader:
     """How a wave's logs become groups. Travels to the workers."""
 
     shard_map: ShardMap
@@ -173,7 +173,7 @@ class Reading:
         return pa.table([*map(pa.array, places), *packed.columns], schema=ROWS)
 
 
-def read_all(reading: Reading, pieces: Iterable[Piece]) -> Iterator[pa.Table]:
+def read_all(reading: WaveReader, pieces: Iterable[Piece]) -> Iterator[pa.Table]:
     return chain.from_iterable(map(reading.tables, pieces))
 
 

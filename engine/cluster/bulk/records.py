@@ -18,10 +18,10 @@ from typing import Any
 
 import orjson
 
-from undertow.engine.cluster.bulk.reading import FileReport, Piece, Reading
+from undertow.engine.cluster.bulk.reading import FileReport, Piece, WaveReader
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.readers import Log
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 REACHED = "jobs/reached"
 STORED = "jobs/stored"
@@ -30,7 +30,7 @@ THREADS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class FileProgress:
     """How far a log was taken. `clean`: all of it was read without an error."""
 
     position: int
@@ -40,7 +40,7 @@ class Reached:
     clean: bool
 
 
-def wave_name(reading: Reading, pieces: Sequence[Piece]) -> str:
+def wave_name(reading: WaveReader, pieces: Sequence[Piece]) -> str:
     """Equal for waves that make the same groups of the same records of the same logs.
 
     A log is the same one if it lies there still, begins as it did and is as long.
@@ -56,10 +56,10 @@ def wave_name(reading: Reading, pieces: Sequence[Piece]) -> str:
     return hashlib.blake2b(orjson.dumps([how, logs]), digest_size=12).hexdigest()
 
 
-class Records:
+class IngestRecords:
     """The records of one root. Two ingests at a time do not disturb each other."""
 
-    def __init__(self, root: Place) -> None:
+    def __init__(self, root: Location) -> None:
         self._root = root
 
     def stored(self, wave: str) -> frozenset[int]:
@@ -69,15 +69,15 @@ class Records:
     def note_stored(self, wave: str, group: int) -> None:
         self._root.write(f"{STORED}/{wave}/{group}", b"")
 
-    def note_reached(self, wave: str, reached: Mapping[str, Reached]) -> None:
+    def note_reached(self, wave: str, reached: Mapping[str, FileProgress]) -> None:
         """A wave is done: its logs are passed over from now on, and its groups need no record."""
         self._root.write(f"{REACHED}/{wave}.json", _body(reached, time.time()))
         self._root.remove(f"{STORED}/{wave}")
 
-    def reached(self) -> dict[str, Reached]:
+    def reached(self) -> dict[str, FileProgress]:
         """How far each log was taken by earlier runs, by the log's hash; of several, by the latest."""
         bodies = sorted(self._read(self._names()), key=lambda body: float(body["at_s"]))
-        return {source: Reached(**raw) for body in bodies for source, raw in body["logs"].items()}
+        return {source: FileProgress(**raw) for body in bodies for source, raw in body["logs"].items()}
 
     def tidy(self) -> None:
         """Put the records of all waves into one, when an ingest has come to its end."""
@@ -99,13 +99,13 @@ class Records:
             return [orjson.loads(data) for data in pool.map(self._root.read, names) if data]
 
 
-def _body(reached: Mapping[str, Reached], at_s: float) -> bytes:
+def _body(reached: Mapping[str, FileProgress], at_s: float) -> bytes:
     return orjson.dumps({"at_s": at_s, "logs": {source: asdict(r) for source, r in reached.items()}})
 
 
-def reached_by(shard_map: ShardMap, log: Log, report: FileReport) -> tuple[str, Reached]:
+def reached_by(shard_map: ShardMap, log: Log, report: FileReport) -> tuple[str, FileProgress]:
     """The record of a log that was read to its end."""
-    record = Reached(
+    record = FileProgress(
         position=report.position,
         head=report.head["head"],
         head_bytes=report.head["head_bytes"],
@@ -116,7 +116,7 @@ def reached_by(shard_map: ShardMap, log: Log, report: FileReport) -> tuple[str, 
 
 
 def pieces_left(
-    shard_map: ShardMap, logs: Sequence[Log], reached: Mapping[str, Reached]
+    shard_map: ShardMap, logs: Sequence[Log], reached: Mapping[str, FileProgress]
 ) -> tuple[list[Piece], list[Log]]:
     """What is still to be read, in order; and the logs that are to be read anew as they have changed.
 
@@ -137,7 +137,7 @@ def pieces_left(
     return pieces, changed
 
 
-def _is_same(log: Log, record: Reached | None) -> bool:
+def _is_same(log: Log, record: FileProgress | None) -> bool:
     return record is not None and log.head(record.head_bytes) == {
         "head": record.head,
         "head_bytes": record.head_bytes,

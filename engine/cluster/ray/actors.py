@@ -21,12 +21,12 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.base.trace_context import cause
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.shard_actor import ShardActor
-from undertow.engine.cluster.routing.errors import ShardGone, ShardLeft
+from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.wire import from_buffer, to_pieces
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.journal import Fenced
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 try:
     import ray
@@ -68,7 +68,7 @@ class RayShard:
             raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None
         except RayTaskError as error:
             if isinstance(error.cause, Fenced):
-                raise ShardLeft(f"shard {self.shard}: {error.cause}") from None
+                raise ShardExited(f"shard {self.shard}: {error.cause}") from None
             _reraise(error)
         except RayActorError as error:
             self._actor = None  # it restarts by itself; but if it is gone for good, there is to be a new one
@@ -88,7 +88,7 @@ class RayShard:
 class Starter:
     """Finds the actors of a root's shards by their names, and starts those that are not there."""
 
-    def __init__(self, root: Place, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
+    def __init__(self, root: Location, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
         """`settings`, `resources` and `parts` are those of shards that are started here."""
         self._root = root
         self._settings = settings.model_dump()
@@ -134,7 +134,7 @@ class Starter:
             return None
 
 
-def actor_name(root: Place, shard: str) -> str:
+def actor_name(root: Location, shard: str) -> str:
     """A shard's name in the cluster's namespace: its root may be long, so it goes in as a hash."""
     digest = hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()
     return f"{digest}-{shard}"

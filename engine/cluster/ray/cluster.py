@@ -12,13 +12,13 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.actors import RayShard, Starter
-from undertow.engine.cluster.resharding.coordinator import Progress, Resharded, reshard, resume
-from undertow.engine.cluster.resharding.participant import Leaver
+from undertow.engine.cluster.resharding.coordinator import MoveProgress, ReshardReport, reshard, resume
+from undertow.engine.cluster.resharding.participant import DepartingTenant
 from undertow.engine.cluster.root_thresholds import agree
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import MapConflict, ShardMap
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 
 class Cluster(Router):
@@ -27,7 +27,7 @@ class Cluster(Router):
     Leaving it leaves the shards running; `stop` ends them.
     """
 
-    def __init__(self, root: Place, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
+    def __init__(self, root: Location, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
         """Of a root that has a map; `open` makes one, and says what is raised."""
         everyone = shard_map.load(root).everyone
         agree(root, settings)
@@ -38,7 +38,7 @@ class Cluster(Router):
     @classmethod
     def open(
         cls,
-        root: Place | str,
+        root: Location | str,
         settings: Settings,
         *,
         shards: int | None = None,
@@ -51,24 +51,26 @@ class Cluster(Router):
         (housing.Parts) are those of shards that are started now; the thresholds are the root's.
         UndertowError where the root has other thresholds, or another number of shards; ResourcesLacking.
         """
-        place = Place.of(root)
+        location = Location.of(root)
         if shards is not None:
-            _begin(place, shards)
-        return cls(place, settings, resources or ClusterSettings(), parts)
+            _begin(location, shards)
+        return cls(location, settings, resources or ClusterSettings(), parts)
 
     def reshard(
-        self, shards: Sequence[str], *, on_progress: Callable[[Progress], None] = lambda _: None
-    ) -> Resharded:
+        self, shards: Sequence[str], *, on_progress: Callable[[MoveProgress], None] = lambda _: None
+    ) -> ReshardReport:
         """Go over to these shards, moving the tenants that must; the others' actors end."""
         self._start.check(shards)
-        return self._ended(reshard(self.site.place, shards, self._remote, on_progress=on_progress))
+        return self._ended(reshard(self.site.location, shards, self._remote, on_progress=on_progress))
 
-    def resume_resharding(self, *, on_progress: Callable[[Progress], None] = lambda _: None) -> Resharded:
+    def resume_resharding(
+        self, *, on_progress: Callable[[MoveProgress], None] = lambda _: None
+    ) -> ReshardReport:
         """End a resharding that was cut off, if there is one."""
-        return self._ended(resume(self.site.place, self._remote, on_progress=on_progress))
+        return self._ended(resume(self.site.location, self._remote, on_progress=on_progress))
 
-    def _ended(self, done: Resharded) -> Resharded:
-        gone = set(self._lanes) - set(done.shard_map.everyone)
+    def _ended(self, done: ReshardReport) -> ReshardReport:
+        gone = set(self._shard_clients) - set(done.shard_map.everyone)
         self._await(self._tell(sorted(gone)))
         return done
 
@@ -76,7 +78,7 @@ class Cluster(Router):
         """Have shards that were removed see it. They end, and whoever waits there finds its way anew."""
         for shard in gone:
             with suppress(UndertowError):  # they see it by themselves some time
-                await self._lane(shard).calls.call("look")
+                await self._shard_client(shard).calls.call("look")
 
     def stop(self) -> None:
         """Close every shard's engine and end its actor. `open` starts them again, from their journals."""
@@ -84,7 +86,7 @@ class Cluster(Router):
         self.close()
 
     async def _end(self, shards: Sequence[str]) -> None:
-        ways = [self._lane(shard).calls for shard in shards]
+        ways = [self._shard_client(shard).calls for shard in shards]
         await asyncio.gather(*(way.end() for way in ways if isinstance(way, RayShard)))
 
     def _remote(self, shard: str) -> RemoteShard:
@@ -101,8 +103,8 @@ class RemoteShard:
     def adopt(self, shard_map: ShardMap) -> None:
         self._call("adopt", shard_map)
 
-    def leaving(self) -> list[Leaver]:
-        leavers: list[Leaver] = self._call("leaving")
+    def leaving(self) -> list[DepartingTenant]:
+        leavers: list[DepartingTenant] = self._call("leaving")
         return leavers
 
     def seal(self, version: int, keys: Sequence[str]) -> None:
@@ -122,7 +124,7 @@ class RemoteShard:
         return self._cluster.ask_shard(self._shard, method, *args)
 
 
-def _begin(root: Place, shards: int) -> None:
+def _begin(root: Location, shards: int) -> None:
     """Make a root of so many shards, if there is none."""
     if shards < 1:
         raise ValueError(f"a cluster has one shard or more, not {shards}")

@@ -32,13 +32,13 @@ class ShardActor:
         with without_pandas():
             from undertow.engine.cluster.shard.shard import Shard
         from undertow.engine.base.config import Settings
-        from undertow.engine.storage.location import Place
+        from undertow.engine.storage.location import Location
 
         loaded = pickle.loads(parts)
         settle_in()
         self._closing = False
         self._restarting = False
-        self._shard = Shard(Place.of(root), shard, Settings(**settings), loaded, life=life)
+        self._shard = Shard(Location.of(root), shard, Settings(**settings), loaded, life=life)
         threading.Thread(target=self._watch, name=f"watch-{shard}", daemon=True).start()
 
     def _watch(self) -> None:
@@ -79,21 +79,21 @@ class ShardActor:
         import pyarrow as pa
 
         from undertow.engine.base.trace_context import caused_by
-        from undertow.engine.cluster.routing.errors import ShardLeft
-        from undertow.engine.cluster.shard.supervisor import Sick
+        from undertow.engine.cluster.routing.errors import ShardExited
+        from undertow.engine.cluster.shard.supervisor import EngineUnusable
         from undertow.engine.cluster.shard_map import Removed
         from undertow.engine.cluster.wire import from_pieces, to_buffer
         from undertow.engine.storage.journal import Fenced
 
         if self._restarting:  # so that nothing which comes now is blamed for the end
-            raise ShardLeft(f"shard {self._shard.id} is being restarted")
+            raise ShardExited(f"shard {self._shard.id} is being restarted")
         try:
             tables = [from_pieces(pieces)] if pieces else []
             with caused_by(cause):
                 answered = self._shard.call(method, *tables, *args, **(how or {}))
             answer = await asyncio.wrap_future(answered)
             return to_buffer(answer) if isinstance(answer, pa.Table) else answer
-        except (Fenced, Sick):
+        except (Fenced, EngineUnusable):
             # To take the journal over again, or to have a device again, takes a new process.
             self._restarting = True
             asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)

@@ -16,9 +16,9 @@ from typing import Protocol, TypeVar
 
 from undertow.engine.api.erasure import Certificate
 from undertow.engine.base.model import UndertowError
-from undertow.engine.cluster.resharding.participant import Leaver
+from undertow.engine.cluster.resharding.participant import DepartingTenant
 from undertow.engine.cluster.shard_map import STORES, ShardMap, load, publish
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.engine.tenants.migration_records import NotYet
 
 # of a batch: its tenants can be neither read nor written while it is on its way
@@ -33,7 +33,7 @@ PASSES_WHILE_OPEN = 2
 T = TypeVar("T")
 
 
-class ShardCalls(Protocol):
+class ReshardingCalls(Protocol):
     """What a resharding asks of a shard: the calls of `Moving`, however they get there.
 
     `version` is that of the map that began the resharding.
@@ -41,7 +41,7 @@ class ShardCalls(Protocol):
 
     def adopt(self, shard_map: ShardMap, /) -> object: ...
 
-    def leaving(self) -> Sequence[Leaver]: ...
+    def leaving(self) -> Sequence[DepartingTenant]: ...
 
     def seal(self, version: int, keys: Sequence[str], /) -> object: ...
 
@@ -53,7 +53,7 @@ class ShardCalls(Protocol):
 
 
 @dataclass(slots=True)
-class Resharded:
+class ReshardReport:
     """What a resharding has done: the map now in force, and what was moved by this call.
 
     `certificates`, by tenant key: of erasures whose bytes went when the shards that gave were purged.
@@ -69,7 +69,7 @@ class Resharded:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class MoveProgress:
     """Of one shard that gives tenants away: how many of them have left, of how many."""
 
     shard: str
@@ -78,12 +78,12 @@ class Progress:
 
 
 def reshard(
-    root: Place,
+    root: Location,
     shards: Sequence[str],
-    calls: Callable[[str], ShardCalls],
+    calls: Callable[[str], ReshardingCalls],
     *,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> Resharded:
+    on_progress: Callable[[MoveProgress], None] = lambda _: None,
+) -> ReshardReport:
     """Go over to these shards. Tenants that belong to the same shard as before stay where they are.
 
     `calls` gives a running shard by its id; a new one is asked for once the new map is in force. MapConflict
@@ -101,15 +101,15 @@ def reshard(
 
 
 def resume(
-    root: Place,
-    calls: Callable[[str], ShardCalls],
+    root: Location,
+    calls: Callable[[str], ReshardingCalls],
     *,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-) -> Resharded:
+    on_progress: Callable[[MoveProgress], None] = lambda _: None,
+) -> ReshardReport:
     """End the resharding that is under way, if there is one."""
     now = load(root)
     running = {shard: calls(shard) for shard in now.everyone}
-    done = Resharded(now)
+    done = ReshardReport(now)
     for shard in running.values():
         shard.adopt(now)
     while now.began is not None:
@@ -130,9 +130,9 @@ def resume(
 def _give_away(
     shard: str,
     version: int,
-    running: Mapping[str, ShardCalls],
-    done: Resharded,
-    on_progress: Callable[[Progress], None],
+    running: Mapping[str, ReshardingCalls],
+    done: ReshardReport,
+    on_progress: Callable[[MoveProgress], None],
     passes: int | None,
 ) -> None:
     """Move those that must leave one shard: in so many passes over them, None: until there is nobody."""
@@ -147,7 +147,7 @@ def _give_away(
             _patiently(partial(source.release, version, keys))
             done.tenants += len(keys)
             moved += len(keys)
-            on_progress(Progress(shard, moved, total))
+            on_progress(MoveProgress(shard, moved, total))
 
 
 def _patiently(step: Callable[[], T]) -> T:
@@ -162,7 +162,7 @@ def _patiently(step: Callable[[], T]) -> T:
             time.sleep(PAUSE_S)
 
 
-def batches(leavers: Sequence[Leaver]) -> Iterator[tuple[str, list[str]]]:
+def batches(leavers: Sequence[DepartingTenant]) -> Iterator[tuple[str, list[str]]]:
     """The tenants by where they go, as many at a time as the bounds allow (a larger tenant goes alone)."""
     for to in sorted({leaver.to for leaver in leavers}):
         keys: list[str] = []

@@ -22,11 +22,11 @@ import orjson
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.erasure import Certificate
-from undertow.engine.cluster.resharding.transfer import CONTENTS, Luggage, reading
+from undertow.engine.cluster.resharding.transfer import CONTENTS, TenantTransfer, reading
 from undertow.engine.encoders.base import Fingerprint
 from undertow.engine.step.admission import Ticket
 from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import (
     InTransit,
     Move,
@@ -46,7 +46,7 @@ class StaleMap(MoveError):
 
 
 @dataclass(frozen=True, slots=True)
-class Leaver:
+class DepartingTenant:
     """A tenant (or the tombstone of one) that has yet to leave: its key, where to, its size in rows."""
 
     key: str
@@ -54,13 +54,13 @@ class Leaver:
     rows: int
 
 
-class Moving:
+class ReshardingParticipant:
     """One shard's part in reshardings. Called from the thread that owns the engine.
 
     `siblings`: the place whose folders are the stores of the cluster's shards, this one's among them.
     """
 
-    def __init__(self, engine: Engine, shard: str, siblings: Place, shard_map: ShardMap) -> None:
+    def __init__(self, engine: Engine, shard: str, siblings: Location, shard_map: ShardMap) -> None:
         """StoreError: the store belongs to another cluster."""
         if engine.journal.info.hash_key != shard_map.hash_key:
             raise StoreError(
@@ -132,7 +132,7 @@ class Moving:
 
     # ---- the steps of a move
 
-    def leaving(self) -> list[Leaver]:
+    def leaving(self) -> list[DepartingTenant]:
         """Who has yet to leave this shard, by key.
 
         Also those that are sealed but not released, those of whom there is but a tombstone, and those of
@@ -144,7 +144,7 @@ class Moving:
         gone = {key for key, move in tenants.departed.items() if move.state == "released"}
         destinations = self.map.leaving(self._shard, sorted(here - gone))
         rows = self._rows_of(destinations)
-        return [Leaver(key, to, rows.get(key, 0)) for key, to in destinations.items()]
+        return [DepartingTenant(key, to, rows.get(key, 0)) for key, to in destinations.items()]
 
     def seal(self, version: int, keys: Sequence[str]) -> list[Ticket]:
         """End the logs of these tenants here: from now on they are `InTransit`, also after a restart.
@@ -184,14 +184,14 @@ class Moving:
         records = [move_row(key, Move("arrived", source, version)) for key in missing]
         with self._journal_of(source) as other:
             _check_twins(journal, other)
-            luggage = Luggage(other, missing, self._shard, version)
-            stones = luggage.tombstones(journal.next_lsn)
+            transfer = TenantTransfer(other, missing, self._shard, version)
+            stones = transfer.tombstones(journal.next_lsn)
             buried = [Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in stones.items()]
-            journal.append_stream(chain(buried, luggage.rows(), records))
+            journal.append_stream(chain(buried, transfer.rows(), records))
         self._note(records)
-        tenants.arrive(luggage.names, stones)
-        self._engine.take_up(luggage.behind())
-        return luggage.row_count
+        tenants.arrive(transfer.names, stones)
+        self._engine.take_up(transfer.behind())
+        return transfer.row_count
 
     def release(self, version: int, keys: Sequence[str]) -> None:
         """Answer `Moved` for these tenants from now on. StaleMap; NotYet; MoveError: one has not arrived."""
@@ -269,7 +269,9 @@ class Moving:
 def _check_twins(journal: Journal, other: Journal) -> None:
     """Rows may only go between stores that know tenants by the same keys and texts by the same vectors."""
     if journal.info.hash_key != other.info.hash_key:
-        raise MoveError(f"{other.place} and {journal.place} have different hash keys; no tenant can move.")
+        raise MoveError(
+            f"{other.location} and {journal.location} have different hash keys; no tenant can move."
+        )
     mine, theirs = Fingerprint.stored(journal.info.encoder), Fingerprint.stored(other.info.encoder)
     if refusal := theirs.mismatch(mine):
         raise MoveError(refusal)

@@ -16,7 +16,7 @@ from undertow.engine.tenants.migration_records import Move, MoveError, NotYet, m
 CONTENTS = tuple(kind for kind in get_args(Kind) if kind not in ("move", "tombstone", "epoch"))
 
 
-class Luggage:
+class TenantTransfer:
     """What sealed tenants bring along, read from the journal of the shard that they leave."""
 
     def __init__(self, journal: Journal, keys: Sequence[str], to: str, version: int) -> None:
@@ -32,7 +32,7 @@ class Luggage:
                 elif move_of(row) == Move("sealed", to, version):
                     sealed.add(row.tenant_key)
         if missing := len(set(keys) - sealed):
-            raise MoveError(f"{journal.place} has not sealed {missing} tenants for this move.")
+            raise MoveError(f"{journal.location} has not sealed {missing} tenants for this move.")
         self.names: dict[str, str] = {}
         self.row_count = 0
         # by key: the last record of the log, and of those that are decided
@@ -60,7 +60,7 @@ class Luggage:
             if key in self._stones and row.lsn < self._stones[key]["lsn"]:
                 continue
             if row.lsn <= last.get(key, -1):
-                raise MoveError(f"{self._journal.place} is out of order at row {row.lsn}.")
+                raise MoveError(f"{self._journal.location} is out of order at row {row.lsn}.")
             last[key] = row.lsn
             self.names[key] = row.tenant
             self.row_count += 1
@@ -84,5 +84,5 @@ def reading(journal: Journal) -> Iterator[None]:
         yield
     except LANCE_ERRORS as error:
         raise NotYet(
-            f"{journal.place} cannot be read: {error}. It may have been purged meanwhile; try again."
+            f"{journal.location} cannot be read: {error}. It may have been purged meanwhile; try again."
         ) from error

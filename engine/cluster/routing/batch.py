@@ -21,7 +21,7 @@ Rows = NDArray[np.int64]
 _RETURNED = pa.array([str(status) for status in RETURNED], pa.string())
 
 
-class Delivery:
+class PendingAdd:
     """One call of a user: its receipts come in parts, as its parcels are stored."""
 
     def __init__(self, count: int) -> None:
@@ -54,19 +54,19 @@ class Delivery:
             self.future.set_exception(error)
 
 
-class Returned(NamedTuple):
+class ReturnedRows(NamedTuple):
     """What a shard has not taken of a parcel.
 
     `moved`: the new shards of tenants that have moved; `in_transit`: those that are on their way.
     """
 
-    parcel: Parcel
+    parcel: ShardBatch
     moved: dict[str, str]
     in_transit: set[str]
 
 
 @dataclass(slots=True, eq=False)
-class Parcel:
+class ShardBatch:
     """Turns of one delivery for one shard: `table` holds its turns `rows`, in order.
 
     `suspected`: it was under way when the shard's process died. `tried_in`: the process that it was alone
@@ -74,7 +74,7 @@ class Parcel:
     `back_since_s`: since when (monotonic) shards have been returning its turns; None: none has.
     """
 
-    delivery: Delivery
+    delivery: PendingAdd
     rows: Rows
     table: pa.Table
     suspected: bool = False
@@ -101,7 +101,7 @@ class Parcel:
             self._encoded = self.table.column("tenant").combine_chunks().dictionary_encode()
         return self._encoded
 
-    def settle(self, receipts: pa.Table) -> Returned | None:
+    def settle(self, receipts: pa.Table) -> ReturnedRows | None:
         """Hand on the receipts. What has been returned; None: nothing."""
         status = receipts.column("status")
         back = pc.is_in(status, value_set=_RETURNED)
@@ -113,17 +113,17 @@ class Parcel:
         tenants, moved = self.table.column("tenant"), pc.equal(status, str(Status.MOVED))
         names, places = tenants.filter(moved).to_pylist(), receipts.column("detail").filter(moved).to_pylist()
         in_transit = tenants.filter(pc.equal(status, str(Status.IN_TRANSIT))).to_pylist()
-        parcel = Parcel(
+        parcel = ShardBatch(
             self.delivery, self.rows[mask], self.table.filter(back), back_since_s=self.back_since_s
         )
-        return Returned(parcel, dict(zip(names, places, strict=True)), set(in_transit))
+        return ReturnedRows(parcel, dict(zip(names, places, strict=True)), set(in_transit))
 
-    def part(self, places: Rows) -> Parcel:
+    def part(self, places: Rows) -> ShardBatch:
         """Some of its turns, by their places in it; copied, as Arrow would send the whole with a slice."""
         table = self.table.take(pa.array(places))
         return replace(self, rows=self.rows[places], table=table)
 
-    def halves(self) -> list[Parcel]:
+    def halves(self) -> list[ShardBatch]:
         """Two parcels of half its turns each. One death more makes a half a suspect to be cut again."""
         middle = len(self) // 2
         halves = [self.part(np.arange(middle)), self.part(np.arange(middle, len(self)))]
@@ -133,8 +133,8 @@ class Parcel:
 
 
 def split(
-    parcel: Parcel, keys_of: Callable[[Sequence[str]], Sequence[Key]], most_turns: int
-) -> list[tuple[Key, Parcel]]:
+    parcel: ShardBatch, keys_of: Callable[[Sequence[str]], Sequence[Key]], most_turns: int
+) -> list[tuple[Key, ShardBatch]]:
     """Cut a parcel by what `keys_of` says of its tenants, and into `most_turns` turns or fewer; in order."""
     names = parcel.tenants
     keys = keys_of(names)

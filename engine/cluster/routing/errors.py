@@ -16,7 +16,7 @@ class ShardGone(UndertowError):
     """The shard's process has died, or cannot be reached; whether it did what was asked is unknown."""
 
 
-class ShardLeft(ShardGone):
+class ShardExited(ShardGone):
     """The shard's process ends for a reason of its own, and has said so: no turn is to blame."""
 
 
@@ -42,7 +42,7 @@ class ShardCalls(Protocol):
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class Pause:
+class Backoff:
     """Waits that grow, up to a deadline."""
 
     def __init__(self, patience_s: float) -> None:
@@ -67,12 +67,12 @@ class Pause:
         return True
 
 
-class Room:
+class CapacityWait:
     """Waits for room at a shard: for as long as it takes while the shard stores anything."""
 
     def __init__(self, shard: str, calls: ShardCalls, patience_s: float) -> None:
         self._shard, self._calls, self._patience_s = shard, calls, patience_s
-        self._pause = Pause(patience_s)
+        self._pause = Backoff(patience_s)
         self._rows: int | None = None
 
     async def wait(self, why: object) -> None:
@@ -85,4 +85,4 @@ class Room:
                 f"shard {self._shard} has had no room for {self._patience_s:g} s, and stored nothing "
                 f"meanwhile: {why} `undertow cluster status` shows what it waits for."
             )
-        self._rows, self._pause = rows, Pause(self._patience_s)
+        self._rows, self._pause = rows, Backoff(self._patience_s)

@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from undertow.engine.base.config import Settings
-from undertow.engine.cluster.root import SINGLE, PlainStore, Site
+from undertow.engine.cluster.root import SINGLE, SharedRoot, SingleStoreRoot
 from undertow.engine.cluster.routing.errors import ShardGone
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.engine_thread import ShardClosed
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import Parts
-from undertow.engine.storage.location import Place
+from undertow.engine.cluster.shard.supervisor import EngineParts
+from undertow.engine.storage.location import Location
 
 
 class LocalShards:
     """The shards of a site that live in this process; safe from several threads. Close it to end them."""
 
-    def __init__(self, site: Site, settings: Settings, parts: Parts | None = None) -> None:
+    def __init__(self, site: SharedRoot, settings: Settings, parts: EngineParts | None = None) -> None:
         self.site = site
         self._settings = settings
-        self._parts = parts or Parts()
+        self._parts = parts or EngineParts()
         self._running: dict[str, Shard] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -74,9 +74,9 @@ class InProcess(Router):
 
     def __init__(
         self,
-        store: Place | Path | str,
+        store: Location | Path | str,
         settings: Settings,
-        parts: Parts | None = None,
+        parts: EngineParts | None = None,
         *,
         cluster: ClusterSettings | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class InProcess(Router):
 
         StoreLocked: another process writes it, and goes on doing so; StoreError, JournalError: see Engine.
         """
-        site = PlainStore(store)
+        site = SingleStoreRoot(store)
         self._shards = LocalShards(site, settings, parts)
         try:
             self._shards.shard(SINGLE).ready().result()

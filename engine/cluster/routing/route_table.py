@@ -11,14 +11,14 @@ from undertow.engine.cluster.shard_map import ShardMap
 REMEMBERED = 1 << 18
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """One of the two lanes to a shard. `aside`: of tenants that are leaving it, whose turns have to wait."""
 
     shard: str
     aside: bool = False
 
 
-class Routes:
+class RouteTable:
     """A tenant with turns on a way to a shard is bound to it until they are stored or have come back.
 
     So neither a new map nor the end of a wait ever lets a later turn overtake an earlier one.
@@ -26,13 +26,13 @@ class Routes:
 
     def __init__(self, shard_map: ShardMap) -> None:
         self.map = shard_map
-        self._homes: dict[str, Way] = {}
+        self._homes: dict[str, Route] = {}
         # what former owners have said of tenants that have moved, under this map
         self._moved: dict[str, str] = {}
         # the way of each tenant that has turns on it, and in how many parcels
-        self._held: dict[str, tuple[Way, int]] = {}
+        self._held: dict[str, tuple[Route, int]] = {}
 
-    def ways_of(self, tenants: Sequence[str]) -> list[Way]:
+    def ways_of(self, tenants: Sequence[str]) -> list[Route]:
         """Where to send the next turns of each tenant."""
         free = [tenant for tenant in tenants if tenant not in self._held]
         ways = dict(zip(free, self._ways_home(free), strict=True))
@@ -42,20 +42,20 @@ class Routes:
         """The shard to ask about the tenant."""
         return self._ways_home([tenant])[0].shard
 
-    def _ways_home(self, tenants: Sequence[str]) -> list[Way]:
+    def _ways_home(self, tenants: Sequence[str]) -> list[Route]:
         unknown = [tenant for tenant in tenants if tenant not in self._homes]
         if unknown:
             if len(self._homes) + len(unknown) > REMEMBERED:
                 self._homes.clear()
                 unknown = list(tenants)
-            self._homes.update(zip(unknown, map(Way, self.map.homes(unknown)), strict=True))
+            self._homes.update(zip(unknown, map(Route, self.map.homes(unknown)), strict=True))
         ways = [self._homes[tenant] for tenant in tenants]
         if not self._moved:
             return ways
         moved = map(self._moved.get, tenants)
-        return [way if shard is None else Way(shard) for way, shard in zip(ways, moved, strict=True)]
+        return [way if shard is None else Route(shard) for way, shard in zip(ways, moved, strict=True)]
 
-    def hold(self, tenants: Iterable[str], way: Way) -> None:
+    def hold(self, tenants: Iterable[str], way: Route) -> None:
         """One more parcel on this way holds turns of these tenants."""
         for tenant in tenants:
             held, parcels = self._held.get(tenant, (way, 0))

@@ -20,18 +20,18 @@ import numpy as np
 import pyarrow as pa
 
 from undertow.engine.base.model import AnswerMode, Memory, Turn, UndertowError, unknown_memory
-from undertow.engine.cluster.root import Site
+from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.routing.aggregate import TOGETHER
-from undertow.engine.cluster.routing.batch import Delivery, Parcel, split
-from undertow.engine.cluster.routing.errors import Pause, ShardCalls, ShardDown, ShardGone
-from undertow.engine.cluster.routing.route_table import Routes, Way
-from undertow.engine.cluster.routing.shard_client import Lane
+from undertow.engine.cluster.routing.batch import PendingAdd, ShardBatch, split
+from undertow.engine.cluster.routing.errors import Backoff, ShardCalls, ShardDown, ShardGone
+from undertow.engine.cluster.routing.route_table import Route, RouteTable
+from undertow.engine.cluster.routing.shard_client import ShardClient
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.tenant_calls import RouterTenancy
+from undertow.engine.cluster.shard.tenant_calls import RouterTenantCalls
 from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
 from undertow.engine.step.admission import QueueFull, Receipt
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
 if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
     from undertow.engine.api.erasure import Certificate
     from undertow.engine.api.memory_updates import Updated, Wording
     from undertow.engine.api.views.reports import Report
-    from undertow.engine.search.ranking import Found
+    from undertow.engine.search.ranking import SearchResult
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ STATUS_PATIENCE_S = 5.0
 SIGN_S = 5.0
 
 
-class Router(RouterTenancy):
+class Router(RouterTenantCalls):
     """Engine's calls, given a way to reach each shard. Use as a context manager; safe from several threads.
 
     Every call waits for a shard that is down, for as long as `patience_s`: then ShardDown.
@@ -64,18 +64,18 @@ class Router(RouterTenancy):
 
     def __init__(
         self,
-        where: Site | Place,
+        where: SharedRoot | Location,
         connect: Callable[[str], ShardCalls],
         settings: ClusterSettings | None = None,
     ) -> None:
         """`connect`: the calls of a shard, by its id. StoreError where a root has no map."""
-        self.site = Site.of(where)
+        self.site = SharedRoot.of(where)
         self.settings = settings or ClusterSettings()
         self._connect = connect
         self._client = secrets.token_hex(8)
-        self._routes = Routes(self.site.newest_map())
-        self._lanes: dict[str, Lane] = {}
-        self._asides: dict[str, Lane] = {}
+        self._routes = RouteTable(self.site.newest_map())
+        self._shard_clients: dict[str, ShardClient] = {}
+        self._asides: dict[str, ShardClient] = {}
         # what is begun after `close` would wait for a loop that has ended
         self._closing = threading.Lock()
         self._closed = False
@@ -173,16 +173,16 @@ class Router(RouterTenancy):
         return self._await(self._send(table, wait=False))
 
     async def _send(self, table: pa.Table, *, wait: bool) -> Future[pa.Table]:
-        delivery = Delivery(table.num_rows)
-        whole = Parcel(delivery, np.arange(table.num_rows), table)
+        delivery = PendingAdd(table.num_rows)
+        whole = ShardBatch(delivery, np.arange(table.num_rows), table)
         if not table.num_rows:
             return delivery.future
         while True:
             parcels = split(whole, self._routes.ways_of, self.settings.call_turns)
-            turns = Counter[Way]()
+            turns = Counter[Route]()
             for way, parcel in parcels:
                 turns[way] += len(parcel)
-            full = next((w for w, count in turns.items() if not self._lane(*w).has_room(count)), None)
+            full = next((w for w, count in turns.items() if not self._shard_client(*w).has_room(count)), None)
             if full is None:
                 self._put(parcels)
                 return delivery.future
@@ -190,22 +190,22 @@ class Router(RouterTenancy):
                 raise QueueFull(
                     f"{self.settings.lane_turns} turns wait for shard {full.shard}. Try again in a moment."
                 )
-            room = self._lane(*full).room
+            room = self._shard_client(*full).room
             room.clear()
             await room.wait()
 
-    def _put(self, parcels: Sequence[tuple[Way, Parcel]]) -> None:
+    def _put(self, parcels: Sequence[tuple[Route, ShardBatch]]) -> None:
         for way, parcel in parcels:
-            lane = self._lane(*way)
+            shard_client = self._shard_client(*way)
             self._routes.hold(parcel.tenants, way)
-            lane.put(parcel)
+            shard_client.put(parcel)
 
-    def _lane(self, shard: str, aside: bool = False) -> Lane:
-        way, lanes = Way(shard, aside), self._asides if aside else self._lanes
-        if (lane := lanes.get(shard)) is None or lane.ended:
-            lane = lanes[shard] = Lane(
+    def _shard_client(self, shard: str, aside: bool = False) -> ShardClient:
+        way, shard_clients = Route(shard, aside), self._asides if aside else self._shard_clients
+        if (shard_client := shard_clients.get(shard)) is None or shard_client.ended:
+            shard_client = shard_clients[shard] = ShardClient(
                 shard,
-                self._lane(shard).calls if aside else self._connect(shard),
+                self._shard_client(shard).calls if aside else self._connect(shard),
                 f"{self._client}-aside" if aside else self._client,
                 self.settings,
                 map_version=lambda: self._routes.map.version,
@@ -213,15 +213,15 @@ class Router(RouterTenancy):
                 read_map=self._read_map,
                 on_returned=lambda *returned: self._send_anew(way, *returned),
             )
-        return lane
+        return shard_client
 
-    def _exchange(self, way: Way, parcel: Parcel, others: Sequence[Parcel]) -> None:
+    def _exchange(self, way: Route, parcel: ShardBatch, others: Sequence[ShardBatch]) -> None:
         for other in others:
             self._routes.hold(other.tenants, way)
         self._routes.release(parcel.tenants)
 
     def _send_anew(
-        self, way: Way, parcels: Sequence[Parcel], moved: dict[str, str], in_transit: AbstractSet[str]
+        self, way: Route, parcels: Sequence[ShardBatch], moved: dict[str, str], in_transit: AbstractSet[str]
     ) -> None:
         """Parcels that a shard has returned, or that wait behind such: by the newest map, in their order.
 
@@ -232,10 +232,10 @@ class Router(RouterTenancy):
         for parcel in parcels:
             self._routes.release(parcel.tenants)
 
-        def ways_of(tenants: Sequence[str]) -> list[Way]:
+        def ways_of(tenants: Sequence[str]) -> list[Route]:
             waits = [tenant not in moved and (way.aside or tenant in in_transit) for tenant in tenants]
             ways = zip(waits, self._routes.ways_of(tenants), strict=True)
-            return [Way(way.shard, aside=True) if wait else other for wait, other in ways]
+            return [Route(way.shard, aside=True) if wait else other for wait, other in ways]
 
         for parcel in parcels:
             self._put(split(parcel, ways_of, self.settings.call_turns))
@@ -245,7 +245,7 @@ class Router(RouterTenancy):
 
         Tries again within the patience. StoreError: in vain.
         """
-        pause = Pause(self.settings.patience_s)
+        pause = Backoff(self.settings.patience_s)
         while True:
             try:
                 await self._everyone()
@@ -267,11 +267,11 @@ class Router(RouterTenancy):
         since: str | None = None,
         until: str | None = None,
         where: Mapping[str, Any] | None = None,
-    ) -> Found:
+    ) -> SearchResult:
         """As Engine.search."""
         tiers = {"k_sub": k_sub, "k_epi": k_epi, "k_sem": k_sem}
         how: dict[str, Any] = {**tiers, "since": since, "until": until, "where": where}
-        found: Found = self._await(self._ask_owner("search", tenant, query, **how))
+        found: SearchResult = self._await(self._ask_owner("search", tenant, query, **how))
         return found
 
     def answer(
@@ -303,7 +303,7 @@ class Router(RouterTenancy):
 
         `again`: it was asked before, by a process that ended before it heard the answer.
         """
-        pause = Pause(self.settings.patience_s)
+        pause = Backoff(self.settings.patience_s)
         while True:
             shard = self._routes.home_of(tenant)
             marks = {"again": again} if method in CHANGING else {}
@@ -360,7 +360,7 @@ class Router(RouterTenancy):
 
     async def _ask_holder(self, method: str, memory_id: str, *args: Any) -> Any:
         """The answer of the shard that has a memory; None: none has it. All are asked at once."""
-        pause, again = Pause(self.settings.patience_s), False
+        pause, again = Backoff(self.settings.patience_s), False
         while True:
             shards = await self._everyone()
             marks = {"again": again} if method in CHANGING else {}
@@ -411,12 +411,12 @@ class Router(RouterTenancy):
         return dict(zip(shards, states, strict=True))
 
     async def _state_of(self, shard: str) -> dict[str, Any]:
-        lane = self._lane(shard)
+        shard_client = self._shard_client(shard)
         aside = self._asides.get(shard)
-        waiting_turns = lane.waiting_turns + (aside.waiting_turns if aside else 0)
-        ours = {"sent_turns": waiting_turns, "deaths_seen": lane.deaths}
+        waiting_turns = shard_client.waiting_turns + (aside.waiting_turns if aside else 0)
+        ours = {"sent_turns": waiting_turns, "deaths_seen": shard_client.deaths}
         try:
-            asked = lane.calls.call("status")
+            asked = shard_client.calls.call("status")
             return {**await asyncio.wait_for(asked, STATUS_PATIENCE_S), **ours}
         except (UndertowError, TimeoutError) as error:
             return {"state": "unreachable", "failure": str(error) or "it does not answer", **ours}
@@ -439,7 +439,7 @@ class Router(RouterTenancy):
         return self._await(self._ask_shard(shard, method, *args))
 
     async def _ask_shard(self, shard: str, method: str, *args: Any) -> Any:
-        pause = Pause(self.settings.patience_s)
+        pause = Backoff(self.settings.patience_s)
         while True:
             try:
                 return await self._ask(shard, method, *args)
@@ -449,7 +449,7 @@ class Router(RouterTenancy):
 
     async def _ask(self, shard: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """One call to one shard, however long it takes while its process is there at all. ShardDown."""
-        calls = self._lane(shard).calls
+        calls = self._shard_client(shard).calls
         asked = asyncio.ensure_future(calls.call(method, *args, **kwargs))
         try:
             while not (await asyncio.wait([asked], timeout=SIGN_S))[0]:
@@ -461,7 +461,7 @@ class Router(RouterTenancy):
 
     async def _is_there(self, calls: ShardCalls, asked: asyncio.Future[Any]) -> bool:
         """Whether a shard gives a sign, or answers what it was asked, within the patience."""
-        pause = Pause(self.settings.patience_s)
+        pause = Backoff(self.settings.patience_s)
         while pause.left_s > 0:
             sign = asyncio.ensure_future(calls.call("sign"))
             await asyncio.wait([asked, sign], timeout=pause.left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -482,15 +482,15 @@ class Router(RouterTenancy):
         return self._begin(work).result()
 
     async def _stop(self) -> None:
-        pause = Pause(self.settings.patience_s)
-        while not all(lane.idle for lane in self._every_lane) and await pause():
+        pause = Backoff(self.settings.patience_s)
+        while not all(shard_client.idle for shard_client in self._every_lane) and await pause():
             pass
-        await asyncio.gather(*(lane.stop() for lane in self._every_lane))
+        await asyncio.gather(*(shard_client.stop() for shard_client in self._every_lane))
         late = asyncio.all_tasks() - {asyncio.current_task()}  # calls of other threads, which wait for these
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
     @property
-    def _every_lane(self) -> list[Lane]:
-        return [*self._lanes.values(), *self._asides.values()]
+    def _every_lane(self) -> list[ShardClient]:
+        return [*self._shard_clients.values(), *self._asides.values()]

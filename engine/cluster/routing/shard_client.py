@@ -23,10 +23,17 @@ import pyarrow as pa
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.trace_context import caused_by
-from undertow.engine.cluster.routing.batch import Parcel
-from undertow.engine.cluster.routing.errors import Pause, Room, ShardCalls, ShardDown, ShardGone, ShardLeft
+from undertow.engine.cluster.routing.batch import ShardBatch
+from undertow.engine.cluster.routing.errors import (
+    Backoff,
+    CapacityWait,
+    ShardCalls,
+    ShardDown,
+    ShardExited,
+    ShardGone,
+)
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.call_queue import Hello, StaleSession, Stamp
+from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, StaleSession
 from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import Status, receipts_table
 from undertow.engine.step.admission import QueueFull
@@ -43,7 +50,7 @@ COURTESY_S = 1.0
 PROBATION_S = 2.0
 
 
-class Lane:
+class ShardClient:
     """One shard's parcels. All methods are called from the router's event loop."""
 
     def __init__(
@@ -54,9 +61,9 @@ class Lane:
         settings: ClusterSettings,
         *,
         map_version: Callable[[], int],
-        on_change: Callable[[Parcel, Sequence[Parcel]], None],
+        on_change: Callable[[ShardBatch, Sequence[ShardBatch]], None],
         read_map: Callable[[], Awaitable[None]],
-        on_returned: Callable[[Sequence[Parcel], dict[str, str], AbstractSet[str]], None],
+        on_returned: Callable[[Sequence[ShardBatch], dict[str, str], AbstractSet[str]], None],
     ) -> None:
         """`client` is of this lane alone. `on_change`: a parcel has left the lane, others stand in its place.
         `on_returned`: these parcels must find their way anew, in this order; with them the new shards of
@@ -71,14 +78,14 @@ class Lane:
         self._client, self._settings = client, settings
         self._map_version, self._read_map = map_version, read_map
         self._on_change, self._on_returned = on_change, on_returned
-        self._queue: deque[Parcel] = deque()
-        self._under_way: dict[int, Parcel] = {}
+        self._queue: deque[ShardBatch] = deque()
+        self._under_way: dict[int, ShardBatch] = {}
         # what came back, by number: to be sent here again, or elsewhere
-        self._lost: dict[int, Parcel] = {}
-        self._returned: dict[int, Parcel] = {}
+        self._lost: dict[int, ShardBatch] = {}
+        self._returned: dict[int, ShardBatch] = {}
         self._moved: dict[str, str] = {}
         self._in_transit: set[str] = set()
-        self._rest = Pause(math.inf)
+        self._rest = Backoff(math.inf)
         self._failure: Exception | None = None
         self._token: str | None = None
         self._next_number = 0
@@ -100,7 +107,7 @@ class Lane:
     def idle(self) -> bool:
         return not self.waiting_turns
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, parcel: ShardBatch) -> None:
         self._queue.append(parcel)
         self.waiting_turns += len(parcel)
         self._news.set()
@@ -154,12 +161,12 @@ class Lane:
 
     async def _greet(self) -> bool:
         """Begin a line at the shard, until it is there. False: what waits has failed or moves on."""
-        pause, refused_s = Pause(self._settings.patience_s), 0.0
+        pause, refused_s = Backoff(self._settings.patience_s), 0.0
         error: object = "it does not answer"
         while pause.left_s > 0:
             try:
                 asked = self.calls.call("hello", self._client, self._map_version())
-                hello: Hello = await asyncio.wait_for(asked, pause.left_s)
+                hello: SessionStart = await asyncio.wait_for(asked, pause.left_s)
             except ShardGone as gone:
                 error = gone
             except TimeoutError:
@@ -184,7 +191,7 @@ class Lane:
         """The shard is one no more: the first parcel of the queue finds its way anew, and all behind it."""
         self._returned[self._next_number] = self._queue.popleft()
 
-    async def _dispatch(self, parcel: Parcel) -> None:
+    async def _dispatch(self, parcel: ShardBatch) -> None:
         """Send the first parcel of the queue. A suspect is sent alone; or cut, or parked, for its deaths."""
         parcel.deaths += parcel.tried_in not in ("", self._process)
         parcel.tried_in = ""
@@ -198,7 +205,7 @@ class Lane:
         else:
             await self._judge(parcel)
 
-    async def _judge(self, parcel: Parcel) -> None:
+    async def _judge(self, parcel: ShardBatch) -> None:
         try:
             if parcel.deaths > DEATHS:
                 await self._park(parcel)
@@ -213,7 +220,7 @@ class Lane:
             self._queue.popleft()
             self._end(parcel, error)
 
-    async def _alone(self, parcel: Parcel) -> str:
+    async def _alone(self, parcel: ShardBatch) -> str:
         """Have the shard to ourselves: what to stamp the parcel with. ShardGone, QueueFull.
 
         Before a turn's last trial the shard must have lived for a while with nothing in it.
@@ -241,14 +248,14 @@ class Lane:
             return None
         return trial
 
-    async def _park(self, turn: Parcel) -> None:
+    async def _park(self, turn: ShardBatch) -> None:
         reason = f"the shard's process died {turn.deaths} times while it stored this turn alone"
         await self.calls.call("park", turn.table, reason)
         self._queue.popleft()
         turn.settle(receipts_table([(Status.PARKED, None, None, reason)]))
         self._leave(turn)
 
-    def _try(self, parcel: Parcel, trial: str = "") -> None:
+    def _try(self, parcel: ShardBatch, trial: str = "") -> None:
         """Send the first parcel of the queue; `trial`: alone."""
         self._queue.popleft()
         number, self._next_number = self._next_number, self._next_number + 1
@@ -257,8 +264,8 @@ class Lane:
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _send(self, number: int, parcel: Parcel, trial: str) -> None:
-        stamp = Stamp(self._client, self._token or "", number, self._map_version(), trial)
+    async def _send(self, number: int, parcel: ShardBatch, trial: str) -> None:
+        stamp = CallStamp(self._client, self._token or "", number, self._map_version(), trial)
         try:
             with caused_by(parcel.delivery.cause):
                 receipts = await self._sent(parcel.table, stamp)
@@ -275,7 +282,7 @@ class Lane:
         del self._under_way[number]
         self._news.set()
 
-    async def _sent(self, table: pa.Table, stamp: Stamp) -> pa.Table:
+    async def _sent(self, table: pa.Table, stamp: CallStamp) -> pa.Table:
         room = self._room()
         while True:
             try:
@@ -283,8 +290,8 @@ class Lane:
             except QueueFull as full:  # the same call again; those behind it wait for it at the shard
                 await room.wait(full)
 
-    def _room(self) -> Room:
-        return Room(self.shard, self.calls, self._settings.patience_s)
+    def _room(self) -> CapacityWait:
+        return CapacityWait(self.shard, self.calls, self._settings.patience_s)
 
     async def _break_off(self, error: Exception) -> None:
         """A call has failed: those behind it, which wait for it at the shard, come back with a new line."""
@@ -295,7 +302,7 @@ class Lane:
             asked = self.calls.call("hello", self._client, self._map_version())
             await asyncio.wait_for(asked, self._settings.patience_s)
 
-    def _lose(self, number: int, parcel: Parcel, error: Exception) -> None:
+    def _lose(self, number: int, parcel: ShardBatch, error: Exception) -> None:
         """The shard is gone, or knows nothing of us any more: all this is to be sent again."""
         if self._failure is not None:  # it has given up this line for that
             self._end(parcel, self._failure)
@@ -304,9 +311,9 @@ class Lane:
         self._token = None
         self._lost[number] = parcel
 
-    def _settle(self, number: int, parcel: Parcel, receipts: pa.Table) -> None:
+    def _settle(self, number: int, parcel: ShardBatch, receipts: pa.Table) -> None:
         if (returned := parcel.settle(receipts)) is None:
-            self._rest = Pause(math.inf)
+            self._rest = Backoff(math.inf)
             self._leave(parcel)
             return
         self._on_change(parcel, [returned.parcel])
@@ -332,7 +339,7 @@ class Lane:
             self._lost = {}
             self._queue.extendleft(reversed(parcels))
 
-    async def _send_anew(self, parcels: Sequence[Parcel]) -> None:
+    async def _send_anew(self, parcels: Sequence[ShardBatch]) -> None:
         """Turns were not this shard's to store: with all that waits they find their way anew.
 
         What comes back again, and again, is sent less and less often, and fails after our patience.
@@ -382,11 +389,11 @@ class Lane:
         self._lost, self._returned, self._moved, self._in_transit = {}, {}, {}, set()
         self._queue.clear()
 
-    def _end(self, parcel: Parcel, error: Exception) -> None:
+    def _end(self, parcel: ShardBatch, error: Exception) -> None:
         parcel.delivery.fail(error)
         self._leave(parcel)
 
-    def _leave(self, parcel: Parcel) -> None:
+    def _leave(self, parcel: ShardBatch) -> None:
         self.waiting_turns -= len(parcel)
         self._on_change(parcel, [])
         self.room.set()
@@ -394,4 +401,4 @@ class Lane:
 
 def _is_silent(error: Exception) -> bool:
     """Whether the shard's process may have died of what it was given."""
-    return isinstance(error, ShardGone) and not isinstance(error, ShardLeft)
+    return isinstance(error, ShardGone) and not isinstance(error, ShardExited)

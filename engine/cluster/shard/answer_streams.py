@@ -41,7 +41,7 @@ class AnswerTicket:
     id: str
 
 
-class Telling:
+class AnswerStream:
     """One answer, as it comes. Safe from several threads."""
 
     def __init__(self, tenant: str, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -108,14 +108,14 @@ class Telling:
                 asked.set_result((self._text[at:], None if self._error else self._answer))
 
 
-class Answers:
+class AnswerStreams:
     """The answers that one shard is giving, by ticket. Safe from several threads."""
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
-        self._tellings: dict[str, Telling] = {}
+        self._tellings: dict[str, AnswerStream] = {}
 
-    def add(self, telling: Telling) -> AnswerTicket:
+    def add(self, telling: AnswerStream) -> AnswerTicket:
         """A new one. Those that nobody asks for any more are forgotten."""
         kept = {id: earlier for id, earlier in self._tellings.items() if not earlier.abandoned}
         ticket = AnswerTicket(self._shard, secrets.token_hex(8))

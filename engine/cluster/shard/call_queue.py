@@ -27,12 +27,12 @@ TRIAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class CallStamp:
     """The place of a call in its client's line: Ray keeps no order of calls to a concurrent actor.
 
     `token` is what the shard said at the last hello; `number` counts the calls from there on, from 0.
     `map_version` is that of the map by which the call was sent to this shard, or of a newer one. `trial`:
-    the call is to be alone in the shard, as `Lines.trial` has granted; empty: others may be there too.
+    the call is to be alone in the shard, as `CallQueues.trial` has granted; empty: others may be there too.
     """
 
     client: str
@@ -43,7 +43,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class SessionStart:
     """A shard's answer to a client's first call: the token of its line, and the map that it goes by.
 
     `process` names the shard's process: where it has changed, the one before is no more.
@@ -58,7 +58,7 @@ class StaleSession(UndertowError):
     """The shard knows nothing of this client's line: it has been restarted. Say hello, send again."""
 
 
-class Call:
+class TurnCall:
     """Turns that came together, and their receipts. Several calls are fed to the engine as one line."""
 
     def __init__(self, table: pa.Table, map_version: int = 0) -> None:
@@ -157,10 +157,10 @@ def outcome_of(receipt: Receipt) -> Outcome:
 
 
 @dataclass(slots=True)
-class _Line:
+class _ClientQueue:
     token: str
     next: int = 0
-    ahead: dict[int, Call] = field(default_factory=dict)
+    ahead: dict[int, TurnCall] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -168,13 +168,13 @@ class _Trial:
     client: str
     until_s: float
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    call: Call | None = None
+    call: TurnCall | None = None
 
     def over(self, now_s: float) -> bool:
         return now_s > self.until_s if self.call is None else self.call.future.done()
 
 
-class Lines:
+class CallQueues:
     """Puts each client's calls back in order. Not thread-safe."""
 
     def __init__(self, bound_turns: int, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -182,14 +182,14 @@ class Lines:
         self.process = secrets.token_hex(8)
         self._bound = bound_turns
         self._clock_s = clock_s
-        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._lines: OrderedDict[str, _ClientQueue] = OrderedDict()
         self._trial: _Trial | None = None
 
     def begin(self, client: str) -> str:
         """A new line for a client: its token. Calls of an earlier one that came too early are refused."""
         self._refuse_ahead(self._lines.pop(client, None))
         token = secrets.token_hex(8)
-        self._lines[client] = _Line(token)
+        self._lines[client] = _ClientQueue(token)
         while len(self._lines) > CLIENTS:
             self._refuse_ahead(self._lines.popitem(last=False)[1])
         return token
@@ -208,7 +208,7 @@ class Lines:
         trial.until_s = until_s
         return None if waiting_turns else trial.token
 
-    def accept(self, call: Call, stamp: Stamp, waiting_turns: int) -> list[Call]:
+    def accept(self, call: TurnCall, stamp: CallStamp, waiting_turns: int) -> list[TurnCall]:
         """The calls whose turn it is by now, in order; a call that came too early waits for those before.
 
         StaleSession; QueueFull: the same call is to be sent again, those behind it wait for that.
@@ -223,7 +223,7 @@ class Lines:
                 raise StaleSession("the call was to be alone in this shard, and came too late for that")
             trial.call, call.alone = call, True
         line.ahead[stamp.number] = call
-        ready: list[Call] = []
+        ready: list[TurnCall] = []
         while (following := line.ahead.get(line.next)) is not None:
             if trial is not None and following is not trial.call:
                 self._refuse(line.ahead.pop(line.next), "Another call is to be alone in this shard.")
@@ -247,10 +247,10 @@ class Lines:
         return self._trial
 
     @staticmethod
-    def _refuse(call: Call, reason: str) -> None:
+    def _refuse(call: TurnCall, reason: str) -> None:
         call.fail(QueueFull(f"{reason} Try again in a moment."))
 
     @staticmethod
-    def _refuse_ahead(line: _Line | None) -> None:
+    def _refuse_ahead(line: _ClientQueue | None) -> None:
         for call in line.ahead.values() if line is not None else ():
             call.fail(StaleSession("the client has begun a new line"))

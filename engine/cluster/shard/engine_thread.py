@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.trace_context import cause, caused_by
-from undertow.engine.cluster.resharding.participant import Moving
-from undertow.engine.cluster.shard.call_queue import Call, Lines, Outcome, Stamp
+from undertow.engine.cluster.resharding.participant import ReshardingParticipant
+from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, Outcome, TurnCall
 from undertow.engine.cluster.shard.quarantine import reason_of
-from undertow.engine.cluster.shard.supervisor import RETRY_S, Housing
+from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor
 from undertow.engine.cluster.wire import Status
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
@@ -53,27 +53,27 @@ class _Command:
     cause: str | None = field(default_factory=cause)
 
 
-class Keeper:
+class EngineThread:
     """Runs commands and calls one after the other, on a thread of its own, and steps the engine meanwhile.
 
     `ask`, `offer` and `close` may be called from any thread; all else belongs to the keeper's own.
     """
 
-    def __init__(self, shard: str, housing: Housing, queue_turns: int) -> None:
-        self.housing = housing
+    def __init__(self, shard: str, supervisor: ShardSupervisor, queue_turns: int) -> None:
+        self.supervisor = supervisor
         # calls whose turns are not all stored yet, in order
-        self.calls: deque[Call] = deque()
+        self.calls: deque[TurnCall] = deque()
         self._shard = shard
-        self._commands: SimpleQueue[_Command | Call] = SimpleQueue()
+        self._commands: SimpleQueue[_Command | TurnCall] = SimpleQueue()
         # of what several threads touch: the lines, this count, and whether commands are taken still
         self._lock = threading.Lock()
-        self._lines = Lines(queue_turns)
+        self._lines = CallQueues(queue_turns)
         self.waiting_turns = 0
         self._closed = False
         self._waits: deque[_Command] = deque()
         # tenants known to be served here, under a map by which nobody moves
         self._mine: set[str] = set()
-        self._mine_by: Moving | None = None
+        self._mine_by: ReshardingParticipant | None = None
         self._busy = True
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard}", daemon=True)
@@ -83,7 +83,7 @@ class Keeper:
 
     def ask(self, run: Callable[[Engine], T | None], *, wait: bool = False) -> Future[T]:
         """Have something done with the engine. `wait`: again and again, until it gives something."""
-        return self._command(lambda: run(self.housing.open()), wait)
+        return self._command(lambda: run(self.supervisor.open()), wait)
 
     def ask_without(self, run: Callable[[], T]) -> Future[T]:
         """Have something done that goes without the engine too."""
@@ -95,7 +95,7 @@ class Keeper:
             self._put(_Command(run, future, wait))
         return future
 
-    def offer(self, call: Call, stamp: Stamp) -> None:
+    def offer(self, call: TurnCall, stamp: CallStamp) -> None:
         """Have turns stored. StaleSession; the call's own future says all else."""
         with self._lock:
             ready = self._lines.accept(call, stamp, self.waiting_turns)
@@ -131,7 +131,7 @@ class Keeper:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _put(self, command: _Command | Call) -> None:
+    def _put(self, command: _Command | TurnCall) -> None:
         """With the lock held."""
         if self._closed:
             command.future.set_exception(ShardClosed(self._shard))
@@ -146,7 +146,7 @@ class Keeper:
                 self._take()
                 self._work()
         finally:
-            self.housing.close()
+            self.supervisor.close()
             with self._lock:
                 self._closed = True
             self._fail_all(ShardClosed(self._shard))
@@ -156,7 +156,7 @@ class Keeper:
         try:
             command = self._commands.get(timeout=self._patience_s)
             while True:
-                if isinstance(command, Call):
+                if isinstance(command, TurnCall):
                     self.calls.append(command)
                     if command.alone:  # its step is next: what kills the process in that is this call
                         return
@@ -170,9 +170,9 @@ class Keeper:
     def _patience_s(self) -> float | None:
         if self._busy:
             return 0.0
-        if self.housing.has_work or self.calls or self._waits:
+        if self.supervisor.has_work or self.calls or self._waits:
             return POLL_S
-        return None if self.housing.engine is not None else RETRY_S
+        return None if self.supervisor.engine is not None else RETRY_S
 
     def _obey(self, command: _Command) -> None:
         """Run one command for the first time."""
@@ -200,25 +200,25 @@ class Keeper:
     def _work(self) -> None:
         """One step, if there is any to do: calls are fed and settled, those that wait are asked again."""
         self._busy = False
-        if self.calls or self.housing.has_work:
+        if self.calls or self.supervisor.has_work:
             self._step()
-        elif self.housing.due:
+        elif self.supervisor.due:
             self._open()
         for _ in range(len(self._waits)):
             self._run_command(self._waits.popleft())
 
     def _open(self) -> None:
         try:
-            self.housing.open()
+            self.supervisor.open()
         except Exception as error:  # noqa: BLE001 - status tells it, and so does the next call
             log.warning("shard %s cannot be opened: %s", self._shard, error)
         self._busy = True
 
     def _step(self) -> None:
         try:
-            engine = self.housing.open()
+            engine = self.supervisor.open()
             self._feed(engine)
-            report = self.housing.step(engine, len(self.calls))
+            report = self.supervisor.step(engine, len(self.calls))
         except Exception as error:  # noqa: BLE001 - a shard outlives whatever a turn does to its engine
             self._recover(error)
         else:
@@ -229,12 +229,12 @@ class Keeper:
         for call in self.calls:
             self.keep_up(call.map_version)  # else it might refuse a turn, and take those behind it later
             elsewhere = {name: refused(why) for name, why in self.refusals(call.tenants).items()}
-            parking = self.housing.parking
+            parking = self.supervisor.parking
             if not call.feed(engine.scheduler.inbox, _refusal(elsewhere, parking.reason, len(parking))):
                 return
 
     def _settle(self) -> None:
-        open_calls: deque[Call] = deque()
+        open_calls: deque[TurnCall] = deque()
         for call in self.calls:
             if call.settle():
                 self._release(call)
@@ -242,7 +242,7 @@ class Keeper:
                 open_calls.append(call)
         self.calls = open_calls
 
-    def _release(self, call: Call) -> None:
+    def _release(self, call: TurnCall) -> None:
         self._busy = True
         with self._lock:
             self.waiting_turns -= len(call)
@@ -251,7 +251,7 @@ class Keeper:
         """After a failed step: the engine again, without what made it fail."""
         log.warning("shard %s: a step failed: %s", self._shard, reason_of(error))
         suspects = [(call, place, call.turns[place]) for call in self.calls for place in call.recall()]
-        failure = self.housing.isolate(error, suspects)
+        failure = self.supervisor.isolate(error, suspects)
         if failure is not None:  # not the turns' doing: whoever sent them may send them again
             with self._lock:
                 self._lines.end_all()  # what comes after would be out of order
@@ -262,14 +262,14 @@ class Keeper:
         """With the lock held: take the calls that have come; commands stay, in their order."""
         for _ in range(self._commands.qsize()):
             late = self._commands.get_nowait()
-            if isinstance(late, Call):
+            if isinstance(late, TurnCall):
                 self.calls.append(late)
             else:
                 self._commands.put(late)
 
     def _inspect(self, error: Exception) -> None:
         """After a command that failed: where that cost the engine, its queue is filled again."""
-        if self.housing.inspect(error):
+        if self.supervisor.inspect(error):
             for call in self.calls:
                 call.restore(call.recall())
 
@@ -285,14 +285,14 @@ class Keeper:
             command.future.set_exception(error)
         while not self._commands.empty():
             late = self._commands.get_nowait()
-            if isinstance(late, Call) or late.future.set_running_or_notify_cancel():
+            if isinstance(late, TurnCall) or late.future.set_running_or_notify_cancel():
                 late.future.set_exception(error)
 
     # ---- whose turns
 
     def keep_up(self, map_version: int) -> None:
         """See Housing.keep_up."""
-        if self.housing.keep_up(map_version):
+        if self.supervisor.keep_up(map_version):
             self.forget_owners()
 
     def forget_owners(self) -> None:
@@ -301,7 +301,7 @@ class Keeper:
 
     def refusals(self, tenants: frozenset[str]) -> dict[str, Moved | InTransit]:
         """As Moving.refusals; worked out once for a tenant as long as nobody moves."""
-        moving = self.housing.moving
+        moving = self.supervisor.moving
         if moving is not self._mine_by:  # the engine was opened anew, maybe with another map
             self.forget_owners()
             self._mine_by = moving

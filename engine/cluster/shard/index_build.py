@@ -25,31 +25,33 @@ class CallerGone(UndertowError):
     """Whoever asked has called it off, and hears of nothing any more."""
 
 
-class Preparing:
+class IndexBuildQueue:
     """Whose slices are made: one search's at a time, however many wait. On the keeper's thread alone."""
 
     def __init__(self) -> None:
-        self._holder: Prepared[Any] | None = None
+        self._holder: AfterIndexBuild[Any] | None = None
 
     @property
-    def holder(self) -> Prepared[Any] | None:
+    def holder(self) -> AfterIndexBuild[Any] | None:
         """None too where that search ended without being asked again, as no engine could be opened."""
         if self._holder is not None and self._holder.is_over:
             self._holder = None
         return self._holder
 
     @holder.setter
-    def holder(self, holder: Prepared[Any] | None) -> None:
+    def holder(self, holder: AfterIndexBuild[Any] | None) -> None:
         self._holder = holder
 
 
-class Prepared(Generic[T]):
+class AfterIndexBuild(Generic[T]):
     """Something to be asked until it gives other than None: `act`, once its tenant's words are there.
 
     `tenant`: checks that the tenant is served here, each time. What it and `act` raise is raised; CallerGone.
     """
 
-    def __init__(self, preparing: Preparing, tenant: Callable[[], str], act: Callable[[Engine], T]) -> None:
+    def __init__(
+        self, preparing: IndexBuildQueue, tenant: Callable[[], str], act: Callable[[Engine], T]
+    ) -> None:
         self._preparing = preparing
         self._tenant = tenant
         self._act = act

@@ -19,14 +19,14 @@ import pyarrow as pa
 
 from undertow.engine.base.model import PackedTurn
 from undertow.engine.cluster.wire import TURNS
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import key_hash
 
 FOLDER = "parked"
 REASON, ERROR, PARKED_AT = b"reason", b"error", b"parked_at"
 
 
-class ParkedTurn(NamedTuple):
+class QuarantinedTurn(NamedTuple):
     """A turn that was set aside. `parked_at` is ISO 8601, in UTC; `error`: all that is known of the cause."""
 
     turn: PackedTurn
@@ -35,13 +35,13 @@ class ParkedTurn(NamedTuple):
     parked_at: str
 
 
-class Parking:
+class Quarantine:
     """The turns that one shard has set aside. A turn that is sent again is parked still.
 
     To have one tried again, remove its file and restart the shard.
     """
 
-    def __init__(self, root: Place, shard: str, tenant_key: Callable[[str], str]) -> None:
+    def __init__(self, root: Location, shard: str, tenant_key: Callable[[str], str]) -> None:
         self._root = root
         self._folder = f"{FOLDER}/{shard}"
         self._tenant_key = tenant_key
@@ -71,13 +71,13 @@ class Parking:
         self._root.write(name, sink.getvalue().to_pybytes())
         self._reasons[name] = reason
 
-    def read(self, name: str) -> ParkedTurn:
+    def read(self, name: str) -> QuarantinedTurn:
         """One parked file, by its name in the root."""
         table = pa.ipc.open_file(pa.py_buffer(self._root.read(name) or b"")).read_all()
         row = [table.column(column)[0].as_py() for column in TURNS.names]
         metadata = table.schema.metadata or {}
         texts = (metadata.get(name, b"").decode() for name in (REASON, ERROR, PARKED_AT))
-        return ParkedTurn(PackedTurn._make(row), *texts)
+        return QuarantinedTurn(PackedTurn._make(row), *texts)
 
     def report(self) -> list[dict[str, str]]:
         """What is parked, for people: the file and the reason, no words of the turn."""
@@ -94,7 +94,7 @@ class Parking:
         return f"{self._folder}/{self._tenant_key(turn.tenant)}/{key_hash(turn.dedupe_key):016x}.arrow"
 
 
-def forget(root: Place, tenant_key: str) -> None:
+def forget(root: Location, tenant_key: str) -> None:
     """Remove what was parked of a tenant in a cluster's root, or beside a plain store."""
     for shard in root.children(FOLDER):
         root.remove(f"{FOLDER}/{shard}/{tenant_key}")

@@ -15,32 +15,38 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from undertow.engine.api.answer_calls import Answer, Asked
+from undertow.engine.api.answer_calls import Answer, PendingAnswer
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.erasure import Certificate
 from undertow.engine.api.memory_updates import Updated, Wording
 from undertow.engine.api.views.reports import Report
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Memory, UndertowError
-from undertow.engine.cluster.resharding.participant import Leaver, Moving
-from undertow.engine.cluster.root import Site
-from undertow.engine.cluster.shard.answer_streams import Answers, AnswerTicket, Said, Telling, UnknownTicket
-from undertow.engine.cluster.shard.call_queue import Call, Hello, Stamp
-from undertow.engine.cluster.shard.engine_thread import Keeper, refused
+from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant
+from undertow.engine.cluster.root import SharedRoot
+from undertow.engine.cluster.shard.answer_streams import (
+    AnswerStream,
+    AnswerStreams,
+    AnswerTicket,
+    Said,
+    UnknownTicket,
+)
+from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
+from undertow.engine.cluster.shard.engine_thread import EngineThread, refused
 from undertow.engine.cluster.shard.futures import hand_on
-from undertow.engine.cluster.shard.index_build import CallerGone, Prepared, Preparing
-from undertow.engine.cluster.shard.supervisor import Housing, Parts
-from undertow.engine.cluster.shard.tenant_calls import ShardTenancy
+from undertow.engine.cluster.shard.index_build import AfterIndexBuild, CallerGone, IndexBuildQueue
+from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
+from undertow.engine.cluster.shard.tenant_calls import ShardTenantCalls
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.wire import Status
 from undertow.engine.llm.client import BrokenOff
-from undertow.engine.search.ranking import Found
-from undertow.engine.storage.location import Place
+from undertow.engine.search.ranking import SearchResult
+from undertow.engine.storage.location import Location
 
 T = TypeVar("T")
 
 
-class Shard(ShardTenancy):
+class Shard(ShardTenantCalls):
     """The engine of one shard of a site; safe to call from several threads.
 
     Errors of a call are set on its future. Close it to release the journal.
@@ -48,10 +54,10 @@ class Shard(ShardTenancy):
 
     def __init__(
         self,
-        where: Site | Place,
+        where: SharedRoot | Location,
         shard: str,
         settings: Settings,
-        parts: Parts | None = None,
+        parts: EngineParts | None = None,
         *,
         life: str = "",
     ) -> None:
@@ -61,20 +67,22 @@ class Shard(ShardTenancy):
         """
         self.id = shard
         self._began_s = time.monotonic()
-        self._housing = Housing(Site.of(where), shard, settings, parts or Parts(), life)
-        self._keeper = Keeper(shard, self._housing, settings.queue_turns)
-        self._ask = self._keeper.ask
-        self._answers = Answers(shard)
-        self._preparing = Preparing()
+        self._supervisor = ShardSupervisor(
+            SharedRoot.of(where), shard, settings, parts or EngineParts(), life
+        )
+        self._engine_thread = EngineThread(shard, self._supervisor, settings.queue_turns)
+        self._ask = self._engine_thread.ask
+        self._answers = AnswerStreams(shard)
+        self._preparing = IndexBuildQueue()
         self._imports = set()
 
     # ---- calls, from any thread
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """One of the calls below by its name, which observers are told of."""
-        return self._housing.trace.watch(method, partial(getattr(self, method), *args, **kwargs))
+        return self._supervisor.trace.watch(method, partial(getattr(self, method), *args, **kwargs))
 
-    def hello(self, client: str, map_version: int) -> Future[Hello]:
+    def hello(self, client: str, map_version: int) -> Future[SessionStart]:
         """Begin a client's line of adds; the shard has read the map of this version when it answers.
 
         StoreError, JournalError: the journal cannot be opened now.
@@ -83,9 +91,9 @@ class Shard(ShardTenancy):
 
     def trial(self, client: str) -> Future[str | None]:
         """As Lines.trial."""
-        return self._ask(lambda _: self._keeper.trial(client))
+        return self._ask(lambda _: self._engine_thread.trial(client))
 
-    def add(self, table: pa.Table, stamp: Stamp) -> Future[pa.Table]:
+    def add(self, table: pa.Table, stamp: CallStamp) -> Future[pa.Table]:
         """Store turns (wire.TURNS): receipts (wire.RECEIPTS), one a turn, in order.
 
         Turns of tenants that are elsewhere come back as MOVED, those of one that is on its way as
@@ -93,23 +101,23 @@ class Shard(ShardTenancy):
         ValueError for a table of something else; StaleSession, QueueFull: see `Lines.accept`.
         """
         try:
-            call = Call(table, stamp.map_version)
-            self._keeper.offer(call, stamp)
+            call = TurnCall(table, stamp.map_version)
+            self._engine_thread.offer(call, stamp)
         except (ValueError, UndertowError) as error:
             refused_call: Future[pa.Table] = Future()
             refused_call.set_exception(error)
             return refused_call
         return call.future
 
-    def search(self, tenant: str, query: str, **how: Any) -> Future[Found]:
+    def search(self, tenant: str, query: str, **how: Any) -> Future[SearchResult]:
         """As Engine.search; while its index of words is made, other calls go on. Moved, InTransit."""
         return self._searching(tenant, lambda engine: engine.search(self._checked(tenant), query, **how))
 
     def answer(self, tenant: str, question: str, **how: Any) -> Future[Answer]:
         """As Engine.answer, while other calls go on; to cancel it gives the LLM call up. Moved, InTransit."""
-        asked: list[tuple[Engine, Asked]] = []
+        asked: list[tuple[Engine, PendingAnswer]] = []
 
-        def ask(engine: Engine) -> tuple[Engine, Asked]:
+        def ask(engine: Engine) -> tuple[Engine, PendingAnswer]:
             return engine, engine.ask(self._checked(tenant), question, **how)
 
         ready = self._prepared(tenant, ask)
@@ -180,9 +188,9 @@ class Shard(ShardTenancy):
 
         def flushed(_: Engine) -> bool | None:
             if not logged:
-                self._housing.log_flush(self._checked(tenant), again=again)
+                self._supervisor.log_flush(self._checked(tenant), again=again)
                 logged.append(True)
-            return self._housing.decided(tenant)
+            return self._supervisor.decided(tenant)
 
         return self._ask(flushed, wait=True)
 
@@ -198,7 +206,7 @@ class Shard(ShardTenancy):
         def erased(engine: Engine) -> tuple[Certificate | None] | None:
             if buried:
                 self._checked(tenant)
-                return (self._housing.certificate(tenant),)
+                return (self._supervisor.certificate(tenant),)
             self._bury(engine, tenant, again)
             buried.append(True)
             return None  # the others that have come by now are buried first
@@ -219,12 +227,12 @@ class Shard(ShardTenancy):
 
     def park(self, table: pa.Table, reason: str) -> Future[int]:
         """Set turns aside that are known to end the shard's process; their number. StoreError."""
-        turns = Call(table).turns
-        return self._ask(lambda _: self._housing.park_all(turns, reason))
+        turns = TurnCall(table).turns
+        return self._ask(lambda _: self._supervisor.park_all(turns, reason))
 
     # ---- resharding: see engine/cluster/resharding/participant.py
 
-    def leaving(self) -> Future[list[Leaver]]:
+    def leaving(self) -> Future[list[DepartingTenant]]:
         """As Moving.leaving."""
         return self._move(lambda moving: moving.leaving())
 
@@ -248,7 +256,7 @@ class Shard(ShardTenancy):
         """As Moving.adopt."""
         return self._move(lambda moving: self._adopt(moving, shard_map))
 
-    def _move(self, step: Callable[[Moving], T]) -> Future[T]:
+    def _move(self, step: Callable[[ReshardingParticipant], T]) -> Future[T]:
         return self._ask(lambda _: self._moved(step))
 
     # ---- the shard itself
@@ -259,11 +267,11 @@ class Shard(ShardTenancy):
 
     def status(self) -> Future[dict[str, Any]]:
         """What the shard is doing, as plain data; it comes also where the engine cannot be opened."""
-        return self._keeper.ask_without(self._status)
+        return self._engine_thread.ask_without(self._status)
 
     def look(self) -> Future[int]:
         """The version of the newest map. StoreError; Removed: it does without this shard."""
-        return self._keeper.ask_without(lambda: self._housing.newest_map().version)
+        return self._engine_thread.ask_without(lambda: self._supervisor.newest_map().version)
 
     def sign(self) -> Future[None]:
         """Done at once: the process is there, whatever its thread is busy with."""
@@ -273,36 +281,36 @@ class Shard(ShardTenancy):
 
     def close(self) -> None:
         """Close the engine and end the thread; calls under way fail."""
-        self._keeper.close()
+        self._engine_thread.close()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until the shard has ended: by `close`, or by an error that it should have outlived."""
-        return self._keeper.join(timeout_s)
+        return self._engine_thread.join(timeout_s)
 
     def _status(self) -> dict[str, Any]:
         return {
-            "waiting_turns": self._keeper.waiting_turns,
+            "waiting_turns": self._engine_thread.waiting_turns,
             "uptime_s": round(time.monotonic() - self._began_s, 1),
-            **self._housing.report(),
+            **self._supervisor.report(),
         }
 
     # ---- on the keeper's thread
 
-    def _greet(self, client: str, map_version: int) -> Hello:
-        self._keeper.keep_up(map_version)
-        token, map_version = self._keeper.begin_line(client), self._housing.moving.map.version
-        return Hello(token, map_version, self._keeper.process)
+    def _greet(self, client: str, map_version: int) -> SessionStart:
+        self._engine_thread.keep_up(map_version)
+        token, map_version = self._engine_thread.begin_line(client), self._supervisor.moving.map.version
+        return SessionStart(token, map_version, self._engine_thread.process)
 
-    def _moved(self, step: Callable[[Moving], T]) -> T:
-        self._housing.site.check_moves()
-        return step(self._housing.moving)
+    def _moved(self, step: Callable[[ReshardingParticipant], T]) -> T:
+        self._supervisor.site.check_moves()
+        return step(self._supervisor.moving)
 
     def _begin_answer(
         self, engine: Engine, tenant: str, question: str, how: Mapping[str, Any]
     ) -> AnswerTicket:
-        telling = Telling(tenant)
+        telling = AnswerStream(tenant)
 
-        def ask(engine: Engine) -> tuple[Engine, Asked]:
+        def ask(engine: Engine) -> tuple[Engine, PendingAnswer]:
             asked = engine.ask(self._checked(tenant), question, **how, on_text=telling.add)
             return engine, asked
 
@@ -327,24 +335,24 @@ class Shard(ShardTenancy):
         prepared = self._prepared(tenant, act)
         return prepared.promised(self._ask(prepared, wait=True))
 
-    def _prepared(self, tenant: str, act: Callable[[Engine], T]) -> Prepared[T]:
-        return Prepared(self._preparing, lambda: self._checked(tenant), act)
+    def _prepared(self, tenant: str, act: Callable[[Engine], T]) -> AfterIndexBuild[T]:
+        return AfterIndexBuild(self._preparing, lambda: self._checked(tenant), act)
 
-    def _adopt(self, moving: Moving, shard_map: ShardMap) -> None:
-        self._keeper.forget_owners()
+    def _adopt(self, moving: ReshardingParticipant, shard_map: ShardMap) -> None:
+        self._engine_thread.forget_owners()
         moving.adopt(shard_map)
 
-    def _seal(self, moving: Moving, version: int, keys: Sequence[str]) -> None:
+    def _seal(self, moving: ReshardingParticipant, version: int, keys: Sequence[str]) -> None:
         dropped = {ticket.turn.tenant for ticket in moving.seal(version, keys)}
         refusals = moving.refusals(list(dropped))
-        for call in self._keeper.calls:
+        for call in self._engine_thread.calls:
             for tenant, refusal in refusals.items():
                 call.withdraw(tenant, refused(refusal))
 
     def _delete(self, engine: Engine, tenant: str | None, memory_id: str, again: bool) -> str | None:
         if tenant is not None:
             self._checked(tenant)
-        if again and (kind := self._housing.deleted(memory_id, tenant)) is not None:
+        if again and (kind := self._supervisor.deleted(memory_id, tenant)) is not None:
             return kind
         return self._of_memory(tenant, memory_id, engine.delete)
 
@@ -353,7 +361,7 @@ class Shard(ShardTenancy):
     ) -> Updated | None:
         if tenant is not None:
             self._checked(tenant)
-        if again and (done := self._housing.updated(memory_id, text, tenant)) is not None:
+        if again and (done := self._supervisor.updated(memory_id, text, tenant)) is not None:
             return done
         return self._of_memory(tenant, memory_id, partial(engine.update, text=text))
 
@@ -361,24 +369,24 @@ class Shard(ShardTenancy):
         """`act` with a memory that is here, and its tenant served here. Moved, InTransit."""
         if tenant is not None:
             self._checked(tenant)
-        holder = self._housing.holder(memory_id, tenant)
+        holder = self._supervisor.holder(memory_id, tenant)
         return None if holder is None else act(memory_id, tenant=self._checked(holder))
 
     def _bury(self, engine: Engine, tenant: str, again: bool) -> None:
         self._checked(tenant)
         self._call_off_imports(tenant)
         self._answers.forget(tenant)
-        self._housing.parking.forget(tenant)
+        self._supervisor.parking.forget(tenant)
         if again and tenant not in engine.tenants:
             return
-        for call in self._keeper.calls:
+        for call in self._engine_thread.calls:
             call.withdraw(tenant, (Status.STORED, None, None, None))
         engine.erase(tenant)
 
     def _drained(self, engine: Engine) -> bool | None:
         if engine.server_lost:
             return False
-        return not engine.scheduler.blocked if engine.idle and not self._keeper.calls else None
+        return not engine.scheduler.blocked if engine.idle and not self._engine_thread.calls else None
 
 
 def _unwrapped(wrapped: Future[tuple[T]]) -> Future[T]:

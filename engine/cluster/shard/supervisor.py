@@ -16,17 +16,17 @@ from undertow.engine.api.memory_updates import Updated, Wording
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.trace import STEP, Observer, Trace
-from undertow.engine.cluster.resharding.participant import Moving
-from undertow.engine.cluster.root import Site
-from undertow.engine.cluster.shard.call_queue import Call, outcome_of
-from undertow.engine.cluster.shard.quarantine import Parking, reason_of
+from undertow.engine.cluster.resharding.participant import ReshardingParticipant
+from undertow.engine.cluster.root import SharedRoot
+from undertow.engine.cluster.shard.call_queue import TurnCall, outcome_of
+from undertow.engine.cluster.shard.quarantine import Quarantine, reason_of
 from undertow.engine.cluster.shard_map import Removed, ShardMap
 from undertow.engine.cluster.wire import Status
 from undertow.engine.encoders.base import Encoder, make_encoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.step.admission import Ticket
 from undertow.engine.step.scheduler import StepReport, TenantFault
-from undertow.engine.step.shard_metrics import Tally
+from undertow.engine.step.shard_metrics import ShardMetrics
 from undertow.engine.step.warm_up import warm_up
 from undertow.engine.storage.journal import Fenced
 from undertow.engine.storage.location import StoreError
@@ -41,10 +41,10 @@ RETRY_S = 5.0
 # so many turns do not all happen to be poison: if each of them fails, it is the engine
 SICK_TURNS = 8
 
-Suspect = tuple[Call, int, PackedTurn]
+Suspect = tuple[TurnCall, int, PackedTurn]
 
 
-class Sick(UndertowError):
+class EngineUnusable(UndertowError):
     """The engine fails whatever it is given; a new process may help, as with a lost device."""
 
 
@@ -54,7 +54,7 @@ def no_observers(settings: Settings) -> Sequence[Observer]:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """What makes an engine's encoder, LLM client and observers; module-level functions, as they travel to
     actors.
 
@@ -67,10 +67,12 @@ class Parts:
     observers: Callable[[Settings], Sequence[Observer]] = no_observers
 
 
-class Housing:
+class ShardSupervisor:
     """One shard's engine, or why there is none now. Not thread-safe."""
 
-    def __init__(self, site: Site, shard: str, settings: Settings, parts: Parts, life: str) -> None:
+    def __init__(
+        self, site: SharedRoot, shard: str, settings: Settings, parts: EngineParts, life: str
+    ) -> None:
         """`life`: see engine/storage/fencing.py."""
         self.engine: Engine | None = None
         self.failure: Exception | None = None
@@ -81,10 +83,10 @@ class Housing:
         self._life = life
         self._encoder: Encoder | None = None
         self._warm = False
-        self._tally = Tally()
-        self.trace = Trace(observers=[self._tally, *parts.observers(settings)])
-        self._parking: Parking | None = None
-        self._moving: Moving | None = None
+        self._shard_metrics = ShardMetrics()
+        self.trace = Trace(observers=[self._shard_metrics, *parts.observers(settings)])
+        self._parking: Quarantine | None = None
+        self._moving: ReshardingParticipant | None = None
         # why no engine is to be opened here any more: fenced, or removed from the cluster
         self._ended: Exception | None = None
         # tenants whose deciding has failed, and why: left alone until the shard is restarted
@@ -99,12 +101,12 @@ class Housing:
         return self.engine is not None and not self.engine.idle
 
     @property
-    def parking(self) -> Parking:
+    def parking(self) -> Quarantine:
         assert self._parking is not None, "it comes with the engine"
         return self._parking
 
     @property
-    def moving(self) -> Moving:
+    def moving(self) -> ReshardingParticipant:
         assert self._moving is not None, "it comes with the engine"
         return self._moving
 
@@ -131,7 +133,7 @@ class Housing:
     def _opened(self) -> Engine:
         newest = self.newest_map()
         if self._parking is None:
-            self._parking = Parking(self.site.place, self._shard, newest.tenant_key)
+            self._parking = Quarantine(self.site.location, self._shard, newest.tenant_key)
         if self._encoder is None:
             self._encoder = self._parts.encoder(self._settings)
         engine = self._made(self._encoder, newest.hash_key)
@@ -139,7 +141,7 @@ class Housing:
             if not self._warm:
                 warm_up(self._encoder, engine.arena)
                 self._warm = True
-            self._moving = Moving(engine, self._shard, self.site.stores, newest)
+            self._moving = ReshardingParticipant(engine, self._shard, self.site.stores, newest)
             engine.resume()
             for tenant, why in self._faults.items():
                 engine.scheduler.block(tenant, why)
@@ -171,7 +173,7 @@ class Housing:
         """A step of the engine, counted. `calls`: how many calls wait for what they have brought."""
         with self.trace.span(STEP, calls=calls):
             report = engine.step(wait_s)
-        self._tally.stepped(report)
+        self._shard_metrics.stepped(report)
         return report
 
     def keep_up(self, map_version: int) -> bool:
@@ -249,7 +251,7 @@ class Housing:
         middle = len(suspects) // 2
         return self._narrow(suspects[:middle], guilty) or self._narrow(suspects[middle:], guilty)
 
-    def _sickness(self, guilty: Sequence[tuple[Suspect, Exception]], suspects: int) -> Sick | None:
+    def _sickness(self, guilty: Sequence[tuple[Suspect, Exception]], suspects: int) -> EngineUnusable | None:
         """Whether it is the engine that fails, whatever it is given: then no turn is to blame."""
         if (without := self._attempt([])) is None and (suspects < SICK_TURNS or len(guilty) < suspects):
             try:
@@ -259,7 +261,7 @@ class Housing:
             except Exception as failure:  # noqa: BLE001 - as in _attempt
                 without = failure
         error = without or guilty[-1][1]
-        return Sick(
+        return EngineUnusable(
             f"shard {self._shard} fails with all that it is given ({error!r}). It is to be restarted."
         )
 
@@ -287,16 +289,16 @@ class Housing:
             self.step(engine, wait_s=WAIT_FOR_REPLY_S)
             if engine.server_lost:
                 raise UndertowError(f"no room, and the LLM server does not answer: {engine.llm_error}")
-        for (call, place, _), ticket in zip(suspects, tickets, strict=True):
+        for (call, location, _), ticket in zip(suspects, tickets, strict=True):
             if ticket.receipt is not None:
-                call.set(place, outcome_of(ticket.receipt))
+                call.set(location, outcome_of(ticket.receipt))
 
     def _park(self, suspect: Suspect, error: Exception) -> None:
-        call, place, turn = suspect
+        call, location, turn = suspect
         reason = reason_of(error)
         log.error("shard %s: a turn makes the engine fail and is parked: %s", self._shard, reason)
         self.parking.park(turn, reason, error)
-        call.set(place, (Status.PARKED, None, None, reason))
+        call.set(location, (Status.PARKED, None, None, reason))
 
     def park_all(self, turns: Sequence[PackedTurn], reason: str) -> int:
         """Set turns aside at a router's word."""
@@ -398,7 +400,7 @@ class Housing:
             "pid": os.getpid(),
             "parked": self._parking.report() if self._parking is not None else [],
             "faulty_tenants": dict(self._faults),
-            "tally": self._tally.report(),
+            "tally": self._shard_metrics.report(),
         }
         if engine is None:
             return state

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
     from undertow.engine.api.engine import Engine
     from undertow.engine.api.erasure import Certificate
-    from undertow.engine.api.tenant_calls import Importing
-    from undertow.engine.api.transfer.import_ import Imported
+    from undertow.engine.api.tenant_calls import PendingImport
+    from undertow.engine.api.transfer.import_ import ImportReport
     from undertow.engine.api.views.format import Page
     from undertow.engine.api.views.reports import Report
-    from undertow.engine.cluster.shard.engine_thread import Keeper
-    from undertow.engine.cluster.shard.supervisor import Housing
+    from undertow.engine.cluster.shard.engine_thread import EngineThread
+    from undertow.engine.cluster.shard.supervisor import ShardSupervisor
 
 T = TypeVar("T")
 # in a class with a method `list`, that name is no type
@@ -31,15 +31,15 @@ class ImportCall:
 
     tenant: str
     engine: Engine | None = None
-    importing: Importing | None = None
+    importing: PendingImport | None = None
     called_off: bool = False
 
 
-class ShardTenancy:
+class ShardTenantCalls:
     """Calls of a shard, from any thread; all that name a tenant: Moved, InTransit."""
 
-    _keeper: Keeper
-    _housing: Housing
+    _engine_thread: EngineThread
+    _supervisor: ShardSupervisor
     # those under way
     _imports: set[ImportCall]
 
@@ -51,22 +51,24 @@ class ShardTenancy:
         """As Engine.export_page."""
         return self._of(tenant, lambda engine: engine.export_page(tenant, **how))
 
-    def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Future[Imported]:
+    def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> Future[ImportReport]:
         """As Engine.import_, while other calls go on. CalledOff: an erasure of the tenant was among them."""
-        from undertow.engine.api.transfer.import_ import CalledOff
+        from undertow.engine.api.transfer.import_ import ImportCancelled
 
         call = ImportCall(tenant)
 
-        def go_on(engine: Engine) -> Imported | None:
+        def go_on(engine: Engine) -> ImportReport | None:
             self._checked(tenant)
             if call.called_off:
-                raise CalledOff("the tenant was erased while this was taken in: nothing of it is stored.")
+                raise ImportCancelled(
+                    "the tenant was erased while this was taken in: nothing of it is stored."
+                )
             if call.importing is None or call.engine is not engine:  # one opened anew has none under way
                 call.engine, call.importing = engine, engine.begin_import(tenant, records, again=again)
                 self._imports.add(call)
             return engine.go_on_importing(call.importing)
 
-        imported = self._keeper.ask(go_on, wait=True)
+        imported = self._engine_thread.ask(go_on, wait=True)
         imported.add_done_callback(lambda _: self._imports.discard(call))
         return imported
 
@@ -94,34 +96,36 @@ class ShardTenancy:
     def usage(self, tenant: str | None = None) -> Future[Usages]:
         """As Engine.usage."""
         if tenant is None:
-            return self._keeper.ask(lambda engine: engine.usage())
+            return self._engine_thread.ask(lambda engine: engine.usage())
         return self._of(tenant, lambda engine: engine.usage(tenant))
 
     def tenants(self, prefix: str = "", limit: int = 1000, after: str = "") -> Future[Names]:
         """Names of tenants that have something here, sorted: see listing.names_page."""
         from undertow.engine.api.views.listing import names_page
 
-        return self._keeper.ask(lambda engine: names_page(engine.tenants.names(), prefix, limit, after))
+        return self._engine_thread.ask(
+            lambda engine: names_page(engine.tenants.names(), prefix, limit, after)
+        )
 
     def purge(self) -> Future[dict[str, Certificate]]:
         """As Engine.purge."""
-        return self._keeper.ask(lambda engine: engine.purge())
+        return self._engine_thread.ask(lambda engine: engine.purge())
 
     def _of(self, tenant: str, act: Callable[[Engine], T]) -> Future[T]:
         def checked(engine: Engine) -> T:
             self._checked(tenant)
             return act(engine)
 
-        return self._keeper.ask(checked)
+        return self._engine_thread.ask(checked)
 
     def _checked(self, tenant: str) -> str:
         """The tenant, if it is this shard's to serve. Moved, InTransit."""
-        for refusal in self._keeper.refusals(frozenset([tenant])).values():
+        for refusal in self._engine_thread.refusals(frozenset([tenant])).values():
             raise refusal
         return tenant
 
 
-class RouterTenancy(ABC):
+class RouterTenantCalls(ABC):
     """The same calls over all shards."""
 
     @abstractmethod
@@ -157,9 +161,9 @@ class RouterTenancy(ABC):
         page: Page = self._await(self._ask_owner("export_page", tenant, **how))
         return page
 
-    def import_(self, tenant: str, records: Sequence[Report]) -> Imported:
+    def import_(self, tenant: str, records: Sequence[Report]) -> ImportReport:
         """As Engine.import_."""
-        imported: Imported = self._await(self._ask_owner("import_", tenant, records))
+        imported: ImportReport = self._await(self._ask_owner("import_", tenant, records))
         return imported
 
     def policy(self, tenant: str) -> Report:

@@ -17,7 +17,7 @@ from undertow.engine.policies.base import (
     Draft,
     Learns,
     MemoryView,
-    Outcome,
+    PolicyResult,
     PromptBudget,
     Tiers,
     deletion,
@@ -27,7 +27,7 @@ from undertow.engine.policies.himem.episodes import has_room, write_episodes
 from undertow.engine.policies.himem.notes import forget_least_used, restore_notes, write_notes
 from undertow.engine.policies.himem.reconsolidation import revise_notes
 from undertow.engine.policies.work import Failed, Steps, Work, parked
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +65,23 @@ class HiMem:
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         window = memory.open_turns()
         if not window or self._goes_on(window, seq, memory):
-            return Outcome(Decision.WAITS)
+            return PolicyResult(Decision.WAITS)
         return (yield from self._close(window, seq, memory))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         window = memory.open_turns()
         if not window:
-            return Outcome(Decision.WAITS)
+            return PolicyResult(Decision.WAITS)
         return (yield from self._close(window, seq, memory))
 
-    def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
+    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         """What a parked window, or the rest of one, could not be made into.
 
         Of turns that an episode holds already, or one that a user has deleted, only the notes.
         """
         turns = [s for s in job.cluster if memory.exists(s)]
         if not turns:
-            return Outcome(Decision.WAITS, reason="all its turns were deleted")
+            return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
         every = [*memory.current("episode"), *memory.ended("episode")]
         held = {s for episode in every for s in episode.source_seqs}
         work = Work(seq, memory, self._budget)
@@ -89,8 +89,8 @@ class HiMem:
             yield from self._remember(work, [s for s in turns if s not in held])
             yield from self._note(work, [s for s in turns if s in held])
         except Failed as error:
-            return parked(error, "segment", tuple(turns), Outcome(Decision.PARKED))
-        return self._done(work, Outcome(Decision.FIRED, cluster=tuple(turns)))
+            return parked(error, "segment", tuple(turns), PolicyResult(Decision.PARKED))
+        return self._done(work, PolicyResult(Decision.FIRED, cluster=tuple(turns)))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remove all that was made of the deleted turn's window, and make it anew of its other turns.
@@ -117,9 +117,9 @@ class HiMem:
             yield from self._note(work, others, notes)
         except Failed as error:
             # They must go even where nothing takes their place yet.
-            outcome = Outcome(Decision.PARKED, drafts=gone)
+            outcome = PolicyResult(Decision.PARKED, drafts=gone)
             return parked(error, "segment", (*rest, *others), outcome)
-        return self._done(work, Outcome(Decision.FIRED))
+        return self._done(work, PolicyResult(Decision.FIRED))
 
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
@@ -133,13 +133,13 @@ class HiMem:
         # one whose turn was deleted since is made anew by a record that is still to come
         episodes = [e for e in episodes if all(memory.exists(s) for s in e.reach)]
         if not episodes:
-            return Outcome(Decision.WAITS, reason="the episodes that supported it are gone")
+            return PolicyResult(Decision.WAITS, reason="the episodes that supported it are gone")
         work = Work(seq, memory, self._budget)
         try:
             yield from revise_notes(work, question, episodes)
         except Failed as error:
-            return Outcome(Decision.WAITS, reason=str(error), operation="supplement")
-        return self._done(work, Outcome(Decision.FIRED))
+            return PolicyResult(Decision.WAITS, reason=str(error), operation="supplement")
+        return self._done(work, PolicyResult(Decision.FIRED))
 
     def _goes_on(self, window: Sequence[int], seq: int, memory: MemoryView) -> bool:
         """Whether the turn belongs to the open window, and the window has room for it."""
@@ -153,8 +153,8 @@ class HiMem:
         try:
             yield from self._remember(work, window)
         except Failed as error:
-            return parked(error, "segment", cluster, Outcome(Decision.PARKED))
-        return self._done(work, Outcome(Decision.FIRED, cluster=cluster, settled=cluster))
+            return parked(error, "segment", cluster, PolicyResult(Decision.PARKED))
+        return self._done(work, PolicyResult(Decision.FIRED, cluster=cluster, settled=cluster))
 
     def _note(self, work: Work, turns: Sequence[int], lost: Sequence[Memory] = ()) -> Steps:
         """Lost notes of turns that have their episodes: a window at a time, as deletions go by windows."""
@@ -172,7 +172,7 @@ class HiMem:
         yield from write_episodes(work, window, align=self._alignment.episodes)
         yield from write_notes(work, window, align=self._alignment.notes)
 
-    def _done(self, work: Work, outcome: Outcome) -> Outcome:
+    def _done(self, work: Work, outcome: PolicyResult) -> PolicyResult:
         """With all that the job has made; and with what is forgotten, so that the notes stay bounded."""
         forgotten = 0 if self._max_notes is None else forget_least_used(work, self._max_notes)
         reason = f"{forgotten} notes forgotten, which answers used least" if forgotten else None

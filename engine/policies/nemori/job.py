@@ -13,7 +13,7 @@ from undertow.engine.policies.base import (
     Effect,
     Embed,
     MemoryView,
-    Outcome,
+    PolicyResult,
     PromptBudget,
     TurnView,
     Vector,
@@ -69,11 +69,11 @@ class NemoriJob(NemoriWork):
         # as they were when the job began: what is deleted meanwhile is forgotten afterwards
         self._turns: dict[int, TurnView] = {}
 
-    def outcome(self, cluster: tuple[int, ...], settled: tuple[int, ...] = ()) -> Outcome:
+    def outcome(self, cluster: tuple[int, ...], settled: tuple[int, ...] = ()) -> PolicyResult:
         """What was made; with the count of what a reply's partition had to be repaired by."""
         counts = ", ".join(f"{count} {what}" for what, count in self._repaired.items() if count)
         reason = f"the partition was repaired: {counts}" if counts else None
-        return Outcome(
+        return PolicyResult(
             Decision.FIRED,
             cluster=cluster,
             settled=settled,
@@ -82,9 +82,11 @@ class NemoriJob(NemoriWork):
             repairs=self.repairs,
         )
 
-    def parked(self, error: Exception, cluster: tuple[int, ...], gone: tuple[Draft, ...] = ()) -> Outcome:
+    def parked(
+        self, error: Exception, cluster: tuple[int, ...], gone: tuple[Draft, ...] = ()
+    ) -> PolicyResult:
         """What failed, with the repairs until then; `gone`: what must go all the same."""
-        outcome = Outcome(Decision.PARKED, drafts=gone, repairs=self.repairs)
+        outcome = PolicyResult(Decision.PARKED, drafts=gone, repairs=self.repairs)
         return parked(error, self.operation, cluster, outcome)
 
     # ---- episodes (section 3.2)

@@ -17,7 +17,7 @@ from undertow.engine.policies.base import (
     Draft,
     Learns,
     MemoryView,
-    Outcome,
+    PolicyResult,
     PromptBudget,
     Tiers,
     deletion,
@@ -28,7 +28,7 @@ from undertow.engine.policies.nemori.job import NemoriJob
 from undertow.engine.policies.nemori.knowledge import Management
 from undertow.engine.policies.nemori.partition import messages_of, window
 from undertow.engine.policies.work import Failed
-from undertow.engine.storage.row_codec import Job
+from undertow.engine.storage.row_codec import LlmJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Nemori:
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         turns = window((*memory.open_turns(), seq), self.window_messages, memory)
         if turns is None:
-            return Outcome(Decision.WAITS)
+            return PolicyResult(Decision.WAITS)
         return (yield from self._take(seq, turns, memory))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         turns = tuple(memory.open_turns())
         if not turns:
-            return Outcome(Decision.WAITS)
+            return PolicyResult(Decision.WAITS)
         return (yield from self._take(seq, turns, memory))
 
     def reconsolidate(
@@ -74,7 +74,7 @@ class Nemori:
             return work.parked(error, turns)
         return work.outcome(turns, settled=turns)
 
-    def replay(self, seq: int, job: Job, memory: MemoryView) -> Decide:
+    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         """What episodes hold of these turns is distilled again, the rest is a window of its own.
 
         Where a deletion was parked, its turns may be of an episode that a user has deleted: that stays away,
@@ -82,7 +82,7 @@ class Nemori:
         """
         turns = tuple(s for s in job.cluster if memory.exists(s))
         if not turns:
-            return Outcome(Decision.WAITS, reason="all its turns were deleted")
+            return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
         work = self._job(seq, memory)
         try:
             for episode in memory.current("episode"):

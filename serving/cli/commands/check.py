@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from undertow.engine.base.model import LINKED_PAIRS
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.cli.commands.ingest import ProfileName
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.open_store import (
@@ -17,8 +17,8 @@ from undertow.serving.cli.open_store import (
     Model,
     Store,
     check_settings,
+    location_of,
     open_reports,
-    place_of,
     settings_of,
 )
 from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
@@ -73,8 +73,8 @@ def calibrate(
 
 def doctor(
     store: Annotated[
-        Place | None,
-        typer.Option("--store", parser=place_of, metavar="PLACE", help="Also look at this store."),
+        Location | None,
+        typer.Option("--store", parser=location_of, metavar="PLACE", help="Also look at this store."),
     ] = None,
     llm: Llm = None,
     model: Model = None,

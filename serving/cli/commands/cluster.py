@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.cli.commands.ingest import Ray
 from undertow.serving.cli.errors import Exit, in_words
 from undertow.serving.cli.on_ray import actors, decided, on_ray, open_cluster
@@ -82,21 +82,21 @@ def status(store: Store, ray: Ray = None, as_json: AsJson = False) -> None:
         say("A change of the shards has not ended: run `undertow cluster move` to end it.")
 
 
-def _add_stored(root: Place, shards: dict[str, dict[str, Any]]) -> None:
+def _add_stored(root: Location, shards: dict[str, dict[str, Any]]) -> None:
     """What the journals say."""
     from undertow.engine.api.views.stats import store_stats
     from undertow.engine.storage.store_info import is_store
 
     for shard, state in shards.items():
-        place = root / f"shards/{shard}"
-        if not is_store(place):
+        location = root / f"shards/{shard}"
+        if not is_store(location):
             state["tenants"] = state["turns"] = 0
             continue
-        with open_reports(place) as reports:
+        with open_reports(location) as reports:
             state.update(store_stats(reports.tenants))
 
 
-def _add_running(root: Place, shards: dict[str, dict[str, Any]]) -> None:
+def _add_running(root: Location, shards: dict[str, dict[str, Any]]) -> None:
     """What the actors say, of those that run; all have the same time for it."""
     import ray
 
@@ -128,7 +128,7 @@ def _unreachable(why: str) -> dict[str, Any]:
 
 
 def _put_status(
-    root: Place, version: int, shards: Mapping[str, dict[str, Any]], columns: Sequence[str]
+    root: Location, version: int, shards: Mapping[str, dict[str, Any]], columns: Sequence[str]
 ) -> None:
     """The figures that tell most, as a table; then what is wrong, in words. --json has all."""
     put_table(

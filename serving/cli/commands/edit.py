@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from undertow.engine.api.erasure import Certificate
     from undertow.engine.api.memory_updates import Updated
     from undertow.engine.base.config import Settings
-    from undertow.engine.storage.location import Place
+    from undertow.engine.storage.location import Location
 
 # what to do instead, where a command that writes one store was given a cluster's root
 ADD_RAY = "add --ray local, or --ray ADDRESS"
@@ -93,7 +93,7 @@ def update(
 
 
 def _update(
-    store: Place, settings: Settings, memory_id: str, text: str, tenant: str | None
+    store: Location, settings: Settings, memory_id: str, text: str, tenant: str | None
 ) -> tuple[Updated, bool, Exit]:
     with open_engine(store, settings) as engine:
         updated = engine.update(memory_id, text, tenant=tenant)
@@ -130,7 +130,9 @@ def delete(
     raise typer.Exit(code)
 
 
-def _delete(store: Place, settings: Settings, memory_id: str, tenant: str | None) -> tuple[str, bool, Exit]:
+def _delete(
+    store: Location, settings: Settings, memory_id: str, tenant: str | None
+) -> tuple[str, bool, Exit]:
     with open_engine(store, settings) as engine:  # facts may be embedded anew even without an LLM
         kind = engine.delete(memory_id, tenant=tenant)
         return kind, *settle(engine)
@@ -187,7 +189,7 @@ def erase(
 
 
 def _erase(
-    store: Place, tenant: str, ask: Callable[[], None], *, now: bool
+    store: Location, tenant: str, ask: Callable[[], None], *, now: bool
 ) -> tuple[Certificate | None, list[dict[str, Any]]]:
     """The tenant's certificate, with `now`, and those of others that were purged with it."""
     with open_engine(store, settings_of(llm="off"), encodes=False) as engine:
@@ -236,7 +238,7 @@ def jobs(
     raise typer.Exit(code)
 
 
-def _replay(store: Place, settings: Settings, ray: str | None) -> Exit:
+def _replay(store: Location, settings: Settings, ray: str | None) -> Exit:
     """Run the parked jobs again, until all that follows is decided."""
     if settings.llm_url is None:
         raise typer.BadParameter("--replay needs an LLM server: give --llm URL or set UNDERTOW_LLM_URL")
@@ -285,7 +287,7 @@ def reindex(
         )
 
 
-def _reindex(stores: Sequence[Place], settings: Settings) -> int:
+def _reindex(stores: Sequence[Location], settings: Settings) -> int:
     """Give the stores vectors of the settings' encoder; how many they then have of those made here."""
     from undertow.engine.api.transfer.reindex import reindex as embed_again
     from undertow.engine.encoders.base import make_encoder
@@ -308,5 +310,5 @@ def _reindex(stores: Sequence[Place], settings: Settings) -> int:
     return sum(counts)
 
 
-def _show_rows(status: Status, store: Place, done: int, total: int) -> None:
+def _show_rows(status: Status, store: Location, done: int, total: int) -> None:
     status.update(f"{done:,} of {total:,} rows of {store}")

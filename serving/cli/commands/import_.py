@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.cli.cluster_root import refuse_root
 from undertow.serving.cli.commands.edit import ADD_RAY, settle
 from undertow.serving.cli.commands.ingest import Ray
@@ -28,7 +28,7 @@ from undertow.serving.cli.output import put_json, put_pairs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from undertow.engine.api.transfer.import_ import Imported
+    from undertow.engine.api.transfer.import_ import ImportReport
     from undertow.engine.api.views.reports import Report
     from undertow.engine.base.config import Settings
 
@@ -73,8 +73,8 @@ def import_(
 
 
 def _import(
-    store: Place, settings: Settings, tenant: str, records: Sequence[Report]
-) -> tuple[Imported, bool, Exit]:
+    store: Location, settings: Settings, tenant: str, records: Sequence[Report]
+) -> tuple[ImportReport, bool, Exit]:
     with open_engine(store, settings, create=True) as engine:
         imported = engine.import_(tenant, records)
         return imported, *settle(engine)

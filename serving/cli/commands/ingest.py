@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from undertow.engine.api.ingest_files import IngestReport
     from undertow.engine.base.config import Settings
     from undertow.engine.readers import Format, Log
-    from undertow.engine.storage.location import Place
+    from undertow.engine.storage.location import Location
     from undertow.serving.cli.progress import Progress
 
 # of each kind, how many problems are told one by one
@@ -139,7 +139,7 @@ def ingest(
 
 def _ingest_here(
     logs: list[Log],
-    store: Place,
+    store: Location,
     settings: Settings,
     trace: Path | None,
     began_s: float,
@@ -171,7 +171,7 @@ def _ingest_here(
         return code, summary_of(engine.stats(), run.report, time.perf_counter() - began_s)
 
 
-def _put_summary(summary: dict[str, Any], store: Place, *, as_json: bool) -> None:
+def _put_summary(summary: dict[str, Any], store: Location, *, as_json: bool) -> None:
     if as_json:
         put_json(summary)
         return

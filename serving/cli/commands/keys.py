@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undertow.engine.storage.location import Place
-from undertow.serving.auth.principal import Limits, Reach, Scope
+from undertow.engine.storage.location import Location
+from undertow.serving.auth.principal import KeyLimits, Scope, TenantScope
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.open_store import AsJson, place_of, settings_of
+from undertow.serving.cli.open_store import AsJson, location_of, settings_of
 from undertow.serving.cli.output import put_json, put_json_lines, put_table, put_text, say
 
 if TYPE_CHECKING:
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from undertow.serving.auth.key_file import KeyFile, NewSecret
 
 StoreOfKeys = Annotated[
-    Place | None,
+    Location | None,
     typer.Option(
-        "--store", parser=place_of, metavar="FOLDER", help="The store or the cluster's root: its keys.json."
+        "--store",
+        parser=location_of,
+        metavar="FOLDER",
+        help="The store or the cluster's root: its keys.json.",
     ),
 ]
 Keys = Annotated[
@@ -75,8 +78,8 @@ def create(
 
     key_file = key_file_of(store, file)
     with wrong_usage():
-        reach = Reach(tuple(dict.fromkeys(tenant or ())), prefix, all_tenants)
-        limits = Limits(requests_per_s, burst, tokens_per_day)
+        reach = TenantScope(tuple(dict.fromkeys(tenant or ())), prefix, all_tenants)
+        limits = KeyLimits(requests_per_s, burst, tokens_per_day)
     expires_at = None if expires_days is None else utc_now() + timedelta(days=expires_days)
     scopes = dict.fromkeys(scope)
     with audited(key_file.path.parent, "keys.create") as entry, wrong_usage():
@@ -139,7 +142,7 @@ def revoke(key_id: KeyId, store: StoreOfKeys = None, file: Keys = None, as_json:
         put_text(f"Key {key.id} is revoked.")
 
 
-def key_file_of(store: Place | None, file: Path | None) -> KeyFile:
+def key_file_of(store: Location | None, file: Path | None) -> KeyFile:
     """The key file that the options name. WrongUsage."""
     from undertow.serving.auth.key_file import FILE_NAME, KeyFile
 
@@ -153,7 +156,7 @@ def key_file_of(store: Place | None, file: Path | None) -> KeyFile:
     return KeyFile(store.folder / FILE_NAME)
 
 
-def present_key_file(store: Place | None, file: Path | None) -> KeyFile:
+def present_key_file(store: Location | None, file: Path | None) -> KeyFile:
     """As `key_file_of`, of one that is there, or of a store that has no keys yet. KeyFileError."""
     from undertow.engine.storage.store_info import is_store
     from undertow.serving.auth.key_file import KeyFileError
@@ -168,7 +171,7 @@ def present_key_file(store: Place | None, file: Path | None) -> KeyFile:
     )
 
 
-def _warn_of_budget(limits: Limits, scopes: Iterable[Scope]) -> None:
+def _warn_of_budget(limits: KeyLimits, scopes: Iterable[Scope]) -> None:
     """Say so where a key may ask for answers, and its budget has no room for a single one."""
     from undertow.serving.auth.limits import answer_tokens
 
@@ -200,7 +203,7 @@ def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
         log.close()
 
 
-def forget_names(store: Place, erased: Callable[[str], bool]) -> None:
+def forget_names(store: Location, erased: Callable[[str], bool]) -> None:
     """Take the names of erased tenants out of the keys in a store's folder, and say which keys had one."""
     from undertow.serving.auth.key_file import FILE_NAME, KeyFile, KeyFileError
 

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.auth.principal import check_name
 from undertow.serving.cli.cluster_root import is_root
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.open_store import EncoderName, Llm, Model, check_settings, place_of, settings_of
+from undertow.serving.cli.open_store import EncoderName, Llm, Model, check_settings, location_of, settings_of
 
 KEY_VARIABLE = "UNDERTOW_API_KEY"
 
@@ -30,9 +30,12 @@ def mcp(
         ),
     ] = None,
     store: Annotated[
-        Place | None,
+        Location | None,
         typer.Option(
-            "--store", parser=place_of, metavar="FOLDER", help="A store of this machine, without a service."
+            "--store",
+            parser=location_of,
+            metavar="FOLDER",
+            help="A store of this machine, without a service.",
         ),
     ] = None,
     tenant: Annotated[
@@ -92,7 +95,7 @@ def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:
 
 
 def _serve_store(
-    store: Place, tenant: str | None, llm: str | None, model: str | None, encoder: str | None
+    store: Location, tenant: str | None, llm: str | None, model: str | None, encoder: str | None
 ) -> None:
     from undertow.engine.base.process_tuning import settle_in
     from undertow.serving.async_memories import open_memories

@@ -26,7 +26,7 @@ from undertow.serving.cli.output import put_json, put_pairs
 if TYPE_CHECKING:
     from undertow.engine.api.views.reports import Report
     from undertow.engine.base.config import Settings
-    from undertow.engine.storage.location import Place
+    from undertow.engine.storage.location import Location
 
 
 def policy(
@@ -76,13 +76,13 @@ def policy(
     raise typer.Exit(code)
 
 
-def _read(store: Place, tenant: str) -> Report:
+def _read(store: Location, tenant: str) -> Report:
     with open_reports(store_of(store, tenant)) as reports:
         return reports.policy(tenant)
 
 
 def _set(
-    store: Place, settings: Settings, tenant: str, name: str, *, drop_edits: bool
+    store: Location, settings: Settings, tenant: str, name: str, *, drop_edits: bool
 ) -> tuple[Report, Exit]:
     with open_engine(store, settings) as engine:
         engine.resume()
@@ -124,12 +124,12 @@ def flush(
     raise typer.Exit(code)
 
 
-def _tenants(store: Place) -> list[str]:
+def _tenants(store: Location) -> list[str]:
     with every_reports(store) as shards:
         return sorted({name for reports in shards for name in reports.tenants.names()})
 
 
-def _flush(store: Place, settings: Settings, tenants: list[str]) -> tuple[bool, Exit]:
+def _flush(store: Location, settings: Settings, tenants: list[str]) -> tuple[bool, Exit]:
     with open_engine(store, settings) as engine:
         engine.resume()
         for tenant in tenants:

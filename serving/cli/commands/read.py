@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from undertow.engine.base.model import AnswerMode
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 from undertow.serving.cli.cluster_root import every_reports, is_root, store_of
 from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
 from undertow.serving.cli.open_store import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from undertow.engine.api.engine import Engine
     from undertow.engine.api.views.reports import Reports
     from undertow.engine.base.config import Settings
-    from undertow.engine.search.ranking import Found, Hit
+    from undertow.engine.search.ranking import Hit, SearchResult
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ def ask(
 
 
 @contextmanager
-def _open_to_answer(store: Place, tenant: str, settings: Settings) -> Iterator[Engine]:
+def _open_to_answer(store: Location, tenant: str, settings: Settings) -> Iterator[Engine]:
     """For writing where that can be, so that the call's cost is recorded; else for reading only."""
     from undertow.engine.storage.store_info import StoreError
 
@@ -192,13 +192,13 @@ def _open_to_answer(store: Place, tenant: str, settings: Settings) -> Iterator[E
                 raise StoreError(f"{store} has no lock to ask; writing would stop whoever writes it now.")
             engine = stack.enter_context(open_engine(store, settings))
         except StoreError as refusal:
-            place = store_of(store, tenant)
-            engine = stack.enter_context(open_engine(place, settings, writable=False))
+            location = store_of(store, tenant)
+            engine = stack.enter_context(open_engine(location, settings, writable=False))
             say(f"warning: the cost of this call is not recorded: {refusal}")
         yield engine
 
 
-def _all(found: Found) -> list[Hit]:
+def _all(found: SearchResult) -> list[Hit]:
     return [*found.episodes, *found.facts, *found.turns]
 
 
@@ -221,13 +221,13 @@ def list_(
         put_table(records, [c for c in columns if every or c != "superseded_at_seq"])
 
 
-def _tenant_sizes(store: Place) -> list[dict[str, Any]]:
+def _tenant_sizes(store: Location) -> list[dict[str, Any]]:
     with every_reports(store) as shards:
         sizes = [record for reports in shards for record in reports.tenant_sizes()]
     return sorted(sizes, key=lambda record: str(record["tenant"]))
 
 
-def _of_tenant(store: Place, tenant: str, kind: ListKind, *, every: bool) -> list[dict[str, Any]]:
+def _of_tenant(store: Location, tenant: str, kind: ListKind, *, every: bool) -> list[dict[str, Any]]:
     with open_reports(store_of(store, tenant)) as reports:
         if kind is ListKind.TURNS:
             return reports.turns(tenant, every=every)

@@ -63,7 +63,7 @@ def serve(
 
     # not before the line above: torch alone takes seconds to load
     from undertow.engine.base.process_tuning import settle_in
-    from undertow.engine.cluster.shard.supervisor import Parts
+    from undertow.engine.cluster.shard.supervisor import EngineParts
     from undertow.serving.async_memories import open_memories
     from undertow.serving.http.hosting import Files, run
     from undertow.serving.telemetry.logs import set_up
@@ -71,7 +71,7 @@ def serve(
 
     set_up()
     # shards on other machines need OpenTelemetry only where something is traced
-    parts = None if tracing() is None else Parts(observers=observers)
+    parts = None if tracing() is None else EngineParts(observers=observers)
     settle_in()
 
     def tell(at: int) -> None:

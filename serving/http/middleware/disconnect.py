@@ -11,7 +11,7 @@ from fastapi import Request
 T = TypeVar("T")
 
 
-class SenderGone(asyncio.CancelledError):
+class ClientDisconnected(asyncio.CancelledError):
     """The sender left; what was under way for it was cancelled."""
 
 
@@ -29,7 +29,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         leaving.cancel()
         working.cancel()
         await asyncio.wait((working, leaving))
-    raise SenderGone
+    raise ClientDisconnected
 
 
 async def _left(request: Request) -> None:

@@ -33,16 +33,16 @@ TENANT = "undertow.tenant"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContext:
     """What is known of a request before a route sees it. `principal` is None at an open path."""
 
     request_id: str
     principal: Principal | None
 
 
-def asked_of(scope: Scope) -> Asked:
+def asked_of(scope: Scope) -> RequestContext:
     """What the front has found out of a request. KeyError where it did not pass the front."""
-    asked: Asked = scope[FRONT]
+    asked: RequestContext = scope[FRONT]
     return asked
 
 
@@ -76,11 +76,11 @@ class Front:
         self, scope: Scope, headers: Headers, request_id: str, receive: Receive, send: Send
     ) -> None:
         if scope["path"] in OPEN_PATHS:
-            scope[FRONT] = Asked(request_id, None)
+            scope[FRONT] = RequestContext(request_id, None)
             await self._app(scope, receive, send)
             return
         with self._service.load.request():
-            scope[FRONT] = Asked(request_id, self._service.guard.admit(headers))
+            scope[FRONT] = RequestContext(request_id, self._service.guard.admit(headers))
             await self._app(scope, receive, send)
 
 

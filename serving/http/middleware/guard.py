@@ -9,9 +9,9 @@ from typing import Protocol
 from starlette.datastructures import Headers
 
 from undertow.serving.auth.audit import WITHOUT_KEY
-from undertow.serving.auth.authenticator import KeyRefused, Keys
+from undertow.serving.auth.authenticator import Authenticator, KeyRefused
 from undertow.serving.auth.limits import RequestRates
-from undertow.serving.auth.principal import NO_LIMITS, Principal, Reach, Scope
+from undertow.serving.auth.principal import NO_LIMITS, Principal, Scope, TenantScope
 from undertow.serving.http.problems import Problem
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ NO_KEY = "Send your key as Authorization: Bearer ut_... or as X-API-Key."
 NOT_LOOPBACK = (
     "Without keys, this service answers to localhost and the loopback addresses, 127.x.x.x and [::1]."
 )
-ANYONE = Principal(WITHOUT_KEY, "", Reach(all_tenants=True), frozenset(Scope), NO_LIMITS)
+ANYONE = Principal(WITHOUT_KEY, "", TenantScope(all_tenants=True), frozenset(Scope), NO_LIMITS)
 
 
 class Guard(Protocol):
@@ -35,7 +35,7 @@ class Guard(Protocol):
 class KeyGuard:
     """Demands a key. Every request with one that is accepted counts at its rate, refused input included."""
 
-    def __init__(self, keys: Keys, rates: RequestRates) -> None:
+    def __init__(self, keys: Authenticator, rates: RequestRates) -> None:
         self._keys = keys
         self._rates = rates
 

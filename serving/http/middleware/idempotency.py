@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from undertow.serving.auth.principal import Principal
 from undertow.serving.http.middleware.body_limits import read_all, replayed
 from undertow.serving.http.problems import Problem, bad_field, problem_of
-from undertow.serving.http.state_db import State
+from undertow.serving.http.state_db import StateDb
 
 if TYPE_CHECKING:
     from undertow.serving.http.services import Service
@@ -70,7 +70,7 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class IdempotentRequest:
     """A request that is to be done now, and its entry. `again`: it was begun before; see Once.begin."""
 
     mark: bytes
@@ -78,23 +78,25 @@ class Begun:
     again: bool
 
 
-class Once:
+class IdempotencyStore:
     """The answers that are kept."""
 
-    def __init__(self, state: State, keep_s: float) -> None:
+    def __init__(self, state: StateDb, keep_s: float) -> None:
         self._state = state
         self._keep_s = keep_s
         # what another process has begun and not ended was cut off: it is done again
         self._process = secrets.token_hex(8)
 
-    async def begin(self, mark: bytes, tenant_key: str | None, request: bytes) -> Response | Begun:
+    async def begin(
+        self, mark: bytes, tenant_key: str | None, request: bytes
+    ) -> Response | IdempotentRequest:
         """The answer that was given; else the request is to be done now. Problem 409, 422.
 
         Again: a service that has ended since had begun it, and nobody knows how far it came. `tenant_key`:
         whose erasure is to forget it.
         """
 
-        def begin(db: sqlite3.Connection) -> Response | Begun:
+        def begin(db: sqlite3.Connection) -> Response | IdempotentRequest:
             now = time.time()
             db.execute("delete from kept where at < ?", (now - self._keep_s,))
             row = db.execute(
@@ -112,11 +114,11 @@ class Once:
                 "insert or replace into kept values (?, ?, ?, ?, ?, null, null, null)",
                 (mark, tenant_key, request, self._process, now),
             )
-            return Begun(mark, now, row is not None)
+            return IdempotentRequest(mark, now, row is not None)
 
         return await self._state.run(begin)
 
-    async def keep(self, begun: Begun, response: Response) -> None:
+    async def keep(self, begun: IdempotentRequest, response: Response) -> None:
         """The answer to what was begun, unless that was forgotten meanwhile."""
         headers = {
             name.decode(): value.decode("latin-1")
@@ -126,15 +128,15 @@ class Once:
         row = (time.time(), response.status, orjson.dumps(headers).decode(), bytes(response.body))
         await self._change("update kept set at = ?, status = ?, headers = ?, body = ?", begun, *row)
 
-    async def give_up(self, begun: Begun) -> None:
+    async def give_up(self, begun: IdempotentRequest) -> None:
         """What was begun was refused."""
         await self._change("delete from kept", begun)
 
-    async def leave(self, begun: Begun) -> None:
+    async def leave(self, begun: IdempotentRequest) -> None:
         """Nobody knows how far what was begun came: as if its process had ended."""
         await self._change("update kept set process = ''", begun)
 
-    async def _change(self, change: str, begun: Begun, *values: object) -> None:
+    async def _change(self, change: str, begun: IdempotentRequest, *values: object) -> None:
         """Of the very entry that was begun: forgotten meanwhile, it may have a successor."""
         where = f"{change} where mark = ? and at = ?"
         await self._state.run(lambda db: db.execute(where, (*values, begun.mark, begun.at)))
@@ -197,7 +199,7 @@ async def answer_once(
     await response.give(send)
 
 
-async def _end_without(once: Once, begun: Begun, status: int) -> None:
+async def _end_without(once: IdempotencyStore, begun: IdempotentRequest, status: int) -> None:
     """What was begun ends without success."""
     await (once.leave(begun) if status >= 500 else once.give_up(begun))
 

@@ -13,7 +13,7 @@ from undertow.serving.http.service_settings import ServiceSettings
 SOON_S = 1.0
 
 
-class Load:
+class LoadLimits:
     """Counts requests, and refuses at once what is above a bound: nothing waits in a line.
 
     So one tenant, or one key, never has more than its share of what the service does at a time, and beyond

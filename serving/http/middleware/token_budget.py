@@ -14,7 +14,7 @@ from undertow.serving.auth.principal import Principal
 from undertow.serving.http.problems import Problem
 
 
-class Spending:
+class BudgetedCall:
     """Around one call of the LLM for the holder of a key. Problem 429 where the budget has no room for it.
 
     A call that fails is charged what it is known to have taken; one that its caller leaves, the most.

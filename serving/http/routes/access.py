@@ -27,7 +27,7 @@ from undertow.serving.auth.principal import Principal, Scope, check_name
 from undertow.serving.http.middleware.body_limits import bounded
 from undertow.serving.http.middleware.front import TENANT, asked_of
 from undertow.serving.http.middleware.idempotency import KEY_HEADER, answer_once
-from undertow.serving.http.middleware.load_limits import Load
+from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.openapi import IDEMPOTENCY_KEY, documented, told
 from undertow.serving.http.problems import Problem, bad_field
 from undertow.serving.http.service_settings import ServiceSettings
@@ -41,7 +41,7 @@ MARK = "__undertow_access__"
 FORBIDDEN = "This key may not do this here: it takes the scope {scope}, for {reaches}. Ask for one that may."
 
 
-class Reaches(Enum):
+class TenantAccess(Enum):
     """Which tenants a key must be for."""
 
     TENANT = "the one in the path"
@@ -49,7 +49,7 @@ class Reaches(Enum):
     ANY = "some"
 
 
-TOLD = {Reaches.TENANT: "this tenant", Reaches.STORE: "all tenants", Reaches.ANY: "any tenant"}
+TOLD = {TenantAccess.TENANT: "this tenant", TenantAccess.STORE: "all tenants", TenantAccess.ANY: "any tenant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Access:
     """
 
     scope: Scope | None
-    reaches: Reaches = Reaches.TENANT
+    reaches: TenantAccess = TenantAccess.TENANT
     once: bool = False
     act: str | None = None
     imports: bool = False
@@ -71,9 +71,9 @@ class Access:
     def allows(self, principal: Principal, tenant: str | None) -> bool:
         if self.scope is None:
             return True
-        if self.reaches is Reaches.ANY:
+        if self.reaches is TenantAccess.ANY:
             return self.scope in principal.scopes
-        if self.reaches is Reaches.TENANT and tenant is None:
+        if self.reaches is TenantAccess.TENANT and tenant is None:
             return False
         return principal.may(self.scope, tenant)
 
@@ -81,7 +81,7 @@ class Access:
 def needs(
     scope: Scope | None,
     *,
-    reaches: Reaches = Reaches.TENANT,
+    reaches: TenantAccess = TenantAccess.TENANT,
     once: bool = False,
     act: str | None = None,
     imports: bool = False,
@@ -146,7 +146,7 @@ class GuardedRoute(APIRoute):
             else:
                 await super().handle(scope, within, send)
 
-    def _room(self, load: Load) -> AbstractContextManager[None]:
+    def _room(self, load: LoadLimits) -> AbstractContextManager[None]:
         """A place among those that the route's kind of request has."""
         if self.access.imports:
             return load.importing()

@@ -14,7 +14,7 @@ from undertow.serving.auth.principal import Scope
 from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.routes.access import GuardedRoute, needs
 from undertow.serving.http.routes.dependencies import Sender, Served, Tenant
-from undertow.serving.http.routes.receipts import Parcel, Told
+from undertow.serving.http.routes.receipts import AddBatch, Told
 from undertow.serving.http.routes.turns import call_of, turns_of
 from undertow.serving.http.schemas.add import AddedItem, AddRequest, AddResponse, Item, Lot
 from undertow.serving.http.services import Service
@@ -66,7 +66,7 @@ async def _add_items(
     service: Service, tenant: str, key_id: str, items: Sequence[Any], key: str | None
 ) -> list[AddedItem]:
     """What became of each item, in their order. `key`: for those without one of their own, by their place."""
-    parcels: list[Parcel] = []
+    parcels: list[AddBatch] = []
     refused: dict[int, AddedItem] = {}
     for n, raw in enumerate(items):
         try:
@@ -81,10 +81,10 @@ async def _add_items(
     return [refused[n] if n in refused else _item(next(told)) for n in range(len(items))]
 
 
-def parcel_of(service: Service, tenant: str, key_id: str, lot: Lot, key: str | None) -> Parcel:
+def parcel_of(service: Service, tenant: str, key_id: str, lot: Lot, key: str | None) -> AddBatch:
     """The turns of some messages. InputError."""
     call = call_of(key_id, key)
-    return Parcel(call, key is not None, turns_of(tenant, lot, call, service.max_message_bytes))
+    return AddBatch(call, key is not None, turns_of(tenant, lot, call, service.max_message_bytes))
 
 
 def _item(told: Told) -> AddedItem:

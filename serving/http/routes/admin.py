@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Response
 
 from undertow.serving.auth.principal import Principal, Scope
 from undertow.serving.http.job_actions import certified
-from undertow.serving.http.routes.access import GuardedRoute, Reaches, needs
+from undertow.serving.http.routes.access import GuardedRoute, TenantAccess, needs
 from undertow.serving.http.routes.audited import audited
 from undertow.serving.http.routes.dependencies import Sender, Served
 from undertow.serving.http.schemas.admin import Purged, Replayed, TenantList
@@ -23,7 +23,7 @@ router = APIRouter(route_class=GuardedRoute, tags=["administration"])
 
 
 @router.get("/v1/tenants")
-@needs(Scope.ADMIN, reaches=Reaches.ANY)
+@needs(Scope.ADMIN, reaches=TenantAccess.ANY)
 async def tenants(
     service: Served,
     sender: Sender,
@@ -49,35 +49,35 @@ async def _covered(service: Service, sender: Principal, prefix: str, limit: int,
 
 
 @router.get("/v1/stats", response_model=dict[str, int])
-@needs(Scope.ADMIN, reaches=Reaches.STORE)
+@needs(Scope.ADMIN, reaches=TenantAccess.STORE)
 async def stats(service: Served) -> Any:
     """Counts over all tenants."""
     return await service.memories.stats()
 
 
 @router.get("/v1/usage", response_model=dict[str, dict[str, int]])
-@needs(Scope.ADMIN, reaches=Reaches.STORE)
+@needs(Scope.ADMIN, reaches=TenantAccess.STORE)
 async def usage(service: Served) -> Any:
     """Calls of the language model and their tokens over all tenants, by operation."""
     return await service.memories.usage(None)
 
 
 @router.get("/v1/status", response_model=dict[str, dict[str, Any]])
-@needs(Scope.ADMIN, reaches=Reaches.STORE)
+@needs(Scope.ADMIN, reaches=TenantAccess.STORE)
 async def status(service: Served) -> Any:
     """What each shard says of itself; of one that cannot be reached, why."""
     return await service.memories.status()
 
 
 @router.get("/metrics", response_class=Response, responses=EXPOSITION)
-@needs(Scope.ADMIN, reaches=Reaches.STORE)
+@needs(Scope.ADMIN, reaches=TenantAccess.STORE)
 async def metrics(service: Served) -> Response:
     """Metrics in Prometheus' text format, none by tenant. A shard that does not answer is told as down."""
     return Response(service.metrics.exposition(await service.memories.status()), media_type=CONTENT_TYPE)
 
 
 @router.post("/v1/purge")
-@needs(Scope.ADMIN, reaches=Reaches.STORE, once=True, act="purge")
+@needs(Scope.ADMIN, reaches=TenantAccess.STORE, once=True, act="purge")
 async def purge(service: Served, sender: Sender) -> Purged:
     """Remove the bytes of all that was erased or deleted, and certify it."""
     async with audited(service.audit, "purge", sender) as entry:
@@ -87,7 +87,7 @@ async def purge(service: Served, sender: Sender) -> Purged:
 
 
 @router.post("/v1/replay")
-@needs(Scope.ADMIN, reaches=Reaches.STORE, once=True, act="replay")
+@needs(Scope.ADMIN, reaches=TenantAccess.STORE, once=True, act="replay")
 async def replay(service: Served, sender: Sender) -> Replayed:
     """Ask the language model again what it had no usable answer to (parked jobs)."""
     async with audited(service.audit, "replay", sender) as entry:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from undertow.serving.auth.audit import AuditLog, Entry, Outcome
+from undertow.serving.auth.audit import AuditLog, AuditOutcome, Entry
 from undertow.serving.auth.principal import Principal
 
 
@@ -17,10 +17,10 @@ async def audited(
     """As AuditLog.act; `sender`: who has it done, or the id of the key. AuditError: it was not begun."""
     by = sender if isinstance(sender, str) else sender.key_id
     entry = Entry(act, by, tenant_key=tenant_key)
-    await asyncio.to_thread(audit.write, entry, Outcome.BEGUN)
+    await asyncio.to_thread(audit.write, entry, AuditOutcome.BEGUN)
     try:
         yield entry
     except BaseException as error:
-        await asyncio.to_thread(audit.write_end, entry, Outcome.FAILED, error=type(error).__name__)
+        await asyncio.to_thread(audit.write_end, entry, AuditOutcome.FAILED, error=type(error).__name__)
         raise
-    await asyncio.to_thread(audit.write_end, entry, Outcome.DONE)
+    await asyncio.to_thread(audit.write_end, entry, AuditOutcome.DONE)

@@ -13,7 +13,7 @@ from undertow.serving.http.problems import Problem
 from undertow.serving.http.schemas.add import Added
 
 if TYPE_CHECKING:
-    from undertow.serving.async_memories import Memories
+    from undertow.serving.async_memories import AsyncMemories
 
 UNDER_WAY = "The first request with this Idempotency-Key is still under way. Ask again in a moment."
 PARKED = "The engine failed at one of these turns, and has set it aside for its operator to look at."
@@ -21,7 +21,7 @@ OTHER_MESSAGES = "This Idempotency-Key was used for other messages. Take a new k
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class AddBatch:
     """The turns of one call; `call` makes their dedupe keys, `keyed`: from an Idempotency-Key."""
 
     call: str
@@ -32,14 +32,14 @@ class Parcel:
 Told = list[Added] | Problem
 
 
-class Adding:
+class AddCalls:
     """Stores parcels and tells what became of each; of one call there is but one under way."""
 
-    def __init__(self, memories: Memories) -> None:
+    def __init__(self, memories: AsyncMemories) -> None:
         self._memories = memories
         self._under_way: set[tuple[str, str]] = set()
 
-    async def add(self, tenant: str, parcels: Sequence[Parcel]) -> list[Told]:
+    async def add(self, tenant: str, parcels: Sequence[AddBatch]) -> list[Told]:
         """Store parcels of one tenant; for each the results, or why nothing of it was stored."""
         told: dict[int, Told] = {}
         mine: set[tuple[str, str]] = set()
@@ -55,7 +55,7 @@ class Adding:
             self._under_way -= mine
         return [told[n] for n in range(len(parcels))]
 
-    async def _add(self, tenant: str, parcels: Mapping[int, Parcel]) -> dict[int, Told]:
+    async def _add(self, tenant: str, parcels: Mapping[int, AddBatch]) -> dict[int, Told]:
         """A turn that turns out to be stored already, though its call is new, is of this very call: its
         answer got lost between here and the shard, and it was sent again."""
         keys = [turn.dedupe_key for parcel in parcels.values() if parcel.keyed for turn in parcel.turns]
@@ -78,7 +78,7 @@ class Adding:
         return told
 
 
-def _told(parcel: Parcel, receipts: Sequence[Receipt], known: Mapping[str, Report]) -> Told:
+def _told(parcel: AddBatch, receipts: Sequence[Receipt], known: Mapping[str, Report]) -> Told:
     if any(receipt.parked for receipt in receipts):
         return Problem(422, "parked", PARKED)
     results = []

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from undertow.serving.auth.principal import Scope
-from undertow.serving.http.middleware.disconnect import SenderGone, unless_gone
-from undertow.serving.http.middleware.token_budget import Spending
+from undertow.serving.http.middleware.disconnect import ClientDisconnected, unless_gone
+from undertow.serving.http.middleware.token_budget import BudgetedCall
 from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.routes.access import GuardedRoute, needs
 from undertow.serving.http.routes.dependencies import Sender, Served, Tenant
@@ -87,14 +87,14 @@ async def answer(
     into what is left. Who leaves before the answer has ended ends its call, and is charged the most.
     """
     how: dict[str, Any] = {"as_of": _text(asked.as_of), "mode": asked.mode}
-    spending = Spending(service.budgets, sender, service.answer_tokens(asked.mode))
+    spending = BudgetedCall(service.budgets, sender, service.answer_tokens(asked.mode))
     if not asked.stream:
         try:
             async with spending:
                 work = service.memories.answer(tenant, asked.question, **how)
                 given = await unless_gone(request, work)
                 spending.took(given.usage)
-        except SenderGone:
+        except ClientDisconnected:
             raise Problem(400, "cut-off", "The sender left before the answer was there.") from None
         return _answered(given)
     pieces = _charged(service.memories.answer_stream(tenant, asked.question, **how), spending)
@@ -106,7 +106,9 @@ async def answer(
     return StreamingResponse(_events(first, pieces), media_type="text/event-stream")
 
 
-async def _charged(pieces: AsyncGenerator[str | Answer], spending: Spending) -> AsyncGenerator[str | Answer]:
+async def _charged(
+    pieces: AsyncGenerator[str | Answer], spending: BudgetedCall
+) -> AsyncGenerator[str | Answer]:
     """The same pieces; what they cost is charged. Closed before its end, it closes them."""
     async with spending, aclosing(pieces) as stream:
         async for piece in stream:

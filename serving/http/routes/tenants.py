@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from undertow.serving.auth.principal import Scope
 from undertow.serving.http import job_actions as acts
-from undertow.serving.http.jobs import Job
+from undertow.serving.http.jobs import ServiceJob
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import GuardedRoute, needs
 from undertow.serving.http.routes.audited import audited
@@ -208,7 +208,7 @@ async def get_job(tenant: Tenant, job_id: str, service: Served) -> Any:
     return (await service.jobs.get(service.memories.tenant_key(tenant), job_id)).document
 
 
-def _accepted(request: Request, job: Job) -> Response:
+def _accepted(request: Request, job: ServiceJob) -> Response:
     """202; the tenant stands in the Location as it was sent."""
     tenant = request.scope["path"].split("/")[3]
     headers = {"Location": f"/v1/tenants/{tenant}/jobs/{job.id}", "Preference-Applied": "respond-async"}

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
-from undertow.serving.http.schemas.base import Answered, Given, Messages, Moment
+from undertow.serving.http.schemas.base import Messages, Moment, RequestModel, ResponseModel
 
 
-class Lot(Given):
+class Lot(RequestModel):
     """Messages that are added together."""
 
     messages: Messages
@@ -24,7 +24,7 @@ class Item(Lot):
     idempotency_key: str | None = Field(default=None, min_length=1, max_length=255)
 
 
-class AddRequest(Given):
+class AddRequest(RequestModel):
     """Messages, or many lots of messages as items: give one of both."""
 
     messages: Messages | None = None
@@ -51,7 +51,7 @@ class AddRequest(Given):
         return self
 
 
-class Added(Answered):
+class Added(ResponseModel):
     """One turn. DUPLICATE: it was stored before, under the same Idempotency-Key."""
 
     id: str | None
@@ -60,7 +60,7 @@ class Added(Answered):
     seq: int | None
 
 
-class AddedItem(Answered):
+class AddedItem(ResponseModel):
     """What became of an item: its turns, or why it was not taken."""
 
     status: int
@@ -69,7 +69,7 @@ class AddedItem(Answered):
     errors: list[dict[str, str]] | None = None
 
 
-class AddResponse(Answered):
+class AddResponse(ResponseModel):
     """`results`, one a turn; of a request with items, `items` in their order."""
 
     results: list[Added] | None = None

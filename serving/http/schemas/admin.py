@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from undertow.serving.http.schemas.base import Answered
+from undertow.serving.http.schemas.base import ResponseModel
 from undertow.serving.http.schemas.tenants import CertificateView
 
 
-class TenantList(Answered):
+class TenantList(ResponseModel):
     """By name; `next` is the cursor of what follows, null at the end."""
 
     results: list[str]
     next: str | None
 
 
-class Purged(Answered):
+class Purged(ResponseModel):
     """The certificates of all tenants whose bytes went."""
 
     certificates: list[CertificateView]
 
 
-class Replayed(Answered):
+class Replayed(ResponseModel):
     replayed: int

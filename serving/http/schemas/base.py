@@ -57,13 +57,13 @@ Filters = Annotated[
 Words = Annotated[str, Field(min_length=1, pattern=r"\S")]
 
 
-class Given(BaseModel):
+class RequestModel(BaseModel):
     """What a request's body holds: a field that is not known is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Answered(BaseModel):
+class ResponseModel(BaseModel):
     """What a response's body holds."""
 
     model_config = ConfigDict(extra="allow")

@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from undertow.serving.http.schemas.base import Answered, Given, Kind, Messages, Words
+from undertow.serving.http.schemas.base import Kind, Messages, RequestModel, ResponseModel, Words
 
 
-class MemoryView(Answered):
+class MemoryView(ResponseModel):
     """A memory as it stands, or as a version stood. Of a turn also its messages, session_id and metadata; of
     an episode or a fact its version, and the seqs of the turns that it rests on."""
 
@@ -19,20 +19,20 @@ class MemoryView(Answered):
     timestamp: str | None
 
 
-class MemoryList(Answered):
+class MemoryList(ResponseModel):
     """In order of birth; `next` is the cursor of what follows, null at the end."""
 
     results: list[MemoryView]
     next: str | None
 
 
-class History(Answered):
+class History(ResponseModel):
     """Oldest first."""
 
     results: list[MemoryView]
 
 
-class UpdateRequest(Given):
+class UpdateRequest(RequestModel):
     """New words for any memory, or the messages of one exchange for a turn: give one of both."""
 
     text: Words | None = None
@@ -45,7 +45,7 @@ class UpdateRequest(Given):
         return self
 
 
-class Changed(Answered):
+class Changed(ResponseModel):
     """`id`: a turn has a new one after an update."""
 
     id: str
@@ -53,5 +53,5 @@ class Changed(Answered):
     event: Literal["UPDATE", "DELETE"]
 
 
-class AllDeleted(Answered):
+class AllDeleted(ResponseModel):
     event: Literal["DELETE_ALL"] = "DELETE_ALL"

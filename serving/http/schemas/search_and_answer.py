@@ -5,10 +5,10 @@ from __future__ import annotations
 from pydantic import Field
 
 from undertow.engine.base.model import AnswerMode
-from undertow.serving.http.schemas.base import Answered, Filters, Given, Kind, Moment, Words
+from undertow.serving.http.schemas.base import Filters, Kind, Moment, RequestModel, ResponseModel, Words
 
 
-class SearchRequest(Given):
+class SearchRequest(RequestModel):
     query: Words
     top_k: int | None = Field(default=None, ge=1, le=1000, description="Left out: each tier's own count.")
     kinds: list[Kind] | None = Field(default=None, min_length=1, description="Left out: all three.")
@@ -18,7 +18,7 @@ class SearchRequest(Given):
     threshold: float | None = Field(default=None, ge=-1, le=1, description="The lowest score to be shown.")
 
 
-class FoundMemory(Answered):
+class FoundMemory(ResponseModel):
     """`score` is the cosine of query and memory, raised towards 1 where it has the query's words;
     `source_seqs` the turns that it rests on."""
 
@@ -30,14 +30,14 @@ class FoundMemory(Answered):
     source_seqs: list[int]
 
 
-class SearchResponse(Answered):
+class SearchResponse(ResponseModel):
     """Nearest first. `recall` of the index that found the turns, as measured; 1.0: the search was exact."""
 
     results: list[FoundMemory]
     recall: float
 
 
-class AnswerRequest(Given):
+class AnswerRequest(RequestModel):
     question: Words
     as_of: Moment | None = Field(default=None, description="The moment at which the question is asked.")
     mode: AnswerMode | None = Field(
@@ -48,14 +48,14 @@ class AnswerRequest(Given):
     stream: bool = Field(default=False, description="As text/event-stream; see the response.")
 
 
-class Tokens(Answered):
+class Tokens(ResponseModel):
     calls: int
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
 
 
-class AnswerResponse(Answered):
+class AnswerResponse(ResponseModel):
     """The answer, the memories that it was given, and what it cost."""
 
     answer: str

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from undertow.serving.http.schemas.base import Answered
+from undertow.serving.http.schemas.base import ResponseModel
 
 
-class Health(Answered):
+class Health(ResponseModel):
     status: Literal["ok", "unready", "draining"]
 
 
-class ProblemView(Answered):
+class ProblemView(ResponseModel):
     """Problem details for HTTP APIs (RFC 9457). `detail` says what to do; `errors` names fields."""
 
     type: str

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from undertow.serving.http.schemas.base import Answered, Given, Words
+from undertow.serving.http.schemas.base import RequestModel, ResponseModel, Words
 
 
-class Flushed(Answered):
+class Flushed(ResponseModel):
     """`decided` false: something is blocked, or the LLM server is lost; what is stored stays stored."""
 
     decided: bool
 
 
-class Imported(Answered):
+class Imported(ResponseModel):
     """What was stored: turns that were not deleted, and every version of episodes and facts."""
 
     turns: int
@@ -22,14 +22,14 @@ class Imported(Answered):
     decisions: int
 
 
-class PolicyRequest(Given):
+class PolicyRequest(RequestModel):
     """`drop_edits`: go on though memories were reworded or deleted by hand; their history stays."""
 
     policy: Words
     drop_edits: bool = False
 
 
-class PolicyChangeView(Answered):
+class PolicyChangeView(ResponseModel):
     """A change under way: of `records` in the tenant's log, so many are `decided` anew."""
 
     policy: str
@@ -38,7 +38,7 @@ class PolicyChangeView(Answered):
     records: int
 
 
-class PolicyView(Answered):
+class PolicyView(ResponseModel):
     """What has made the memories that are searched, and as which generation of them."""
 
     policy: str
@@ -46,7 +46,7 @@ class PolicyView(Answered):
     change: PolicyChangeView | None
 
 
-class CertificateView(Answered):
+class CertificateView(ResponseModel):
     """What an erasure removed. It names the tenant by its keyed hash alone."""
 
     tenant_key: str
@@ -59,14 +59,14 @@ class CertificateView(Answered):
     out_of_reach: list[str]
 
 
-class Accepted(Answered):
+class Accepted(ResponseModel):
     """A job that was accepted: it is done whatever becomes of this process."""
 
     id: str
     status: Literal["queued"]
 
 
-class JobView(Answered):
+class JobView(ResponseModel):
     """`result`: of a job that is done, what the operation answers; `error`: of one that failed, a problem."""
 
     id: str
@@ -76,13 +76,13 @@ class JobView(Answered):
     finished_at: str | None
 
 
-class JobList(Answered):
+class JobList(ResponseModel):
     """Newest first."""
 
     results: list[JobView]
 
 
-class Records(Answered):
+class Records(ResponseModel):
     """Records in their order; `next_after_seq` goes on where they end, null at the end."""
 
     results: list[dict[str, Any]]

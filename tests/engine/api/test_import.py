@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.policy_change import PolicyConflict
-from undertow.engine.api.transfer.export import ExportBroken, Seal
-from undertow.engine.api.transfer.import_ import Imported, TenantExists
+from undertow.engine.api.transfer.export import ExportBroken, ExportTrailer
+from undertow.engine.api.transfer.import_ import ImportReport, TenantExists
 from undertow.engine.api.views.reports import Report
 from undertow.engine.base.model import InputError, Message, PolicyName, Turn
 from undertow.engine.cluster.routing.errors import ShardGone
@@ -64,7 +64,7 @@ def exported(engine: Engine, tenant: str, *, limit: int = 1000, vectors: bool = 
 
 def resealed(records: Sequence[Report]) -> list[Report]:
     """With the end that belongs to these records: as a forger would write it."""
-    seal = Seal()
+    seal = ExportTrailer()
     for record in records[1:-1]:
         seal.add(record)
     return [*records[:-1], seal.end(records[0]["tenant"])]
@@ -196,7 +196,7 @@ def test_an_imported_tenant_is_as_the_one_that_was_exported(
         there.erase("bob/2")  # so that the name lives its second life
         done = there.import_("bob/2", records)
         counts = [sum(r["kind"] == kind for r in records) for kind in ("turn", "episode", "fact", "decision")]
-        assert done == Imported(*counts)
+        assert done == ImportReport(*counts)
         copy = exported(there, "bob/2", vectors=vectors)
         assert nameless(copy, "bob/2") == nameless(records, "ann")
         assert not {r["id"] for r in copy if "id" in r} & {r["id"] for r in records if "id" in r}

@@ -55,7 +55,7 @@ def engine(tmp_path: Path, log: Path) -> Iterator[Engine]:
 
 
 def reports_of(engine: Engine) -> Reports:
-    return Reports(Journal.open(engine.journal.place, writable=False))
+    return Reports(Journal.open(engine.journal.location, writable=False))
 
 
 def test_explain_says_which_turns_still_count_in_gates(engine: Engine) -> None:
@@ -249,7 +249,7 @@ def test_a_reindex_cut_short_leaves_the_store_and_goes_on_later(
     monkeypatch.setattr("undertow.engine.api.transfer.reindex.ROWS_PER_STEP", 10)
     before = list(reports_of(engine).export("ada"))
     engine.journal.close()
-    store = engine.journal.place
+    store = engine.journal.location
     with pytest.raises(OSError, match="went down"):
         reindex(store, FailingEncoder(4))
     old = Journal.open(store, writable=False)
@@ -274,7 +274,7 @@ def test_a_half_made_reindex_is_thrown_away_when_the_store_has_changed(
 ) -> None:
     monkeypatch.setattr("undertow.engine.api.transfer.reindex.ROWS_PER_STEP", 10)
     engine.journal.close()
-    store = engine.journal.place
+    store = engine.journal.location
     with pytest.raises(OSError, match="went down"):
         reindex(store, FailingEncoder(4))
     with Engine(store, SETTINGS, HashingEncoder(384)) as writer:

@@ -88,7 +88,7 @@ def found(engine: Engine, text: str, tenant: str = "ann") -> list[str]:
 
 
 def test_get_is_the_newest_version_and_history_all_of_them(engine: Engine) -> None:
-    with reports(Path(str(engine.journal.place))) as of:
+    with reports(Path(str(engine.journal.location))) as of:
         turns, facts = of.turns("ann"), of.memories("ann", "fact")
         episodes = of.memories("ann", "episode")
     assert len(turns) == 6 and facts and any(e["version"] > 1 for e in episodes)
@@ -214,7 +214,11 @@ def test_the_last_of_several_changes_counts(engine: Engine) -> None:
     assert second.id not in [m.id for m in engine.get_all("ann")]
     assert [v["deleted"] for v in engine.history(second.id)] == [False, True]
     late = [
-        r for r in reports_of(Path(str(engine.journal.place))) if "deleted before" in (r.get("reason") or "")
+        r
+        for r in reports_of(Path(str(engine.journal.location)))
+        if "deleted before" in (r.get("reason") or "")
+        for r in reports_of(Path(str(engine.journal.location)))
+        if "deleted before" in (r.get("reason") or "")
     ]
     assert [r["seq"] for r in late] == [engine.tenants.get("ann").next_seq - 1]
 
@@ -422,7 +426,7 @@ def test_an_updates_words_go_with_a_turn_that_they_were_written_of(
     cut_off: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may repeat the turn's. `cut_off`: the rows stay, as after a kill right after the commit."""
-    store = Path(str(engine.journal.place))
+    store = Path(str(engine.journal.location))
     fact = one(engine, "fact")
     engine.update(fact.id, f"a {MARKER}")
     assert engine.drain()
@@ -452,7 +456,7 @@ def test_an_updates_words_go_with_a_turn_that_they_were_written_of(
 
 def test_what_users_write_after_a_turn_was_deleted_stays(engine: Engine) -> None:
     episode = next(m for m in engine.tenants.get("ann").current("episode") if len(m.source_seqs) > 1)
-    store = Path(str(engine.journal.place))
+    store = Path(str(engine.journal.location))
     turn = next(r for r in reports_of(store) if r["kind"] == "turn" and r["seq"] == episode.source_seqs[0])
     engine.delete(turn["id"])
     engine.update(episode.id, NEW)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from undertow.engine.encoders.base import DeviceEncoder, Encoded, Encoder, Float16, HashingEncoder
-from undertow.engine.encoders.embedding_cache import TenantTextCache
+from undertow.engine.encoders.embedding_cache import EmbeddingCache
 
 
 class _Counting:
@@ -29,7 +29,7 @@ class _Counting:
 def test_cache_encodes_a_tenants_text_once_and_shares_nothing() -> None:
     counting = _Counting()
     inner: Encoder = counting
-    cache = TenantTextCache(inner, 10)
+    cache = EmbeddingCache(inner, 10)
     got = cache.encode(["a", "a", "b", "a"], ["x y", "z", "x y", "x y"])
     assert counting.asked == [["x y", "z", "x y"]]
     assert np.array_equal(got, HashingEncoder(32).encode(["x y", "z", "x y", "x y"]))
@@ -40,7 +40,7 @@ def test_cache_encodes_a_tenants_text_once_and_shares_nothing() -> None:
 
 def test_cache_forgets_the_text_used_longest_ago() -> None:
     counting = _Counting()
-    cache = TenantTextCache(counting, 2)
+    cache = EmbeddingCache(counting, 2)
     for text in ("one", "two", "one", "three", "one", "two"):
         cache.encode(["t"], [text])
     assert counting.asked == [["one"], ["two"], ["three"], ["two"]]
@@ -49,12 +49,12 @@ def test_cache_forgets_the_text_used_longest_ago() -> None:
 
 def test_cache_of_no_capacity_dedupes_within_a_call_only() -> None:
     counting = _Counting()
-    cache = TenantTextCache(counting, 0)
+    cache = EmbeddingCache(counting, 0)
     cache.encode(["t", "t"], ["one", "one"])
     cache.encode(["t"], ["one"])
     assert counting.asked == [["one"], ["one"]]
     with pytest.raises(ValueError, match="capacity"):
-        TenantTextCache(counting, -1)
+        EmbeddingCache(counting, -1)
     with pytest.raises(ValueError, match="one tenant a text"):
         cache.encode(["t"], ["one", "two"])
 
@@ -72,7 +72,7 @@ def test_device_rows_are_the_host_rows() -> None:
     encoder = _OnDevice()
     assert isinstance(encoder, DeviceEncoder)
     assert not isinstance(_Counting(), DeviceEncoder)
-    cache = TenantTextCache(encoder, 10)
+    cache = EmbeddingCache(encoder, 10)
     for tenants, texts in (
         ("aab", ["one", "two", "one"]),  # all fresh
         ("aaba", ["two", "three", "three", "three"]),  # known, fresh, fresh of another, repeated

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from undertow.engine.api import engine as engine_module
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.base.gpu_shares import CardShares, CardTooFull
+from undertow.engine.base.gpu_shares import GpuShares, GpuTooFull
 from undertow.engine.encoders.base import HashingEncoder
 from undertow.engine.step import eviction as residence_module
 from undertow.engine.storage.store_info import StoreError
@@ -22,12 +22,12 @@ from undertow.kernels.gate.gate import Gate
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
-SHARES = CardShares(llm=0.5, arena=0.35, encoder=0.1)
+SHARES = GpuShares(llm=0.5, arena=0.35, encoder=0.1)
 
 
 def test_shares_are_read_in_any_order() -> None:
-    assert CardShares.parse(" arena=0.35, encoder=.1,llm=0.5") == SHARES
-    assert CardShares.parse("llm=0,arena=1,encoder=0") == CardShares(0, 1, 0)
+    assert GpuShares.parse(" arena=0.35, encoder=.1,llm=0.5") == SHARES
+    assert GpuShares.parse("llm=0,arena=1,encoder=0") == GpuShares(0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_shares_are_read_in_any_order() -> None:
 )
 def test_wrong_shares_are_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CardShares.parse(text)
+        GpuShares.parse(text)
     with pytest.raises(ValueError, match=message):
         Settings(card_shares=text)
 
@@ -56,7 +56,7 @@ def test_wrong_shares_are_refused_by_name(text: str, message: str) -> None:
 def test_the_setting_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum((d := Settings().shares).__getattribute__(n) for n in ("llm", "arena", "encoder")) < 1, d
     monkeypatch.setenv("UNDERTOW_CARD_SHARES", "llm=0.2,arena=0.6,encoder=0.1")
-    assert Settings().shares == CardShares(0.2, 0.6, 0.1)
+    assert Settings().shares == GpuShares(0.2, 0.6, 0.1)
 
 
 @pytest.mark.parametrize("free_gib", [79, 38, 36])
@@ -65,16 +65,16 @@ def test_the_arena_gets_its_share_before_and_after_the_llm_server_starts(free_gi
 
 
 def test_what_the_encoder_has_already_is_not_asked_for_again() -> None:
-    with pytest.raises(CardTooFull):
+    with pytest.raises(GpuTooFull):
         SHARES.arena_bytes(TOTAL, 32 * GIB)
     assert SHARES.arena_bytes(TOTAL, 32 * GIB, own_bytes=4 * GIB) == 28 * GIB
     # an encoder beyond its share does not eat into the arena's
-    with pytest.raises(CardTooFull):
+    with pytest.raises(GpuTooFull):
         SHARES.arena_bytes(TOTAL, 27 * GIB, own_bytes=13 * GIB)
 
 
 def test_an_llm_server_beyond_its_share_is_named_with_the_value_to_start_it_with() -> None:
-    with pytest.raises(CardTooFull) as refusal:
+    with pytest.raises(GpuTooFull) as refusal:
         SHARES.arena_bytes(TOTAL, 8 * GIB)
     for part in (
         "8.0 of its 80.0 GiB free",
@@ -88,34 +88,32 @@ def test_an_llm_server_beyond_its_share_is_named_with_the_value_to_start_it_with
 
 
 def test_a_share_that_fits_is_offered() -> None:
-    with pytest.raises(CardTooFull, match=r"lower the arena's share in UNDERTOW_CARD_SHARES to 0.27\.$"):
+    with pytest.raises(GpuTooFull, match=r"lower the arena's share in UNDERTOW_CARD_SHARES to 0.27\.$"):
         SHARES.arena_bytes(TOTAL, 30 * GIB)
     # contexts have eaten what the shares left over: no other process is to blame
     with pytest.raises(
-        CardTooFull, match=r"36\.0\. Lower the arena's share in UNDERTOW_CARD_SHARES to 0\.33\.$"
+        GpuTooFull, match=r"36\.0\. Lower the arena's share in UNDERTOW_CARD_SHARES to 0\.33\.$"
     ):
-        CardShares(0.6, 0.35, 0.1).arena_bytes(TOTAL, 35 * GIB)
+        GpuShares(0.6, 0.35, 0.1).arena_bytes(TOTAL, 35 * GIB)
 
 
 @given(st.floats(0.01, 0.6), st.floats(0, 0.3), st.integers(0, 80 << 30), st.integers(0, 20 << 30))
 def test_the_offered_share_is_taken(arena: float, encoder: float, free: int, own: int) -> None:
     free = min(free, TOTAL - own)
-    shares = CardShares(0.05, arena, encoder)
+    shares = GpuShares(0.05, arena, encoder)
     try:
         assert shares.arena_bytes(TOTAL, free, own) <= free
-    except CardTooFull as refusal:
+    except GpuTooFull as refusal:
         offered = str(refusal).partition("UNDERTOW_CARD_SHARES to ")[2].rstrip(".")
         if offered:
-            smaller = CardShares(0.05, float(offered), encoder)
+            smaller = GpuShares(0.05, float(offered), encoder)
             assert 0 < smaller.arena_bytes(TOTAL, free, own) < int(arena * TOTAL)
         else:
             assert "no share of the arena would fit" in str(refusal)
 
 
 def test_another_engine_of_this_process_is_named_and_not_taken_for_the_encoder() -> None:
-    with pytest.raises(
-        CardTooFull, match=r"process holds 28\.0 GiB: close it first, or lower .* to 0\.\d+\."
-    ):
+    with pytest.raises(GpuTooFull, match=r"process holds 28\.0 GiB: close it first, or lower .* to 0\.\d+\."):
         SHARES.arena_bytes(TOTAL, 20 * GIB, own_bytes=2 * GIB, pools_bytes=28 * GIB)
     assert SHARES.arena_bytes(TOTAL, 40 * GIB, own_bytes=2 * GIB, pools_bytes=28 * GIB) == 28 * GIB
 
@@ -155,7 +153,7 @@ def test_a_closed_or_failed_engine_leaves_the_card_to_the_next(
     card = FakeCard(monkeypatch)
     settings, encoder = Settings(card_shares="llm=0,arena=0.6,encoder=0.1"), HashingEncoder(64)
     first = Engine(tmp_path / "a", settings, encoder)
-    with pytest.raises(CardTooFull, match="Another engine of this process holds"):
+    with pytest.raises(GpuTooFull, match="Another engine of this process holds"):
         Engine(tmp_path / "b", settings, encoder)
     first.close()
     for _ in range(2):

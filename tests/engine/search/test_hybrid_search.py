@@ -10,7 +10,7 @@ import pytest
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Turn
-from undertow.engine.search.analyzer import Terms
+from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.search.keyword_index import STRETCH_TURNS, MemoryWords, in_context, places
 from undertow.engine.search.ranking import Hit, raised
 
@@ -151,7 +151,7 @@ def test_a_memory_gains_nothing_by_repeating_itself() -> None:
         Memory(text, "episode", "ann", text, 1, 0, 0, 0, (0,)) for text in ("boat", "boat boat boat")
     )
     other = Memory("m", "episode", "ann", "kiln", 1, 0, 0, 1, (0,))
-    query = Terms().of("the boat")
+    query = Analyzer().of("the boat")
     shares = [MemoryWords().shares([memory, None, other], query).tolist() for memory in (once, thrice)]
     assert shares[0] == shares[1]
     assert shares[0][0] > 0 == shares[0][1] == shares[0][2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from undertow.engine.search.ranking import Found, Window
+from undertow.engine.search.ranking import SearchResult, Window
 from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
 
@@ -22,7 +22,7 @@ def test_a_tenant_is_indexed_above_the_set_size_and_the_others_are_not(tmp_path:
     with open_engine(tmp_path / "store", ivf_rows=300, **NEVER) as engine:
         engine.add_batch([*large[:600], *small])
 
-        def ask(tenant: Tenant, text: str, **window: str) -> Found:
+        def ask(tenant: Tenant, text: str, **window: str) -> SearchResult:
             vector = ENCODER.encode([f"user: {text}\nassistant: I see."])[0]
             return engine.retrieval.search(
                 tenant, vector, k_sub=10, k_epi=5, k_sem=5, window=Window(**window)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.search import time_index as times_module
-from undertow.engine.search.ranking import Retrieval, Window
+from undertow.engine.search.ranking import Ranker, Window
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.gate.gate import make_gate
@@ -54,7 +54,7 @@ def test_the_index_passes_what_the_plain_filter_passes(
     steps: Sequence[str | int | None], windows: Sequence[Window]
 ) -> None:
     arena = make_arena(ENCODER.dim, "cpu")
-    tenant, retrieval = Tenant("ann", "key", arena), Retrieval(arena, make_gate(arena), 10**6, 10**6)
+    tenant, retrieval = Tenant("ann", "key", arena), Ranker(arena, make_gate(arena), 10**6, 10**6)
     for n, step in enumerate(steps):
         if isinstance(step, int):
             if step < len(tenant.records):

@@ -10,7 +10,7 @@ import pytest
 
 from undertow.bench.mock.replies import Messages
 from undertow.engine.api.engine import Engine
-from undertow.engine.step.answer_feedback import Lesson, Lessons
+from undertow.engine.step.answer_feedback import Feedback, FeedbackQueue
 from undertow.engine.storage.journal import JournalError, Row
 from undertow.engine.storage.row_codec import Control
 
@@ -142,11 +142,11 @@ def test_a_tenants_lessons_are_committed_together(tmp_path: Path, monkeypatch: p
 
 
 def test_the_queue_is_bounded_and_handed_out_by_tenant() -> None:
-    lessons = Lessons(most=3)
+    feedback = FeedbackQueue(most=3)
     for n, tenant in enumerate(("ann", "bob", "ann", "bob")):
-        lessons.put(Lesson(tenant, 1, "used", {"fact_ids": [str(n)]}))
-    assert len(lessons) == 3 and lessons.holds("ann") and not lessons.holds("cleo")
-    (bobs, anns) = lessons.take(2).values()
+        feedback.put(Feedback(tenant, 1, "used", {"fact_ids": [str(n)]}))
+    assert len(feedback) == 3 and feedback.holds("ann") and not feedback.holds("cleo")
+    (bobs, anns) = feedback.take(2).values()
     assert [lesson.body["fact_ids"] for lesson in (*bobs, *anns)] == [["1"], ["2"]]
-    lessons.forget(["bob"])
-    assert len(lessons) == 0 and lessons.take(9) == {}
+    feedback.forget(["bob"])
+    assert len(feedback) == 0 and feedback.take(9) == {}

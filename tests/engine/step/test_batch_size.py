@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from undertow.engine.step.batch_size import ADMISSION_S, LEAST_TURNS, MOST_TURNS, Pace
+from undertow.engine.step.batch_size import ADMISSION_S, LEAST_TURNS, MOST_TURNS, BatchSizer
 
 from ...support.engine import NEVER, open_engine, put, turns_of
 from ...support.faults.harness import end_state
@@ -21,10 +21,10 @@ class Clock:
         return self.now_s
 
 
-def admit(pace: Pace, clock: Clock, turn_s: float, *, turns: int | None = None) -> None:
+def admit(batch_sizer: BatchSizer, clock: Clock, turn_s: float, *, turns: int | None = None) -> None:
     """One step whose turns cost so much each; as many as the pace has, unless given."""
-    fresh = pace.turns if turns is None else turns
-    with pace.measured() as admitted:
+    fresh = batch_sizer.turns if turns is None else turns
+    with batch_sizer.measured() as admitted:
         admitted.fresh_turns = fresh
         clock.now_s += fresh * turn_s
 
@@ -35,44 +35,44 @@ def admit(pace: Pace, clock: Clock, turn_s: float, *, turns: int | None = None) 
 )
 def test_it_settles_at_what_fits(turn_s: float, settles_at: int) -> None:
     clock = Clock()
-    pace = Pace(clock_s=clock)
+    batch_sizer = BatchSizer(clock_s=clock)
     for _ in range(20):
-        admit(pace, clock, turn_s)
-    assert pace.turns == pytest.approx(settles_at, abs=1)  # half a second is cut to whole turns
+        admit(batch_sizer, clock, turn_s)
+    assert batch_sizer.turns == pytest.approx(settles_at, abs=1)  # half a second is cut to whole turns
 
 
 def test_it_at_most_doubles_and_shrinks_at_once() -> None:
     clock = Clock()
-    pace = Pace(clock_s=clock)
-    seen = [pace.turns]
-    while pace.turns < MOST_TURNS:
-        admit(pace, clock, 1e-6)
-        seen.append(pace.turns)
+    batch_sizer = BatchSizer(clock_s=clock)
+    seen = [batch_sizer.turns]
+    while batch_sizer.turns < MOST_TURNS:
+        admit(batch_sizer, clock, 1e-6)
+        seen.append(batch_sizer.turns)
     assert seen == [64, 128, 256, 512, 1024, 2048]
-    admit(pace, clock, ADMISSION_S / 100)
-    assert pace.turns == 100
+    admit(batch_sizer, clock, ADMISSION_S / 100)
+    assert batch_sizer.turns == 100
 
 
 def test_what_says_little_changes_nothing() -> None:
     """A few new turns among many that are there already, a small batch, an admission that failed."""
     clock = Clock()
-    pace = Pace(clock_s=clock)
-    admit(pace, clock, 1e-9)
-    before = pace.turns
-    admit(pace, clock, 10.0, turns=before // 2 - 1)
-    admit(pace, clock, 10.0, turns=0)
-    with pytest.raises(KeyError), pace.measured() as admitted:
+    batch_sizer = BatchSizer(clock_s=clock)
+    admit(batch_sizer, clock, 1e-9)
+    before = batch_sizer.turns
+    admit(batch_sizer, clock, 10.0, turns=before // 2 - 1)
+    admit(batch_sizer, clock, 10.0, turns=0)
+    with pytest.raises(KeyError), batch_sizer.measured() as admitted:
         admitted.fresh_turns = before
         clock.now_s += 100
         raise KeyError
-    assert pace.turns == before
+    assert batch_sizer.turns == before
 
 
 def test_a_fixed_number_stays() -> None:
     clock = Clock()
-    pace = Pace(7, clock_s=clock)
-    admit(pace, clock, 10.0)
-    assert pace.turns == 7
+    batch_sizer = BatchSizer(7, clock_s=clock)
+    admit(batch_sizer, clock, 10.0)
+    assert batch_sizer.turns == 7
 
 
 def test_steps_of_an_engine_grow_while_they_are_quick(tmp_path: Path) -> None:

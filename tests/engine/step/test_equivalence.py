@@ -21,8 +21,8 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Memory, PolicyName, Turn
 from undertow.engine.encoders.base import Encoder, HashingEncoder
 from undertow.engine.readers import read
-from undertow.engine.search.ranking import Found
-from undertow.engine.tenants.registry import Tenants
+from undertow.engine.search.ranking import SearchResult
+from undertow.engine.tenants.registry import TenantRegistry
 
 from ...support.engine import (
     RecordingLLM,
@@ -192,13 +192,13 @@ def test_tenants_put_out_of_memory_and_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     evicted: list[str] = []
-    evict = Tenants.evict
+    evict = TenantRegistry.evict
 
-    def noted(self: Tenants, name: str) -> None:
+    def noted(self: TenantRegistry, name: str) -> None:
         evicted.append(name)
         evict(self, name)
 
-    monkeypatch.setattr(Tenants, "evict", noted)
+    monkeypatch.setattr(TenantRegistry, "evict", noted)
     llm = RecordingLLM(REPLIES)
     turns = {name: locomo[name] for name in MIDDLE}
     with opened(tmp_path, settings_of(**options, arena_bytes=1 << 20), encoder, llm) as engine:
@@ -211,7 +211,7 @@ def test_tenants_put_out_of_memory_and_taken_back(
     assert_same(read_back(tmp_path, llm.prompts), only(expected, MIDDLE))
 
 
-Figures = tuple[dict[str, int], list[Found], list[list[Memory]]]
+Figures = tuple[dict[str, int], list[SearchResult], list[list[Memory]]]
 
 
 def figures(engine: Engine, names: tuple[str, ...]) -> Figures:

@@ -18,7 +18,7 @@ from undertow.engine.api import engine as engine_module
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 from undertow.engine.storage.journal import Row
-from undertow.engine.tenants.registry import ArenaFull, Tenants, UnknownTenant
+from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.gate import Gate
@@ -59,13 +59,13 @@ class ReadableArena(Arena):
 def note_evictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tenants that are put out of memory from now on, in order."""
     names: list[str] = []
-    evict = Tenants.evict
+    evict = TenantRegistry.evict
 
-    def noted(self: Tenants, name: str) -> None:
+    def noted(self: TenantRegistry, name: str) -> None:
         names.append(name)
         evict(self, name)
 
-    monkeypatch.setattr(Tenants, "evict", noted)
+    monkeypatch.setattr(TenantRegistry, "evict", noted)
     return names
 
 

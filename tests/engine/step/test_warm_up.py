@@ -11,7 +11,7 @@ import pytest
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.encoders.base import Encoder, Float16, HashingEncoder
 from undertow.engine.step.warm_up import TEXTS, warm_up
 from undertow.kernels.arena.arena import Arena
@@ -57,7 +57,7 @@ def test_a_shard_is_open_when_it_is_warm_and_has_counted_nothing(tmp_path: Path)
         return recorder
 
     async def go() -> None:
-        parts = Parts(encoder=encoder, llm=mock_llm)
+        parts = EngineParts(encoder=encoder, llm=mock_llm)
         opened = await asyncio.to_thread(open_memories, tmp_path, settings(), parts=parts)
         async with opened as memories:
             assert recorder.given == list(TEXTS)
@@ -76,4 +76,4 @@ def test_an_encoder_that_fails_is_told_with_its_cause(tmp_path: Path) -> None:
         return FailingEncoder(["Nobody"])
 
     with pytest.raises(UndertowError, match="the encoder cannot be used: RuntimeError: no vector for Nobody"):
-        open_memories(tmp_path, settings(), parts=Parts(encoder=encoder, llm=mock_llm))
+        open_memories(tmp_path, settings(), parts=EngineParts(encoder=encoder, llm=mock_llm))

@@ -22,10 +22,10 @@ from lance.optimize import Compaction
 
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
-from undertow.engine.storage.fencing import MARK_LSN, Fences, Mark
+from undertow.engine.storage.fencing import MARK_LSN, FenceMark, Fences
 from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row, _to_rows, _to_table
-from undertow.engine.storage.lance_log import LogTable
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.lance_log import LanceLog
+from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import StoreLocked
 
 DIM = 4
@@ -60,10 +60,10 @@ def taken_over(store: Path) -> Journal:
 class Log:
     """What Lance guarantees: commits are atomic and in one order; a late one goes on top of the others."""
 
-    rows: list[tuple[str, Mark | tuple[int, int, str]]] = field(default_factory=list)
+    rows: list[tuple[str, FenceMark | tuple[int, int, str]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=lambda: [0])
 
-    def commit(self, kind: str, item: Mark | tuple[int, int, str]) -> int:
+    def commit(self, kind: str, item: FenceMark | tuple[int, int, str]) -> int:
         self.rows.append((kind, item))
         self.versions.append(len(self.rows))
         return len(self.versions) - 1
@@ -73,12 +73,12 @@ class Log:
         return len(self.versions) - 1
 
     def fences(self, version: int) -> Fences:
-        return Fences(m for _, m in self.rows[: self.versions[version]] if isinstance(m, Mark))
+        return Fences(m for _, m in self.rows[: self.versions[version]] if isinstance(m, FenceMark))
 
     def counting(self, version: int) -> list[tuple[int, int, str]]:
         """(lsn, epoch, text) of the rows that count at a version, in the order of their commits."""
         fences = self.fences(version)
-        rows = [r for _, r in self.rows[: self.versions[version]] if not isinstance(r, Mark)]
+        rows = [r for _, r in self.rows[: self.versions[version]] if not isinstance(r, FenceMark)]
         epochs = np.array([r[1] for r in rows], np.int64)
         stale = fences.stale(epochs, np.array([r[0] for r in rows], np.int64))
         return [r for r, dead in zip(rows, stale, strict=True) if not dead]
@@ -97,7 +97,7 @@ def writer(log: Log, name: str, appends: int, outcome: Outcome) -> Iterator[None
         base = log.newest
         yield
         epoch = log.fences(base).claimed + 1
-        version = log.commit("claim", Mark(epoch, name))
+        version = log.commit("claim", FenceMark(epoch, name))
         yield
         if not log.fences(version).contested(epoch, name):
             break
@@ -108,7 +108,7 @@ def writer(log: Log, name: str, appends: int, outcome: Outcome) -> Iterator[None
         return
     counting = log.counting(seen)
     lsn = max([fences.first_lsn, *(r[0] + 1 for r in counting)])
-    version = log.commit("begin", Mark(epoch, name, lsn, fences.in_force))
+    version = log.commit("begin", FenceMark(epoch, name, lsn, fences.in_force))
     yield
     if version > seen + 1 and log.fences(version).claimed > epoch:
         return
@@ -216,7 +216,7 @@ def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(store: P
 
 
 def raw_texts(store: Path) -> list[str]:
-    table = LogTable(Place.of(store) / "journal.lance")
+    table = LanceLog(Location.of(store) / "journal.lance")
     return [
         r.payload.decode()
         for b in table.scanner(_to_table([]).schema.names).to_batches()
@@ -255,14 +255,14 @@ def test_rows_that_land_before_the_begin_count_though_nobody_was_told(
     """Between claim and reading: the new writer has seen them. Between reading and begin: it has not."""
     old = Journal.open(store, writable=True)
     old.append([row("first")])
-    other = LogTable(Place.of(store) / "journal.lance")
+    other = LanceLog(Location.of(store) / "journal.lance")
 
     def late(text: str, lsn: int) -> None:
         other.append(_to_table([Row("turn", "ann", "ann", 0, text.encode(), lsn=lsn, epoch=old.epoch)]))
 
-    reload, look = LogTable.reload, Journal._look
+    reload, look = LanceLog.reload, Journal._look
 
-    def between_claim_and_reading(self: LogTable) -> None:
+    def between_claim_and_reading(self: LanceLog) -> None:
         late("seen", 1)
         reload(self)
 
@@ -271,10 +271,10 @@ def test_rows_that_land_before_the_begin_count_though_nobody_was_told(
         monkeypatch.setattr(Journal, "_look", look)
         late("unseen", 2)
 
-    monkeypatch.setattr(LogTable, "reload", between_claim_and_reading)
+    monkeypatch.setattr(LanceLog, "reload", between_claim_and_reading)
     monkeypatch.setattr(Journal, "_look", between_reading_and_begin)
     new = taken_over(store)
-    monkeypatch.setattr(LogTable, "reload", reload)
+    monkeypatch.setattr(LanceLog, "reload", reload)
     assert new.next_lsn == 2
     new.append([row("own")])
     assert texts(new) == stored(store) == ["first", "seen", "own"]
@@ -285,16 +285,16 @@ def test_a_begin_that_lands_late_changes_nothing(store: Path) -> None:
     """Of three writers the second is overtaken by the third between its reading and its begin."""
     first = Journal.open(store, writable=True)
     first.append([row("a")])
-    table = LogTable(Place.of(store) / "journal.lance")
+    table = LanceLog(Location.of(store) / "journal.lance")
 
-    def mark(m: Mark) -> None:
+    def mark(m: FenceMark) -> None:
         table.append(_to_table([Row("epoch", "", "", -1, m.payload, lsn=MARK_LSN, epoch=m.epoch)]))
 
-    mark(Mark(2, "overtaken"))
+    mark(FenceMark(2, "overtaken"))
     table.append(_to_table([Row("turn", "ann", "ann", 0, b"b", lsn=1, epoch=1)]))
     third = taken_over(store)
     assert (third.epoch, texts(third)) == (3, ["a", "b"])
-    mark(Mark(2, "overtaken", 1, 1))
+    mark(FenceMark(2, "overtaken", 1, 1))
     third.append([row("c")])
     assert stored(store) == texts(taken_over(store)) == ["a", "b", "c"]
 
@@ -302,8 +302,8 @@ def test_a_begin_that_lands_late_changes_nothing(store: Path) -> None:
 def test_a_settled_reader_waits_for_a_takeover_to_end(store: Path) -> None:
     journal = Journal.open(store, writable=True)
     journal.append([row("first")])
-    table = LogTable(Place.of(store) / "journal.lance")
-    table.append(_to_table([Row("epoch", "", "", -1, Mark(2, "w").payload, lsn=MARK_LSN, epoch=2)]))
+    table = LanceLog(Location.of(store) / "journal.lance")
+    table.append(_to_table([Row("epoch", "", "", -1, FenceMark(2, "w").payload, lsn=MARK_LSN, epoch=2)]))
     assert stored(store) == ["first"]
     with pytest.raises(JournalError, match="taking over"):
         Journal.open(store, writable=False, settled=True)
@@ -372,12 +372,12 @@ def test_a_claim_in_the_middle_of_a_merge_is_seen(store: Path, monkeypatch: pyte
     assert stored(store) == texts(new[0]) == [f"r{n}" for n in range(4)]
 
 
-def purge_of_one(table: LogTable) -> None:
+def purge_of_one(table: LanceLog) -> None:
     table.delete("lsn = 1")
     table.rewrite_deleted()
 
 
-BETWEEN: dict[str, Callable[[LogTable], Any]] = {
+BETWEEN: dict[str, Callable[[LanceLog], Any]] = {
     "a deletion": lambda table: table.delete("lsn = 1"),
     "a purge": lambda table: purge_of_one(table),
     "a merge": lambda table: table.tidy(),
@@ -394,7 +394,7 @@ def test_a_merge_of_rows_that_have_changed_meanwhile_is_refused(
 
     def late(*arguments: Any) -> Any:
         monkeypatch.setattr(Compaction, "commit", commit)
-        BETWEEN[between](LogTable(Place.of(store) / "journal.lance"))
+        BETWEEN[between](LanceLog(Location.of(store) / "journal.lance"))
         return commit(*arguments)
 
     journal = Journal.open(store, writable=True)
@@ -425,7 +425,7 @@ def test_a_merge_that_leaves_nothing_hides_no_claim(store: Path, monkeypatch: py
         old.append([row(f"r{n}")])
 
     def commit(dataset: Any, *_: Any) -> None:
-        LogTable(Place.of(store) / "journal.lance").append(_to_table([claim_of(2)]))
+        LanceLog(Location.of(store) / "journal.lance").append(_to_table([claim_of(2)]))
         dataset.delete("lsn = 0")
 
     with monkeypatch.context() as patched:
@@ -440,7 +440,7 @@ def test_a_merge_that_leaves_nothing_hides_no_claim(store: Path, monkeypatch: py
 
 
 def claim_of(epoch: int) -> Row:
-    return Row("epoch", "", "", -1, Mark(epoch, "next").payload, lsn=MARK_LSN, epoch=epoch)
+    return Row("epoch", "", "", -1, FenceMark(epoch, "next").payload, lsn=MARK_LSN, epoch=epoch)
 
 
 HOLDER = """

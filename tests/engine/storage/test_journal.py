@@ -21,7 +21,7 @@ from lance.file import LanceFileReader
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.journal import SCHEMA, Journal, JournalError, Kind, Row
-from undertow.engine.storage.lance_log import LogTable, _worth_merging
+from undertow.engine.storage.lance_log import LanceLog, _worth_merging
 from undertow.engine.storage.store_info import FORMAT_VERSION, StoreError, StoreLocked, read_info
 
 DIM = 8
@@ -362,12 +362,12 @@ def test_an_index_that_a_kill_has_left_out_is_made_by_a_compaction(
 def test_a_compaction_that_fails_does_not_undo_the_append(
     journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_: LogTable) -> int:
+    def full(_: LanceLog) -> int:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 2)
     with monkeypatch.context() as patched:
-        patched.setattr(LogTable, "tidy", full)
+        patched.setattr(LanceLog, "tidy", full)
         for seq in range(3):
             journal.append([row(journal, "ann", seq)])
     assert "cannot compact" in caplog.text
@@ -456,7 +456,7 @@ SYNC_RECORDER = """
 import json, os, sys
 from pathlib import Path
 import numpy as np
-from undertow.engine import journal as module
+from undertow.engine.storage import journal as module
 from undertow.engine.storage.journal import Journal, Row
 synced, really = [], os.fsync
 def fsync(descriptor):

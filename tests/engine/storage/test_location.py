@@ -10,76 +10,83 @@ from pathlib import Path
 
 import pytest
 
-from undertow.engine.storage.location import DRAFT, Place, StoreError
+from undertow.engine.storage.location import DRAFT, Location, StoreError
 
 from ...support.storage.location_contract import assert_is_a_place
 
 
 def test_a_folder_is_a_place(tmp_path: Path) -> None:
-    assert_is_a_place(Place.of(tmp_path) / "nested" / "store")
+    assert_is_a_place(Location.of(tmp_path) / "nested" / "store")
 
 
 def test_a_place_means_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    place = Place.of("store")
-    assert place == Place.of(tmp_path / "store") == Place.of(place) == pickle.loads(pickle.dumps(place))
-    assert (str(place), place.uri, place.folder) == (
+    location = Location.of("store")
+    assert (
+        location
+        == Location.of(tmp_path / "store")
+        == Location.of(location)
+        == pickle.loads(pickle.dumps(location))
+    )
+    assert (str(location), location.uri, location.folder) == (
         f"{tmp_path}/store",
         f"{tmp_path}/store",
         tmp_path / "store",
     )
-    bucket = Place.of("s3://memories/team//one/")
+    bucket = Location.of("s3://memories/team//one/")
     assert (bucket.uri, bucket.folder) == ("s3://memories/team/one", None)
     assert (bucket / "shards" / "a").uri == "s3://memories/team/one/shards/a"
-    assert pickle.loads(pickle.dumps(bucket)) == bucket != place
+    assert pickle.loads(pickle.dumps(bucket)) == bucket != location
 
 
 @pytest.mark.parametrize("text", ["gs://bucket/x", "s3://", "s3:///x", "file:///x"])
 def test_an_address_of_another_kind_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"Name a folder or s3://BUCKET/PREFIX"):
-        Place.of(text)
+        Location.of(text)
 
 
 def test_a_path_is_never_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert Place.of(Path("s3://b/c")).folder == tmp_path / "s3:" / "b" / "c"
+    assert Location.of(Path("s3://b/c")).folder == tmp_path / "s3:" / "b" / "c"
 
 
 def test_of_many_creators_one_succeeds(tmp_path: Path) -> None:
-    place = Place.of(tmp_path)
+    location = Location.of(tmp_path)
     for n in range(20):
         with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda k, n=n: place.create(f"map/{n}", b"%d" % k), range(8)))
+            made = list(pool.map(lambda k, n=n: location.create(f"map/{n}", b"%d" % k), range(8)))
         assert sum(made) == 1
-        assert place.read(f"map/{n}") == b"%d" % made.index(True)
-    assert place.children("map") == sorted(p.name for p in (tmp_path / "map").iterdir()), "no draft is left"
+        assert location.read(f"map/{n}") == b"%d" % made.index(True)
+    assert location.children("map") == sorted(p.name for p in (tmp_path / "map").iterdir()), (
+        "no draft is left"
+    )
 
 
 def test_what_a_killed_writer_leaves_is_not_shown(tmp_path: Path) -> None:
-    place = Place.of(tmp_path)
-    place.write("a/b", b"x")
+    location = Location.of(tmp_path)
+    location.write("a/b", b"x")
     (tmp_path / "a" / f".b.0123{DRAFT}").write_bytes(b"half")
-    assert place.list() == ["a/b"] and place.children("a") == ["b"]
+    assert location.list() == ["a/b"] and location.children("a") == ["b"]
 
 
 def test_files_older_than_a_moment(tmp_path: Path) -> None:
-    place = Place.of(tmp_path)
-    place.write("old", b"")
-    place.write("new", b"")
+    location = Location.of(tmp_path)
+    location.write("old", b"")
+    location.write("new", b"")
     hour_ago = (datetime.now(UTC) - timedelta(hours=1)).timestamp()
     os.utime(tmp_path / "old", (hour_ago, hour_ago))
-    assert place.list(before=datetime.now(UTC) - timedelta(minutes=30)) == ["old"]
+    assert location.list(before=datetime.now(UTC) - timedelta(minutes=30)) == ["old"]
 
 
 @pytest.mark.parametrize("act", ["write", "create"])
 def test_a_file_in_the_way_is_told(tmp_path: Path, act: str) -> None:
     (tmp_path / "notes.txt").write_text("not a store")
-    place = Place.of(tmp_path / "notes.txt")
+    location = Location.of(tmp_path / "notes.txt")
     with pytest.raises(StoreError, match=r"cannot write .*notes\.txt/a.*Check the path"):
-        getattr(place, act)("a", b"x")
+        getattr(location, act)("a", b"x")
     with pytest.raises(StoreError, match=r"cannot read .*notes\.txt/a"):
-        place.read("a")
-    assert not place.exists("a")
+        location.read("a")
+    assert not location.exists("a")
     assert (tmp_path / "notes.txt").read_text() == "not a store"
 
 
@@ -94,7 +101,7 @@ def test_a_write_is_on_the_disk_when_it_returns(tmp_path: Path, monkeypatch: pyt
     if not Path("/proc/self/fd").exists():
         pytest.skip("names of open files are read from /proc")
     monkeypatch.setattr(os, "fsync", fsync)
-    for act in (Place.of(tmp_path).write, Place.of(tmp_path).create):
+    for act in (Location.of(tmp_path).write, Location.of(tmp_path).create):
         synced.clear()
         act(f"{act.__name__}/deep/file", b"x")
         folder = tmp_path / act.__name__

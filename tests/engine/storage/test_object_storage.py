@@ -22,7 +22,7 @@ from undertow.engine.encoders.base import HashingEncoder
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.journal import Fenced, Journal, Row
-from undertow.engine.storage.location import Place, StoreError
+from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.storage.store_info import is_store, read_info
 
 from ...support.cli import run
@@ -34,14 +34,14 @@ SETTINGS = Settings(device="cpu", llm_url=None, batch_turns=64)
 
 
 @pytest.fixture
-def place(s3: dict[str, str]) -> Place:
-    return Place.of(f"s3://memories/{uuid4().hex}/store")
+def location(s3: dict[str, str]) -> Location:
+    return Location.of(f"s3://memories/{uuid4().hex}/store")
 
 
 @pytest.fixture
-def store(place: Place) -> Place:
-    Journal.create(place, DIM, {"model": "none"})
-    return place
+def store(location: Location) -> Location:
+    Journal.create(location, DIM, {"model": "none"})
+    return location
 
 
 def row(text: str, tenant: str = "ann") -> Row:
@@ -59,28 +59,28 @@ def turns(tenant: str, count: int, word: str = "boat") -> list[Turn]:
 # ---- places
 
 
-def test_a_prefix_of_a_bucket_is_a_place(place: Place) -> None:
-    assert_is_a_place(place)
-    assert_is_a_place(Place.of("s3://whole"))
+def test_a_prefix_of_a_bucket_is_a_place(location: Location) -> None:
+    assert_is_a_place(location)
+    assert_is_a_place(Location.of("s3://whole"))
 
 
-def test_of_many_creators_one_succeeds(place: Place) -> None:
+def test_of_many_creators_one_succeeds(location: Location) -> None:
     for n in range(5):
         with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda k, n=n: place.create(f"map/{n}", b"%d" % k), range(8)))
+            made = list(pool.map(lambda k, n=n: location.create(f"map/{n}", b"%d" % k), range(8)))
         assert sum(made) == 1
-        assert place.read(f"map/{n}") == b"%d" % made.index(True)
+        assert location.read(f"map/{n}") == b"%d" % made.index(True)
 
 
-def test_files_older_than_a_moment(place: Place) -> None:
-    place.write("a", b"")
-    assert place.list(before=datetime.now(UTC) + timedelta(hours=1)) == ["a"]
-    assert place.list(before=datetime.now(UTC) - timedelta(hours=1)) == []
+def test_files_older_than_a_moment(location: Location) -> None:
+    location.write("a", b"")
+    assert location.list(before=datetime.now(UTC) + timedelta(hours=1)) == ["a"]
+    assert location.list(before=datetime.now(UTC) - timedelta(hours=1)) == []
 
 
 def test_a_bucket_that_is_not_there_is_told(s3: dict[str, str]) -> None:
     with pytest.raises(StoreError, match=r"s3://nowhere/store.*Check the bucket, the AWS_\* variables"):
-        Place.of("s3://nowhere/store").write("a", b"")
+        Location.of("s3://nowhere/store").write("a", b"")
     with pytest.raises(StoreError, match=r"cannot create a store in s3://nowhere/store"):
         Journal.create("s3://nowhere/store", DIM, {})
     with pytest.raises(StoreError, match="not an Undertow store"):
@@ -90,7 +90,7 @@ def test_a_bucket_that_is_not_there_is_told(s3: dict[str, str]) -> None:
 # ---- the journal
 
 
-def test_rows_survive_in_order_and_creating_again_changes_nothing(store: Place) -> None:
+def test_rows_survive_in_order_and_creating_again_changes_nothing(store: Location) -> None:
     before = read_info(store)
     Journal.create(store, DIM, {"model": "another"})
     assert read_info(store) == before and is_store(store)
@@ -103,15 +103,15 @@ def test_rows_survive_in_order_and_creating_again_changes_nothing(store: Place) 
     assert [(r.lsn, r.epoch) for r in reader.read(tenant_keys=["bob"])] == [(1, 1), (3, 2), (5, 3)]
 
 
-def test_creators_at_the_same_time_agree_on_one_store(place: Place) -> None:
+def test_creators_at_the_same_time_agree_on_one_store(location: Location) -> None:
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: Journal.create(place, DIM, {"model": str(n)}), range(4)))
-    journal = Journal.open(place, writable=True)
+        list(pool.map(lambda n: Journal.create(location, DIM, {"model": str(n)}), range(4)))
+    journal = Journal.open(location, writable=True)
     journal.append([row("first")])
-    assert texts(Journal.open(place, writable=False)) == ["first"]
+    assert texts(Journal.open(location, writable=False)) == ["first"]
 
 
-def test_the_last_to_open_takes_over(store: Place) -> None:
+def test_the_last_to_open_takes_over(store: Location) -> None:
     old = Journal.open(store, writable=True)
     old.append([row("first")])
     new = Journal.open(store, writable=True)
@@ -123,7 +123,7 @@ def test_the_last_to_open_takes_over(store: Place) -> None:
     assert Journal.open(store, writable=True).next_lsn == 3
 
 
-def test_a_stream_is_one_version(store: Place) -> None:
+def test_a_stream_is_one_version(store: Location) -> None:
     journal = Journal.open(store, writable=True)
     version = lance.dataset(f"{store}/journal.lance").version
     assert journal.append_stream(row(f"r{n}") for n in range(5_000)) == 5_000
@@ -131,7 +131,7 @@ def test_a_stream_is_one_version(store: Place) -> None:
     assert texts(Journal.open(store, writable=False)) == [f"r{n}" for n in range(5_000)]
 
 
-def test_compaction_bounds_the_files(store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_bounds_the_files(store: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 10)
     monkeypatch.setattr(log_table, "READER_GRACE", timedelta(0))
     journal = Journal.open(store, writable=True)
@@ -143,12 +143,12 @@ def test_compaction_bounds_the_files(store: Place, monkeypatch: pytest.MonkeyPat
     assert journal.next_lsn == 41
 
 
-def bytes_of(place: Place) -> bytes:
-    return b"\x00".join(place.read(name) or b"" for name in place.list())
+def bytes_of(location: Location) -> bytes:
+    return b"\x00".join(location.read(name) or b"" for name in location.list())
 
 
 def test_purge_leaves_no_byte_and_spares_appends_under_way(
-    store: Place, monkeypatch: pytest.MonkeyPatch
+    store: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal.open(store, writable=True)
     journal.append([row("zq7w-violin", tenant="ann"), row("b2mx-harbour", tenant="bob")])
@@ -174,7 +174,7 @@ for n in range(10_000):
 """
 
 
-def test_a_killed_writer_loses_nothing_acknowledged(store: Place) -> None:
+def test_a_killed_writer_loses_nothing_acknowledged(store: Location) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(store)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     told = [writer.stdout.readline() for _ in range(5)]
@@ -191,61 +191,63 @@ def test_a_killed_writer_loses_nothing_acknowledged(store: Place) -> None:
 # ---- the engine and the program
 
 
-def test_an_engine_on_s3_end_to_end(place: Place) -> None:
+def test_an_engine_on_s3_end_to_end(location: Location) -> None:
     encoder = HashingEncoder(DIM)
-    with Engine(str(place), SETTINGS, encoder) as engine:
+    with Engine(str(location), SETTINGS, encoder) as engine:
         engine.add_batch([*turns("ann", 20), *turns("bob", 20, "zq7w-violin")])
         engine.drain()
-    with Engine(place, SETTINGS, encoder) as engine:
+    with Engine(location, SETTINGS, encoder) as engine:
         engine.resume()
         engine.add_batch(turns("ann", 25))
         assert engine.stats()["turns"] == 45
         assert len(engine.search("ann", "the boat number 3").turns) > 0
-        with Engine(place, SETTINGS, encoder, writable=False) as reader:
+        with Engine(location, SETTINGS, encoder, writable=False) as reader:
             assert "number 3" in reader.search("ann", "the boat number 3").turns[0].memory
-        assert b"zq7w-violin" in bytes_of(place)
+        assert b"zq7w-violin" in bytes_of(location)
         certificate = engine.erase("bob", now=True)
         assert certificate is not None and certificate.turns_removed == 20
         assert any("bucket" in line for line in certificate.out_of_reach)
-    left = bytes_of(place)
+    left = bytes_of(location)
     assert b"zq7w-violin" not in left and b"bob" not in left
-    with Engine(place, SETTINGS, encoder, writable=False) as reader:
+    with Engine(location, SETTINGS, encoder, writable=False) as reader:
         assert reader.stats()["turns"] == 25
 
 
-def test_a_second_engine_stops_the_first(place: Place) -> None:
+def test_a_second_engine_stops_the_first(location: Location) -> None:
     encoder = HashingEncoder(DIM)
-    with Engine(place, SETTINGS, encoder) as old:
+    with Engine(location, SETTINGS, encoder) as old:
         old.add_batch(turns("ann", 3))
-        with Engine(place, SETTINGS, encoder) as new:
+        with Engine(location, SETTINGS, encoder) as new:
             with pytest.raises(Fenced):
                 old.add_batch(turns("ann", 5))
             assert len(new.add_batch(turns("ann", 6))) == 6
             assert new.stats()["turns"] == 6
-    with Engine(place, SETTINGS, encoder, writable=False) as reader:
+    with Engine(location, SETTINGS, encoder, writable=False) as reader:
         assert reader.stats()["turns"] == 6, "none doubled, none lost"
 
 
-def test_a_reindex_on_s3(place: Place) -> None:
-    with Engine(place, SETTINGS, HashingEncoder(DIM)) as engine:
+def test_a_reindex_on_s3(location: Location) -> None:
+    with Engine(location, SETTINGS, HashingEncoder(DIM)) as engine:
         engine.add_batch(turns("ann", 30))
         engine.drain()
-    assert reindex(place, HashingEncoder(64)) == 30
-    assert reindex(place, HashingEncoder(64)) == 0
-    assert [n for n in place.children() if n.startswith("journal")] == [read_info(place).journal]
-    with Engine(place, SETTINGS, HashingEncoder(64)) as engine:
+    assert reindex(location, HashingEncoder(64)) == 30
+    assert reindex(location, HashingEncoder(64)) == 0
+    assert [n for n in location.children() if n.startswith("journal")] == [read_info(location).journal]
+    with Engine(location, SETTINGS, HashingEncoder(64)) as engine:
         engine.add_batch(turns("ann", 31))
         assert engine.stats()["turns"] == 31
 
 
-def test_the_program_works_on_s3_as_on_a_folder(place: Place, tmp_path: Path) -> None:
+def test_the_program_works_on_s3_as_on_a_folder(location: Location, tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", ["ann", "bob"], 12)
-    for where in (str(place), str(tmp_path / "store")):
+    for where in (str(location), str(tmp_path / "store")):
         done = run("ingest", log, "--store", where, "--encoder", "hash:384", "--llm", "off", "--json")
         assert done.code == 0, done.err
         assert done.doc["turns"] == 24
-    found = run("search", "boat", "--tenant", "ann", "--store", str(place), "--encoder", "hash:384", "--json")
+    found = run(
+        "search", "boat", "--tenant", "ann", "--store", str(location), "--encoder", "hash:384", "--json"
+    )
     assert found.code == 0, found.err
-    assert end_state(place) == end_state(tmp_path / "store")
+    assert end_state(location) == end_state(tmp_path / "store")
     wrong = run("stats", "--store", "gs://memories/x")
     assert wrong.code == 2 and "s3://BUCKET/PREFIX" in wrong.err

@@ -12,9 +12,9 @@ import pytest
 
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
-from undertow.engine.storage import version_cleanup as tidier
+from undertow.engine.storage import version_cleanup as cleaner
 from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.storage.lance_log import LogTable
+from undertow.engine.storage.lance_log import LanceLog
 
 SOON_S = 30
 
@@ -37,15 +37,15 @@ class Gate:
         self.begun = threading.Semaphore(0)
         self.go = threading.Event()
         self.ended = 0
-        remove = LogTable.drop_old_versions
+        remove = LanceLog.drop_old_versions
 
-        def held(table: LogTable) -> None:
+        def held(table: LanceLog) -> None:
             self.begun.release()
             assert self.go.wait(SOON_S)
             remove(table)
             self.ended += 1
 
-        patch.setattr(LogTable, "drop_old_versions", held)
+        patch.setattr(LanceLog, "drop_old_versions", held)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def append(journal: Journal, count: int) -> None:
 
 
 def versions(journal: Journal) -> int:
-    return len(journal.place.list(f"{journal.info.journal}/_versions"))
+    return len(journal.location.list(f"{journal.info.journal}/_versions"))
 
 
 def test_appends_and_reads_go_on_beside_one_removal_at_most(journal: Journal, gate: Gate) -> None:
@@ -73,7 +73,7 @@ def test_appends_and_reads_go_on_beside_one_removal_at_most(journal: Journal, ga
     gate.go.set()
     journal.finish_tidying()
     assert gate.ended == 1 and versions(journal) < kept
-    assert [row.lsn for row in Journal.open(journal.place, writable=False).read()] == list(range(9))
+    assert [row.lsn for row in Journal.open(journal.location, writable=False).read()] == list(range(9))
 
 
 def test_what_is_committed_during_a_removal_stays(journal: Journal, gate: Gate) -> None:
@@ -84,14 +84,14 @@ def test_what_is_committed_during_a_removal_stays(journal: Journal, gate: Gate) 
     gate.go.set()
     committing.join()
     journal.finish_tidying()
-    assert [row.lsn for row in Journal.open(journal.place, writable=False).read()] == list(range(32))
+    assert [row.lsn for row in Journal.open(journal.location, writable=False).read()] == list(range(32))
 
 
 def test_a_removal_is_due_a_few_times_a_grace(
     journal: Journal, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr(tidier, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(cleaner, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(log_table, "READER_GRACE", timedelta(seconds=100))
     gate.go.set()
     for now_s[0], ended in ((1000.0, 1), (1019.0, 1), (1020.0, 2), (1021.0, 2)):
@@ -104,16 +104,16 @@ def test_a_purge_and_closing_wait_for_the_removal(
     journal: Journal, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = threading.Event()
-    rewrite = LogTable.rewrite_deleted
+    rewrite = LanceLog.rewrite_deleted
 
-    def rewrite_deleted(table: LogTable) -> None:
+    def rewrite_deleted(table: LanceLog) -> None:
         early.set()
         rewrite(table)
 
     append(journal, 2)
     assert gate.begun.acquire(timeout=SOON_S)
     with monkeypatch.context() as patch:
-        patch.setattr(LogTable, "rewrite_deleted", rewrite_deleted)
+        patch.setattr(LanceLog, "rewrite_deleted", rewrite_deleted)
         purging = threading.Thread(target=journal.purge)
         purging.start()
         assert not early.wait(0.5)  # long enough to catch one that does not wait
@@ -135,11 +135,11 @@ def test_a_purge_and_closing_wait_for_the_removal(
 def test_a_removal_that_fails_is_told_and_tried_again(
     journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_: LogTable) -> None:
+    def full(_: LanceLog) -> None:
         raise OSError("input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LogTable, "drop_old_versions", full)
+        patch.setattr(LanceLog, "drop_old_versions", full)
         append(journal, 2)
         journal.finish_tidying()
     assert "cannot remove old versions" in caplog.text and "input/output error" in caplog.text

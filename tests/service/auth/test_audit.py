@@ -33,8 +33,8 @@ from undertow.serving.auth.audit import (
     WORD,
     AuditError,
     AuditLog,
+    AuditOutcome,
     Entry,
-    Outcome,
     local_user,
 )
 
@@ -109,7 +109,7 @@ def test_a_field_that_could_hold_content_is_refused(
 ) -> None:
     entry = Entry(**{"act": "erase", "by": KEY} | fields)
     with pytest.raises(ValueError, match=r"no free text|counts are") as error:
-        log.write(entry, Outcome.DONE)
+        log.write(entry, AuditOutcome.DONE)
     assert "ada" not in str(error.value)
     assert not path.exists()
 
@@ -127,11 +127,11 @@ def text_of(form: re.Pattern[str]) -> st.SearchStrategy[str]:
         key_id=st.none() | text_of(KEY_ID),
         counts=st.dictionaries(text_of(WORD), st.integers(0, LARGEST_COUNT), max_size=MOST_COUNTS),
     ),
-    outcome=st.sampled_from(Outcome),
+    outcome=st.sampled_from(AuditOutcome),
     error=st.none() | text_of(ERROR),
 )
 @settings(max_examples=50, deadline=None)
-def test_every_line_is_read_back_and_bounded(entry: Entry, outcome: Outcome, error: str | None) -> None:
+def test_every_line_is_read_back_and_bounded(entry: Entry, outcome: AuditOutcome, error: str | None) -> None:
     with TemporaryDirectory() as folder:
         log = AuditLog(Path(folder) / "audit.jsonl")
         for _ in range(2):
@@ -147,7 +147,7 @@ def test_every_line_is_read_back_and_bounded(entry: Entry, outcome: Outcome, err
 def test_the_longest_line_is_within_the_bound(log: AuditLog, path: Path) -> None:
     counts = {f"{'n' * 38}{n:02d}": LARGEST_COUNT for n in range(MOST_COUNTS)}
     entry = Entry("a" * 40, "local:" + "9" * 10, TENANT, KEY, counts)
-    log.write(entry, Outcome.REFUSED, error="E" * 80)
+    log.write(entry, AuditOutcome.REFUSED, error="E" * 80)
     assert 1_000 < path.stat().st_size <= LINE_BYTES
 
 

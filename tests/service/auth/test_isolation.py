@@ -42,7 +42,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.search import keyword_index as lexicon
 from undertow.serving.http import hosting
 from undertow.serving.telemetry.tracing import LinkedSampler, Tracing
@@ -85,7 +85,7 @@ class Watched:
         tracing = Tracing(provider)
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(hosting, "tracing", lambda: tracing)
         self.log = stack.enter_context(logged())
-        parts = Parts(
+        parts = EngineParts(
             llm=lambda _: MockLLM(MockReplies(**RATES, malformed_rate=0.12)),
             observers=lambda _: (tracing.observer(None),),
         )

@@ -23,29 +23,37 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from undertow.engine.storage.location import DRAFT
-from undertow.serving.auth.authenticator import KeyRefused, Keys
-from undertow.serving.auth.key_file import KEY_TEXT, Former, Key, KeyFile, KeyFileError, describe, parse
-from undertow.serving.auth.principal import Limits, Principal, Reach, Scope
+from undertow.serving.auth.authenticator import Authenticator, KeyRefused
+from undertow.serving.auth.key_file import (
+    KEY_TEXT,
+    Key,
+    KeyFile,
+    KeyFileError,
+    PreviousSecret,
+    describe,
+    parse,
+)
+from undertow.serving.auth.principal import KeyLimits, Principal, Scope, TenantScope
 
 from ...support.clock import NOON, Clock
 
-ADA = Reach(("ada",))
+ADA = TenantScope(("ada",))
 READ = (Scope.READ,)
-ALL = Reach(all_tenants=True)
+ALL = TenantScope(all_tenants=True)
 
 # letters that JSON escapes, that are one in other normal forms, and that lie beyond 16 bits
 names = st.text('ab/é\u0301"\\\n🦔', min_size=1, max_size=4)
 moments = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
 digests = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
 reaches = st.one_of(
-    st.builds(Reach, st.lists(names, min_size=1, max_size=3).map(tuple)),
-    st.builds(Reach, prefix=names),
+    st.builds(TenantScope, st.lists(names, min_size=1, max_size=3).map(tuple)),
+    st.builds(TenantScope, prefix=names),
     st.just(ALL),
 )
 all_limits = st.one_of(
-    st.just(Limits()),
+    st.just(KeyLimits()),
     st.builds(
-        Limits,
+        KeyLimits,
         requests_per_s=st.floats(1e-6, 1e6),
         burst=st.none() | st.integers(1, 10**6),
         tokens_per_day=st.none() | st.integers(0, 10**12),
@@ -63,7 +71,7 @@ all_keys = st.builds(
     expires_at=st.none() | moments,
     rotated_at=st.none() | moments,
     revoked_at=st.none() | moments,
-    former=st.lists(st.builds(Former, digests, moments), max_size=2).map(tuple),
+    former=st.lists(st.builds(PreviousSecret, digests, moments), max_size=2).map(tuple),
 )
 
 
@@ -78,13 +86,13 @@ def file(tmp_path: Path, clock: Clock) -> KeyFile:
 
 
 @pytest.fixture
-def keys(file: KeyFile, clock: Clock) -> Iterator[Keys]:
-    opened = Keys(file.path, now=clock)
+def keys(file: KeyFile, clock: Clock) -> Iterator[Authenticator]:
+    opened = Authenticator(file.path, now=clock)
     yield opened
     opened.close()
 
 
-def reason(keys: Keys, text: str) -> str:
+def reason(keys: Authenticator, text: str) -> str:
     with pytest.raises(KeyRefused) as refused:
         keys.check(text)
     return refused.value.reason
@@ -100,7 +108,7 @@ def reason(keys: Keys, text: str) -> str:
     st.none() | st.text("ab/é🦔", max_size=5),
 )
 def test_a_principal_may_what_its_scopes_and_tenants_say(
-    reach: Reach, scopes: set[Scope], scope: Scope, tenant: str | None
+    reach: TenantScope, scopes: set[Scope], scope: Scope, tenant: str | None
 ) -> None:
     bound = [*reach.tenants]
     expected = scope in scopes and (
@@ -108,26 +116,26 @@ def test_a_principal_may_what_its_scopes_and_tenants_say(
         or tenant in bound
         or (reach.prefix is not None and tenant is not None and tenant[: len(reach.prefix)] == reach.prefix)
     )
-    assert Principal("0" * 12, "", reach, frozenset(scopes), Limits()).may(scope, tenant) == expected
+    assert Principal("0" * 12, "", reach, frozenset(scopes), KeyLimits()).may(scope, tenant) == expected
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Reach(),
-        lambda: Reach(("ada",), all_tenants=True),
-        lambda: Reach(("ada",), prefix="a"),
-        lambda: Reach(prefix="a", all_tenants=True),
-        lambda: Reach(prefix=""),
-        lambda: Reach(("",)),
-        lambda: Reach(("ada", "\x00")),
-        lambda: Reach(prefix="\ud800"),
-        lambda: Limits(requests_per_s=0),
-        lambda: Limits(requests_per_s=float("nan")),
-        lambda: Limits(requests_per_s=float("inf")),
-        lambda: Limits(requests_per_s=1, burst=0),
-        lambda: Limits(burst=5),
-        lambda: Limits(tokens_per_day=-1),
+        lambda: TenantScope(),
+        lambda: TenantScope(("ada",), all_tenants=True),
+        lambda: TenantScope(("ada",), prefix="a"),
+        lambda: TenantScope(prefix="a", all_tenants=True),
+        lambda: TenantScope(prefix=""),
+        lambda: TenantScope(("",)),
+        lambda: TenantScope(("ada", "\x00")),
+        lambda: TenantScope(prefix="\ud800"),
+        lambda: KeyLimits(requests_per_s=0),
+        lambda: KeyLimits(requests_per_s=float("nan")),
+        lambda: KeyLimits(requests_per_s=float("inf")),
+        lambda: KeyLimits(requests_per_s=1, burst=0),
+        lambda: KeyLimits(burst=5),
+        lambda: KeyLimits(tokens_per_day=-1),
     ],
 )
 def test_what_no_key_can_be_bound_to_is_refused(make: Callable[[], object]) -> None:
@@ -151,8 +159,8 @@ def test_a_key_without_a_scope_or_that_has_expired_is_not_made(file: KeyFile) ->
 # ---- checks
 
 
-def test_a_key_is_accepted_as_what_it_was_made(file: KeyFile, keys: Keys) -> None:
-    limits = Limits(requests_per_s=2.5, tokens_per_day=1_000)
+def test_a_key_is_accepted_as_what_it_was_made(file: KeyFile, keys: Authenticator) -> None:
+    limits = KeyLimits(requests_per_s=2.5, tokens_per_day=1_000)
     made = file.create(ADA, [Scope.READ, Scope.WRITE], label="ada's app", limits=limits)
     form = KEY_TEXT.fullmatch(made.text)
     assert form is not None and form[1] == made.key.id
@@ -169,7 +177,7 @@ def test_secrets_are_random_and_of_256_bits(file: KeyFile) -> None:
     assert {len(secret) * 6 // 8 for secret in secrets} == {32}
 
 
-def test_without_a_key_nothing_works(keys: Keys, file: KeyFile) -> None:
+def test_without_a_key_nothing_works(keys: Authenticator, file: KeyFile) -> None:
     assert reason(keys, "") == reason(keys, "ut_") == "not of a key's form"
     assert reason(keys, f"ut_{'0' * 12}_{'A' * 43}") == f"{'0' * 12}: no such key"
     assert keys.trouble is None and not file.path.exists()
@@ -187,20 +195,20 @@ def test_a_text_that_differs_in_one_letter_is_refused(data: st.DataObject) -> No
             keys.check(wrong)
 
 
-_shared: list[tuple[KeyFile, Keys, str]] = []
+_shared: list[tuple[KeyFile, Authenticator, str]] = []
 
 
-def shared_key() -> tuple[KeyFile, Keys, str]:
+def shared_key() -> tuple[KeyFile, Authenticator, str]:
     """One key for all examples of a property."""
     if not _shared:
         file = KeyFile(Path(tempfile.mkdtemp()) / "keys.json")
         made = file.create(ADA, READ)
-        _shared.append((file, Keys(file.path), made.text))
+        _shared.append((file, Authenticator(file.path), made.text))
     return _shared[0]
 
 
 def test_an_unknown_id_costs_a_comparison_too(
-    file: KeyFile, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    file: KeyFile, keys: Authenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = file.create(ADA, READ)
     compared: list[int] = []
@@ -216,7 +224,7 @@ def test_an_unknown_id_costs_a_comparison_too(
     assert compared == [128, 128]
 
 
-def test_a_digest_under_another_id_opens_nothing(file: KeyFile, keys: Keys) -> None:
+def test_a_digest_under_another_id_opens_nothing(file: KeyFile, keys: Authenticator) -> None:
     """Whoever may write one record, but not make a secret, gains nothing by copying another's digest."""
     one, other = file.create(ADA, READ), file.create(ALL, [Scope.ADMIN])
     contents = orjson.loads(file.path.read_bytes())
@@ -227,7 +235,7 @@ def test_a_digest_under_another_id_opens_nothing(file: KeyFile, keys: Keys) -> N
     assert reason(keys, f"ut_{other.key.id}_{secret}") == f"{other.key.id}: wrong secret"
 
 
-def test_the_caller_is_not_told_why_and_the_log_is(file: KeyFile, keys: Keys, clock: Clock) -> None:
+def test_the_caller_is_not_told_why_and_the_log_is(file: KeyFile, keys: Authenticator, clock: Clock) -> None:
     revoked, expiring, rotated = (
         file.create(ADA, READ, expires_at=NOON + timedelta(hours=1) if n == 1 else None) for n in range(3)
     )
@@ -251,7 +259,7 @@ def test_the_caller_is_not_told_why_and_the_log_is(file: KeyFile, keys: Keys, cl
 
 
 def test_no_secret_is_shown_logged_or_stored(
-    file: KeyFile, keys: Keys, caplog: pytest.LogCaptureFixture
+    file: KeyFile, keys: Authenticator, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     made = file.create(ADA, READ)
@@ -281,14 +289,14 @@ def test_no_secret_is_shown_logged_or_stored(
 
 
 class Service(RuleBasedStateMachine):
-    """Any changes in any order: what a running `Keys` says is what was promised for each secret."""
+    """Any changes in any order: what a running `Authenticator` says is what was promised for each secret."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.clock = Clock()
         path = Path(self.folder.name) / "keys.json"
-        self.file, self.keys = KeyFile(path, now=self.clock), Keys(path, now=self.clock)
+        self.file, self.keys = KeyFile(path, now=self.clock), Authenticator(path, now=self.clock)
         # each text: its key, and until when it holds
         self.until: dict[str, tuple[str, datetime]] = {}
         self.ended: set[str] = set()
@@ -342,7 +350,7 @@ TestService = Service.TestCase
 TestService.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
-def test_changes_in_quick_succession_are_all_seen(file: KeyFile, keys: Keys) -> None:
+def test_changes_in_quick_succession_are_all_seen(file: KeyFile, keys: Authenticator) -> None:
     """Two files may share size, time and inode number, if the first is removed before the second is made."""
 
     def rotate() -> str:
@@ -370,7 +378,7 @@ def test_a_revoked_key_keeps_the_time_of_its_first_end(file: KeyFile, clock: Clo
 
 @pytest.mark.parametrize("what", ["cut off", "gone", "empty", "no rights"])
 def test_a_broken_file_leaves_the_last_good_keys_and_is_told_once(
-    what: str, file: KeyFile, keys: Keys, caplog: pytest.LogCaptureFixture
+    what: str, file: KeyFile, keys: Authenticator, caplog: pytest.LogCaptureFixture
 ) -> None:
     if what == "no rights" and os.geteuid() == 0:
         pytest.skip("root may read everything")
@@ -394,7 +402,7 @@ def test_a_broken_file_leaves_the_last_good_keys_and_is_told_once(
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     if what in ("cut off", "empty"):
         with pytest.raises(KeyFileError, match="Restore it from a backup"):
-            Keys(file.path)
+            Authenticator(file.path)
         with pytest.raises(KeyFileError, match="Restore it from a backup"):
             file.create(ADA, READ)
         assert len(file.path.read_bytes()) < len(good), "what is broken is not written over"
@@ -405,7 +413,7 @@ def test_a_broken_file_leaves_the_last_good_keys_and_is_told_once(
     assert keys.trouble is None
 
 
-def test_many_threads_check_while_keys_change(file: KeyFile, keys: Keys) -> None:
+def test_many_threads_check_while_keys_change(file: KeyFile, keys: Authenticator) -> None:
     steady = file.create(ADA, READ)
     stop = False
 
@@ -469,7 +477,7 @@ def test_a_file_of_another_user_is_not_replaced(file: KeyFile) -> None:
 
 
 def test_what_is_no_key_file_is_told_without_quoting_it(file: KeyFile) -> None:
-    file.create(ADA, READ, limits=Limits(requests_per_s=1))
+    file.create(ADA, READ, limits=KeyLimits(requests_per_s=1))
     good = orjson.loads(file.path.read_bytes())
     digest = good["keys"][0]["digest"]
     spoilt: list[tuple[object, str]] = [
@@ -499,14 +507,17 @@ def test_what_is_no_key_file_is_told_without_quoting_it(file: KeyFile) -> None:
         assert digest[:20] not in str(error.value) and str(file.path) in str(error.value)
 
 
-def test_an_erased_name_leaves_no_byte_and_its_key_goes(file: KeyFile, keys: Keys) -> None:
-    alone, shared = file.create(Reach(("eve-17",)), READ), file.create(Reach(("eve-17", "bo")), READ)
-    others = [file.create(reach, READ) for reach in (ADA, ALL, Reach(prefix="ev"))]
+def test_an_erased_name_leaves_no_byte_and_its_key_goes(file: KeyFile, keys: Authenticator) -> None:
+    alone, shared = (
+        file.create(TenantScope(("eve-17",)), READ),
+        file.create(TenantScope(("eve-17", "bo")), READ),
+    )
+    others = [file.create(reach, READ) for reach in (ADA, ALL, TenantScope(prefix="ev"))]
     assert file.forget(lambda name: name == "eve-17") == [alone.key.id, shared.key.id]
     assert b"eve-17" not in b"".join(p.read_bytes() for p in file.path.parent.iterdir())
     assert reason(keys, alone.text).endswith("no such key")
-    assert keys.check(shared.text).reach == Reach(("bo",))
-    assert [keys.check(made.text).reach for made in others] == [ADA, ALL, Reach(prefix="ev")]
+    assert keys.check(shared.text).reach == TenantScope(("bo",))
+    assert [keys.check(made.text).reach for made in others] == [ADA, ALL, TenantScope(prefix="ev")]
     before = file.path.stat()
     assert file.forget(lambda name: name == "eve-17") == []
     assert file.path.stat() == before, "nothing to change, nothing written"
@@ -518,13 +529,13 @@ CREATE = """
 import sys
 from pathlib import Path
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.principal import Reach, Scope
+from undertow.serving.auth.principal import Scope, TenantScope
 
 file = KeyFile(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(int(sys.argv[2])):
-    print(file.create(Reach(all_tenants=True), [Scope.READ]).text, flush=True)
+    print(file.create(TenantScope(all_tenants=True), [Scope.READ]).text, flush=True)
 """
 
 KILLED = """
@@ -576,7 +587,7 @@ def test_processes_that_create_at_once_lose_no_key(tmp_path: Path) -> None:
     printed = [process.communicate(timeout=120)[0] for process in running]
     texts = "".join(printed).split()
     assert len(texts) == 50
-    keys = Keys(path)
+    keys = Authenticator(path)
     assert {keys.check(text).key_id for text in texts} == KeyFile(path).read().keys()
     keys.close()
 

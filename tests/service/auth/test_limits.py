@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undertow.serving.auth.limits import NS_PER_S, RequestRates, SpendingError, TokenBudgets
-from undertow.serving.auth.principal import NO_LIMITS, Limits, Principal, Reach
+from undertow.serving.auth.principal import NO_LIMITS, KeyLimits, Principal, TenantScope
 
 from ...support.clock import Clock
 
 
-def holder(n: int = 0, limits: Limits = NO_LIMITS) -> Principal:
-    return Principal(f"{n:012x}", "", Reach(all_tenants=True), frozenset(), limits)
+def holder(n: int = 0, limits: KeyLimits = NO_LIMITS) -> Principal:
+    return Principal(f"{n:012x}", "", TenantScope(all_tenants=True), frozenset(), limits)
 
 
 class NsClock:
@@ -49,7 +49,7 @@ def test_a_bucket_grants_what_the_textbook_s_does(
 ) -> None:
     """Time in units of 1 / rate. The book's bucket is filled little by little, in fractions."""
     clock = NsClock()
-    rates, key = RequestRates(clock_ns=clock), holder(limits=Limits(rate, burst))
+    rates, key = RequestRates(clock_ns=clock), holder(limits=KeyLimits(rate, burst))
     per_ns = Fraction(1, round(NS_PER_S / rate))
     level = Fraction(burst)
     for pause, n in steps:
@@ -76,7 +76,7 @@ def test_who_waits_as_long_as_told_is_let_through_and_nobody_gets_more(
 ) -> None:
     clock = NsClock()
     began_ns = clock.now_ns
-    rates, key = RequestRates(clock_ns=clock), holder(limits=Limits(rate, burst))
+    rates, key = RequestRates(clock_ns=clock), holder(limits=KeyLimits(rate, burst))
     granted = 0
     for n in asked:
         n = min(n, burst)
@@ -90,32 +90,32 @@ def test_who_waits_as_long_as_told_is_let_through_and_nobody_gets_more(
 
 def test_keys_have_buckets_of_their_own_and_new_limits_hold_at_once() -> None:
     rates = RequestRates(clock_ns=NsClock())
-    slow, other = holder(1, Limits(1, 2)), holder(2, Limits(1, 2))
+    slow, other = holder(1, KeyLimits(1, 2)), holder(2, KeyLimits(1, 2))
     assert [rates.take(slow) for _ in range(3)] == [0, 0, 1]
     assert rates.take(other) == 0
-    assert rates.take(holder(1, Limits(10, 25))) == 0
+    assert rates.take(holder(1, KeyLimits(10, 25))) == 0
     assert rates.take(holder(3)) == 0 and len(rates) == 2, "without a limit nothing is kept"
 
 
 def test_memory_is_bounded_and_those_who_lack_most_are_kept() -> None:
     clock = NsClock()
     rates = RequestRates(clock_ns=clock, most_buckets=64)
-    greedy = holder(10**6, Limits(0.01, 5))
+    greedy = holder(10**6, KeyLimits(0.01, 5))
     assert rates.take(greedy, 5) == 0
     for n in range(1_000):
-        assert rates.take(holder(n, Limits(1, 10))) == 0
+        assert rates.take(holder(n, KeyLimits(1, 10))) == 0
         assert len(rates) <= 64
     assert rates.take(greedy) == 100, "still empty"
     clock.now_ns += 2 * NS_PER_S
     for n in range(1_000, 1_070):
-        rates.take(holder(n, Limits(1_000, 10)))
+        rates.take(holder(n, KeyLimits(1_000, 10)))
         clock.now_ns += NS_PER_S // 100
     assert len(rates) <= 64
     assert rates.take(greedy) == pytest.approx(97.3, abs=0.01)
 
 
 def test_threads_together_get_no_more_than_the_burst() -> None:
-    rates, key = RequestRates(clock_ns=NsClock()), holder(limits=Limits(1, 100))
+    rates, key = RequestRates(clock_ns=NsClock()), holder(limits=KeyLimits(1, 100))
     start = threading.Barrier(8)
 
     def take(_: int) -> int:
@@ -161,7 +161,7 @@ actions = st.lists(
 @settings(max_examples=60, deadline=None)
 def test_budgets_are_the_sums_of_a_day(steps: list[tuple[str, int, int]]) -> None:
     """Key 0 has 100 tokens a day, key 1 none, key 2 no limit. What was reserved before a restart is spent."""
-    holders = [holder(n, Limits(tokens_per_day=budget)) for n, budget in enumerate([100, 0, None])]
+    holders = [holder(n, KeyLimits(tokens_per_day=budget)) for n, budget in enumerate([100, 0, None])]
     clock = Clock()
     with TemporaryDirectory() as folder:
         budgets = TokenBudgets(Path(folder) / "spending.json", now=clock)
@@ -195,7 +195,7 @@ def test_budgets_are_the_sums_of_a_day(steps: list[tuple[str, int, int]]) -> Non
 
 
 def test_calls_side_by_side_do_not_exceed_a_budget_together(budgets: TokenBudgets) -> None:
-    key = holder(limits=Limits(tokens_per_day=1_000))
+    key = holder(limits=KeyLimits(tokens_per_day=1_000))
     with ThreadPoolExecutor(8) as pool:
         reservations = list(pool.map(lambda _: budgets.reserve(key, 30), range(80)))
     granted = [r for r in reservations if r is not None]
@@ -206,7 +206,7 @@ def test_calls_side_by_side_do_not_exceed_a_budget_together(budgets: TokenBudget
 
 
 def test_a_budget_is_whole_again_at_midnight_in_utc(budgets: TokenBudgets, clock: Clock) -> None:
-    key = holder(limits=Limits(tokens_per_day=50))
+    key = holder(limits=KeyLimits(tokens_per_day=50))
     clock.now = datetime(2026, 5, 8, 23, 59, 50, tzinfo=UTC)
     reservation = budgets.reserve(key, 50)
     assert reservation is not None and budgets.reserve(key, 1) is None
@@ -222,9 +222,9 @@ import os, signal, sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from undertow.serving.auth.limits import TokenBudgets
-from undertow.serving.auth.principal import Limits, Principal, Reach
+from undertow.serving.auth.principal import KeyLimits, Principal, TenantScope
 
-key = Principal("0" * 12, "", Reach(all_tenants=True), frozenset(), Limits(tokens_per_day=1_000))
+key = Principal("0" * 12, "", TenantScope(all_tenants=True), frozenset(), KeyLimits(tokens_per_day=1_000))
 moments = [datetime(2026, 5, 8, 12, tzinfo=UTC)]
 budgets = TokenBudgets(Path(sys.argv[1]), now=lambda: moments[-1])
 for _ in range(10):  # a call of 40 tokens each 0.4 s
@@ -239,7 +239,7 @@ def test_a_kill_forgets_no_more_than_the_last_second(path: Path, clock: Clock) -
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True, timeout=60)
     assert done.returncode == -9, done.stderr
     budgets = TokenBudgets(path, now=clock)
-    left = budgets.left(holder(limits=Limits(tokens_per_day=1_000)))
+    left = budgets.left(holder(limits=KeyLimits(tokens_per_day=1_000)))
     assert left is not None and 600 - 10 <= left <= 600 + 3 * 40
     budgets.close()
 
@@ -275,7 +275,7 @@ def test_a_disk_that_refuses_stops_no_call_and_is_told(
     path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     budgets = TokenBudgets(path, now=clock)
-    key = holder(limits=Limits(tokens_per_day=100))
+    key = holder(limits=KeyLimits(tokens_per_day=100))
     path.mkdir()  # a folder in the file's place refuses even root
     clock.pass_s(2)
     reservation = budgets.reserve(key, 60)

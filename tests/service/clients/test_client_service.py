@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from undertow.serving.auth.principal import Limits, Scope
+from undertow.serving.auth.principal import KeyLimits, Scope
 from undertow.serving.client import (
     Answer,
     AuthError,
@@ -225,11 +225,11 @@ def test_keys_decide(running: Running, kind: str, client: Driven) -> None:
 
 def test_a_key_s_rate_is_waited_for_or_told(running: Running, kind: str, client: Driven) -> None:
     client.add("ann", BOAT)
-    slow = running.key(limits=Limits(requests_per_s=1, burst=1))
+    slow = running.key(limits=KeyLimits(requests_per_s=1, burst=1))
     with driven(kind, running.url, slow) as patient:
         for _ in range(2):
             assert patient.search("ann", BOAT).results
-    never = running.key(limits=Limits(requests_per_s=0.001, burst=1))
+    never = running.key(limits=KeyLimits(requests_per_s=0.001, burst=1))
     with driven(kind, running.url, never, retries=Retries(patience_s=5)) as impatient:
         impatient.search("ann", BOAT)
         with pytest.raises(RateLimited) as raised:

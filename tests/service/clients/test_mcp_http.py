@@ -18,10 +18,10 @@ from mcp import Client, MCPError
 from undertow.engine.base.config import Settings
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.storage.location import Place
-from undertow.serving.async_memories import Memories
+from undertow.engine.storage.location import Location
+from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.principal import Limits, Scope
+from undertow.serving.auth.principal import KeyLimits, Scope
 from undertow.serving.mcp.results import UNTRUSTED
 
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
@@ -123,13 +123,13 @@ def test_a_memory_s_life(running: Running, url: str, mode: str) -> None:
 def test_over_shards_on_ray_it_is_the_same(tmp_path: Path) -> None:
     from undertow.engine.cluster.ray.cluster import Cluster
 
-    def on_ray(root: Path, settings: Settings, **_: Any) -> Memories:
+    def on_ray(root: Path, settings: Settings, **_: Any) -> AsyncMemories:
         small = ClusterSettings(num_cpus=0.5, threads=1, patience_s=SOON_S)
-        cluster = Cluster.open(Place.of(root), settings, shards=2, resources=small)
-        return Memories(cluster, cluster.stop)
+        cluster = Cluster.open(Location.of(root), settings, shards=2, resources=small)
+        return AsyncMemories(cluster, cluster.stop)
 
     with serving(tmp_path, open_with=on_ray) as service:
-        shards = shard_map.load(Place.of(tmp_path))
+        shards = shard_map.load(Location.of(tmp_path))
         tenant_of = {shards.owner(name): name for name in (f"life/{n}" for n in range(64))}
         assert len(tenant_of) == 2  # each has a tenant
 
@@ -280,7 +280,7 @@ def test_a_key_s_limit_is_told_as_an_error(running: Running, url: str) -> None:
         assert "0 tokens left today" in said_of
         await done(client, "search_memories", tenant="ann", query="hello")
 
-    talk(url, running.key(limits=Limits(tokens_per_day=0)), story)
+    talk(url, running.key(limits=KeyLimits(tokens_per_day=0)), story)
 
 
 # --- tenants apart ---

@@ -14,12 +14,12 @@ import pytest
 
 from undertow.engine.api.answer_calls import Answer
 from undertow.engine.base.model import AnswerMode, Usage
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.replies import BadReply, BrokenOff
-from undertow.engine.search.ranking import Found
-from undertow.serving.async_memories import Memories
+from undertow.engine.search.ranking import SearchResult
+from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.principal import Limits
+from undertow.serving.auth.principal import KeyLimits
 
 from ...support.llm_servers import completion, odd_server, wait_until
 from ...support.service.http import Running, at, is_problem, said, serving
@@ -69,14 +69,14 @@ def test_a_streamed_answer_is_the_same_in_pieces(running: Running) -> None:
 def test_what_goes_wrong_before_the_first_piece_has_a_status(running: Running, stream: bool) -> None:
     client = running.client()
     is_problem(client.post(at("nobody", "/answer"), json={**ASK, "stream": stream}), 404, "unknown-tenant")
-    poor = running.client(limits=Limits(tokens_per_day=10))
+    poor = running.client(limits=KeyLimits(tokens_per_day=10))
     refused = poor.post(at("ann", "/answer"), json={**ASK, "stream": stream})
     is_problem(refused, 429, "token-budget")
     assert 0 < int(refused.headers["retry-after"]) <= 86_400
     for mode in ("best_effort", "worst"):
         odd = client.post(at("ann", "/answer"), json={**ASK, "stream": stream, "mode": mode})
         assert "mode" in is_problem(odd, 422, "input")["detail"]
-    frugal = running.client(limits=Limits(tokens_per_day=2 * running.service.answer_tokens("hybrid")))
+    frugal = running.client(limits=KeyLimits(tokens_per_day=2 * running.service.answer_tokens("hybrid")))
     dear = {**ASK, "stream": stream, "mode": "best_effort"}
     is_problem(frugal.post(at("ann", "/answer"), json=dear), 429, "token-budget")
     assert frugal.post(at("ann", "/answer"), json={**dear, "mode": "hybrid"}).status_code == 200
@@ -90,7 +90,7 @@ class Scripted:
         self.error: Exception | None = None
         self.waits = False
 
-    def around(self, memories: Memories) -> Memories:
+    def around(self, memories: AsyncMemories) -> AsyncMemories:
         memories.answer = self.answer  # type: ignore[method-assign]
         memories.answer_stream = self.answer_stream  # type: ignore[method-assign]
         return memories
@@ -106,7 +106,7 @@ class Scripted:
                 await asyncio.Event().wait()
             finally:
                 self.closed += 1
-        return Answer("On Sunday.", Found((), (), ()), COST)
+        return Answer("On Sunday.", SearchResult((), (), ()), COST)
 
     async def answer_stream(
         self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
@@ -129,7 +129,7 @@ def left(running: Running, key: str) -> int | None:
 def test_the_budget_is_charged_what_an_answer_took(tmp_path: Path) -> None:
     scripted = Scripted()
     with serving(tmp_path, wrap=scripted.around) as running:
-        key = running.key(limits=Limits(tokens_per_day=50_000))
+        key = running.key(limits=KeyLimits(tokens_per_day=50_000))
         client = running.client_of(key)
         assert client.post(at("ann", "/answer"), json=ASK).json()["usage"]["prompt_tokens"] == 700
         assert left(running, key) == 50_000 - 750
@@ -149,9 +149,9 @@ def test_what_an_answer_has_cost_that_none_came_of_is_metered(tmp_path: Path) ->
     empty = completion("", usage={"prompt_tokens": 70, "completion_tokens": 3})
     with (
         odd_server(lambda body, number: (200, empty)) as url,
-        serving(tmp_path, parts=Parts(), engine={"llm_url": url}) as running,
+        serving(tmp_path, parts=EngineParts(), engine={"llm_url": url}) as running,
     ):
-        key = running.key(limits=Limits(tokens_per_day=50_000))
+        key = running.key(limits=KeyLimits(tokens_per_day=50_000))
         client = running.client_of(key)
         client.post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
         is_problem(client.post(at("ann", "/answer"), json=ASK), 503, "llm-reply")
@@ -164,7 +164,7 @@ def test_what_is_known_of_a_broken_answer_is_charged(tmp_path: Path) -> None:
     scripted = Scripted()
     scripted.error = BrokenOff("the server has gone", Usage(1, 200, 0, 11))
     with serving(tmp_path, wrap=scripted.around) as running:
-        key = running.key(limits=Limits(tokens_per_day=50_000))
+        key = running.key(limits=KeyLimits(tokens_per_day=50_000))
         broken = events(running.client_of(key).post(at("ann", "/answer"), json={**ASK, "stream": True}))
         assert broken[-1][1]["type"] == "urn:undertow:error:llm-broke-off"
         assert left(running, key) == 50_000 - 211
@@ -174,7 +174,7 @@ def test_who_leaves_before_a_whole_answer_ends_the_call_and_is_charged_the_most(
     scripted = Scripted()
     scripted.waits = True
     with serving(tmp_path, wrap=scripted.around) as running:
-        key = running.key(limits=Limits(tokens_per_day=50_000))
+        key = running.key(limits=KeyLimits(tokens_per_day=50_000))
         body = orjson.dumps(ASK)
         head = (
             f"POST {at('ann', '/answer')} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {key}\r\n"
@@ -192,7 +192,7 @@ def test_who_leaves_a_stream_ends_the_call_and_is_charged_the_most(tmp_path: Pat
     scripted = Scripted()
     scripted.waits = True
     with serving(tmp_path, wrap=scripted.around) as running:
-        key = running.key(limits=Limits(tokens_per_day=50_000))
+        key = running.key(limits=KeyLimits(tokens_per_day=50_000))
         client = running.client_of(key)
         with client.stream("POST", at("ann", "/answer"), json={**ASK, "stream": True}) as response:
             assert next(response.iter_raw()).startswith(b"event: delta")

@@ -15,11 +15,11 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import InputError, Turn, UndertowError
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.store_info import read_info
 from undertow.engine.tenants.registry import UnknownTenant
-from undertow.serving.async_memories import Memories, open_memories
+from undertow.serving.async_memories import AsyncMemories, open_memories
 
 from ...support.cluster.in_process import PARTS, begin, mock_llm, settings
 from ...support.engine import HeldLLM, turn_of
@@ -42,7 +42,7 @@ def some(tenant: str, *numbers: int) -> list[Turn]:
 
 
 @asynccontextmanager
-async def opened(store: Path, parts: Parts = PARTS) -> AsyncIterator[Memories]:
+async def opened(store: Path, parts: EngineParts = PARTS) -> AsyncIterator[AsyncMemories]:
     async with await asyncio.to_thread(open_memories, store, settings(), parts=parts) as memories:
         yield memories
 
@@ -175,7 +175,7 @@ class Held:
 
     def __init__(self) -> None:
         self.llm = HeldLLM()
-        self.parts = Parts(PARTS.encoder, lambda _: self.llm)
+        self.parts = EngineParts(PARTS.encoder, lambda _: self.llm)
 
     async def asked(self, count: int) -> None:
         """Wait until so many answers are asked for."""
@@ -254,7 +254,7 @@ def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
     async def work() -> None:
         narrow = ClusterSettings(lane_turns=4, call_turns=2)
         router = await asyncio.to_thread(InProcess, tmp_path / "store", settings(), PARTS, cluster=narrow)
-        async with Memories(router) as memories:
+        async with AsyncMemories(router) as memories:
             calls = [memories.add(some("ann", 2 * n, 2 * n + 1)) for n in range(30)]
             results = await asyncio.gather(*calls, return_exceptions=True)
             refused = [n for n, result in enumerate(results) if isinstance(result, QueueFull)]

@@ -14,7 +14,7 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.encoders.base import HashingEncoder
 
 from ...support.cluster.in_process import settings
@@ -70,7 +70,7 @@ def indexed(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def running(store: Path, indexed: bool) -> Iterator[Running]:
     engine = {"ivf_rows": 5_000 if indexed else HUGE, **DISTINCT}
-    with serving(store, parts=Parts(llm=without_llm), engine=engine) as service:
+    with serving(store, parts=EngineParts(llm=without_llm), engine=engine) as service:
         yield service
 
 
@@ -123,4 +123,4 @@ def test_a_huge_tenant_gets_k_of_what_is_rare_in_it(
         assert sorted(seq % RARE for memory in found for seq in memory["source_seqs"]) == [0] * 30
         assert recall == 1.0, "filtered, it is searched exactly"
     (shard,) = running.service.memories._router._shards._running.values()  # type: ignore[attr-defined]
-    assert set(shard._housing.engine.retrieval.indexes()) == ({"huge"} if indexed else set())
+    assert set(shard._supervisor.engine.retrieval.indexes()) == ({"huge"} if indexed else set())

@@ -17,7 +17,7 @@ import pytest
 
 from undertow.engine.base.model import Turn
 from undertow.engine.step.admission import QueueFull, Receipt
-from undertow.serving.async_memories import Memories
+from undertow.serving.async_memories import AsyncMemories
 
 from ...support.llm_servers import wait_until
 from ...support.service.http import PROBLEM, SOON_S, Running, at, is_problem, said, serving
@@ -230,7 +230,7 @@ class Held:
         self.begun = 0
         self.go = threading.Event()
 
-    def around(self, memories: Memories) -> Memories:
+    def around(self, memories: AsyncMemories) -> AsyncMemories:
         search = memories.search
 
         async def held(*args: Any, **kwargs: Any) -> Any:
@@ -294,7 +294,7 @@ def test_beyond_its_share_a_tenant_is_refused_at_once_and_others_are_not(tmp_pat
 def test_what_waits_for_an_llm_leaves_room_for_all_else(tmp_path: Path) -> None:
     held, asking = Held(), Asking()
 
-    def slow(memories: Memories) -> Memories:
+    def slow(memories: AsyncMemories) -> AsyncMemories:
         async def flush(tenant: str, *, again: bool = False) -> bool:
             held.begun += 1
             await asyncio.to_thread(held.go.wait, SOON_S)
@@ -322,7 +322,7 @@ def test_what_waits_for_an_llm_leaves_room_for_all_else(tmp_path: Path) -> None:
 def test_who_reads_nothing_of_an_answer_is_cut_off(tmp_path: Path) -> None:
     ended = threading.Event()
 
-    def endless(memories: Memories) -> Memories:
+    def endless(memories: AsyncMemories) -> AsyncMemories:
         async def export(tenant: str, *, vectors: bool = False) -> AsyncGenerator[dict[str, Any]]:
             try:
                 while True:
@@ -360,7 +360,7 @@ def test_at_mcp_a_key_has_no_more_than_its_share(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_is_no_failure(tmp_path: Path) -> None:
-    def full(memories: Memories) -> Memories:
+    def full(memories: AsyncMemories) -> AsyncMemories:
         async def add(turns: Any) -> list[Receipt]:
             raise QueueFull("16384 turns wait for shard s0. Try again in a moment.")
 
@@ -376,7 +376,7 @@ def test_a_full_queue_is_no_failure(tmp_path: Path) -> None:
 def test_what_goes_wrong_inside_is_told_without_its_words(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(memories: Memories) -> Memories:
+    def broken(memories: AsyncMemories) -> AsyncMemories:
         async def add(turns: list[Turn]) -> list[Receipt]:
             raise RuntimeError(f"cannot store {turns[0].text}")
 

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 
 from undertow.engine.base.model import UndertowError
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.principal import Limits, Scope
+from undertow.serving.auth.principal import KeyLimits, Scope
 from undertow.serving.http.hosting import Files, run
 from undertow.serving.http.middleware.guard import OpenGuard
 from undertow.serving.http.problems import Problem
@@ -116,7 +116,7 @@ def test_a_revoked_key_ends_at_once(running: Running) -> None:
 
 
 def test_requests_are_counted_by_key_whatever_becomes_of_them(running: Running) -> None:
-    client = running.client(limits=Limits(requests_per_s=0.001, burst=3))
+    client = running.client(limits=KeyLimits(requests_per_s=0.001, burst=3))
     statuses = [client.post(at("ann", "/search"), json=body).status_code for body in ({}, {"query": "x"})]
     assert statuses == [422, 200]
     assert client.get("/v1/none").status_code == 404

@@ -9,9 +9,9 @@ import pytest
 
 from undertow.engine.base.model import UndertowError
 from undertow.serving.async_memories import open_memories
-from undertow.serving.http.middleware.idempotency import Begun, Once, Response
+from undertow.serving.http.middleware.idempotency import IdempotencyStore, IdempotentRequest, Response
 from undertow.serving.http.problems import Problem
-from undertow.serving.http.state_db import State, StateError
+from undertow.serving.http.state_db import StateDb, StateError
 
 from ...support.cluster.in_process import PARTS, settings
 from ...support.engine import turn_of
@@ -20,16 +20,16 @@ MARK, OTHER, REQUEST = b"m" * 32, b"o" * 32, b"r" * 32
 
 
 def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
-    async def go(state: State) -> None:
-        killed, now = Once(state, 60.0), Once(state, 60.0)
+    async def go(state: StateDb) -> None:
+        killed, now = IdempotencyStore(state, 60.0), IdempotencyStore(state, 60.0)
         cut_off = await killed.begin(MARK, "key", REQUEST)
-        assert isinstance(cut_off, Begun)
+        assert isinstance(cut_off, IdempotentRequest)
         assert not cut_off.again
         with pytest.raises(Problem) as under_way:
             await killed.begin(MARK, "key", REQUEST)
         assert (under_way.value.status_code, under_way.value.slug) == (409, "under-way")
         begun = await now.begin(MARK, "key", REQUEST)
-        assert isinstance(begun, Begun)
+        assert isinstance(begun, IdempotentRequest)
         assert begun.again
         given = Response(200, [(b"content-type", b"a/b"), (b"x-request-id", b"1")], bytearray(b"told"))
         await now.keep(begun, given)
@@ -42,7 +42,7 @@ def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
         assert (other.value.status_code, other.value.slug) == (422, "idempotency-key-reused")
         await now.forget("key")
         anew = await now.begin(MARK, "key", REQUEST)
-        assert isinstance(anew, Begun)
+        assert isinstance(anew, IdempotentRequest)
         assert not anew.again
         # what an erasure has forgotten does not come back with the end of a request that was under way
         await now.keep(begun, given)
@@ -50,43 +50,43 @@ def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
             await now.begin(MARK, "key", REQUEST)
         await now.forget("key")
         await now.keep(anew, given)
-        assert isinstance(await now.begin(MARK, "key", REQUEST), Begun)
+        assert isinstance(await now.begin(MARK, "key", REQUEST), IdempotentRequest)
 
-    state = State(tmp_path)
+    state = StateDb(tmp_path)
     asyncio.run(go(state))
     state.close()
 
 
 def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
-    async def go(state: State) -> None:
-        once = Once(state, 0.0)
+    async def go(state: StateDb) -> None:
+        once = IdempotencyStore(state, 0.0)
         begun = await once.begin(MARK, None, REQUEST)
-        assert isinstance(begun, Begun)
+        assert isinstance(begun, IdempotentRequest)
         await once.keep(begun, Response(200))
         for mark in (OTHER, MARK):
             anew = await once.begin(mark, None, REQUEST)
-            assert isinstance(anew, Begun)
+            assert isinstance(anew, IdempotentRequest)
             assert not anew.again
 
-    state = State(tmp_path)
+    state = StateDb(tmp_path)
     asyncio.run(go(state))
     state.close()
 
 
 def test_a_state_folder_is_of_one_service(tmp_path: Path) -> None:
-    state = State(tmp_path)
+    state = StateDb(tmp_path)
     with pytest.raises(StateError, match="a service that is running"):
-        State(tmp_path)
+        StateDb(tmp_path)
     state.close()
-    State(tmp_path).close()
+    StateDb(tmp_path).close()
 
 
 def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "service.sqlite3").write_bytes(b"no database" * 100)
     with pytest.raises(StateError, match="begun anew"):
-        State(tmp_path)
+        StateDb(tmp_path)
     (tmp_path / "service.sqlite3").unlink()
-    State(tmp_path).close()
+    StateDb(tmp_path).close()
 
 
 def test_changes_may_be_repeated(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from undertow.engine.api.erasure import Certificate
 from undertow.engine.api.memory_updates import Updated
 from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.tenants.migration_records import Move
-from undertow.serving.async_memories import Memories
+from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import Scope
-from undertow.serving.http.jobs import Job, Jobs
+from undertow.serving.http.jobs import JobQueue, ServiceJob
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.state_db import State
+from undertow.serving.http.state_db import StateDb
 
 from ...support.llm_servers import wait_until
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
@@ -122,7 +122,7 @@ def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
 ) -> None:
     failures = [failure]
 
-    def lossy(memories: Memories) -> Memories:
+    def lossy(memories: AsyncMemories) -> AsyncMemories:
         update = memories.update
 
         async def updated(*args: Any, **kwargs: Any) -> Updated:
@@ -148,7 +148,7 @@ def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
 def test_a_tenants_jobs_hold_up_no_other_and_no_erasure(tmp_path: Path) -> None:
     go = threading.Event()
 
-    def slow(memories: Memories) -> Memories:
+    def slow(memories: AsyncMemories) -> AsyncMemories:
         flush = memories.flush
 
         async def flushed(tenant: str, *, again: bool = False) -> bool:
@@ -232,7 +232,7 @@ def test_an_erasure_that_was_accepted_tells_its_end_whichever_erasure_came_first
     go = threading.Event()
     begun: list[str] = []
 
-    def slow(memories: Memories) -> Memories:
+    def slow(memories: AsyncMemories) -> AsyncMemories:
         erase = memories.erase
 
         async def erased(*args: Any, **kwargs: Any) -> Certificate | None:
@@ -270,14 +270,14 @@ def test_an_erasure_that_was_accepted_tells_its_end_whichever_erasure_came_first
             assert db.execute("select count(*), count(tenant) from jobs").fetchone() == (2, 0)
 
 
-class Late(Jobs):
+class Late(JobQueue):
     """Begins its jobs when it is told to, as a busy event loop does."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.accepted: list[Job] = []
+        self.accepted: list[ServiceJob] = []
 
-    def _launch(self, job: Job) -> None:
+    def _launch(self, job: ServiceJob) -> None:
         self.accepted.append(job)
 
     def begin(self) -> None:
@@ -288,11 +288,11 @@ class Late(Jobs):
 def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) -> None:
     done: list[str] = []
 
-    async def work(job: Job) -> dict[str, Any]:
+    async def work(job: ServiceJob) -> dict[str, Any]:
         done.append(job.tenant_key)
         return {}
 
-    async def go(state: State) -> None:
+    async def go(state: StateDb) -> None:
         jobs = Late(state, ServiceSettings())
         await jobs.start({"flush": work, "import": work, "erase": work})
         for key in ("ann", "bob"):
@@ -303,7 +303,7 @@ def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) ->
             await asyncio.sleep(0.001)
         await jobs.stop()
 
-    state = State(tmp_path)
+    state = StateDb(tmp_path)
     asyncio.run(go(state))
     state.close()
     assert done == ["bob"]
@@ -311,7 +311,7 @@ def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) ->
 
 
 def test_jobs_and_what_they_bring_are_bounded(tmp_path: Path) -> None:
-    async def go(state: State) -> None:
+    async def go(state: StateDb) -> None:
         bounds = {"max_jobs": 3, "max_job_bytes": 2_048, "max_import_bytes": 2_048}
         jobs = Late(state, ServiceSettings(**bounds))
         await jobs.accept("import", "ann", "ann", "k", b"x" * 1_500)
@@ -325,7 +325,7 @@ def test_jobs_and_what_they_bring_are_bounded(tmp_path: Path) -> None:
         with pytest.raises(Problem, match="Too many jobs are open"):
             await jobs.accept("flush", "eve", "eve", "k")
 
-    state = State(tmp_path)
+    state = StateDb(tmp_path)
     asyncio.run(go(state))
     state.close()
 
@@ -382,7 +382,7 @@ def test_an_erasure_between_shards_forgets_at_once_and_is_certified_later(runnin
     add(client, name, "the boat")
     client.post(at(name, "/flush"), headers={"Idempotency-Key": "k"})
     (shard,) = running.service.memories._router._shards._running.values()  # type: ignore[attr-defined]
-    arrived = shard._housing.open().tenants.arrived
+    arrived = shard._supervisor.open().tenants.arrived
     arrived[running.service.memories.tenant_key(name)] = Move("arrived", "elsewhere", 1)
     refused = client.delete(at(name))
     is_problem(refused, 503, "resharding")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from undertow.serving.async_memories import Memories
+from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.http.readiness import Readiness
 
 
-class Slow(Memories):
+class Slow(AsyncMemories):
     """Memories whose shards say how they are once they may."""
 
     def __init__(self) -> None:

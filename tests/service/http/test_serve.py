@@ -18,7 +18,7 @@ import pytest
 
 from undertow.bench.mock.server import spawn_server
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.principal import Reach, Scope
+from undertow.serving.auth.principal import Scope, TenantScope
 from undertow.serving.http.server import bound
 
 from ...support.cli import ENV, PROGRAM, conversation, run
@@ -57,7 +57,7 @@ class Process:
 
     def key(self) -> str:
         """A new key, for everything."""
-        made = KeyFile(self.store / "keys.json").create(Reach(all_tenants=True), tuple(Scope))
+        made = KeyFile(self.store / "keys.json").create(TenantScope(all_tenants=True), tuple(Scope))
         return made.text
 
     def client(self, key: str | None = None) -> httpx2.Client:

@@ -9,7 +9,7 @@ import httpx2
 import orjson
 import pytest
 
-from undertow.serving.async_memories import Memories
+from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.principal import Scope
 
 from ...support.cli import conversation
@@ -151,7 +151,7 @@ def test_the_store_as_a_whole(client: httpx2.Client) -> None:
 
 
 def test_an_export_that_breaks_off_has_no_end(tmp_path: Path) -> None:
-    def breaking(memories: Memories) -> Memories:
+    def breaking(memories: AsyncMemories) -> AsyncMemories:
         async def export(tenant: str, *, vectors: bool = False):  # type: ignore[no-untyped-def]
             for n in range(3):
                 yield {"kind": "turn", "text": f"secret {n}" * 20_000}

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from undertow.bench.mock.llm import MockLLM
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.storage.location import StoreError
 from undertow.serving.http import hosting
 from undertow.serving.telemetry.logs import JSONLines, set_up
@@ -127,7 +127,7 @@ def test_no_secret_is_told_whatever_is_asked(tmp_path: Path, monkeypatch: pytest
     provider.add_span_processor(SimpleSpanProcessor(spans))
     made = Tracing(provider)
     monkeypatch.setattr(hosting, "tracing", lambda: made)
-    parts = Parts(
+    parts = EngineParts(
         lambda _: FailingEncoder([POISON], lambda text: ValueError(f"{text}: {POISON}")),
         lambda _: MockLLM(),
         lambda _: (made.observer(None),),

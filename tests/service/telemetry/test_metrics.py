@@ -20,9 +20,9 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.base.model import Usage
 from undertow.engine.base.trace import LLMRequest, Phase
 from undertow.engine.cluster.routing.router import Router
-from undertow.engine.cluster.shard.supervisor import Parts
-from undertow.engine.step.lag import Arrivals
-from undertow.engine.step.shard_metrics import BOUNDS_S, Tally
+from undertow.engine.cluster.shard.supervisor import EngineParts
+from undertow.engine.step.lag import LagTracker
+from undertow.engine.step.shard_metrics import BOUNDS_S, ShardMetrics
 from undertow.serving.auth.principal import Scope
 from undertow.serving.telemetry.metrics import CONTENT_TYPE, HTTPMetrics
 
@@ -53,7 +53,9 @@ def metrics_of(client: httpx2.Client) -> tuple[list[Metric], Samples]:
 
 
 def test_a_scrape_tells_what_was_done(tmp_path: Path) -> None:
-    sound = Parts(llm=lambda _: MockLLM(MockReplies()))  # no reply is bad, whatever the prompts' words are
+    sound = EngineParts(
+        llm=lambda _: MockLLM(MockReplies())
+    )  # no reply is bad, whatever the prompts' words are
     with serving(tmp_path, parts=sound) as service:
         client = service.client()
         for tenant in TENANTS:
@@ -142,13 +144,13 @@ def test_a_shard_that_is_down_is_told_as_down_and_all_else_is_told(tmp_path: Pat
 
 def test_counts_outlive_the_engine(tmp_path: Path) -> None:
     """A shard opens its engine anew after a fault; a counter that fell back would look like a restart."""
-    tally = Tally()
-    tally.ended(Phase("commit", 3, 1.0, 1.5))
-    tally.ended(Phase("commit", 0, 2.0, 2.5))  # nothing to do: not counted
-    tally.ended(Phase("step", 0, 2.0, 2.25))
-    tally.requested(LLMRequest("merge", 0.0, 40.0, Usage(1, 10, 4, 2), "ok"))
-    tally.requested(LLMRequest("merge", 0.0, 0.001, Usage(), "retry"))
-    report = tally.report()
+    shard_metrics = ShardMetrics()
+    shard_metrics.ended(Phase("commit", 3, 1.0, 1.5))
+    shard_metrics.ended(Phase("commit", 0, 2.0, 2.5))  # nothing to do: not counted
+    shard_metrics.ended(Phase("step", 0, 2.0, 2.25))
+    shard_metrics.requested(LLMRequest("merge", 0.0, 40.0, Usage(1, 10, 4, 2), "ok"))
+    shard_metrics.requested(LLMRequest("merge", 0.0, 0.001, Usage(), "retry"))
+    report = shard_metrics.report()
     assert report["phases"]["commit"]["work"] == 3
     assert sum(report["phases"]["commit"]["counts"]) == 1
     assert report["phases"]["step"]["total_s"] == 0.25
@@ -161,19 +163,25 @@ def test_counts_outlive_the_engine(tmp_path: Path) -> None:
 
 def test_lag_is_told_by_the_oldest_undecided_record() -> None:
     now_s = [0.0]
-    arrivals = Arrivals(lambda: now_s[0])
-    assert arrivals.oldest_s == 0
-    arrivals.note("ann", 1, "first")
+    lag_tracker = LagTracker(lambda: now_s[0])
+    assert lag_tracker.oldest_s == 0
+    lag_tracker.note("ann", 1, "first")
     now_s[0] = 5
-    arrivals.note("ann", 3, "second")
-    arrivals.note("ann", 3, "ignored")
-    arrivals.note("bob", 0)
+    lag_tracker.note("ann", 3, "second")
+    lag_tracker.note("ann", 3, "ignored")
+    lag_tracker.note("bob", 0)
     now_s[0] = 7
-    assert arrivals.oldest_s == 7
-    assert [arrivals.cause_of("ann", seq) for seq in range(5)] == ["first", "first", "second", "second", None]
-    arrivals.decided("ann", 2)
-    assert arrivals.oldest_s == 2
-    assert arrivals.cause_of("ann", 2) == "second"
-    arrivals.decided("ann", 4)
-    arrivals.forget("bob")
-    assert arrivals.oldest_s == 0
+    assert lag_tracker.oldest_s == 7
+    assert [lag_tracker.cause_of("ann", seq) for seq in range(5)] == [
+        "first",
+        "first",
+        "second",
+        "second",
+        None,
+    ]
+    lag_tracker.decided("ann", 2)
+    assert lag_tracker.oldest_s == 2
+    assert lag_tracker.cause_of("ann", 2) == "second"
+    lag_tracker.decided("ann", 4)
+    lag_tracker.forget("bob")
+    assert lag_tracker.oldest_s == 0

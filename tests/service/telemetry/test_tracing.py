@@ -28,7 +28,7 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.base.config import Settings
 from undertow.engine.base.trace import Observer, Phase
 from undertow.engine.base.trace_context import caused_by
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.client import LLMClient
 from undertow.serving.auth.principal import Scope
 from undertow.serving.http import hosting
@@ -49,7 +49,7 @@ def spans() -> Iterator[InMemorySpanExporter]:
 
 
 @pytest.fixture
-def drawn(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> Parts:
+def drawn(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> EngineParts:
     """Parts of shards that draw into `spans`, as the service does; nothing but what comes sampled."""
     provider = TracerProvider(LinkedSampler(0.0))
     provider.add_span_processor(SimpleSpanProcessor(spans))
@@ -59,7 +59,7 @@ def drawn(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> Parts
     def observers(settings: Settings) -> Sequence[Observer]:
         return (made.observer("small"),)
 
-    return Parts(llm=eager_llm, observers=observers)
+    return EngineParts(llm=eager_llm, observers=observers)
 
 
 def eager_llm(settings: Settings) -> LLMClient:
@@ -87,7 +87,7 @@ def links_to(span: ReadableSpan, other: ReadableSpan) -> bool:
 
 
 def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
-    tmp_path: Path, drawn: Parts, spans: InMemorySpanExporter
+    tmp_path: Path, drawn: EngineParts, spans: InMemorySpanExporter
 ) -> None:
     with serving(tmp_path, parts=drawn, engine={"theta_count": 2, "theta_sim": 0.1}) as service:
         client = service.client()
@@ -131,7 +131,9 @@ def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
     assert not [key for key in attributes if "message" in key or "prompt" in key]
 
 
-def test_who_is_not_sampled_is_not_drawn(tmp_path: Path, drawn: Parts, spans: InMemorySpanExporter) -> None:
+def test_who_is_not_sampled_is_not_drawn(
+    tmp_path: Path, drawn: EngineParts, spans: InMemorySpanExporter
+) -> None:
     with serving(tmp_path, parts=drawn) as service:
         client = service.client()
         for headers in ({}, UNSAMPLED):
@@ -142,7 +144,7 @@ def test_who_is_not_sampled_is_not_drawn(tmp_path: Path, drawn: Parts, spans: In
 
 
 def test_a_refusal_is_an_error_of_its_span_and_names_no_tenant(
-    tmp_path: Path, drawn: Parts, spans: InMemorySpanExporter
+    tmp_path: Path, drawn: EngineParts, spans: InMemorySpanExporter
 ) -> None:
     with serving(tmp_path, parts=drawn) as service:
         client = service.client(Scope.READ)
@@ -293,7 +295,7 @@ def served(folder: Path, ray: bool) -> Iterator[Callable[[dict[str, str]], None]
     if ray:
         pytest.importorskip("ray", reason="Ray is not installed")
     where = {"ray": "local", "shards": 1} if ray else {}
-    memories = open_memories(folder / "store", settings(), parts=Parts(observers=observers), **where)  # type: ignore[arg-type]
+    memories = open_memories(folder / "store", settings(), parts=EngineParts(observers=observers), **where)  # type: ignore[arg-type]
     try:
         yield lambda headers: asyncio.run(add(memories, headers))
     finally:

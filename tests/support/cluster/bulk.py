@@ -16,11 +16,11 @@ from typing import Any
 import pyarrow as pa
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.cluster.bulk.reading import Reading
+from undertow.engine.cluster.bulk.reading import WaveReader
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
 from undertow.engine.cluster.wire import RECEIPTS, TURNS, Status, check_turns
 from undertow.engine.readers import Log, read
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 LIMIT = 1_000_000
 SHARDS = ("a", "b")
@@ -55,14 +55,14 @@ def one_process_order(logs: Iterable[Log]) -> dict[str, list[str]]:
     return dict(order)
 
 
-def new_root(where: Path | str, shards: Sequence[str] = SHARDS) -> Place:
-    root = Place.of(where)
+def new_root(where: Path | str, shards: Sequence[str] = SHARDS) -> Location:
+    root = Location.of(where)
     publish(root, ShardMap.new(list(shards)))
     return root
 
 
-def reading(root: Place, buckets: int = 2, **changes: Any) -> Reading:
-    return replace(Reading(load(root), buckets, "auto", LIMIT), **changes)
+def reading(root: Location, buckets: int = 2, **changes: Any) -> WaveReader:
+    return replace(WaveReader(load(root), buckets, "auto", LIMIT), **changes)
 
 
 @dataclass(frozen=True)

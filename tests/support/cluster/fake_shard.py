@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from undertow.engine.cluster.routing.errors import ShardGone
-from undertow.engine.cluster.shard.call_queue import Call, Hello, Lines, Stamp
+from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, SessionStart, TurnCall
 from undertow.engine.cluster.wire import Status, receipts_table, unpack
 from undertow.engine.step.admission import QueueFull
 
@@ -41,19 +41,19 @@ class FakeShard:
     # clients that have had the shard to themselves, one for each time
     trials: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
-    lines: Lines = field(default_factory=lambda: Lines(BOUND_TURNS))
+    lines: CallQueues = field(default_factory=lambda: CallQueues(BOUND_TURNS))
     # calls that are in the shard, by their client, and of those the accepted ones, in order
-    inside: list[tuple[str, Call]] = field(default_factory=list)
-    ready: list[Call] = field(default_factory=list)
+    inside: list[tuple[str, TurnCall]] = field(default_factory=list)
+    ready: list[TurnCall] = field(default_factory=list)
     _granted: str | None = None
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(method)
         return await getattr(self, method)(*args, **kwargs)
 
-    async def hello(self, client: str, map_version: int) -> Hello:
+    async def hello(self, client: str, map_version: int) -> SessionStart:
         self.hellos += 1
-        return Hello(self.lines.begin(client), map_version, self.lines.process)
+        return SessionStart(self.lines.begin(client), map_version, self.lines.process)
 
     async def trial(self, client: str) -> str | None:
         trial = self.lines.trial(client, sum(map(len, self.ready)))
@@ -77,14 +77,14 @@ class FakeShard:
         return len(texts)
 
     def die(self) -> None:
-        self.lines, self.ready, self._granted = Lines(BOUND_TURNS), [], None
+        self.lines, self.ready, self._granted = CallQueues(BOUND_TURNS), [], None
         self.deaths += 1
         raise ShardGone("dead")
 
-    async def add(self, table: pa.Table, stamp: Stamp) -> pa.Table:
+    async def add(self, table: pa.Table, stamp: CallStamp) -> pa.Table:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        call = Call(table)
+        call = TurnCall(table)
         self.inside.append((stamp.client, call))
         try:
             return await self._added(call, stamp)
@@ -92,7 +92,7 @@ class FakeShard:
             self.under_way -= 1
             self.inside.remove((stamp.client, call))
 
-    async def _added(self, call: Call, stamp: Stamp) -> pa.Table:
+    async def _added(self, call: TurnCall, stamp: CallStamp) -> pa.Table:
         lines = self.lines
         self.ready += lines.accept(call, stamp, BOUND_TURNS if self.full else 0)
         self.full -= call.future.done()
@@ -108,11 +108,11 @@ class FakeShard:
             raise ShardGone("nobody knows")
         return receipts
 
-    async def is_due(self, client: str, call: Call) -> bool:
+    async def is_due(self, client: str, call: TurnCall) -> bool:
         """Whether the shard does this call now."""
         return self.ready[:1] == [call]
 
-    def _store(self, call: Call) -> None:
+    def _store(self, call: TurnCall) -> None:
         if self.broken is not None:
             for waiting in self.ready:
                 waiting.fail(self.broken)
@@ -140,7 +140,7 @@ class FakeShard:
 def always_full(shard: FakeShard) -> None:
     """Let a shard refuse all that comes."""
 
-    async def refuse(table: pa.Table, stamp: Stamp) -> pa.Table:
+    async def refuse(table: pa.Table, stamp: CallStamp) -> pa.Table:
         raise QueueFull("no room.")
 
     shard.add = refuse  # type: ignore[method-assign]

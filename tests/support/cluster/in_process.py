@@ -13,14 +13,14 @@ from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.replies import Messages, MockReplies
 from undertow.engine.base.config import Settings
 from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.routing.errors import ShardGone, ShardLeft
+from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
 from undertow.engine.cluster.shard.shard import Shard
-from undertow.engine.cluster.shard.supervisor import Parts
+from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.shard_map import STORES, ShardMap
 from undertow.engine.encoders.base import Float16, HashingEncoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.storage.journal import Fenced
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 from ..faults.harness import PARKING, RATES, THETA, State, end_state
 
@@ -40,7 +40,7 @@ def mock_llm(settings: Settings) -> LLMClient:
     return MockLLM(UsableAnswers(**RATES, **PARKING))
 
 
-PARTS = Parts(llm=mock_llm)
+PARTS = EngineParts(llm=mock_llm)
 
 
 class FailingEncoder(HashingEncoder):
@@ -59,9 +59,9 @@ class FailingEncoder(HashingEncoder):
         return super().encode(texts)
 
 
-def begin(folder: Path, count: int) -> Place:
+def begin(folder: Path, count: int) -> Location:
     """A root with so many shards."""
-    root = Place.of(folder)
+    root = Location.of(folder)
     shard_map.publish(root, ShardMap.new([f"s{n}" for n in range(count)]))
     return root
 
@@ -73,7 +73,7 @@ def settings(**changes: Any) -> Settings:
 class LocalShards:
     """Shards in this process. A killed one goes on as a zombie: it does not know that it is dead."""
 
-    def __init__(self, root: Place, settings: Settings, parts: Parts = PARTS) -> None:
+    def __init__(self, root: Location, settings: Settings, parts: EngineParts = PARTS) -> None:
         self.root = root
         self.running: dict[str, Shard] = {}
         self.zombies: list[Shard] = []
@@ -126,10 +126,10 @@ class LocalCalls:
             return future.result()
         except Fenced:  # by a zombie that was slow to open: an actor ends itself then
             self._shards.kill(self._name)
-            raise ShardLeft(f"shard {self._name} was fenced") from None
+            raise ShardExited(f"shard {self._name} was fenced") from None
 
 
-def cluster_state(root: Place) -> State:
+def cluster_state(root: Location) -> State:
     """The end states of all shards of a root, as one: a tenant at two of them fails the test."""
     exports: dict[str, list[str]] = {}
     jobs: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ from undertow.engine.base.model import Message, Turn, UndertowError
 from undertow.engine.encoders.base import make_encoder
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage.journal import Journal
-from undertow.engine.storage.lance_log import LogTable
+from undertow.engine.storage.lance_log import LanceLog
 from undertow.prompts.builders import ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
 
 Say = Callable[[dict[str, Any]], None]
@@ -92,7 +92,7 @@ TASKS = {
 def arm(kill: dict[str, Any]) -> None:
     """Die by SIGKILL right before or after the n-th call of a method of Journal, or of its table."""
     name, left = kill["method"], kill["n"]
-    owner = Journal if hasattr(Journal, name) else LogTable
+    owner = Journal if hasattr(Journal, name) else LanceLog
     method = getattr(owner, name)
 
     def wrapped(self: Any, *args: Any, **named: Any) -> Any:

@@ -21,7 +21,7 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.readers import read
 from undertow.engine.storage.journal import Journal
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.location import Location
 
 DRIVER = Path(__file__).with_name("driver.py")
 THETA: dict[str, Any] = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}
@@ -86,7 +86,7 @@ class State:
         return {r["kind"] for r in records} | {r["decision"] for r in records if r["kind"] == "decision"}
 
 
-def end_state(store: Path | Place) -> State:
+def end_state(store: Path | Location) -> State:
     """All that `undertow export --vectors` and `undertow jobs` show of all tenants."""
     with reports(store) as of:
         exports = {
@@ -100,7 +100,7 @@ def end_state(store: Path | Place) -> State:
 
 
 @contextmanager
-def reports(store: Path | Place) -> Iterator[Reports]:
+def reports(store: Path | Location) -> Iterator[Reports]:
     journal = Journal.open(store, writable=False)
     try:
         yield Reports(journal)

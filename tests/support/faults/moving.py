@@ -15,13 +15,13 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PolicyName, Turn
-from undertow.engine.cluster.resharding.coordinator import ShardCalls
-from undertow.engine.cluster.resharding.participant import Leaver, Moving
+from undertow.engine.cluster.resharding.coordinator import ReshardingCalls
+from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant
 from undertow.engine.cluster.shard_map import ShardMap, exists, load, publish
 from undertow.engine.encoders.base import HashingEncoder
 from undertow.engine.llm.client import LLMClient
-from undertow.engine.storage.lance_log import LogTable
-from undertow.engine.storage.location import Place
+from undertow.engine.storage.lance_log import LanceLog
+from undertow.engine.storage.location import Location
 from undertow.engine.tenants.migration_records import InTransit
 
 from ..engine import settings_of
@@ -42,15 +42,15 @@ class Shards:
 
     def __init__(
         self,
-        root: Place | Path,
+        root: Location | Path,
         first: Sequence[str] = ("a", "b"),
         llm: Callable[[], LLMClient] = mock_llm,
         policy: PolicyName = "recmem",
     ) -> None:
-        self.root = Place.of(root)
+        self.root = Location.of(root)
         self._llm = llm
         self._settings = settings_of(**THETA, **WINDOWS, policy=policy)
-        self._open: dict[str, Moving] = {}
+        self._open: dict[str, ReshardingParticipant] = {}
         self.engines: dict[str, Engine] = {}
         if not exists(self.root):
             publish(self.root, ShardMap(1, tuple(first), hash_key=HASH_KEY))
@@ -59,16 +59,16 @@ class Shards:
     def map(self) -> ShardMap:
         return load(self.root)
 
-    def store(self, shard: str) -> Place:
+    def store(self, shard: str) -> Location:
         return self.root / "shards" / shard
 
-    def __call__(self, shard: str) -> Moving:
+    def __call__(self, shard: str) -> ReshardingParticipant:
         if shard not in self._open:
             store, now = self.store(shard), self.map
             engine = Engine(store, self._settings, ENCODER, llm=self._llm(), hash_key=now.hash_key)
             engine.resume()
             self.engines[shard] = engine
-            self._open[shard] = Moving(engine, shard, self.root / "shards", now)
+            self._open[shard] = ReshardingParticipant(engine, shard, self.root / "shards", now)
         return self._open[shard]
 
     def __enter__(self) -> Shards:
@@ -123,10 +123,10 @@ class Shards:
             assert self.engines[shard].drain()
 
 
-def state_of(root: Place | Path) -> State:
+def state_of(root: Location | Path) -> State:
     """All that the shards hold, as one store; no tenant is at two."""
     merged = State({}, [])
-    shards = Place.of(root) / "shards"
+    shards = Location.of(root) / "shards"
     for name in shards.children():
         state = end_state(shards / name)
         assert not merged.exports.keys() & state.exports.keys()
@@ -149,14 +149,14 @@ def alone(folder: Path, turns: Sequence[Turn], policy: PolicyName = "recmem") ->
 class Busy:
     """A shard that hears a call only after something else has happened there."""
 
-    shard: ShardCalls
+    shard: ReshardingCalls
     happen: Callable[[], None]
 
     def adopt(self, shard_map: ShardMap) -> object:
         self.happen()
         return self.shard.adopt(shard_map)
 
-    def leaving(self) -> Sequence[Leaver]:
+    def leaving(self) -> Sequence[DepartingTenant]:
         self.happen()
         return self.shard.leaving()
 
@@ -180,12 +180,12 @@ class Busy:
 # ---- kills
 
 COMMITS = (
-    (LogTable, "append"),
-    (LogTable, "append_stream"),
-    (LogTable, "delete"),
-    (LogTable, "rewrite_deleted"),
-    (LogTable, "drop_history"),
-    (Place, "create"),
+    (LanceLog, "append"),
+    (LanceLog, "append_stream"),
+    (LanceLog, "delete"),
+    (LanceLog, "rewrite_deleted"),
+    (LanceLog, "drop_history"),
+    (Location, "create"),
 )
 
 

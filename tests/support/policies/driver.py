@@ -16,11 +16,11 @@ from undertow.engine.policies.base import (
     Complete,
     Decide,
     Embed,
-    Gate,
     GateReading,
     Nearest,
-    Outcome,
+    PolicyResult,
     PromptBudget,
+    ReadGate,
     Scored,
     Thresholds,
     TurnView,
@@ -66,7 +66,7 @@ class View:
     def ended(self, kind: MemoryKind) -> list[Memory]:
         return [m for m in self.memories if m.kind == kind and m.deleted]
 
-    def take_in(self, outcome: Outcome) -> None:
+    def take_in(self, outcome: PolicyResult) -> None:
         """What was decided, as it stands when the next record is."""
         made = {d.memory.id: d.memory for d in outcome.drafts}
         kept = {m.id: m for m in self.memories}
@@ -75,7 +75,7 @@ class View:
 
 @dataclass
 class Driven:
-    outcome: Outcome
+    outcome: PolicyResult
     prompts: list[Prompt]
 
     def made(self, kind: MemoryKind) -> list[Memory]:
@@ -95,7 +95,7 @@ def drive(
         while True:
             effect = steps.throw(value) if isinstance(value, BadReply) else steps.send(value)
             match effect:
-                case Gate():
+                case ReadGate():
                     value = reading
                 case Embed():
                     value = ENCODER.encode(effect.texts)

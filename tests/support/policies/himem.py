@@ -13,7 +13,7 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.bench.mock.replies import Messages
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
-from undertow.engine.cluster.shard.call_queue import Stamp
+from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.wire import pack
 from undertow.engine.storage.row_codec import control_of
@@ -42,7 +42,7 @@ def settled(engine: Engine, llm: HeldLLM) -> None:
 def told(shard: Shard, llm: HeldLLM) -> str:
     """A shard that was told the life, and has decided it; the token of who told it."""
     token = shard.hello("client", 1).result(SOON_S).token
-    shard.add(pack(sessions()[:3]), Stamp("client", token, 0, 1)).result(SOON_S)
+    shard.add(pack(sessions()[:3]), CallStamp("client", token, 0, 1)).result(SOON_S)
     flushed = shard.flush("ann")
     while not flushed.done():
         llm.release()

@@ -14,13 +14,13 @@ from urllib.parse import quote
 import httpx2
 from fastapi import FastAPI
 
-from undertow.engine.cluster.shard.supervisor import Parts
-from undertow.engine.storage.location import Place
-from undertow.serving.async_memories import Memories, open_memories
+from undertow.engine.cluster.shard.supervisor import EngineParts
+from undertow.engine.storage.location import Location
+from undertow.serving.async_memories import AsyncMemories, open_memories
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.principal import NO_LIMITS, Limits, Reach, Scope
+from undertow.serving.auth.principal import NO_LIMITS, KeyLimits, Scope, TenantScope
 from undertow.serving.http.hosting import Files, hosted
-from undertow.serving.http.server import Server
+from undertow.serving.http.server import HttpServer
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.services import Service
 
@@ -48,7 +48,7 @@ class Running:
 
     folder: Path
     url: str = ""
-    server: Server | None = None
+    server: HttpServer | None = None
     app: FastAPI = field(default_factory=FastAPI)
     failure: BaseException | None = None
     _clients: list[httpx2.Client] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Running:
         *scopes: Scope,
         tenants: tuple[str, ...] = (),
         prefix: str | None = None,
-        limits: Limits = NO_LIMITS,
+        limits: KeyLimits = NO_LIMITS,
     ) -> str:
         """The text of a new key, for all tenants unless it is bound."""
-        reach = Reach(tenants, prefix, all_tenants=not tenants and prefix is None)
+        reach = TenantScope(tenants, prefix, all_tenants=not tenants and prefix is None)
         made = KeyFile(self.folder / "keys.json").create(reach, scopes or ALL_SCOPES, limits=limits)
         return made.text
 
@@ -90,10 +90,10 @@ class Running:
 def serving(
     folder: Path,
     *,
-    parts: Parts = PARTS,
+    parts: EngineParts = PARTS,
     open_to_all: bool = False,
-    open_with: Callable[..., Memories] = open_memories,
-    wrap: Callable[[Memories], Memories] = lambda memories: memories,
+    open_with: Callable[..., AsyncMemories] = open_memories,
+    wrap: Callable[[AsyncMemories], AsyncMemories] = lambda memories: memories,
     engine: dict[str, Any] | None = None,
     **bounds: Any,
 ) -> Iterator[Running]:
@@ -104,7 +104,7 @@ def serving(
     ready = threading.Event()
 
     async def serve() -> None:
-        files = Files.beside(Place.of(folder), None, None, open_to_all=open_to_all)
+        files = Files.beside(Location.of(folder), None, None, open_to_all=open_to_all)
         async with await asyncio.to_thread(open_with, folder, engines, parts=parts) as memories:
             with hosted(wrap(memories), files, settings, engines) as app:
 
@@ -113,7 +113,7 @@ def serving(
                     ready.set()
 
                 running.app = app
-                running.server = Server(app, "127.0.0.1", 0, tell)
+                running.server = HttpServer(app, "127.0.0.1", 0, tell)
                 await running.server.serve()
 
     def run() -> None:
