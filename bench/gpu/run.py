@@ -96,7 +96,7 @@ def run(options: Options, tell: Callable[[str], None]) -> tuple[dict[str, Any], 
 
 def measure_part(part: str, scale: Scale, limits: Limits, encoder: Path | None = None) -> Part:
     """One part, in this process; with the model in the folder `encoder` where the part has one."""
-    module = import_module(f"undertow.bench.gpu_{part}")
+    module = import_module(f"undertow.bench.gpu.{part}")
     model = {"encoder": str(encoder)} if encoder is not None and part in WITH_MODEL else {}
     found: Part = module.measure(Rig(), scale, limits, **model)
     return found

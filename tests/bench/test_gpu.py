@@ -70,7 +70,7 @@ def rig() -> Rig:
 
 def part_module(part: str) -> Any:
     """The module of a part; the test is skipped where a package that it needs is not installed."""
-    return pytest.importorskip(f"undertow.bench.gpu_{part}", exc_type=ImportError)
+    return pytest.importorskip(f"undertow.bench.gpu.{part}", exc_type=ImportError)
 
 
 def values(part: Part) -> dict[str, float | None]:

@@ -203,7 +203,7 @@ def test_killed_by_the_system_at_random_moments(
     with Shards(root) as shards:
         shards.add(turns[:30])
     statuses = []
-    command = [sys.executable, "-B", "-m", f"{__package__}.moving_driver"]
+    command = [sys.executable, "-B", "-m", "tests.support.faults.moving_driver"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     ) as driver:

@@ -428,7 +428,7 @@ def test_poison_turns_are_parked_and_all_others_stored_in_order(root: Location, 
         receipts = sender.add(turns)
         assert [n for n, r in enumerate(receipts) if r["status"] == "parked"] == [7, 30]
         told = receipts[7]["detail"]
-        assert told.startswith("RuntimeError in encode (cluster_harness.py:")
+        assert told.startswith("RuntimeError in encode (in_process.py:")
         sound = [r for n, r in enumerate(receipts) if n not in (7, 30)]
         assert [r["status"] for r in sound] == ["stored"] * 38
         assert [r["seq"] for r in sound] == [*range(19), *range(19)]

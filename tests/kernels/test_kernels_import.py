@@ -42,7 +42,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def test_the_folder_at_the_root_is_no_regular_package() -> None:
-    assert (ROOT / "kernels" / "gate.py").exists()
+    assert (ROOT / "kernels" / "device.py").exists()
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
@@ -119,10 +119,11 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 import importlib
 
 # what only a CPU's search and scan need, and what wraps CuPy, may miss it
-CPU_ONLY = {"scan", "rows", "pool", "host_memory", "gate_numba"}
-for file in sorted(Path(sys.argv[1], "kernels").glob("*.py")):
+CPU_ONLY = {"cpu_scan", "compiled_rows", "slab_pool", "host_memory", "cpu_gate"}
+root = Path(sys.argv[1])
+for file in sorted((root / "kernels").rglob("*.py")):
     if file.stem not in CPU_ONLY:
-        importlib.import_module(f"undertow.kernels.{file.stem}")
+        importlib.import_module("undertow." + ".".join(file.relative_to(root).with_suffix("").parts))
 
 import numpy as np
 import torch

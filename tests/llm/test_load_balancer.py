@@ -458,7 +458,7 @@ def test_an_actor_without_a_place_is_asked_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(llm_address, "_PATIENCE_S", 0.0)
     for _ in range(5):
-        with pytest.raises(NoServer, match=r"ray:vllm-0 is silent.*vllm_actor status"):
+        with pytest.raises(NoServer, match=r"ray:vllm-0 is silent.*ray_actor status"):
             actor.url()
     (question,) = ray.questions
     question.set_result("http://there:1/v1")

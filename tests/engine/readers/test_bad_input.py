@@ -242,6 +242,7 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(tmp_path: Path
     store = tmp_path / "s"
     log = write_log(tmp_path / "log.jsonl", conversation("ada", 60))
     ingest(write_log(tmp_path / "first.jsonl", conversation("bo", 2)), store)
+    ingest(log, tmp_path / "warm")  # compiles the kernels: their cache files are larger than the limit
     limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); "
     command = ["ingest", str(log), "--store", str(store), "--llm", "off", "--json"]
     done = subprocess.run(

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from obstore.store import S3Store
 
-from undertow import serving
 from undertow.engine.base.model import InputError, Message
 from undertow.engine.readers import (
     Format,
@@ -35,6 +34,7 @@ from undertow.engine.readers import (
     source,
 )
 from undertow.engine.readers.record import OrderWatch
+from undertow.serving import demo
 
 LIMIT = 1_000_000
 GOOD: dict[str, Any] = {
@@ -568,13 +568,13 @@ def test_a_file_that_is_gone_is_an_error_record(tmp_path: Path) -> None:
 
 
 def test_the_shipped_conversation_is_well_formed() -> None:
-    folder = Path(serving.__path__[0])
-    found = records(folder / "demo_conversation.jsonl")
+    folder = Path(demo.__path__[0])
+    found = records(folder / "conversation.jsonl")
     assert not any(r.errors or r.warnings for r in found)
     turns = [t for r in found for t in r.turns]
     assert (len(found), len(turns)) == (12, 60)
     assert all([m.speaker for m in t.messages] == ["Nora", "Pilot"] and t.timestamp for t in turns)
-    questions = json.loads((folder / "demo_questions.json").read_text(encoding="utf-8"))
+    questions = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     assert len(questions) == 3 and all(
         q["question"] and q["gist"] and q["tenant"] == "nora" for q in questions
     )
