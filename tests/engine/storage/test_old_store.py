@@ -1,0 +1,74 @@
+"""A store written by earlier code opens, and gives the answers that the earlier code gave.
+
+`data/store-5d585d5.tar.xz` holds a store made by commit 5d585d5: five tenants under four policies, with
+updated, deleted and erased memories, and turns that wait for an LLM. Beside it lie what that code answered
+(`expected.json`, `drained.json`) and the programs that made all three.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock.llm import MockLLM, MockReplies
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.config import Settings
+from undertow.engine.encoders.base import HashingEncoder
+
+from ...support.cli import run
+
+ARCHIVE = Path(__file__).parent / "data" / "store-5d585d5.tar.xz"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"THETA_SIM": "0.5", "THETA_COUNT": "3", "DEVICE": "cpu"}.items():
+        monkeypatch.setenv(f"UNDERTOW_{name}", value)
+
+
+def rounded(value: Any) -> Any:
+    """The same document with floats to nine digits: logarithms differ in the last bit between libraries."""
+    if isinstance(value, float):
+        return round(value, 9)
+    if isinstance(value, dict):
+        return {key: rounded(held) for key, held in value.items()}
+    return [rounded(held) for held in value] if isinstance(value, list | tuple) else value
+
+
+def test_every_reading_command_answers_as_before(folder: Path) -> None:
+    expected = json.loads((folder / "expected.json").read_text())
+    assert len(expected) > 40
+    for words, lines in expected.items():
+        command = words.split(" --tenant ")
+        name, *rest = command[0].split(" ", 1)
+        # a search's query is the words after its name; the other commands' flags are theirs
+        args = rest if name == "search" else " ".join(rest).split()
+        tenant = ["--tenant", command[1]] if len(command) > 1 else []
+        encoder = ["--encoder", "hash:64"] if name == "search" else []
+        as_json = [] if name == "export" else ["--json"]
+        done = run(name, *args, *tenant, *encoder, "--store", folder / "store", *as_json)
+        assert done.code == 0, (words, done.err)
+        assert rounded([json.loads(line) for line in done.out.splitlines() if line]) == rounded(lines), words
+
+
+def test_what_waited_is_decided_as_before(folder: Path) -> None:
+    expected = json.loads((folder / "drained.json").read_text())
+    with Engine(folder / "store", Settings(), HashingEncoder(64), llm=MockLLM(MockReplies())) as engine:
+        engine.resume()
+        assert engine.drain()
+        assert [[m.id, m.kind, m.text] for m in engine.get_all("eve")] == expected["memories"]
+        assert rounded([dict(record) for record in engine.explain("eve")]) == rounded(expected["explain"])
+        for query, hits in expected["hits"].items():
+            found = [[hit.id, hit.score] for hit in engine.search("eve", query).ranked(10)]
+            assert rounded(found) == rounded(hits)
