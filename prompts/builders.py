@@ -1,8 +1,8 @@
 """The prompts: fills the Jinja2 templates of `templates/`, whose replies `reply_schemas` describes.
 
-Roles and rules follow RecMem, appendix F, for the eager policy Mem0, for NEMORI its appendix D, and HiMem;
-the wording is our own. A system message is fixed text, opened alike by all operations, and everything
-variable stands in the user message, so that the server's prefix cache serves the fixed part.
+Roles and rules follow RecMem (appendix F), Mem0 for the eager policy, NEMORI (appendix D) and HiMem; the
+wording is our own. Each system message is fixed text with the same opening. Everything variable goes into
+the user message, so that the server's prefix cache covers the fixed part.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from undertow.prompts.reply_schemas import (
 )
 
 UNDATED = "undated"
-"""Stands in a prompt for a date that is not known."""
+"""Replaces an unknown date in a prompt."""
 # each policy's templates in a folder of its own; names are unique over all of them
 _LOADER = FileSystemLoader(sorted(path for path in (Path(__file__).parent / "templates").iterdir()))
-# what the lists of memories in an answering prompt are sorted by
+# how an answering prompt sorts its memories
 Order = Literal["relevance", "time"]
 Operation = Literal[
     "episode",
@@ -74,7 +74,7 @@ Operation = Literal[
     "answer",
 ]
 
-# asked by whoever waits for an answer: a cost of queries, not of making memories
+# metered as the cost of queries, not of consolidation
 QUERY_OPERATIONS: frozenset[str] = frozenset({"sufficiency", "answer"})
 
 REPLIES: dict[Operation, type[Reply] | None] = {
@@ -103,7 +103,7 @@ REPLIES: dict[Operation, type[Reply] | None] = {
     "answer": None,
 }
 
-# the templates that an operation's own one includes, beside the opening
+# templates that an operation's template includes, besides the opening
 _INCLUDED: dict[Operation, tuple[str, ...]] = {
     "refine": ("facts",),
     "direct": ("facts",),
@@ -115,9 +115,9 @@ _INCLUDED: dict[Operation, tuple[str, ...]] = {
     "traits": ("note_rules",),
 }
 
-# Chat templates wrap messages in control tokens, which servers recognise inside content too:
-# <|im_end|>, </s>, <start_of_turn>, [INST]. Also escaped: characters that some readers take for a
-# line end, and lone surrogates, which UTF-8 cannot carry.
+# Chat templates wrap messages in control tokens such as <|im_end|>, </s>, <start_of_turn> and [INST];
+# servers recognise them inside content too. Also escaped: characters that some parsers treat as a line
+# end, and lone surrogates, which UTF-8 cannot encode.
 _RISKY = re.compile(r"<(?![\s\d=-])|\[(?=/?[A-Za-z_]+\])|[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 _BYTES_PER_TOKEN = 3  # below the 3.5 to 4.5 of common tokenizers on prose
@@ -135,7 +135,7 @@ class ShownTurn:
 
 @dataclass(frozen=True, slots=True)
 class ShownMemory:
-    """An episode, a fact or a retrieved turn as a prompt shows it; `date`: as it is to be shown, or None."""
+    """An episode, fact or retrieved turn as a prompt shows it. `date` is shown verbatim; None if unknown."""
 
     number: int
     date: str | None
@@ -144,7 +144,7 @@ class ShownMemory:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to the LLM. `reply` is None where plain text is expected."""
+    """One request to the LLM. `reply` is the schema of its reply; None for plain text."""
 
     operation: Operation
     system: str
@@ -159,7 +159,7 @@ class Prompt:
 
     @property
     def size_tokens(self) -> int:
-        """Estimate from above of the prompt's tokens (bytes / 3, and the chat template)."""
+        """An upper estimate of the prompt's tokens: bytes / 3, plus the chat template."""
         size_bytes = len(self.system.encode()) + len(self.user.encode())
         return math.ceil(size_bytes / _BYTES_PER_TOKEN) + _OVERHEAD_TOKENS
 
@@ -185,12 +185,12 @@ def direct_prompt(turns: Sequence[ShownTurn], facts: Sequence[ShownMemory]) -> P
 
 
 def extract_prompt(recent: Sequence[ShownTurn], turn: ShownTurn) -> Prompt:
-    """Ask for the facts of the newest `turn`, which `recent` ones help to understand (eager policy)."""
+    """Ask for the facts of the newest `turn`; the `recent` turns are its context (eager policy)."""
     return _prompt("extract", recent=recent, turn=turn)
 
 
 def reconcile_prompt(candidates: Sequence[ShownMemory], facts: Sequence[ShownMemory]) -> Prompt:
-    """Ask what each of the `candidates` is to do to the stored `facts` (eager policy)."""
+    """Ask how each candidate changes the stored `facts` (eager policy)."""
     return _prompt("reconcile", candidates=candidates, facts=facts)
 
 
@@ -210,17 +210,17 @@ def select_prompt(episode: ShownMemory, candidates: Sequence[ShownMemory]) -> Pr
 
 
 def integrate_prompt(episodes: Sequence[ShownMemory]) -> Prompt:
-    """Ask for cue and narrative of two `episodes` that are one (NEMORI, section 3.2.3)."""
+    """Ask for the cue and narrative of two `episodes` merged into one (NEMORI, section 3.2.3)."""
     return _prompt("integrate", episodes=episodes)
 
 
 def predict_prompt(cue: ShownMemory, facts: Sequence[ShownMemory]) -> Prompt:
-    """Ask what `facts` let one expect of the episode with this `cue` (NEMORI, section 3.3.1)."""
+    """Ask for a prediction of the episode from its `cue` and known `facts` (NEMORI, section 3.3.1)."""
     return _prompt("predict", cue=cue, facts=facts)
 
 
 def distil_prompt(messages: Sequence[ShownTurn], prediction: ShownMemory) -> Prompt:
-    """Ask for what `messages` tell and the `prediction` does not (NEMORI, section 3.3.2)."""
+    """Ask for facts of `messages` that the `prediction` misses (NEMORI, section 3.3.2)."""
     return _prompt("distil", messages=messages, prediction=prediction)
 
 
@@ -235,44 +235,44 @@ def consolidate_prompt(fact: ShownMemory, facts: Sequence[ShownMemory]) -> Promp
 
 
 def summarise_prompt(facts: Sequence[ShownMemory], summary: Sequence[ShownMemory]) -> Prompt:
-    """Ask for the `summary`, of one line or none yet, with `facts` (NEMORI, appendix A.1)."""
+    """Ask for the running `summary` (at most one memory) extended by `facts` (NEMORI, appendix A.1)."""
     return _prompt("summarise", facts=facts, summary=summary)
 
 
 def segment_prompt(turns: Sequence[ShownTurn]) -> Prompt:
-    """Ask where the topic shifts or something surprises in a dialogue window (HiMem, section 2.2.1)."""
+    """Ask for the topic shifts and surprises in a dialogue window (HiMem, section 2.2.1)."""
     return _prompt("segment", turns=turns)
 
 
 def notes_prompt(turns: Sequence[ShownTurn]) -> Prompt:
-    """Stage 1 of HiMem's section 2.2.2: ask for what the turns say outright."""
+    """Ask for what the turns state explicitly (HiMem, section 2.2.2, stage 1)."""
     return _prompt("notes", turns=turns)
 
 
 def traits_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
-    """Stage 2: ask for the preferences and traits that the turns imply beside the `notes` of stage 1."""
+    """Ask for implied preferences and traits, given the `notes` of stage 1 (section 2.2.2, stage 2)."""
     return _prompt("traits", turns=turns, notes=notes)
 
 
 def align_prompt(turns: Sequence[ShownTurn], notes: Sequence[ShownMemory]) -> Prompt:
-    """Stage 3: ask for duplicates, names and dates to be settled, with the turns to resolve them by."""
+    """Ask to resolve duplicates, names and dates in `notes`, using the turns (section 2.2.2, stage 3)."""
     return _prompt("align", turns=turns, notes=notes)
 
 
 def supplement_prompt(question: str, episodes: Sequence[ShownMemory]) -> Prompt:
-    """Ask for the notes that the `question` missed (HiMem, section 2.4)."""
+    """Ask for notes that answer the `question` but are not stored yet (HiMem, section 2.4)."""
     return _prompt("supplement", question=question, episodes=episodes)
 
 
 def revise_prompt(candidates: Sequence[ShownMemory], notes: Sequence[ShownMemory]) -> Prompt:
-    """Ask how each of the `candidates` stands to the stored `notes` (HiMem, section 2.4)."""
+    """Ask how each candidate relates to the stored `notes` (HiMem, section 2.4)."""
     return _prompt("revise", candidates=candidates, notes=notes)
 
 
 def sufficiency_prompt(
     question: str, heading: str, memories: Sequence[ShownMemory], as_of: str | None
 ) -> Prompt:
-    """Ask whether `memories` are enough to answer (HiMem, section 2.4)."""
+    """Ask whether `memories` suffice to answer (HiMem, section 2.4)."""
     return _prompt("sufficiency", heading=heading, memories=memories, as_of=as_of, question=question)
 
 
@@ -285,13 +285,13 @@ def answer_prompt(
     *,
     order: Order = "relevance",
 ) -> Prompt:
-    """Ask the question against the three tiers (section 3.5), each in the same order, which is said."""
+    """Ask the question with memories of the three tiers (RecMem, section 3.5), sorted by `order`."""
     sections = (("Episodes", episodes), ("Facts", facts), ("Turns", turns))
     return _prompt("answer", order=order, sections=sections, as_of=as_of, question=question)
 
 
 def repair_messages(prompt: Prompt, bad_reply: str, problem: str) -> list[dict[str, str]]:
-    """`prompt` again, with the reply that could not be used and what was wrong with it."""
+    """The messages of `prompt`, followed by the unusable reply and the problem with it."""
     request = _block("repair", "user", problem=_defused(problem), schema=prompt.reply is not None)
     return [
         *prompt.messages,
@@ -301,13 +301,13 @@ def repair_messages(prompt: Prompt, bad_reply: str, problem: str) -> list[dict[s
 
 
 def fenced(shown: ShownTurn | ShownMemory) -> str:
-    """One line of material, `[number, date, text]` as JSON: no text can end its own line or string."""
+    """One line of material, `[number, date, text]`, as JSON: no text can break out of its line or string."""
     date = shown.timestamp if isinstance(shown, ShownTurn) else shown.date
     return quoted([shown.number, date or UNDATED, shown.text])
 
 
 def quoted(value: Any) -> str:
-    """`value` as one line of JSON in which no chat template's control token can be read."""
+    """`value` as one line of JSON without control tokens of any chat template."""
     return _defused(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
@@ -317,7 +317,7 @@ def _defused(text: str) -> str:
 
 @cache
 def prompt_version(operation: Operation) -> str:
-    """12 hex digits that change with any fixed text or the reply schema of `operation`."""
+    """12 hex digits: a digest of the fixed texts and the reply schema of `operation`."""
     digest = hashlib.blake2b(digest_size=6)
     for name in ("opening", *_INCLUDED.get(operation, ()), operation, "repair"):
         text, _, _ = _LOADER.get_source(_templates(), f"{name}.j2")
@@ -345,7 +345,7 @@ def _block(template_name: str, block: str, **variables: Any) -> str:
 
 @cache
 def system_message(operation: Operation) -> str:
-    """The fixed text of an operation, which no other has."""
+    """The fixed text of an operation; unique to it."""
     return _block(operation, "system")
 
 

@@ -1,8 +1,8 @@
-"""What the LLM may reply, one class an operation; the JSON schema sent is made from the class.
+"""The schemas of the LLM's replies: one class per operation, from which the JSON schema is generated.
 
-Bounds serve two ends: a constrained server cannot run on without end, and nothing oversized is
-stored. Numbers of shown lines are bounded in the schema only: a number that names no shown line
-is for the policy to judge (spec: "none or invalid numbers: the whole cluster").
+The bounds keep a constrained server from generating forever, and oversized texts from being stored. Line
+numbers are bounded in the schema only: policies handle a number that names no shown line (spec: "none or
+invalid numbers: the whole cluster").
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validat
 
 FactKind = Literal["user_event", "preference_or_constraint", "dated_update", "entity_relation"]
 
-# the longest texts that are stored of an episode, merged ones included, and of a fact
+# the longest stored text of an episode, merged or not, and of a fact
 EPISODE_CHARS = 4000
 FACT_CHARS = 600
-# how many facts are extracted of one turn, or of one part of an episode's messages
+# facts extracted from one turn, or from one part of an episode's messages
 CANDIDATES = 10
 # an episode is its cue, a line end and its narrative
 CUE_CHARS = 200
 NARRATIVE_CHARS = EPISODE_CHARS - CUE_CHARS - 1
-# of the one summary that can take the place of facts
+# the summary that may replace facts
 FACTS_SUMMARY_CHARS = 3500
 
 _LINE_NUMBER = {"type": "integer", "minimum": 1, "maximum": 9999}
@@ -37,7 +37,7 @@ class Reply(BaseModel):
 
     @classmethod
     def wire_schema(cls) -> dict[str, Any]:
-        """The class as one flat JSON schema (no `$ref`, no titles), as small servers understand it."""
+        """The class as one flat JSON schema (no `$ref`, no titles), which small servers understand."""
         return _wire_schema(cls)
 
 
@@ -67,7 +67,7 @@ class EpisodeDraft(Reply):
 
 
 class EpisodesReply(Reply):
-    """Reply to `episode`: equation 7 of RecMem, 0 to 5 episodes with the turns they rest on."""
+    """Reply to `episode`: equation 7 of RecMem. 0 to 5 episodes with their source turns."""
 
     episodes: list[EpisodeDraft] = Field(max_length=5)
 
@@ -108,7 +108,7 @@ class ExtractReply(Reply):
 
 
 class StatementDraft(Reply):
-    """`messages`: which of those shown say it."""
+    """`messages`: the numbers of the source messages."""
 
     messages: list[LineNumber] = Field(max_length=100)
     text: str = Field(min_length=1, max_length=FACT_CHARS)
@@ -121,7 +121,7 @@ class StatementsReply(Reply):
 
 
 class FactDecision(Reply):
-    """What one candidate does to the stored facts; `text` counts only for an update."""
+    """How one candidate changes the stored facts. `text` is used only for an update."""
 
     candidate: LineNumber
     action: Literal["add", "update", "delete", "none"]
@@ -130,7 +130,7 @@ class FactDecision(Reply):
 
 
 class ReconcileReply(Reply):
-    """Reply to `reconcile`: Mem0's ADD, UPDATE, DELETE or NOOP, one a candidate."""
+    """Reply to `reconcile`: Mem0's ADD, UPDATE, DELETE or NOOP, one per candidate."""
 
     decisions: list[FactDecision] = Field(max_length=CANDIDATES)
 
@@ -140,7 +140,7 @@ class MessageGroup(Reply):
 
 
 class PartitionReply(Reply):
-    """Reply to `partition`: O of NEMORI, section 3.2.1; the policy repairs what is no partition."""
+    """Reply to `partition`: O of NEMORI, section 3.2.1; the policy repairs a reply that is not a partition."""
 
     groups: list[MessageGroup] = Field(max_length=100)
 
@@ -165,7 +165,7 @@ class PredictionReply(Reply):
 
 
 class ConsolidateReply(Reply):
-    """Reply to `consolidate`: delta, idxs and k of NEMORI, section 3.3.3; `text` counts only for a merge."""
+    """Reply to `consolidate`: delta, idxs and k of NEMORI, section 3.3.3; `text` is used only for a merge."""
 
     action: Literal["new", "merge", "conflict"]
     targets: list[LineNumber] = Field(max_length=10)
@@ -184,13 +184,13 @@ NoteKind = Literal["fact", "preference", "profile"]
 
 TOPIC_CHARS = 120
 TOPIC_SUMMARY_CHARS = 500
-# the most notes that one part of a conversation gives in stages 1 and 2
+# the most notes per part of a conversation, in stages 1 and 2
 STATED_NOTES = 20
 IMPLIED_NOTES = 10
 
 
 class SegmentDraft(Reply):
-    """An episode: it ends where the next one begins, so that no reply can double or lose a turn."""
+    """An episode. It ends where the next one begins, so no reply can duplicate or lose a turn."""
 
     first: LineNumber
     topic: str = Field(min_length=1, max_length=TOPIC_CHARS)
@@ -222,13 +222,13 @@ class TraitDraft(Reply):
 
 
 class TraitsReply(Reply):
-    """Reply to `traits`, the second stage: what is implied, and no facts."""
+    """Reply to `traits`, the second stage: implied traits, no facts."""
 
     notes: list[TraitDraft] = Field(max_length=IMPLIED_NOTES)
 
 
 class NoteChange(Reply):
-    """What stage 3 does to one note; a note without a change stays as it is."""
+    """How stage 3 changes one note. Notes without a change stay as they are."""
 
     note: LineNumber
     same_as: LineNumberOrNull
@@ -242,14 +242,14 @@ class AlignReply(Reply):
 
 
 class SufficiencyReply(Reply):
-    """Reply to `sufficiency`: the binary judgement of HiMem's section 2.4, and what it rests on."""
+    """Reply to `sufficiency`: the binary judgement of HiMem, section 2.4, with the lines that support it."""
 
     lines: list[LineNumber] = Field(max_length=50)
     sufficient: bool
 
 
 class SupplementDraft(Reply):
-    """`episodes`: which of those shown say it."""
+    """`episodes`: the numbers of the source episodes."""
 
     episodes: list[LineNumber] = Field(max_length=20)
     text: str = Field(min_length=1, max_length=FACT_CHARS)
@@ -257,13 +257,13 @@ class SupplementDraft(Reply):
 
 
 class SupplementReply(Reply):
-    """Reply to `supplement`: knowledge that a question missed among the notes."""
+    """Reply to `supplement`: notes that a question needed and did not find."""
 
     notes: list[SupplementDraft] = Field(max_length=CANDIDATES)
 
 
 class Revision(Reply):
-    """How one candidate stands to the stored notes; `text` counts only where it extends one."""
+    """How one candidate relates to the stored notes. `text` is used only when it extends one."""
 
     candidate: LineNumber
     relation: Literal["independent", "extendable", "contradictory"]
@@ -272,6 +272,6 @@ class Revision(Reply):
 
 
 class ReviseReply(Reply):
-    """Reply to `revise`: ADD, UPDATE or DELETE of HiMem's section 2.4, one a candidate."""
+    """Reply to `revise`: ADD, UPDATE or DELETE of HiMem's section 2.4, one per candidate."""
 
     decisions: list[Revision] = Field(max_length=CANDIDATES)
