@@ -140,7 +140,7 @@ class MessageGroup(Reply):
 
 
 class PartitionReply(Reply):
-    """Reply to `partition`: O of NEMORI, section 3.2.1; the policy repairs a reply that is not a partition."""
+    """Reply to `partition`: O of NEMORI, section 3.2.1; the policy repairs anything else."""
 
     groups: list[MessageGroup] = Field(max_length=100)
 
