@@ -1,4 +1,4 @@
-"""The model against the engine, alone and as a shard on Ray: the same loads, once run and once predicted."""
+"""Measures the constants of the capacity model, and compares its predictions with runs of the engine."""
 
 from __future__ import annotations
 
@@ -6,34 +6,31 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from undertow.bench.machine import describe
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.replies import MockReplies
-from undertow.bench.system.capacity.calibrate import Calibration, warmed
-from undertow.bench.system.capacity.plan import Assumptions
-from undertow.bench.system.capacity.profile import LLMServer, Profile
-from undertow.bench.system.capacity.shard import Arrival, Memoir, SimulatedShard
-from undertow.bench.system.ingest import settings
+from undertow.bench.system.capacity.model import Assumptions, Profile
+from undertow.bench.system.ingest import CachedVectors, settings
 from undertow.bench.system.throughput_load import copies
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine
 from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Turn
 from undertow.engine.base.process_tuning import settle_in
 from undertow.engine.llm.client import LLMClient
+from undertow.kernels.gate.gate import make_gate
+from undertow.prompts.builders import Operation
 
-WITHIN = 0.2
-LIFE_TURNS = 100
-_WARM = (4, 40)
+REFUSAL_RATE = 0.3  # of the mock's merges
+COLD_TENANTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LoadCase:
     """A log of `tenants` x `turns`, ingested at once, with a mock LLM of `latency_s`."""
 
     name: str
@@ -42,149 +39,181 @@ class Case:
     latency_s: float
 
 
+OPERATIONS: tuple[Operation, ...] = ("merge", "episode", "refine")
+CALIBRATION = LoadCase("calibration", 100, 100, 0.0)
 CASES = (
-    Case("many tenants, quick LLM: bound by the engine", 200, 60, 0.05),
-    Case("few tenants, slow LLM: bound by the order within a tenant", 60, 100, 0.2),
+    LoadCase("many tenants, quick LLM: bound by the engine", 200, 60, 0.05),
+    LoadCase("few tenants, slow LLM: bound by the order within a tenant", 60, 100, 0.2),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Turns/s until all are searchable, and until all are decided; LLM calls in all."""
+class Rates(NamedTuple):
+    """Turns/s until all are searchable, and until all are decided."""
 
     searchable: float
     decided: float
-    llm_calls: int
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What is measured, and by how much the model takes it to be slower than the engine alone."""
-
-    name: str
-    run: Callable[[Case, Path, Path], Rates]
-    slowdown: float
+def mock_llm(of: Settings, *, latency_s: float) -> LLMClient:
+    return MockLLM(MockReplies(refusal_rate=REFUSAL_RATE), latency_s=latency_s)
 
 
-def run(case: Case, data: Path, folder: Path) -> Rates:
-    """The engine itself."""
-    log, encoder = warmed(data, case.tenants, case.turns)
-    llm = MockLLM(MockReplies(refusal_rate=0.3), latency_s=case.latency_s)
-    with Engine(folder, settings(device="cpu"), encoder, llm=llm) as engine:
+def run(case: LoadCase, data: Path, folder: Path) -> Rates:
+    """The engine alone."""
+    log, encoder = warmed(data, case)
+    with Engine(
+        folder, settings(device="cpu"), encoder, llm=mock_llm(settings(), latency_s=case.latency_s)
+    ) as engine:
         began_s = time.perf_counter()
         engine.add_batch(log)
         searchable_s = time.perf_counter() - began_s
         while not engine.idle:
             engine.step(WAIT_FOR_REPLY_S)
-        decided_s = time.perf_counter() - began_s
-        calls = sum(llm.calls.values())
-    return Rates(len(log) / searchable_s, len(log) / decided_s, calls)
+        return Rates(len(log) / searchable_s, len(log) / (time.perf_counter() - began_s))
 
 
-def run_on_ray(case: Case, data: Path, _: Path) -> Rates:
-    """One shard behind the router, each of its libraries with one thread, fed 512 turns a call."""
-    from undertow.bench.system.cluster import (  # `plan` needs no Ray
-        CALL_TURNS,
-        cluster_of,
-        feed,
-        packed,
-        start_ray,
-    )
+def run_on_ray(case: LoadCase, data: Path, _: Path) -> Rates:
+    """One shard on Ray behind the router, fed 512 turns a call."""
+    from undertow.bench.system.cluster import CALL_TURNS, cluster_of, feed, packed, start_ray
 
     start_ray()
     log = list(copies(data, case.tenants, case.turns))
-    warm = [replace(turn, tenant=f"warm-{turn.tenant}") for turn in copies(data, *_WARM)]
-    llm = partial(mock_llm, latency_s=case.latency_s)
-    with cluster_of(data, 1, llm, settings().batch_turns) as cluster:
+    warm = [replace(turn, tenant=f"warm-{turn.tenant}") for turn in copies(data, 4, 40)]
+    with cluster_of(data, 1, partial(mock_llm, latency_s=case.latency_s), settings().batch_turns) as cluster:
         feed(cluster, packed(cluster, warm, CALL_TURNS))  # compiles the kernels
         cluster.drain()
-        calls_before = cluster.stats()["llm_calls"]
-        packed_log = packed(cluster, log, CALL_TURNS)
+        calls = packed(cluster, log, CALL_TURNS)
         began_s = time.perf_counter()
-        feed(cluster, packed_log)
+        feed(cluster, calls)
         searchable_s = time.perf_counter() - began_s
         cluster.drain()
-        decided_s = time.perf_counter() - began_s
-        calls = cluster.stats()["llm_calls"] - calls_before
-    return Rates(len(log) / searchable_s, len(log) / decided_s, calls)
+        return Rates(len(log) / searchable_s, len(log) / (time.perf_counter() - began_s))
 
 
-def mock_llm(of: Settings, *, latency_s: float) -> LLMClient:
-    return MockLLM(MockReplies(refusal_rate=0.3), latency_s=latency_s)
+TARGETS = {"engine": (run, 1.0), "shard on Ray": (run_on_ray, Assumptions().slowdown)}
 
 
-TARGETS = (Target("engine", run, 1.0), Target("shard on Ray", run_on_ray, Assumptions().slowdown))
+def predict(case: LoadCase, profile: Profile, slowdown: float = 1.0) -> Rates:
+    """The model's closed form of a run: the engine's work, or the longest chain of LLM calls of a tenant."""
+    turns, rows = case.tenants * case.turns, case.turns / 2
+    work_s = slowdown * turns * profile.decided_s(rows)
+    # the engine decides between batches, and leaves the replies for later
+    searchable_s = work_s - slowdown * turns * profile.calls * profile.call_s
+    chain_s = case.turns * profile.busiest_calls_per_turn * (case.latency_s + slowdown * profile.call_s)
+    return Rates(turns / searchable_s, turns / max(work_s, searchable_s + chain_s))
 
 
-def predict(case: Case, profile: Profile, slowdown: float = 1.0) -> Rates:
-    """The same in simulated time; tenant n repeats the n-th recorded life."""
-    lives = profile.lives
-    shard = SimulatedShard(
-        profile,
-        settings(device="cpu"),
-        lambda arrival: Memoir(lives[arrival.rank % len(lives)]),
-        servers=LLMServer.even(case.latency_s),
-        slowdown=slowdown,
+def measure(data: Path, folder: Path) -> Profile:
+    """The profile of this machine, from three runs: without decisions, without calls, and with both."""
+    case = CALIBRATION
+    log, encoder = warmed(data, case)
+    # nothing fires, so that no LLM is asked
+    quiet = settings(device="cpu", theta_count=1000, theta_merge=1.0)
+    with Engine(folder / "quiet", quiet, encoder, llm=mock_llm(quiet, latency_s=0)) as engine:
+        engine.scheduler.blocked.update(dict.fromkeys({turn.tenant for turn in log}, "measured later"))
+        admit_s = _timed(lambda: engine.add_batch(log)) / len(log)
+        engine.resume()
+        quiet_s = _timed(engine.drain) / len(log)
+        gate_byte_s = _gate_byte_s(engine)
+        singles = [replace(log[n], tenant="single") for n in range(20)]
+        commit_s = statistics.median(_timed(partial(engine.add_batch, [turn])) for turn in singles)
+        row_bytes, arena_bytes = engine.arena.row_bytes, engine.settings.arena_bytes
+    load_s = _load_s(folder / "quiet", encoder)
+    with Engine(
+        folder / "full", settings(device="cpu"), encoder, llm=mock_llm(settings(), latency_s=0)
+    ) as engine:
+        full_s = _timed(lambda: (engine.add_batch(log), engine.drain())) / len(log)
+        stats, usage = engine.stats(), engine.usage()
+        busiest = max(
+            sum(spent["calls"] for spent in engine.usage(name).values()) for name in engine.tenants.names()
+        )
+    calls: dict[Operation, float] = {
+        operation: usage[operation]["calls"] / len(log) for operation in OPERATIONS if operation in usage
+    }
+    gate_s = case.turns / 2 * row_bytes * gate_byte_s
+    machine = describe()
+    return Profile(
+        name=f"{machine['cpu']}, {machine['cores']} cores; cached vectors, mock LLM",
+        admit_s=admit_s,
+        encode_s=0.0,
+        decide_s=max(0.0, quiet_s - gate_s),
+        gate_byte_s=gate_byte_s,
+        call_s=max(0.0, (full_s - admit_s - quiet_s) / sum(calls.values())),
+        commit_s=commit_s,
+        load_s=load_s,
+        calls_per_turn=calls,
+        busiest_calls_per_turn=busiest / case.turns,
+        memories_per_turn=(stats["episodes"] + stats["facts"]) / len(log),
+        row_bytes=row_bytes,
+        arena_bytes=arena_bytes,
+        llm_seconds=dict.fromkeys(calls, 0.2),
+        sources={
+            "engine": f"measured, {case.tenants} x {case.turns} turns",
+            "llm": "the mock's 0.2 s a call",
+        },
     )
-    for n in range(case.turns):
-        for tenant in range(case.tenants):
-            shard.put(Arrival(f"tenant-{tenant}", (), f"{tenant}-{n}", rank=tenant))
-    while len(shard.scheduler.inbox):
-        shard.step()
-    searchable_s = shard.clock.now_s
-    shard.finish()
-    turns = case.tenants * case.turns
-    return Rates(turns / searchable_s, turns / shard.clock.now_s, sum(shard.llm.calls.values()))
 
 
-def check(data: Path, rounds: int) -> tuple[Profile, dict[str, Any]]:
-    """Rounds of: calibrate, run the cases, calibrate again, predict the cases from these two calibrations.
-
-    So a ratio compares times of the same minutes. The profile is that of all calibrations together.
-    `within_20_percent`: the median ratio over rounds is, for each rate of each target.
-    """
-    pooled = Calibration(data, LIFE_TURNS)
-    runs = [(target, case) for target in TARGETS for case in CASES]
-    found: defaultdict[tuple[Target, Case], list[tuple[Rates, Rates]]] = defaultdict(list)
+def check(data: Path, rounds: int, targets: list[str]) -> tuple[Profile, dict[str, Any]]:
+    """Measure, run and predict `rounds` times; ratios are within a round, their median counts."""
     folder = Path(tempfile.mkdtemp(prefix="undertow-capacity-"))
+    profiles: list[Profile] = []
+    found: dict[tuple[str, LoadCase], list[tuple[Rates, Rates]]] = {}
     try:
-        run(Case("", *_WARM, 0.001), data, folder / "warm")  # compiles the kernels
-        settle_in()  # as the program and a shard do; else one look for garbage is a quarter of a run
+        run(LoadCase("", 4, 40, 0.001), data, folder / "warm")  # compiles the kernels
+        settle_in()  # as the program and a shard do; else one garbage collection is a quarter of a run
         for number in range(rounds):
-            around = Calibration(data, LIFE_TURNS)
-            around.round(folder / f"{number}-before")
-            measured = [
-                target.run(case, data, folder / f"{number}-{n}") for n, (target, case) in enumerate(runs)
-            ]
-            around.round(folder / f"{number}-after")
-            profile = around.profile()
-            for (target, case), rates in zip(runs, measured, strict=True):
-                found[target, case].append((rates, predict(case, profile, target.slowdown)))
-            pooled.absorb(around)
+            profiles.append(measure(data, folder / f"{number}"))
+            for target in targets:
+                measured, slowdown = TARGETS[target]
+                for n, case in enumerate(CASES):
+                    rates = measured(case, data, folder / f"{number}-{n}")
+                    predicted = predict(case, profiles[-1], slowdown)
+                    found.setdefault((target, case), []).append((rates, predicted))
     finally:
         shutil.rmtree(folder)
-    rows = [_row(target, case, found[target, case]) for target, case in runs]
-    return pooled.profile(), {
-        "machine": describe(),
-        "rounds": rounds,
-        "cases": rows,
-        "within_20_percent": all(abs(ratio - 1) <= WITHIN for ratio in ratios(rows)),
-    }
+    rows = [_row(target, case, pairs) for (target, case), pairs in found.items()]
+    middle = sorted(profiles, key=lambda profile: profile.admit_s)[len(profiles) // 2]
+    return middle, {"machine": describe(), "rounds": rounds, "cases": rows}
 
 
-def ratios(rows: list[dict[str, Any]]) -> list[float]:
-    """Of all cases, for both rates: predicted over measured, the median of the rounds."""
-    return [row[f"{what}_ratio"] for row in rows for what in ("searchable", "decided")]
-
-
-def _row(target: Target, case: Case, found: list[tuple[Rates, Rates]]) -> dict[str, Any]:
-    """Rates as (measured, predicted) of each round: medians, and the median of their ratios."""
-    row: dict[str, Any] = {"target": target.name, **asdict(case)}
+def _row(target: str, case: LoadCase, pairs: list[tuple[Rates, Rates]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"target": target, **asdict(case)}
     for what in ("searchable", "decided"):
-        pairs = [(getattr(measured, what), getattr(predicted, what)) for measured, predicted in found]
-        row[f"{what}_per_s"] = round(statistics.median(m for m, _ in pairs), 1)
-        row[f"{what}_predicted"] = round(statistics.median(p for _, p in pairs), 1)
-        row[f"{what}_ratio"] = round(statistics.median(p / m for m, p in pairs), 3)
-        row[f"{what}_all"] = [[round(m, 1), round(p, 1)] for m, p in pairs]
-    row["llm_calls"], row["llm_calls_predicted"] = found[0][0].llm_calls, found[0][1].llm_calls
+        rates = [(getattr(measured, what), getattr(predicted, what)) for measured, predicted in pairs]
+        row[f"{what}_per_s"] = round(statistics.median(m for m, _ in rates), 1)
+        row[f"{what}_predicted"] = round(statistics.median(p for _, p in rates), 1)
+        row[f"{what}_ratio"] = round(statistics.median(p / m for m, p in rates), 3)
+        row[f"{what}_ratios"] = [round(p / m, 3) for m, p in rates]
     return row
+
+
+def warmed(data: Path, case: LoadCase) -> tuple[list[Turn], CachedVectors]:
+    """Copies of the conversations, and an encoder that has their vectors."""
+    log, encoder = list(copies(data, case.tenants, case.turns)), CachedVectors()
+    encoder.warm([turn.text for turn in log])
+    return log, encoder
+
+
+def _timed(act: Any) -> float:
+    began_s = time.perf_counter()
+    act()
+    return time.perf_counter() - began_s
+
+
+def _gate_byte_s(engine: Engine) -> float:
+    """Seconds per byte of the gate over all turns of all tenants, one query each."""
+    tenants = engine.tenants.loaded()
+    segments = [tenant.turns_segment for tenant in tenants]
+    queries = engine.arena.vectors(segments[0])[:1].repeat(len(segments), 0)
+    gate, rows = make_gate(engine.arena), sum(len(engine.arena.vectors(s)) for s in segments)
+    ask = partial(gate.nearest, queries=queries.astype("float16"), segments=segments, k=[5] * len(segments))
+    ask()
+    return statistics.median(_timed(ask) for _ in range(5)) / (rows * engine.arena.row_bytes)
+
+
+def _load_s(folder: Path, encoder: CachedVectors) -> float:
+    """Seconds to load one tenant from the journal, when several are loaded together."""
+    with Engine(folder, settings(), encoder, writable=False) as engine:
+        names = engine.tenants.names()[:COLD_TENANTS]
+        return _timed(lambda: engine.tenants.get_many(names)) / len(names)
