@@ -70,6 +70,13 @@ def cpu_count() -> int:
     return os.cpu_count() or 1
 
 
+def nvtx_ranges() -> Any | None:
+    """`torch.cuda.nvtx`, whose `range_push` and `range_pop` name ranges for nsys; None without CUDA."""
+    if not HAS_CUDA:
+        return None
+    return importlib.import_module("torch.cuda.nvtx")
+
+
 def load_faiss() -> Any:
     """The `faiss` module, imported on first use. Raises ImportError that names the cure."""
     try:

@@ -41,7 +41,8 @@ from undertow.engine.storage.row_codec import Control, ControlKind, control_row
 from undertow.engine.storage.store_info import StoreError
 from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
-from undertow.kernels.gate.gate import make_gate
+from undertow.kernels.device import nvtx_ranges
+from undertow.kernels.gate.factory import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
 
@@ -83,6 +84,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
     ) -> None:
         self.settings = settings
         self.trace = trace or Trace()
+        self.trace.use_ranges(nvtx_ranges())
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
         self._policies = Policies(settings)

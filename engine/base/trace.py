@@ -21,7 +21,6 @@ import orjson
 
 from undertow.engine.base.model import Usage
 from undertow.engine.base.trace_context import cause, caused_by
-from undertow.kernels.device import HAS_CUDA
 
 T = TypeVar("T")
 
@@ -37,15 +36,6 @@ class NvtxRanges(Protocol):
     def range_push(self, msg: str) -> Any: ...
 
     def range_pop(self) -> Any: ...
-
-
-def nvtx() -> NvtxRanges | None:
-    """`torch.cuda.nvtx` where there is a CUDA device, else None."""
-    if not HAS_CUDA:
-        return None
-    from torch.cuda import nvtx as ranges
-
-    return ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +98,16 @@ class Trace:
     def __init__(
         self, path: Path | None = None, ranges: NvtxRanges | None = None, observers: Sequence[Observer] = ()
     ) -> None:
-        """`ranges`: told of every span; NVTX where there is a CUDA device, unless given."""
+        """`ranges`: receives every span; without it, the engine sets its own device's (`use_ranges`)."""
         self._path = path
-        self._ranges = ranges or nvtx()
+        self._ranges = ranges
         self._observers = tuple(observers)
         self._events: list[dict[str, object]] = []
         self._start_s = time.perf_counter()
+
+    def use_ranges(self, ranges: NvtxRanges | None) -> None:
+        """Send later spans to `ranges` as well, unless the trace already has ranges."""
+        self._ranges = self._ranges or ranges
 
     def span(self, name: str, **count: int) -> AbstractContextManager[None]:
         """Names what is done inside, and how much of what: one event of the trace, and one NVTX range."""
@@ -123,8 +117,9 @@ class Trace:
 
     @contextmanager
     def _span(self, name: str, count: dict[str, int]) -> Iterator[None]:
-        if self._ranges is not None:
-            self._ranges.range_push(name)
+        ranges = self._ranges  # an engine may set them while this span is open
+        if ranges is not None:
+            ranges.range_push(name)
         for observer in self._observers:
             observer.began(name)
         began_s = time.perf_counter()
@@ -136,8 +131,8 @@ class Trace:
             for observer in self._observers:
                 observer.ended(phase)
             self.event(name, began_s, ended_s, track=threading.current_thread().name, **count)
-            if self._ranges is not None:
-                self._ranges.range_pop()
+            if ranges is not None:
+                ranges.range_pop()
 
     def link(self, causes: Iterable[str | None]) -> None:
         """The phase under way works for these requests; see engine/base/trace_context.py."""

@@ -7,7 +7,7 @@ import numpy as np
 from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.base import Encoder, Float16
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.gate.gate import make_gate
+from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.topk.topk import top_k_many
 
 TEXTS = ("Nobody has said this.", "Nor has anybody said that, at any other time or in any other place.")

@@ -315,15 +315,3 @@ def _column(name: str, values: ArrayLike, count: int) -> Int64s:
     if column.shape != (count,) or (count and column.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be {count} integers, not {column.dtype} of shape {list(column.shape)}")
     return column.astype(np.int64)
-
-
-def make_gate(arena: Arena) -> Gate:
-    """The fastest gate for where an arena's rows lie."""
-    # imported where it is used: a machine with a card may lack numba, one without it lacks CuPy
-    if arena.device == "cuda":
-        from undertow.kernels.gate.cuda_gate import CudaGate
-
-        return CudaGate(arena)
-    from undertow.kernels.gate.cpu_gate import NumbaGate
-
-    return NumbaGate(arena)

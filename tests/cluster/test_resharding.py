@@ -26,7 +26,7 @@ from undertow.engine.cluster.resharding.coordinator import batches, reshard, res
 from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant, StaleMap
 from undertow.engine.cluster.resharding.transfer import TenantTransfer
 from undertow.engine.cluster.shard_map import ShardMap, publish
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.lance_log import LanceLog

@@ -42,7 +42,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def test_the_folder_at_the_root_is_no_regular_package() -> None:
-    assert (ROOT / "kernels" / "gate.py").exists()
+    assert (ROOT / "kernels" / "device.py").exists()
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
@@ -118,11 +118,13 @@ class Without(MetaPathFinder):
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 import importlib
 
-# what only a CPU's search and scan need, and what wraps CuPy, may miss it
-CPU_ONLY = {"scan", "rows", "pool", "host_memory", "gate_numba"}
-for file in sorted(Path(sys.argv[1], "kernels").glob("*.py")):
+# These need numba, which a machine with a GPU may lack.
+CPU_ONLY = {"cpu_scan", "compiled_rows", "slab_pool", "host_memory", "cpu_gate"}
+folder = Path(sys.argv[1], "kernels")
+for file in sorted(folder.rglob("*.py")):
     if file.stem not in CPU_ONLY:
-        importlib.import_module(f"undertow.kernels.{file.stem}")
+        parts = file.relative_to(folder).with_suffix("").parts
+        importlib.import_module(".".join(("undertow", "kernels", *parts)))
 
 import numpy as np
 import torch

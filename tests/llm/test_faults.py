@@ -18,7 +18,7 @@ from undertow.bench.mock.server import MockServer, spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import ServerRefused
 
 from ..support.engine import turn_of

@@ -21,7 +21,7 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.bench.mock.server import MockServer, spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm import discovery as llm_address
 from undertow.engine.llm import load_balancer as llm_servers
 from undertow.engine.llm import server as llm_server

@@ -35,7 +35,7 @@ from undertow.bench.quality.poison.attack import (
 from undertow.bench.quality.poison.cases import Case, all_cases, controls
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.prompts.builders import REPLIES, prompt_version
 from undertow.serving.vllm.local_server import OFFLINE_MODEL, LocalVLLM, report_to
 

@@ -22,7 +22,8 @@ from undertow.engine.cluster.shard.call_queue import TurnCall, outcome_of
 from undertow.engine.cluster.shard.quarantine import Quarantine, reason_of
 from undertow.engine.cluster.shard_map import Removed, ShardMap
 from undertow.engine.cluster.wire import Status
-from undertow.engine.encoders.base import Encoder, make_encoder
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.step.admission import Ticket
 from undertow.engine.step.scheduler import StepReport, TenantFault

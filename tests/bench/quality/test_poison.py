@@ -27,7 +27,7 @@ from undertow.bench.quality.poison.judge import of_answer, of_memories, verdict
 from undertow.bench.quality.poison.run import Outcome, judged_again, run, summary
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Message, Turn
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.row_codec import memory_of
 from undertow.prompts.builders import Operation, Prompt, prompt_version
 from undertow.prompts.reply_schemas import EPISODE_CHARS, FACT_CHARS

@@ -24,7 +24,7 @@ from undertow.engine.base.model import InputError, Message, PolicyName, Turn
 from undertow.engine.cluster.routing.errors import ShardGone
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.row_codec import usage_from_json
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.prompts.builders import QUERY_OPERATIONS

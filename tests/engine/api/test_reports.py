@@ -19,7 +19,7 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.api.views.stats import store_stats, store_usage, tenant_stats
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.estimate.calibrate import PairCosines, simulate
 from undertow.engine.storage.journal import Journal, JournalError
 from undertow.engine.tenants.registry import UnknownTenant

@@ -24,7 +24,7 @@ from undertow.engine.base.model import (
     Turn,
     UndertowError,
 )
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.engine import (
     ALONE,

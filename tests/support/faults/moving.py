@@ -18,7 +18,7 @@ from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.cluster.resharding.coordinator import ReshardingCalls
 from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant
 from undertow.engine.cluster.shard_map import ShardMap, exists, load, publish
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
