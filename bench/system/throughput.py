@@ -63,7 +63,7 @@ class PhaseTimes:
         if self._inside:
             self._inside[-1] += took_s
 
-    def linked(self, causes: Iterable[str]) -> None:
+    def linked(self, traceparents: Iterable[str]) -> None:
         pass
 
     def called(self, call: ShardCall) -> None:

@@ -30,7 +30,7 @@ from undertow.engine.policies.registry import Policies
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.search.ranking import Ranker
 from undertow.engine.step.admission import Admission, Receipt, Ticket
-from undertow.engine.step.answer_feedback import LESSONS_PER_STEP, FeedbackQueue
+from undertow.engine.step.answer_feedback import FEEDBACK_PER_STEP, FeedbackQueue
 from undertow.engine.step.batch_size import BatchSizer
 from undertow.engine.step.effects import EffectReader
 from undertow.engine.step.eviction import ArenaResidency, arena_of
@@ -253,7 +253,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
 
     def note(self, row: Row) -> None:
         """Have a row of the shard's own (a source offset) committed once all queued turns are stored."""
-        self.scheduler.note(row)
+        self.scheduler.append_after_turns(row)
 
     def step(self, wait_s: float = 0.0) -> StepReport:
         """One round of the step loop; see Scheduler.step.
@@ -265,9 +265,9 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         self._check_sound()
         self._residency.prepare()
         try:
-            self._log_feedback(LESSONS_PER_STEP)
-            if self.scheduler.holds_back and self.server_lost:
-                self.scheduler.put_off()  # what is stored does not wait for a server
+            self._log_feedback(FEEDBACK_PER_STEP)
+            if self.scheduler.admission_paused and self.server_lost:
+                self.scheduler.suspend()  # what is stored does not wait for a server
             return self.scheduler.step(wait_s)
         except ArenaFull:
             raise
@@ -297,7 +297,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         """Whether nothing of the tenant's is queued, and none of its records is to be decided."""
         scheduler = self.scheduler
         queued = scheduler.inbox.holds(tenant) or self._feedback.holds(tenant)
-        return not (queued or scheduler.at_work(tenant) or self._residency.lacks(tenant))
+        return not (queued or scheduler.decisions.is_active(tenant) or self._residency.is_waiting(tenant))
 
     @property
     def idle(self) -> bool:
@@ -363,7 +363,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
     @property
     def lag(self) -> Lag:
         undecided = sum(t.undecided_count for t in self.tenants.loaded())
-        oldest_s = round(self.scheduler.lag_tracker.oldest_s, 3)
+        oldest_s = round(self.scheduler.decisions.lag_tracker.oldest_s, 3)
         return Lag(undecided, oldest_s, self.scheduler.running_count, len(self.scheduler.blocked))
 
     # ---- jobs and tenants
@@ -386,7 +386,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         """
         self._check_sound()
         self.tenants.require(tenant)
-        self.scheduler.forget(tenant)
+        self.scheduler.drop_tenant(tenant)
         self._feedback.forget([tenant])
         self._texts.forget(tenant)
         bury(self.journal, self.tenants, tenant)
@@ -408,14 +408,14 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         """
         self._check_sound()
         try:
-            tickets = self.scheduler.dismiss(tenants, records)
+            tickets = self.scheduler.release_tenants(tenants, records)
         except BaseException as error:
             self._failure = error  # work was dropped that the journal still holds here
             raise
         self._feedback.forget(tenants)
         for name in tenants:
             self._texts.forget(name)
-            self.tenants.depart(name)
+            self.tenants.remove(name)
         return tickets
 
     def take_up(self, tenants: Sequence[str]) -> None:

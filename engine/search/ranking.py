@@ -249,7 +249,7 @@ class Ranker:
         hits = []
         for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
             turn = tenant.turn(tenant.seq_by_row[row])
-            identity = turn_id(tenant.name, tenant.life, turn.seq)
+            identity = turn_id(tenant.name, tenant.incarnation, turn.seq)
             hits.append(Hit(identity, "turn", turn.text, score, turn.timestamp, (turn.seq,)))
         return hits
 
@@ -342,7 +342,7 @@ def _words_of(tenant: Tenant, episode: Hit, left_out: Set[int]) -> list[Hit]:
         turn = tenant.turn(seq)
         lines = [line for its_seq, line in memory.source_messages if its_seq == seq]
         said = [turn.messages[n] for n in sorted(lines) if n < len(turn.messages)] or turn.messages
-        identity = turn_id(tenant.name, tenant.life, seq)
+        identity = turn_id(tenant.name, tenant.incarnation, seq)
         hits.append(Hit(identity, "turn", "\n".join(said), episode.score, turn.timestamp, (seq,)))
     return hits
 

@@ -159,19 +159,19 @@ def control_of(row: Row) -> Control:
     return Control(body["kind"], row.seq, body["body"])
 
 
-def without_words(control: Control) -> Control:
-    """An update whose text has to go with a deleted turn's words; its place in the log stays."""
+def without_text(control: Control) -> Control:
+    """The update without its text, which holds a deleted turn's words. Its place in the log stays."""
     return Control(control.kind, control.seq, {k: v for k, v in control.body.items() if k != "text"})
 
 
 def outdated_updates(rows: Iterable[Row]) -> list[int]:
-    """Lsns of the updates among `rows` (oldest first) that a later row, `without_words`, stands for."""
+    """The lsns of the updates among `rows` (oldest first) that a later row, made `without_text`, replaces."""
     newest: dict[tuple[str, int, str], int] = {}
     outdated = []
     for row in rows:
         if row.kind != "control" or (control := control_of(row)).kind != "update":
             continue
-        # with the id, which no other life of the tenant has
+        # The id tells the incarnations of the tenant apart.
         place = (row.tenant_key, row.seq, control.body["memory_id"])
         if place in newest:
             outdated.append(newest[place])

@@ -393,7 +393,7 @@ def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn
         while running is None or not running.usage:  # until a job that has had a reply waits for the next
             held.release()
             engine.step(0.001)
-            running = engine.scheduler._running.get(name)
+            running = engine.scheduler.decisions.running(name)
         spent = {operation: usage.prompt_tokens for operation, usage in running.usage.items()}
         before = {operation: usage.prompt_tokens for operation, usage in running.tenant.meter.items()}
         publish(shards.root, shards.map.toward(["a", "b", "c"]))

@@ -226,7 +226,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
             act(engine, "ann", what, n)
             assert engine.drain()
         act(engine, "ann", "flush", 0)
-        engine._llm = engine.scheduler._llm = None  # what comes now waits
+        engine._llm = engine.scheduler.llm_calls.llm = None  # what comes now waits
         engine.add_batch([said("ann", n) for n in range(60, 70)])
         act(engine, "ann", "update memory", 3)
         return exported(engine, "ann")

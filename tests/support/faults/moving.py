@@ -271,4 +271,4 @@ def ids_of(shards: Shards, tenant: str) -> set[str]:
     engine = shards.holder(tenant)
     key = engine.journal.info.tenant_key(tenant)
     rows = engine.journal.read(tenant_keys=[key], kinds=["turn", "episode", "fact"], vectors=False)
-    return {row.id for row in rows if row.id is not None and not engine.tenants.buried(row)}
+    return {row.id for row in rows if row.id is not None and not engine.tenants.is_erased(row)}
