@@ -102,7 +102,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
                     policy=settings.policy,
                 )
             self.journal = Journal.open(
-                store, writable=writable, takeover=takeover, life=life, durability=settings.durability
+                store, writable=writable, takeover=takeover, owner=life, durability=settings.durability
             )
             self._set_up(encoder, llm)
         except BaseException:
