@@ -58,15 +58,17 @@ def forget(policies: Policies, tenant: Tenant, seq: int, turn_seq: int) -> Decid
     """
     gone: list[Draft] = []
     for generation in tenant.generations[1:]:
-        gone += yield from _shed(policies, View(tenant, seq, generation), turn_seq, generation)
+        gone += yield from _deletions_in_earlier(
+            policies, View(tenant, seq, generation), turn_seq, generation
+        )
     if tenant.reread_to is not None and seq < tenant.reread_to:
-        return PolicyResult(Decision.WAITS, shed=tuple(gone))
+        return PolicyResult(Decision.WAITS, earlier_deletions=tuple(gone))
     policy = policies.named(tenant.making.policy)
     outcome = yield from policy.forget(seq, turn_seq, View(tenant, seq, tenant.making))
-    return replace(outcome, shed=tuple(gone))
+    return replace(outcome, earlier_deletions=tuple(gone))
 
 
-def _shed(
+def _deletions_in_earlier(
     policies: Policies, view: View, turn_seq: int, generation: Generation
 ) -> Generator[Effect, Any, list[Draft]]:
     """The deletions of what an earlier generation derived from a turn, without those already made.
@@ -128,7 +130,9 @@ def decision_body(outcome: PolicyResult, usage: dict[str, Usage]) -> dict[str, A
         if value := getattr(outcome, name):
             body[name] = value
     for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):
-        if ids := [d.memory.id for d in (*outcome.drafts, *outcome.shed) if d.memory.kind == kind]:
+        if ids := [
+            d.memory.id for d in (*outcome.drafts, *outcome.earlier_deletions) if d.memory.kind == kind
+        ]:
             body[name] = ids
     if usage:
         body["usage"] = usage_to_json(usage)

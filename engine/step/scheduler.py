@@ -26,6 +26,7 @@ from undertow.engine.step.batch_size import BatchSizer
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
 from undertow.engine.step.effects import EffectReader, read_by_kind
+from undertow.engine.step.lag import LagTracker
 from undertow.engine.step.llm_calls import LLMCalls
 from undertow.engine.step.redaction import Redaction
 from undertow.engine.storage.journal import Journal, Row
@@ -75,6 +76,8 @@ class Scheduler:
         self._trace = trace
         self.inbox = Inbox(queue_turns)
         self.decisions = DecisionQueue(partial(begin, policies))
+        # The queue's own: by tenant, why nothing of it is decided.
+        self.blocked = self.decisions.blocked
         self.llm_calls = LLMCalls(
             llm, self.decisions, in_flight=llm_in_flight, token_budget=token_budget, trace=trace
         )
@@ -91,16 +94,6 @@ class Scheduler:
         self._report = StepReport()
 
     # ---- state
-
-    @property
-    def blocked(self) -> dict[str, str]:
-        """Tenants of which nothing is decided, with the reason."""
-        return self.decisions.blocked
-
-    @property
-    def refused(self) -> ServerRefused | None:
-        """The last refusal by the LLM server."""
-        return self.llm_calls.refused
 
     @property
     def idle(self) -> bool:
@@ -253,17 +246,10 @@ class Scheduler:
         self._rows += rows
         self._report.admitted = admitted.fresh_turns
         self._report.duplicates = len(receipts) - admitted.fresh_turns
-        self._note_arrivals(tickets, receipts)
+        _note_arrivals(self.decisions.lag_tracker, tickets, receipts)
         for tenant in touched:
             self.decisions.add(tenant)
         return tickets, receipts
-
-    def _note_arrivals(self, tickets: Sequence[Ticket], receipts: Sequence[Receipt]) -> None:
-        """Note each record's arrival if a request is traced; else `DecisionQueue.add` notes one a tenant."""
-        if any(ticket.traceparent is not None for ticket in tickets):
-            for ticket, receipt in zip(tickets, receipts, strict=True):
-                if receipt.seq is not None:
-                    self.decisions.lag_tracker.note(receipt.tenant, receipt.seq, ticket.traceparent)
 
     def _drop_inbox(self) -> None:
         """Drop all waiting turns: a later turn of a tenant must not be stored without an earlier one."""
@@ -370,7 +356,7 @@ class Scheduler:
             self._begin_reread(run, outcome)
             return
         made = [(_signed(run, d.memory), d.vector) for d in outcome.drafts]
-        made += [(d.memory, None) for d in outcome.shed]
+        made += [(d.memory, None) for d in outcome.earlier_deletions]
         body = decision_body(outcome, run.usage)
         self._rows += [memory_row(memory, tenant.key, vector) for memory, vector in made]
         self._rows.append(Row("decision", tenant.name, tenant.key, seq, orjson.dumps(body)))
@@ -395,7 +381,7 @@ class Scheduler:
         body = record.body if isinstance(record, Control) else {}
         rows = job_ledger.record_replayed(run.tenant, body.get("job_id", ""))
         if "turn_seq" in body:
-            remade = [d.memory for d in (*outcome.drafts, *outcome.shed)]
+            remade = [d.memory for d in (*outcome.drafts, *outcome.earlier_deletions)]
             rows += self._redaction.redact(run.tenant, run.seq, remade)
         return [*rows, *job_ledger.record_parked(run, outcome)]
 
@@ -421,3 +407,11 @@ def _signed(run: DecisionRun, memory: Memory) -> Memory:
     """The memory with the generation and the model, which its policy does not know."""
     model = memory.model if memory.deleted else run.model
     return replace(memory, generation=run.tenant.making.number, model=model)
+
+
+def _note_arrivals(tracker: LagTracker, tickets: Sequence[Ticket], receipts: Sequence[Receipt]) -> None:
+    """Note each record's arrival if a request is traced; else `DecisionQueue.add` notes one a tenant."""
+    if any(ticket.traceparent is not None for ticket in tickets):
+        for ticket, receipt in zip(tickets, receipts, strict=True):
+            if receipt.seq is not None:
+                tracker.note(receipt.tenant, receipt.seq, ticket.traceparent)

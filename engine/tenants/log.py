@@ -15,7 +15,7 @@ from undertow.engine.storage.row_codec import Control, messages_of, without_text
 NO_ROW = -1
 
 
-class TenantLog:
+class RecordLog:
     """The records of one tenant, appended in seq order."""
 
     def __init__(self) -> None:

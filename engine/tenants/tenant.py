@@ -18,7 +18,7 @@ from undertow.engine.base.model import Decision, Memory, MemoryKind, Usage
 from undertow.engine.policies.base import Thresholds
 from undertow.engine.storage.row_codec import Control, LlmJob, usage_from_json
 from undertow.engine.tenants.generations import Generation, Tier
-from undertow.engine.tenants.log import NO_ROW, TenantLog
+from undertow.engine.tenants.log import NO_ROW, RecordLog
 from undertow.kernels.arena.arena import Arena
 
 # The entries of `counts` that belong to the generation that the cursor builds.
@@ -26,7 +26,7 @@ DECISION_COUNTS = ("merges", "merge_refusals", "consolidations", "partition_repa
 NO_SEQ = -1
 
 
-class Tenant(TenantLog):
+class Tenant(RecordLog):
     """Log, cursor, live flags, jobs and memories of one tenant.
 
     The cursor builds the generation `making`, to which flags and jobs belong; searches see `shown`. The two
@@ -162,7 +162,7 @@ class Tenant(TenantLog):
     # ---- replay
 
     def add_turn(self, payload: bytes | None, key: int, session: str, timestamp: str | None) -> int:
-        """As TenantLog.add_turn; counts deleted turns."""
+        """As RecordLog.add_turn; counts deleted turns."""
         if payload is None:
             self.counts["deleted"] += 1
         return super().add_turn(payload, key, session, timestamp)
