@@ -153,7 +153,7 @@ class Arena(SlabTable):
     def take(self, handles: ArrayLike) -> Vectors:
         """float16 [n, dim]: a copy of the rows for kernels, NumPy or a tensor on the device.
 
-        The tensor is a `Taken`, which a gate does not check again; it must not be changed.
+        The tensor is a `CheckedRows`, which a gate does not check again; it must not be changed.
         """
         return self._memory.take(self._vector_addresses(*self._resolve(handles)))
 

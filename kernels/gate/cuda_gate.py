@@ -1,7 +1,7 @@
-"""The gate on a CUDA device: plans on the host, everything else in gate.cu, on torch's current stream.
+"""The gate on a CUDA device: planned on the host, executed by gate.cu on torch's current stream.
 
-Needs CuPy, which compiles gate.cu for the card on first use and keeps the result in its cache. All
-memory is torch's.
+Needs CuPy, which compiles gate.cu for the GPU on first use and caches the result. All memory is allocated by
+torch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ STEP_ROWS = 32
 BLOCK_THREADS = 128
 BLOCKS_PER_SM = 4
 
-# so many a warp that the last ones to finish leave the card idle for little of the time
+# Tasks per warp: enough that the last ones to finish leave the GPU idle only briefly.
 _TASKS_PER_WARP = 8
-# a task for each of the four schedulers of an SM, which runs 16 warps
+# One task for each of the four schedulers of an SM, which runs 16 warps.
 _ENOUGH_OF_WARPS = 1 / 4
 
 
@@ -52,12 +52,12 @@ _FOUND = _struct("count", "kept", "starts", "rows", "scores")
 
 
 class Kernels(Protocol):
-    """The kernels of gate.cu, compiled for one dim."""
+    """The kernels of gate.cu, compiled for one vector dimension."""
 
-    warps: int  # that the device runs at a time
+    warps: int  # the number that the device runs at a time
 
     def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
-        """Queue a kernel on torch's current stream, with at least so many warps; structs by value."""
+        """Queue a kernel with at least `warps` warps on torch's current stream; structs go by value."""
 
 
 class CupyKernels:
