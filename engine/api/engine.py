@@ -330,7 +330,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         self.journal.delete_rows(left_behind(self.journal, self.tenants))
         self.scheduler.blocked.clear()
         behind = self.tenants.behind()
-        self._residency.take_up(behind)
+        self._residency.load(behind)
         return len(behind)
 
     def flush(self, tenant: str) -> bool:
@@ -355,7 +355,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
             key, start = self.journal.info.tenant_key(name), self.tenants.next_seq(name)
             controls = [Control(kind, seq, body) for seq, body in enumerate(bodies, start)]
             self.journal.append([control_row(name, key, control) for control in controls])
-            self._residency.take_up([name])
+            self._residency.load([name])
             return None
         self.scheduler.log(tenant, [(kind, body) for body in bodies])
         return tenant
@@ -420,7 +420,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
 
     def take_up(self, tenants: Sequence[str]) -> None:
         """Have the undecided records of tenants that have arrived decided."""
-        self._residency.take_up(tenants)
+        self._residency.load(tenants)
 
     # ---- figures
 

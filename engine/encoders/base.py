@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 Float16 = NDArray[np.float16]
 
-TEXT_FORMAT = 1  # raise it when `model.spoken`, the windows or their averaging change
+TEXT_FORMAT = 1  # increase it when `model.spoken`, the windows or their averaging change
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What made a store's vectors. `digest` covers weights, tokenizer, pooling, window and text format."""
+    """Identifies an encoder. `digest` covers weights, tokenizer, pooling, window and text format."""
 
     model: str
     digest: str
@@ -33,10 +33,10 @@ class Fingerprint:
 
     @classmethod
     def stored(cls, fields: Mapping[str, Any]) -> Self:
-        """The one that a store's description holds; StoreError if it holds none."""
+        """The fingerprint in a store's description. StoreError if there is none."""
         types = get_type_hints(cls)
         if fields.keys() != types.keys() or any(type(fields[name]) is not t for name, t in types.items()):
-            # a machine that has no store, and only measures encoders, may miss its packages
+            # Imported here: a machine that only measures encoders may lack the packages of stores.
             from undertow.engine.storage.store_info import StoreError
 
             raise StoreError(
@@ -46,11 +46,11 @@ class Fingerprint:
         return cls(**fields)
 
     def with_timestamps(self) -> Fingerprint:
-        """The same encoder over texts that begin with their timestamp: vectors of another kind."""
+        """The same encoder over texts prefixed with their timestamp."""
         return replace(self, digest=hashlib.blake2b(f"{self.digest}+timestamp".encode()).hexdigest())
 
     def mismatch(self, other: Fingerprint) -> str | None:
-        """Why vectors of `other`, the encoder at hand, must not join those of self, the store's."""
+        """Why vectors of `other`, the current encoder, must not be mixed with those of self, the store's."""
         if (self.digest, self.dim) == (other.digest, other.dim):
             return None
         return (
@@ -60,7 +60,7 @@ class Fingerprint:
         )
 
     def drift(self, other: Fingerprint) -> str | None:
-        """What differs between self, the store's, and `other` in the last bits only; None if nothing does."""
+        """A warning if `other` may differ from self, the store's, in the last bits only; else None."""
         if (self.dtype, self.device) == (other.dtype, other.device):
             return None
         return (
@@ -74,7 +74,7 @@ class Fingerprint:
 
 
 class Encoder(Protocol):
-    """What the engine asks of an encoder. The bits of row i depend on text i alone."""
+    """The interface of an encoder. The bits of row i depend on text i alone."""
 
     @property
     def dim(self) -> int: ...
@@ -89,7 +89,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Vectors of texts, L2-normalised: on the host always, and on a device where they were computed there."""
+    """L2-normalised vectors of texts, on the host, and on a device if they were computed there."""
 
     host: Float16
     """float16 [n, dim]."""
@@ -97,7 +97,7 @@ class Encoded:
     """float16 [n, dim], the same bits."""
 
     def on(self, device: str) -> Float16 | torch.Tensor:
-        """The copy to hand to work on "cpu" or "cuda": the device's if it is there, else the host's."""
+        """The copy for work on "cpu" or "cuda": that on the device if it exists, else that on the host."""
         if device == "cpu" or self.device is None or self.device.device.type != device:
             return self.host
         return self.device
@@ -105,7 +105,7 @@ class Encoded:
 
 @runtime_checkable
 class DeviceEncoder(Encoder, Protocol):
-    """An encoder that leaves its vectors on a device as well."""
+    """An encoder that also leaves its vectors on a device."""
 
     def embed(self, texts: Sequence[str]) -> Encoded:
         """As `encode`, with the vectors on the device too."""

@@ -61,7 +61,7 @@ class ArenaResidency:
             self._make_room(lambda: self._has_room)
         self._load_waiting()
 
-    def take_up(self, behind: Sequence[str]) -> None:
+    def load(self, behind: Sequence[str]) -> None:
         """Have these tenants' undecided records decided, as many tenants at a time as there is room for."""
         self._waiting |= dict.fromkeys(behind)
         self._load_waiting()
@@ -145,10 +145,10 @@ class ArenaResidency:
         """Evict idle tenants until there is `enough` room, those with queued turns last."""
         waits = self._scheduler.inbox.holds
         return self._tenants.make_room(
-            enough, lambda tenant: not waits(tenant.name) and self._may_go(tenant)
-        ) or self._tenants.make_room(enough, self._may_go)
+            enough, lambda tenant: not waits(tenant.name) and self._may_evict(tenant)
+        ) or self._tenants.make_room(enough, self._may_evict)
 
-    def _may_go(self, tenant: Tenant) -> bool:
+    def _may_evict(self, tenant: Tenant) -> bool:
         """Whether nobody uses the tenant's live state."""
         if self._scheduler.decisions.is_active(tenant.name):
             return False
