@@ -1,11 +1,11 @@
-"""BM25 (Robertson and Zaragoza, 2009) over the texts of one segment, which come, change and go one by one.
+"""BM25 (Robertson and Zaragoza, 2009) over the texts of one segment, with insertion and deletion.
 
-A text is a bag of terms, and a term a number: the index holds no words. Its statistics (how many texts have
-a term, how long texts are) are counted over the texts that are there now, when a query asks. So a score
-depends on these texts alone: not on the order in which they came, nor on what has gone.
+A text is a bag of terms, and a term is a number: the index holds no words. Document frequencies and lengths
+are counted over the current texts at query time. So scores depend on these texts alone, neither on their
+order of arrival nor on deleted texts.
 
-The postings lie sorted by term, those of new texts behind them as they came, to be sorted in once they are
-an eighth of all. About 10 bytes a posting.
+Postings are sorted by term. Those of new texts are appended unsorted, and sorted in once they are an eighth
+of all. About 10 bytes a posting.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Float64s = NDArray[np.float64]
 Int32s = NDArray[np.int32]
 Uint32s = NDArray[np.uint32]
 
-# how soon repeats of a term stop to count, and how much longer texts are discounted: the usual values
+# Saturation of term frequency, and length normalisation: the usual values.
 K1, B = 1.2, 0.75
 
 _GONE = -1
-# new postings that stay unsorted: these at least, or this share of the sorted ones
+# New postings that may stay unsorted: this number, or this share of the sorted ones.
 _UNSORTED = 8_192
 _UNSORTED_SHARE = 1 / 8
 
 
 class Bm25:
-    """The texts of one segment by arena row. One owner calls it."""
+    """The texts of one segment by arena row. Not thread-safe."""
 
     def __init__(self) -> None:
         self._doc_of_row: dict[int, int] = {}
-        # by doc: a text's number in the order of coming
+        # By doc, the number of a text in order of arrival.
         self._row_of_doc = array("i")
         self._length_of_doc = array("i")
         self._total_length = 0
@@ -49,11 +49,11 @@ class Bm25:
 
     @property
     def nbytes(self) -> int:
-        """Of the postings."""
+        """Bytes of the postings."""
         return 12 * (len(self._terms) + len(self._new_terms))
 
     def put(self, row: int, terms: Iterable[int]) -> None:
-        """The text of a row, in the place of what it had."""
+        """Set the text of a row, replacing the former one."""
         self.drop(row)
         counts = Counter(terms)
         doc, length = len(self._row_of_doc), counts.total()
@@ -66,18 +66,17 @@ class Bm25:
         self._new_counts.extend(counts.values())
 
     def drop(self, row: int) -> None:
-        """The row has no text any more."""
+        """Remove the text of a row."""
         doc = self._doc_of_row.pop(row, None)
         if doc is not None:
             self._row_of_doc[doc] = _GONE
             self._total_length -= self._length_of_doc[doc]
 
     def scores(self, terms: Sequence[int], rows: int) -> Float64s:
-        """[rows]: how much of what the query asks each row's text has, from 0 to (never reached) 1.
+        """float64 [rows]: each row's BM25 score as a share of the maximum for this query, in [0, 1).
 
-        That is its BM25 score over the most that a text could get, so that queries of any length and
-        segments of any size compare. Terms that no text has count there too: a query of such words is
-        one that the segment cannot answer by words.
+        The maximum makes queries of any length and segments of any size comparable. It includes terms that
+        no text has: a query of such words cannot be answered by keywords.
         """
         self.sort_in()
         out, most = np.zeros(rows), 0.0
@@ -86,7 +85,7 @@ class Bm25:
         for term in dict.fromkeys(terms):
             docs, counts = self._postings(term)
             owners, lengths = row_of_doc[docs], length_of_doc[docs]
-            if len(self) < len(row_of_doc):  # some have gone
+            if len(self) < len(row_of_doc):  # some were removed
                 there = owners != _GONE
                 owners, counts, lengths = owners[there], counts[there], lengths[there]
             weight = np.log1p((len(self) - len(owners) + 0.5) / (len(owners) + 0.5))
@@ -97,8 +96,8 @@ class Bm25:
         return out / most if most else out
 
     def _postings(self, term: int) -> tuple[Int32s, Int32s]:
-        """The texts that had a term when they came, and how often."""
-        key = np.uint32(term)  # of the array's own type: else all of it would be converted
+        """The docs with a term, and its frequencies. Removed docs may be included."""
+        key = np.uint32(term)  # the array's own dtype; otherwise the whole array would be converted
         start, stop = self._terms.searchsorted(key, "left"), self._terms.searchsorted(key, "right")
         new = np.flatnonzero(np.frombuffer(self._new_terms, np.uint32) == term)
         docs = np.concatenate((self._docs[start:stop], np.frombuffer(self._new_docs, np.int32)[new]))
@@ -106,9 +105,9 @@ class Bm25:
         return docs, counts
 
     def sort_in(self) -> None:
-        """Once there are enough new postings: all sorted by term, without those of texts that have gone.
+        """Sort in new postings once there are enough, without those of removed texts.
 
-        `scores` does so first; a caller who puts many texts does better to spread it over them.
+        `scores` does this first. A caller that adds many texts should call it in between.
         """
         if len(self._new_terms) <= max(_UNSORTED, _UNSORTED_SHARE * len(self._terms)):
             return

@@ -1,4 +1,4 @@
-"""What this machine has: every optional import of `kernels` stands here and nowhere else."""
+"""The devices and optional packages of this machine. All optional imports of `kernels` are in this file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def _cuda_device_count() -> int:
-    """Devices that CuPy can use; 0 where CuPy or a driver is missing."""
+    """The number of devices that CuPy can use; 0 without CuPy or a driver."""
     if importlib.util.find_spec("cupy") is None:
         return 0
     try:
@@ -28,12 +28,12 @@ def _torch_sees_a_card() -> bool:
 
 
 CUDA_DEVICE_COUNT = _cuda_device_count()
-# CuPy compiles and launches, torch holds the memory: both must see the card
+# CuPy compiles and launches, torch holds the memory: both must see the GPU.
 HAS_CUDA = CUDA_DEVICE_COUNT > 0 and _torch_sees_a_card()
 
 
 def why_no_cuda() -> str | None:
-    """In words, which of CuPy and torch cannot use a card here, and the cure; None where both can."""
+    """Why CuPy or torch cannot use a GPU here, with the cure; None if both can."""
     if HAS_CUDA:
         return None
     if importlib.util.find_spec("cupy") is None:
@@ -50,9 +50,9 @@ def why_no_cuda() -> str | None:
 
 
 def resolve(device: Device) -> Literal["cpu", "cuda"]:
-    """Turn a wish into a device: "auto" is a preference, "cpu" and "cuda" are promises.
+    """The device for a setting: "auto" is a preference, "cpu" and "cuda" are promises.
 
-    Raises ValueError for an unknown name, and for "cuda" where CuPy or torch finds no CUDA device.
+    Raises ValueError for an unknown name, and for "cuda" if CuPy or torch finds no CUDA device.
     """
     if device == "auto":
         return "cuda" if HAS_CUDA else "cpu"
@@ -64,14 +64,21 @@ def resolve(device: Device) -> Literal["cpu", "cuda"]:
 
 
 def cpu_count() -> int:
-    """CPUs that this process may run on."""
+    """The number of CPUs that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
+def nvtx_ranges() -> Any | None:
+    """`torch.cuda.nvtx`, whose `range_push` and `range_pop` name ranges for nsys; None without CUDA."""
+    if not HAS_CUDA:
+        return None
+    return importlib.import_module("torch.cuda.nvtx")
+
+
 def load_faiss() -> Any:
-    """The `faiss` module, imported on first use. Raises ImportError that names the cure."""
+    """The `faiss` module, imported on first use. ImportError names the cure."""
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
@@ -82,15 +89,15 @@ def load_faiss() -> Any:
 
 @cache
 def load_faiss_gpu() -> Any | None:
-    """The `faiss` module, ready for torch tensors on a device; None without FAISS's GPU part.
+    """The `faiss` module, prepared for torch tensors on a device; None without FAISS's GPU part.
 
-    Raises RuntimeError where the GPU part is installed without the CUDA libraries that it needs.
+    Raises RuntimeError if the GPU part is installed without its CUDA libraries.
     """
     if importlib.util.find_spec("faiss") is None:
         return None
     faiss = importlib.import_module("faiss")
     if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
         return None
-    # its import teaches faiss.knn_gpu to take tensors and torch's stream
+    # This import makes faiss.knn_gpu accept tensors and use torch's stream.
     importlib.import_module("faiss.contrib.torch_utils")
     return faiss

@@ -153,7 +153,7 @@ def _gib(nbytes: float) -> str:
 
 
 def _encoder(settings: Settings) -> Finding:
-    from undertow.engine.encoders.base import make_encoder
+    from undertow.engine.encoders.factory import make_encoder
 
     try:
         encoder = make_encoder(settings)

@@ -14,7 +14,8 @@ from undertow.bench.gpu.load import K_GATE, THETA, Int64s, World, equal_sizes, z
 from undertow.bench.gpu.rig import Limits, Rig, Scale
 from undertow.kernels.device import load_faiss_gpu
 from undertow.kernels.gate.cuda_gate import CudaGate
-from undertow.kernels.gate.gate import Gate, make_gate
+from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.gate.gate import Gate
 
 _CHECKED = 24
 _LOOP_REPEATS = 5

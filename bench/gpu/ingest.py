@@ -15,7 +15,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.trace import Trace
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 
 _CHECKED = 8
 # phases inside "admit"; what they leave of it is Python: seqs, rows, receipts

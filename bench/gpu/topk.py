@@ -14,7 +14,8 @@ from undertow.bench.gpu.figures import Part, WrongResults, spread
 from undertow.bench.gpu.load import World, equal_sizes
 from undertow.bench.gpu.rig import Limits, Rig, Scale
 from undertow.kernels.device import load_faiss_gpu
-from undertow.kernels.gate.gate import Gate, make_gate
+from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk.ivf import IvfIndex
 from undertow.kernels.topk.topk import top_k, top_k_many
 

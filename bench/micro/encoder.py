@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from undertow.bench.machine import LOCOMO, describe
-from undertow.engine.encoders.base import HashingEncoder
 from undertow.engine.encoders.cpu import Batch, SentenceEncoder
 from undertow.engine.encoders.cuda import CudaSentenceEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, model_folder
 from undertow.engine.encoders.tokenizer import Windows
 from undertow.engine.readers import read

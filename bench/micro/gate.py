@@ -25,7 +25,8 @@ from undertow.bench.machine import describe
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.compiled_rows import floats_at, sums
 from undertow.kernels.device import cpu_count, load_faiss
-from undertow.kernels.gate.gate import Gate, GateReadings, make_gate
+from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.gate.gate import Gate, GateReadings
 
 THETA = 0.7
 K_GATE = 10

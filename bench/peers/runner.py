@@ -141,7 +141,7 @@ class Hashed(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
     """Undertow's hashing encoder as a LangChain embedding, which both peers take."""
 
     def __init__(self, dim: int) -> None:
-        from undertow.engine.encoders.base import HashingEncoder
+        from undertow.engine.encoders.hashing import HashingEncoder
 
         self._encoder = HashingEncoder(dim)
 

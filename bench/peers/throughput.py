@@ -31,7 +31,7 @@ from undertow.bench.system.throughput import MOCK_REFUSALS, ingest, mock_llm, se
 from undertow.bench.system.throughput_report import Load, chosen, conditions
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, UndertowError, Usage
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 
 THREADS = (1, 2, 4, 8, 16, 32, 64)
 _WARM_UP_TURNS = 4

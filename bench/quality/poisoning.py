@@ -31,7 +31,7 @@ from undertow.bench.machine import commit, describe
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.llm.client import BadReply
 from undertow.prompts.builders import REPLIES, prompt_version
 

@@ -27,7 +27,7 @@ from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, spoken
 from undertow.engine.base.timestamps import day_in_words
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.search.analyzer import Analyzer, stem
 from undertow.engine.search.irregular_forms import BASE_FORMS
 from undertow.engine.search.keyword_index import NEIGHBOUR_SHARE, STRETCH_SHARE, in_context, places

@@ -30,7 +30,8 @@ from undertow.bench.system.throughput_load import copies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
-from undertow.engine.encoders.base import Fingerprint, HashingEncoder
+from undertow.engine.encoders.base import Fingerprint
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.prompts.builders import QUERY_OPERATIONS
 
 Vectors = NDArray[np.float16]

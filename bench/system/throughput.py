@@ -25,7 +25,8 @@ from undertow.engine.api.views.stats import store_usage
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import LINKED_PAIRS, Turn, as_embedded
 from undertow.engine.base.trace import LLMRequest, Phase, ShardCall, Trace
-from undertow.engine.encoders.base import Encoder, make_encoder
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.estimate.calibrate import PairCosines
 from undertow.engine.llm.client import ServerRefused
 from undertow.engine.step.admission import Ticket
@@ -62,7 +63,7 @@ class PhaseTimes:
         if self._inside:
             self._inside[-1] += took_s
 
-    def linked(self, causes: Iterable[str]) -> None:
+    def linked(self, traceparents: Iterable[str]) -> None:
         pass
 
     def called(self, call: ShardCall) -> None:

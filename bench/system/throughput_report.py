@@ -17,7 +17,8 @@ from undertow.bench.system.throughput import MOCK_REFUSALS, ingest, mock_llm, se
 from undertow.bench.system.throughput_load import Texts, copies, salted
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
-from undertow.engine.encoders.base import Encoder, make_encoder
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.factory import make_encoder
 
 FIGURES, PICTURE, TRACE = "ingest.json", "ingest.png", "trace.json"
 

@@ -15,7 +15,7 @@ import orjson
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import AnswerMode, BadInput, InputError, NoLLM, UndertowError, Usage
 from undertow.engine.base.trace import Trace
-from undertow.engine.base.trace_context import caused_by
+from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion, LLMClient, OnText
 from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
 from undertow.engine.search.answer_modes import Answering, Question, Say, answering
@@ -41,13 +41,13 @@ class Answer:
 class PendingAnswer:
     """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
 
-    `life`: the one of the tenant that was asked; no other is to hear of it. `learns`: what its policy learns
-    from the answer. `due`: of the cost, what is not metered yet, by operation. `given`: the answer and what
-    it was given, once the mode has ended.
+    `incarnation`: of the tenant that was asked; no other receives its feedback. `learns`: what its policy
+    learns from the answer. `due`: the part of the cost that is not metered yet, by operation. `given`: the
+    answer and its context, once the mode has ended.
     """
 
     tenant: str
-    life: int
+    incarnation: int
     question: str
     learns: Learns
     steps: Answering
@@ -124,8 +124,8 @@ class AnswerCalls(ABC):
         except ValueError as error:
             raise InputError(BadInput("answer", None, "mode", str(error), "Leave it out.")) from None
         steps = answering(answered_by, Question(question, as_of, recall, self._budget))
-        life, learns = self.tenants.life(tenant), self._learns_of(tenant)
-        asked = PendingAnswer(tenant, life, question, learns, steps, on_text)
+        incarnation, learns = self.tenants.incarnation(tenant), self._learns_of(tenant)
+        asked = PendingAnswer(tenant, incarnation, question, learns, steps, on_text)
         self._go_on(asked)
         return asked
 
@@ -167,7 +167,7 @@ class AnswerCalls(ABC):
     def _check_lives(self, asked: PendingAnswer) -> None:
         """UnknownTenant; Moved, InTransit."""
         try:
-            self.tenants.require_life(asked.tenant, asked.life)
+            self.tenants.require_incarnation(asked.tenant, asked.incarnation)
         except UndertowError:
             self.let_go(asked)
             raise
@@ -216,10 +216,10 @@ class AnswerCalls(ABC):
             return
         if asked.learns.missed and missed:
             body = {"question": asked.question, "episode_ids": list(missed)}
-            self._feedback.put(Feedback(asked.tenant, asked.life, "reconsolidate", body))
+            self._feedback.put(Feedback(asked.tenant, asked.incarnation, "reconsolidate", body))
         if asked.learns.used and found.facts:
             body = {"fact_ids": [hit.id for hit in found.facts]}
-            self._feedback.put(Feedback(asked.tenant, asked.life, "used", body))
+            self._feedback.put(Feedback(asked.tenant, asked.incarnation, "used", body))
 
     def _log_feedback(self, most: int) -> None:
         """Have the oldest of what answers have taught logged, a commit for each tenant. JournalError.
@@ -227,19 +227,19 @@ class AnswerCalls(ABC):
         Dropped are those of tenants that have gone, or whose memories are being made anew, or for which the
         arena has no room.
         """
-        for (name, life), feedback in self._feedback.take(most).items():
+        for (name, incarnation), feedback in self._feedback.take(most).items():
             with suppress(UnknownTenant, Moved, InTransit, ArenaFull):
-                self.tenants.require_life(name, life)
+                self.tenants.require_incarnation(name, incarnation)
                 of = self.tenants.existing(name)
-                records = [(lesson.kind, lesson.body) for lesson in new_ones(of, feedback)]
+                records = [(one.kind, one.body) for one in new_ones(of, feedback)]
                 if records and of.change_ahead is None:
-                    with caused_by(feedback[0].cause):
+                    with use_traceparent(feedback[0].traceparent):
                         self.scheduler.log(of, records)
 
     def _meter_query(self, asked: PendingAnswer) -> None:
         if not asked.due:
             return
-        self.tenants.require_life(asked.tenant, asked.life)
+        self.tenants.require_incarnation(asked.tenant, asked.incarnation)
         due, asked.due = asked.due, {}
         if (of := self.tenants.in_memory(asked.tenant)) is not None:  # if not, it has it from the journal
             for operation, usage in due.items():

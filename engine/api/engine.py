@@ -30,7 +30,7 @@ from undertow.engine.policies.registry import Policies
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.search.ranking import Ranker
 from undertow.engine.step.admission import Admission, Receipt, Ticket
-from undertow.engine.step.answer_feedback import LESSONS_PER_STEP, FeedbackQueue
+from undertow.engine.step.answer_feedback import FEEDBACK_PER_STEP, FeedbackQueue
 from undertow.engine.step.batch_size import BatchSizer
 from undertow.engine.step.effects import EffectReader
 from undertow.engine.step.eviction import ArenaResidency, arena_of
@@ -41,7 +41,8 @@ from undertow.engine.storage.row_codec import Control, ControlKind, control_row
 from undertow.engine.storage.store_info import StoreError
 from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
-from undertow.kernels.gate.gate import make_gate
+from undertow.kernels.device import nvtx_ranges
+from undertow.kernels.gate.factory import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
 
@@ -83,6 +84,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
     ) -> None:
         self.settings = settings
         self.trace = trace or Trace()
+        self.trace.use_ranges(nvtx_ranges())
         self.warnings: list[str] = []
         self._failure: BaseException | None = None
         self._policies = Policies(settings)
@@ -100,7 +102,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
                     policy=settings.policy,
                 )
             self.journal = Journal.open(
-                store, writable=writable, takeover=takeover, life=life, durability=settings.durability
+                store, writable=writable, takeover=takeover, owner=life, durability=settings.durability
             )
             self._set_up(encoder, llm)
         except BaseException:
@@ -251,7 +253,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
 
     def note(self, row: Row) -> None:
         """Have a row of the shard's own (a source offset) committed once all queued turns are stored."""
-        self.scheduler.note(row)
+        self.scheduler.append_after_turns(row)
 
     def step(self, wait_s: float = 0.0) -> StepReport:
         """One round of the step loop; see Scheduler.step.
@@ -263,9 +265,9 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         self._check_sound()
         self._residency.prepare()
         try:
-            self._log_feedback(LESSONS_PER_STEP)
-            if self.scheduler.holds_back and self.server_lost:
-                self.scheduler.put_off()  # what is stored does not wait for a server
+            self._log_feedback(FEEDBACK_PER_STEP)
+            if self.scheduler.admission_paused and self.server_lost:
+                self.scheduler.suspend()  # what is stored does not wait for a server
             return self.scheduler.step(wait_s)
         except ArenaFull:
             raise
@@ -295,7 +297,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         """Whether nothing of the tenant's is queued, and none of its records is to be decided."""
         scheduler = self.scheduler
         queued = scheduler.inbox.holds(tenant) or self._feedback.holds(tenant)
-        return not (queued or scheduler.at_work(tenant) or self._residency.lacks(tenant))
+        return not (queued or scheduler.decisions.is_active(tenant) or self._residency.is_waiting(tenant))
 
     @property
     def idle(self) -> bool:
@@ -328,7 +330,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         self.journal.delete_rows(left_behind(self.journal, self.tenants))
         self.scheduler.blocked.clear()
         behind = self.tenants.behind()
-        self._residency.take_up(behind)
+        self._residency.load(behind)
         return len(behind)
 
     def flush(self, tenant: str) -> bool:
@@ -353,7 +355,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
             key, start = self.journal.info.tenant_key(name), self.tenants.next_seq(name)
             controls = [Control(kind, seq, body) for seq, body in enumerate(bodies, start)]
             self.journal.append([control_row(name, key, control) for control in controls])
-            self._residency.take_up([name])
+            self._residency.load([name])
             return None
         self.scheduler.log(tenant, [(kind, body) for body in bodies])
         return tenant
@@ -361,7 +363,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
     @property
     def lag(self) -> Lag:
         undecided = sum(t.undecided_count for t in self.tenants.loaded())
-        oldest_s = round(self.scheduler.lag_tracker.oldest_s, 3)
+        oldest_s = round(self.scheduler.decisions.lag_tracker.oldest_s, 3)
         return Lag(undecided, oldest_s, self.scheduler.running_count, len(self.scheduler.blocked))
 
     # ---- jobs and tenants
@@ -384,7 +386,7 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         """
         self._check_sound()
         self.tenants.require(tenant)
-        self.scheduler.forget(tenant)
+        self.scheduler.drop_tenant(tenant)
         self._feedback.forget([tenant])
         self._texts.forget(tenant)
         bury(self.journal, self.tenants, tenant)
@@ -406,19 +408,19 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         """
         self._check_sound()
         try:
-            tickets = self.scheduler.dismiss(tenants, records)
+            tickets = self.scheduler.release_tenants(tenants, records)
         except BaseException as error:
             self._failure = error  # work was dropped that the journal still holds here
             raise
         self._feedback.forget(tenants)
         for name in tenants:
             self._texts.forget(name)
-            self.tenants.depart(name)
+            self.tenants.remove(name)
         return tickets
 
     def take_up(self, tenants: Sequence[str]) -> None:
         """Have the undecided records of tenants that have arrived decided."""
-        self._residency.take_up(tenants)
+        self._residency.load(tenants)
 
     # ---- figures
 

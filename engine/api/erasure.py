@@ -62,7 +62,7 @@ def bury(journal: Journal, tenants: TenantRegistry, name: str) -> None:
     earlier = tenants.erased.get(key)  # an earlier life whose bytes are still there counts too
     unpurged = earlier if earlier is not None and not earlier["purged"] else {}
     tombstone = {
-        "generation": tenants.generation(key) + changes,
+        "generation": tenants.incarnation_of(key) + changes,
         "erased_at": _now(),
         "rows": journal.count([key]) + unpurged.get("rows_elsewhere", 0),
         "turns": turns + unpurged.get("turns", 0),
@@ -72,7 +72,7 @@ def bury(journal: Journal, tenants: TenantRegistry, name: str) -> None:
         "lsn": journal.next_lsn,  # what comes later belongs to a new life under the same name
     }
     journal.append([Row("tombstone", "", key, -1, orjson.dumps(tombstone))])
-    tenants.bury(name, tombstone)
+    tenants.add_tombstone(name, tombstone)
 
 
 def _counts(tenants: TenantRegistry, name: str) -> tuple[int, Counter[str], int]:
@@ -131,7 +131,7 @@ def left_behind(journal: Journal, tenants: TenantRegistry) -> list[int]:
     """
 
     def alive(**which: Any) -> list[Row]:
-        return [row for row in journal.read(**which, vectors=False) if not tenants.buried(row)]
+        return [row for row in journal.read(**which, vectors=False) if not tenants.is_erased(row)]
 
     controls = [row for row in alive(kinds=["control"]) if control_of(row).kind in ("delete", "update")]
     bodies = {

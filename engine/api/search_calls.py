@@ -146,7 +146,7 @@ class SearchCalls(ABC):
         keys = None if tenant is None else [self.journal.info.tenant_key(tenant)]
         kinds = ["turn", "episode", "fact"]
         rows = self.journal.read(tenant_keys=keys, ids=[memory_id], kinds=kinds, vectors=False)
-        return next((row for row in rows if not self.tenants.buried(row)), None)
+        return next((row for row in rows if not self.tenants.is_erased(row)), None)
 
     def _stored(self, memory_id: str, tenant: str | None) -> Row:
         """As `row_of`, which must be there. UndertowError; Moved, InTransit: its tenant leaves."""

@@ -106,7 +106,7 @@ class TenantCalls(ABC):
     def begin_import(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> PendingImport:
         """For a caller that has other work until `go_on_importing` gives something. As `import_`."""
         key = self.journal.info.tenant_key(tenant)
-        work = Import(tenant, key, self.tenants.generation(key), records, self.settings)
+        work = Import(tenant, key, self.tenants.incarnation_of(key), records, self.settings)
         return PendingImport(work, work.steps(partial(self._vectors, tenant)), again)
 
     def go_on_importing(self, importing: PendingImport) -> ImportReport | None:
@@ -118,7 +118,7 @@ class TenantCalls(ABC):
         for _ in importing.steps:
             return None
         self.journal.append_stream(chain(work.rows, [note_row(work)]))
-        self.tenants.arrive({work.key: work.tenant}, {})
+        self.tenants.add({work.key: work.tenant}, {})
         if not work.is_decided:
             self.take_up([work.tenant])
         return work.imported
@@ -128,7 +128,7 @@ class TenantCalls(ABC):
         work, tenants = importing.work, self.tenants
         tenants.require_here([work.tenant])
         # the name may have been used and erased since the import began: its ids are then of a former life
-        lived = tenants.generation(work.key) != work.generation
+        lived = tenants.incarnation_of(work.key) != work.generation
         if not (lived or work.tenant in tenants or self.scheduler.inbox.holds(work.tenant)):
             return None
         notes = tenants.stored(work.tenant, "note") if importing.again else ()

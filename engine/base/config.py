@@ -1,4 +1,4 @@
-"""Every setting, validated once. The environment (prefix UNDERTOW_) is read here and nowhere else."""
+"""All settings, validated once. Only this module reads the environment (prefix UNDERTOW_)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from undertow.engine.base.gpu_shares import GpuShares
 from undertow.engine.base.model import AnswerMode, PolicyName
 
 Profile = Literal["companion", "assistant"]
-# RecMem, section 4.3, and NEMORI, section 4.4: no episodes, facts of the raw words; episodes alone; a window
-# of messages as one episode, without partitioning
+# RecMem, section 4.3, and NEMORI, section 4.4: facts of the raw turns without episodes; episodes without
+# facts; a window of messages as one episode, without partitioning.
 Ablation = Literal["direct-extraction", "without-facts", "fixed-chunks"]
 ABLATIONS: Mapping[str, tuple[PolicyName, ...]] = {
     "direct-extraction": ("recmem", "nemori"),
     "without-facts": ("recmem", "nemori"),
     "fixed-chunks": ("nemori",),
 }
-# what keeps NEMORI's facts (its section 3.3.3 and appendix A)
+# How NEMORI manages facts (section 3.3.3 and appendix A).
 ManagementName = Literal["native", "append", "summary"]
 
-# theta (sim and merge), theta_count: paper, sections 3.6 and 4.1
+# theta (sim and merge), theta_count: RecMem, sections 3.6 and 4.1.
 PROFILES: dict[str, tuple[float, int]] = {"companion": (0.7, 5), "assistant": (0.6, 4)}
-# of each setting that means something under HiMem alone, the default, which it must have under the others
+# The settings that apply to HiMem alone, with their defaults, which they must have under other policies.
 _OF_HIMEM: Mapping[str, Any] = {
     "himem_align_notes": True,
     "himem_align_episodes": False,
@@ -37,13 +37,13 @@ _OF_HIMEM: Mapping[str, Any] = {
 
 
 class Settings(BaseSettings):
-    """Settings of one engine. Thresholds left out come from the profile."""
+    """Settings of one engine. Thresholds that are not set come from the profile."""
 
     model_config = SettingsConfigDict(
         env_prefix="UNDERTOW_", env_ignore_empty=True, frozen=True, extra="forbid"
     )
 
-    # what makes memories of turns (engine/policies); a store keeps to the one it was made with
+    # The policy that makes memories (engine/policies). A store keeps the one that it was created with.
     policy: PolicyName = "recmem"
     ablation: Ablation | None = None
 
@@ -57,61 +57,62 @@ class Settings(BaseSettings):
     theta_evoke: float = Field(default=0.70, ge=-1.0, le=1.0)
     management: ManagementName = "native"
 
-    # of HiMem, tables 3 and 4: knowledge alignment of its notes and (an ablation) of its episodes, and memory
-    # self-evolution: whether a question that the episodes covered and the notes did not changes the notes
+    # HiMem, tables 3 and 4: knowledge alignment of its notes and (an ablation) of its episodes, and memory
+    # self-evolution: whether a question that only the episodes covered revises the notes.
     himem_align_notes: bool = True
     himem_align_episodes: bool = False
     himem_self_evolution: bool = True
-    # adaptive forgetting: how many notes a tenant keeps, those that answers were given most often; None: all
+    # HiMem, adaptive forgetting: the number of most used notes that a tenant keeps; None: all.
     himem_max_notes: int | None = Field(default=None, ge=1)
 
     # the default answer mode (engine/search/answer_modes.py): `hybrid` reads all tiers at once; `best_effort`
     # (HiMem) reads notes first, and episodes only if the notes do not suffice. This `hybrid` is the paper's
     # term for notes and episodes; in `search` the word means dense and keyword scores
     answer_mode: AnswerMode = "hybrid"
-    # answer time: what is not set is the policy's (its `tiers`; of RecMem 10, 5 and 10, section 3.5), but
-    # k_sem = 2 k_epi where that alone is set. 0 leaves a tier out: without subconscious memory is k_sub = 0,
-    # without episodic memory k_epi = 0 with k_sem set (section 4.3)
+    # Answering: values that are not set come from the policy (its `tiers`; RecMem has 10, 5 and 10, section
+    # 3.5), except that k_sem = 2 k_epi if only k_epi is set. 0 disables a tier: k_sub = 0 is "without
+    # subconscious memory", k_epi = 0 with k_sem set "without episodic memory" (section 4.3).
     k_sub: int | None = Field(default=None, ge=0, le=1000)
     k_epi: int | None = Field(default=None, ge=0, le=1000)
     k_sem: int | None = Field(default=None, ge=0, le=2000)
-    # of how many of the best episodes the words are given to an answer too
+    # For how many of the best episodes an answer also gets their turns.
     raw_of_best: int | None = Field(default=None, ge=0, le=100)
-    # False: a turn that was consolidated leaves search, as in the paper's released code (an ablation)
+    # False: consolidated turns leave search, as in the paper's released code (an ablation).
     retain_consolidated: bool = True
 
-    # how a search ranks, that of an answer included. "dense": by the cosine alone, as in the paper; "hybrid":
-    # by the query's words too (engine/search/keyword_index.py)
+    # The ranking of searches, also for answers. "dense": by cosine alone, as in the paper; "hybrid": also by
+    # keywords (engine/search/keyword_index.py).
     search: Literal["hybrid", "dense"] = "hybrid"
 
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
-    # of encoder, arena and gate; "cuda" fails where there is no card, "auto" takes what is there
+    # The device of encoder, arena and gate. "cuda" fails without a GPU, "auto" uses one if there is one.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # how a card's memory is divided; without a card it means nothing
+    # The division of GPU memory; without a GPU it has no effect.
     card_shares: str = "llm=0.5,arena=0.35,encoder=0.1"
     embed_timestamp: bool = False
     encode_cache_texts: int = Field(default=4_096, ge=0)
 
     durability: Literal["commit", "fsync"] = "commit"
-    # of one step; None: as many as are admitted in half a second (engine/step/batch_size.py)
+    # Turns of one step; None: as many as are admitted in half a second (engine/step/batch_size.py).
     batch_turns: int | None = Field(default=None, ge=1, le=65_536)
     queue_turns: int = Field(default=8_192, ge=1)
     gate_lookahead_turns: int = Field(default=64, ge=1)
     max_message_bytes: int = Field(default=1_000_000, ge=1)
-    # of an export that is taken in: it is held in memory, and committed at once
+    # The largest export to import: it is held in memory and committed at once.
     max_import_bytes: int = Field(default=256 << 20, ge=1)
-    # of an arena on the CPU (on a card its share bounds it): half of the machine's memory;
-    # a loaded turn keeps its text too, about a third of its vector, and as much again once it was searched
+    # Bound of an arena on the CPU (on a GPU its share is the bound): half of the machine's memory. A loaded
+    # turn also takes memory for its text, about a third of its vector, and as much again once it was
+    # searched.
     arena_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 2, ge=1 << 20)
 
-    # a tenant with more turns is searched through an index of its own
+    # A tenant with more turns is searched through its own index.
     ivf_rows: int = Field(default=1_000_000, ge=1)
-    # A tenant with more turns and memories is searched by meaning alone. Its index of words is made at the
-    # first search after it was loaded: some 35 us of it a turn, and 0.1 s at a time where others wait.
+    # A tenant with more turns and memories is searched by cosine alone. Its keyword index is built at the
+    # first search after it was loaded: about 35 us a turn, and 0.1 s at a time if other calls wait.
     words_rows: int = Field(default=100_000, ge=0)
 
-    # URLs with commas between them, or ray:NAME for a server that an actor keeps (engine/llm/discovery.py);
-    # the limit in flight is that of each
+    # Comma-separated URLs, or ray:NAME for a server run by a Ray actor (engine/llm/discovery.py).
+    # `llm_in_flight` applies to each.
     llm_url: str | None = None
     llm_model: str | None = None
     llm_api_key: str = "none"
@@ -162,14 +163,14 @@ class Settings(BaseSettings):
         return self
 
     def under(self, policy: PolicyName) -> Self:
-        """These settings for a tenant with this policy of its own, whose parts are then as built in."""
+        """These settings for a tenant with its own policy, whose ablations and options are the defaults."""
         if policy == self.policy:
             return self
         parts: dict[str, Any] = {"ablation": None, "management": "native", **_OF_HIMEM}
         return self.model_copy(update={"policy": policy, **parts})
 
     def mode_of(self, asked: AnswerMode | None) -> AnswerMode:
-        """How to answer: as asked, where nothing is asked as set. ValueError: the policy has no such mode."""
+        """The requested answer mode, by default the setting. ValueError: the policy has no such mode."""
         if asked is None:
             return self.answer_mode
         if asked not in get_args(AnswerMode):
@@ -196,5 +197,5 @@ class Settings(BaseSettings):
 
     @property
     def llm_requests(self) -> int:
-        """How many requests may be under way at all the servers that `llm_url` names."""
+        """The most requests in flight at all the servers in `llm_url`."""
         return self.llm_in_flight * max(1, sum(bool(url.strip()) for url in (self.llm_url or "").split(",")))

@@ -1,7 +1,7 @@
-"""How one GPU is divided between the LLM server, the arena and the encoder, checked at the start.
+"""Divides the memory of a GPU between the LLM server, the arena and the encoder.
 
-The LLM server is a process of its own that reserves its share when it starts; arena and encoder live
-in this process. Pure arithmetic over two figures of the card, so that it is tested without one.
+The LLM server is another process, which reserves its share when it starts; arena and encoder are in this
+process. Pure arithmetic over sizes, so that it can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ SETTING = "UNDERTOW_CARD_SHARES"
 
 
 class GpuTooFull(UndertowError):
-    """The card's free memory does not hold what the settings give to arena and encoder."""
+    """The GPU has too little free memory for the shares of arena and encoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """Fractions of the card's whole memory; what they leave over is for the processes' CUDA contexts."""
+    """Fractions of the GPU's total memory. The rest is for the processes' CUDA contexts."""
 
     llm: float
     arena: float
@@ -29,7 +29,7 @@ class GpuShares:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read "llm=0.5,arena=0.35,encoder=0.1". ValueError names what is wrong."""
+        """Parse "llm=0.5,arena=0.35,encoder=0.1". ValueError."""
         names = [field.name for field in fields(cls)]
         shares: dict[str, float] = {}
         for part in text.split(","):
@@ -51,11 +51,10 @@ class GpuShares:
         return cls(**shares)
 
     def arena_bytes(self, total_bytes: int, free_bytes: int, own_bytes: int = 0, pools_bytes: int = 0) -> int:
-        """What the arena gets of a card of `total_bytes`. CardTooFull, with the figures and the cure.
+        """The size of the arena on a GPU of `total_bytes`. GpuTooFull names the sizes and the cure.
 
-        free_bytes: what the driver says is free; own_bytes: what this process's encoder has taken of
-        it already; pools_bytes: what arenas of this process's other open engines have. The LLM server
-        may have started or not.
+        free_bytes: free memory by the driver; own_bytes: memory that this process's encoder has taken;
+        pools_bytes: arenas of this process's other open engines. The LLM server may have started or not.
         """
         arena, encoder = int(self.arena * total_bytes), int(self.encoder * total_bytes)
         to_take = arena + max(0, encoder - own_bytes)

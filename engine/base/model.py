@@ -1,4 +1,4 @@
-"""The nouns of the engine: messages, turns, memories, decisions, and how their ids are made.
+"""The data model of the engine: messages, turns, memories, decisions, errors, and ids.
 
 Vocabulary: spec of RecMem, section 3. A *turn* is one interaction unit u_i = (user message,
 assistant message, timestamp) of equation 3; an *episode* and a *fact* are what the LLM writes.
@@ -14,16 +14,16 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 LINKED_PAIRS = 0.025
-"""The share of pairs to link by default: with MiniLM, 0.7 links so many on LoCoMo (docs/cost.md)."""
+"""The default share of turn pairs at or above theta_sim: that of MiniLM at 0.7 on LoCoMo (docs/cost.md)."""
 
 MemoryKind = Literal["episode", "fact"]
 PolicyName = Literal["recmem", "eager", "nemori", "himem"]
-# which tiers an answer reads, and when (engine/search/answer_modes.py); unrelated to how a search ranks
+# Which tiers an answer reads, and when (engine/search/answer_modes.py). Unrelated to the ranking of searches.
 AnswerMode = Literal["hybrid", "best_effort"]
 
 
 class Decision(StrEnum):
-    """What became of a turn. The last two are states of the cursor, never stored."""
+    """The decision on a turn. The last two are states of the cursor and never stored."""
 
     WAITS = "waits"
     MERGED = "merged"
@@ -49,10 +49,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange, the atom of ingestion. It has no seq yet: the engine gives it one on arrival.
+    """One exchange, the unit of ingestion. The engine assigns its seq on arrival.
 
-    `dedupe_key`: the client's idempotency key, or one made from (source, session, position) and
-    the content, so that reading the same log twice changes nothing.
+    `dedupe_key`: the client's idempotency key, or a key from (source, session, position) and the content, so
+    that reading the same log twice changes nothing.
     """
 
     tenant: str
@@ -64,14 +64,14 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """What is embedded: speakers and words, no timestamp."""
+        """The text to embed: speakers and words, without timestamp."""
         return spoken(self.messages)
 
 
 class PackedTurn(NamedTuple):
-    """A turn whose row is made already: `payload` as the journal stores it, `text` as it is embedded.
+    """A checked turn with its journal `payload` and the `text` to embed.
 
-    It was checked where it was packed. A tuple, as a shard makes one of each turn that it is sent.
+    A tuple, because a shard creates one for each turn that it receives.
     """
 
     tenant: str
@@ -86,23 +86,23 @@ INSTRUCTIONS = frozenset({"system", "developer"})
 
 
 def spoken(messages: Sequence[Message]) -> str:
-    """The words of a turn, one line a message, each with its speaker's name.
+    """The text of a turn, one line per message with its speaker's name.
 
-    Instructions to the agent are no one's words: repeated in each turn they would make all turns
-    alike (measured: a 40-word system prompt lifts the median cosine of unrelated turns from 0.24 to
-    0.70). They stay stored, and are read only where a turn has nothing else.
+    Instructions to the agent are left out: repeated in every turn they would make all turns similar
+    (measured: a 40-word system prompt raises the median cosine of unrelated turns from 0.24 to 0.70). They
+    are stored, and used only if a turn has nothing else.
     """
     return "\n".join(lines_of(messages))
 
 
 def lines_of(messages: Sequence[Message]) -> tuple[str, ...]:
-    """The messages of a turn that count as its words (`spoken`), each with its speaker's name."""
+    """The lines of `spoken`, one per message, each with its speaker's name."""
     said = [m for m in messages if m.role not in INSTRUCTIONS] or messages
     return tuple(f"{m.speaker}: {m.content}" for m in said)
 
 
 def as_embedded(text: str, timestamp: str | None, embed_timestamp: bool) -> str:
-    """What the encoder is given of a turn; `timestamp`: its own, or the one that it inherits."""
+    """The text of a turn for the encoder. `timestamp`: its own, or the inherited one."""
     return f"{timestamp}\n{text}" if embed_timestamp and timestamp is not None else text
 
 
@@ -110,12 +110,11 @@ def as_embedded(text: str, timestamp: str | None, embed_timestamp: bool) -> str:
 class Memory:
     """One version of an episode or a fact, as stored.
 
-    `made_at_seq` is the log record whose decision made this version, `born_at_seq` that of the
-    first version. `superseded_at_seq` is known only once a later version (or a deletion) exists.
-    `source_messages`, where it rests on parts of turns: (seq of the turn, which of its lines, from 0) of each
-    message; () stands for all messages of `source_seqs`.
-    `shown_seqs`: turns that it does not name, whose words its writer saw: they may be in its own.
-    `generation`: 1, and one more with each change of the tenant's policy before it.
+    `made_at_seq` is the log record whose decision made this version, `born_at_seq` that of the first version.
+    `superseded_at_seq` is known only once a later version (or a deletion) exists. `source_messages`, if its
+    sources are parts of turns: (seq of the turn, index of the line) of each message; () means all messages of
+    `source_seqs`. `shown_seqs`: other turns in its prompt, whose words it may contain. `generation`: 1, plus
+    the number of changes of the tenant's policy before it.
     """
 
     id: str
@@ -141,13 +140,13 @@ class Memory:
 
     @property
     def reach(self) -> frozenset[int]:
-        """The turns whose words it may hold."""
+        """The turns whose words it may contain."""
         return frozenset((*self.source_seqs, *self.shown_seqs))
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens and calls of one or more LLM requests; adds up."""
+    """Tokens and calls of one or more LLM requests. Supports addition."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -165,7 +164,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class BadInput:
-    """Why one piece of input was not taken: where it stands, what is wrong, what cures it."""
+    """Why an input was rejected: its place, the problem, and the cure."""
 
     source: str
     line: int | None
@@ -180,25 +179,25 @@ class BadInput:
 
 
 class UndertowError(Exception):
-    """Base of every error that a user can meet; its text says what to do about it."""
+    """Base of all errors that users may see. The message says what to do."""
 
 
 class UnknownMemory(UndertowError):
-    """There is no memory of this id, or none any more."""
+    """There is no memory with this id, or it was deleted."""
 
 
 def unknown_memory(memory_id: str, tenant: str | None = None) -> UnknownMemory:
-    """There is no memory of this id; with a tenant, none of its."""
+    """The error for an unknown id, optionally of a tenant."""
     whose = "" if tenant is None else f" of {tenant!r}"
     return UnknownMemory(f"no memory{whose} has the id {memory_id}. `undertow list` shows the ids.")
 
 
 class NoLLM(UndertowError):
-    """What was asked needs an LLM server, and none is set."""
+    """The call needs an LLM server, and none is set."""
 
 
 class InputError(UndertowError, ValueError):
-    """Input that cannot be taken."""
+    """Invalid input."""
 
     def __init__(self, problem: BadInput) -> None:
         super().__init__(str(problem))
@@ -206,16 +205,16 @@ class InputError(UndertowError, ValueError):
 
 
 def memory_id(tenant: str, generation: int, seq: int, operation: str, ordinal: int) -> str:
-    """The id of whatever `operation` made as its `ordinal`-th result at log record `seq`.
+    """The id of the `ordinal`-th result of `operation` at log record `seq`.
 
-    A hash, so that a step replayed after a crash writes the same rows again.
+    A hash of its arguments, so that a step repeated after a crash writes the same ids.
     """
     parts = f"{tenant}\x1f{generation}\x1f{seq}\x1f{operation}\x1f{ordinal}"
     return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 
 def dedupe_key(source: str, session_id: str, position: str, messages: Sequence[Message]) -> str:
-    """Key of a turn that carries no idempotency key of its own."""
+    """The dedupe key of a turn without an idempotency key."""
     parts = [
         source,
         session_id,
@@ -227,7 +226,7 @@ def dedupe_key(source: str, session_id: str, position: str, messages: Sequence[M
 
 
 def time_key(timestamp: str | None) -> datetime:
-    """Sort key of a stored timestamp: zoned times in UTC, zoneless as they are, undated first."""
+    """Sort key of a stored timestamp: zoned times in UTC, zoneless ones unchanged, undated first."""
     if timestamp is None:
         return datetime.min
     moment = datetime.fromisoformat(timestamp)

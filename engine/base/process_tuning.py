@@ -1,6 +1,6 @@
-"""Settings of a process that is Undertow's own, and runs for weeks: a shard, the program, the service.
+"""Tuning of Undertow's own long-running processes: a shard, the program, the service.
 
-A process that merely imports the engine is left as it is.
+A process that merely imports the engine is not changed.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 
-# Let all threads allocate from one heap (glibc's mallopt(3)). By default each thread that finds the heap
-# busy gets one of its own, up to eight a core, and what is freed in one is of no use to the others: Lance
-# compacts in many threads (docs/decisions.md has figures). A heap that exists stays.
+# All threads allocate from one heap (glibc's mallopt(3)). By default a thread that finds the heap busy gets
+# another one, up to eight a core, and memory freed in one heap is unavailable to the others: Lance compacts
+# in many threads (docs/decisions.md has measurements). Existing heaps stay.
 ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 _M_ARENA_MAX = -8
 
-# Allocations between looks for garbage cycles, of which the engine makes next to none. By default it is 700:
-# then the collector takes a quarter of a shard's time, walking over tenants that are all alive.
+# Allocations between garbage collections. The engine makes almost no cycles. With the default of 700 the
+# collector takes a quarter of a shard's time, traversing tenants that are all alive.
 _GC_THRESHOLDS = (50_000, 20, 50)
 
 
 def settle_in() -> None:
-    """Call it once, when all is imported and there is nothing to collect yet."""
-    with suppress(OSError, AttributeError):  # no C library to ask, or another than glibc
+    """Call this once, after all imports."""
+    with suppress(OSError, AttributeError):  # no C library, or not glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     gc.collect()
     gc.freeze()
@@ -34,7 +34,7 @@ def settle_in() -> None:
 
 
 class _NoPandas(MetaPathFinder):
-    """For the thread that made it."""
+    """Hides pandas from imports in the thread that made it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -46,10 +46,10 @@ class _NoPandas(MetaPathFinder):
 
 @contextmanager
 def without_pandas() -> Iterator[None]:
-    """What is loaded here finds no pandas: pyarrow.dataset looks for it, and loading it takes a second.
+    """Hide pandas from imports inside the block: pyarrow.dataset would load it, which takes a second.
 
-    Where pyarrow has looked already, nothing is kept from it. Later imports find pandas as ever; pyarrow and
-    Lance, which have looked, go without it in this process.
+    No effect if pyarrow.dataset is loaded already. Later imports find pandas; pyarrow and Lance do without it
+    in this process.
     """
     if "pyarrow.dataset" in sys.modules:
         yield

@@ -1,4 +1,4 @@
-"""Timestamps as people and data sets write them, normalised to ISO 8601 text."""
+"""Parses timestamps in the forms of people and data sets, and normalises them to ISO 8601 text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MONTHS = (
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-# the extended form, and the basic one where its T tells it from a number
+# The extended form, and the basic form, whose T distinguishes it from a number.
 _ISO = re.compile(
     r"(?:[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:[.,][0-9]+)?)?"
     r"|[0-9]{8}T[0-9]{4}(?:[0-9]{2}(?:[.,][0-9]+)?)?)"
@@ -30,10 +30,10 @@ _LONGMEMEVAL = re.compile(r"([0-9]{4})/([0-9]{2})/([0-9]{2}) \(([a-z]{3})\) ([0-
 def parse_timestamp(value: str | int | float) -> str:
     """`value` as ISO 8601 text that `datetime.fromisoformat` reads back.
 
-    A zone is kept where the input has one ("Z" becomes "+00:00") and never invented; a date alone
-    stays a date; a number is epoch seconds, in UTC. Nothing is guessed from partial or vague text.
+    A zone in the input is kept ("Z" becomes "+00:00"); none is added. A date alone stays a date. A number is
+    epoch seconds, in UTC. Partial or vague text is not interpreted.
 
-    Raises ValueError, saying what is accepted, for anything else and for moments that do not exist.
+    ValueError, with the accepted forms, for anything else and for times that do not exist.
     """
     try:
         if isinstance(value, str):
@@ -50,7 +50,7 @@ def parse_timestamp(value: str | int | float) -> str:
 
 
 def _from_text(text: str) -> str | None:
-    """ISO 8601 text, or None where no accepted form fits."""
+    """ISO 8601 text; None if no accepted form matches."""
     iso = text.upper()
     if _ISO.fullmatch(iso):
         moment = datetime.fromisoformat(iso)

@@ -1,8 +1,8 @@
-"""The phases of a step, named once: a Chrome trace of them (Perfetto, chrome://tracing), NVTX ranges, and
-whatever observers make of them: counts (engine/step/shard_metrics.py), spans of a distributed trace.
+"""Named phases of a step, for a Chrome trace (Perfetto, chrome://tracing), NVTX ranges and observers.
 
-NVTX ranges are what nsys and ncu show and filter by. They are pushed wherever there is a CUDA device, as
-an unobserved one costs nothing worth counting; the Chrome trace is recorded only when it was asked for.
+Observers count phases (engine/step/shard_metrics.py) or export them as spans of a distributed trace. nsys
+and ncu show NVTX ranges and filter by them. Ranges are cheap, so the engine pushes them wherever there is a
+CUDA device; the Chrome trace is recorded only on request.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 
 from undertow.engine.base.model import Usage
-from undertow.engine.base.trace_context import cause, caused_by
-from undertow.kernels.device import HAS_CUDA
+from undertow.engine.base.trace_context import current_traceparent, use_traceparent
 
 T = TypeVar("T")
 
@@ -32,25 +31,16 @@ STEP = "step"
 
 
 class NvtxRanges(Protocol):
-    """What is used of `torch.cuda.nvtx`: a stack of named ranges, one a thread."""
+    """The part of `torch.cuda.nvtx` used here: a stack of named ranges per thread."""
 
     def range_push(self, msg: str) -> Any: ...
 
     def range_pop(self) -> Any: ...
 
 
-def nvtx() -> NvtxRanges | None:
-    """`torch.cuda.nvtx` where there is a CUDA device, else None."""
-    if not HAS_CUDA:
-        return None
-    from torch.cuda import nvtx as ranges
-
-    return ranges
-
-
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a step that has ended. Times of `time.perf_counter`; `count`: what it had to do."""
+    """A finished phase of a step. Times are of `time.perf_counter`; `count` is its number of items."""
 
     name: str
     count: int
@@ -60,7 +50,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class ShardCall:
-    """A call of a shard, from its arrival to its answer; `error` is the name of the exception's class."""
+    """A call of a shard, from arrival to answer. `error` is the class name of the exception."""
 
     method: str
     began_s: float
@@ -70,7 +60,7 @@ class ShardCall:
 
 @dataclass(frozen=True, slots=True)
 class LLMRequest:
-    """One HTTP request to an LLM server; for `outcome` see llm_outcomes.OnCall."""
+    """One HTTP request to an LLM server; for `outcome` see `OnCall` in engine/llm/replies.py."""
 
     operation: str
     began_s: float
@@ -80,21 +70,22 @@ class LLMRequest:
 
 
 class Observer(Protocol):
-    """Who is told what an engine does, by the thread that does it: to be quick, and to raise nothing.
+    """Receives what an engine does, in the thread that does it. Methods must be quick and must not raise.
 
-    No tenant and no text is told of. For whom something is done, `cause()` says at calls and LLM requests.
+    No tenant name and no text is passed on. In `called` and `requested`, `current_traceparent()` is that of
+    the request served.
     """
 
     def began(self, name: str) -> None:
-        """A phase of a step; those that begin before it has ended are inside it."""
+        """A phase begins. Phases that begin before it ends are nested in it."""
         ...
 
     def ended(self, phase: Phase) -> None:
-        """The last phase that began and has not ended yet."""
+        """The phase that began last among the open ones ends."""
         ...
 
-    def linked(self, causes: Iterable[str]) -> None:
-        """The phase under way, and the step around it, work for these requests (traceparents)."""
+    def linked(self, traceparents: Iterable[str]) -> None:
+        """The current phase, and the step around it, serve these requests."""
         ...
 
     def called(self, call: ShardCall) -> None: ...
@@ -103,28 +94,33 @@ class Observer(Protocol):
 
 
 class Trace:
-    """Spans of a run. Complete events are kept in memory until `write`; without a path none are kept."""
+    """Spans of a run. With a path, events are kept in memory until `write`."""
 
     def __init__(
         self, path: Path | None = None, ranges: NvtxRanges | None = None, observers: Sequence[Observer] = ()
     ) -> None:
-        """`ranges`: told of every span; NVTX where there is a CUDA device, unless given."""
+        """`ranges`: receives every span; without it, the engine sets its own device's (`use_ranges`)."""
         self._path = path
-        self._ranges = ranges or nvtx()
+        self._ranges = ranges
         self._observers = tuple(observers)
         self._events: list[dict[str, object]] = []
         self._start_s = time.perf_counter()
 
+    def use_ranges(self, ranges: NvtxRanges | None) -> None:
+        """Send later spans to `ranges` as well, unless the trace already has ranges."""
+        self._ranges = self._ranges or ranges
+
     def span(self, name: str, **count: int) -> AbstractContextManager[None]:
-        """Names what is done inside, and how much of what: one event of the trace, and one NVTX range."""
+        """A named phase around a block, with its item count: one trace event and one NVTX range."""
         if self._path is None and self._ranges is None and not self._observers:
             return _NOTHING
         return self._span(name, count)
 
     @contextmanager
     def _span(self, name: str, count: dict[str, int]) -> Iterator[None]:
-        if self._ranges is not None:
-            self._ranges.range_push(name)
+        ranges = self._ranges  # an engine may set them while this span is open
+        if ranges is not None:
+            ranges.range_push(name)
         for observer in self._observers:
             observer.began(name)
         began_s = time.perf_counter()
@@ -136,20 +132,20 @@ class Trace:
             for observer in self._observers:
                 observer.ended(phase)
             self.event(name, began_s, ended_s, track=threading.current_thread().name, **count)
-            if self._ranges is not None:
-                self._ranges.range_pop()
+            if ranges is not None:
+                ranges.range_pop()
 
-    def link(self, causes: Iterable[str | None]) -> None:
-        """The phase under way works for these requests; see engine/base/trace_context.py."""
-        if self._observers and (known := {cause for cause in causes if cause is not None}):
+    def link(self, traceparents: Iterable[str | None]) -> None:
+        """The current phase serves these requests; see engine/base/trace_context.py."""
+        if self._observers and (known := {t for t in traceparents if t is not None}):
             for observer in self._observers:
                 observer.linked(known)
 
     def watch(self, method: str, call: Callable[[], Future[T]]) -> Future[T]:
-        """Make a call of a shard; observers are told once it is answered."""
+        """Make a call of a shard, and tell the observers when it is answered."""
         if not self._observers:
             return call()
-        began_s, asked_by = time.perf_counter(), cause()
+        began_s, asked_by = time.perf_counter(), current_traceparent()
         future = call()
         future.add_done_callback(lambda done: self._answered(method, began_s, asked_by, done))
         return future
@@ -158,14 +154,14 @@ class Trace:
         error = None if done.cancelled() else done.exception()
         name = "CancelledError" if done.cancelled() else None if error is None else type(error).__name__
         call = ShardCall(method, began_s, time.perf_counter(), name)
-        with caused_by(asked_by):
+        with use_traceparent(asked_by):
             for observer in self._observers:
                 observer.called(call)
 
     def llm_request(
         self, tenant: str, operation: str, began_s: float, ended_s: float, usage: Usage, outcome: str
     ) -> None:
-        """An `OnCall`."""
+        """Report one HTTP request to an LLM server; an `OnCall` of engine/llm/replies.py."""
         request = LLMRequest(operation, began_s, ended_s, usage, outcome)
         for observer in self._observers:
             observer.requested(request)
@@ -173,7 +169,7 @@ class Trace:
             self.event(operation, began_s, ended_s, track=f"llm {tenant}", outcome=outcome, **asdict(usage))
 
     def event(self, name: str, began_s: float, ended_s: float, *, track: str, **args: object) -> None:
-        """One event from two readings of `time.perf_counter`."""
+        """Record an event. Times are of `time.perf_counter`."""
         if self._path is not None:
             self._events.append(
                 {
@@ -188,7 +184,7 @@ class Trace:
             )
 
     def seconds(self) -> dict[str, float]:
-        """Seconds spent under each name so far; spans inside a span count in both."""
+        """Seconds spent in each phase so far. A nested span counts in both."""
         totals: dict[str, float] = {}
         for event in self._events:
             name, microseconds = str(event["name"]), float(str(event["dur"]))

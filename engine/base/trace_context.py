@@ -1,7 +1,7 @@
-"""Who has asked for what is being done: a request's W3C traceparent, known to all that is done for it.
+"""The W3C traceparent of the request that the current code serves.
 
-It goes with calls over threads, to shards and into requests to the LLM server. What it says is for whoever
-draws traces; the engine itself only hands it on.
+It travels with calls across threads, to shards, and into requests to the LLM server. The engine only hands
+it on; tracing backends interpret it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_CAUSE: ContextVar[str | None] = ContextVar("undertow_cause", default=None)
+_TRACEPARENT: ContextVar[str | None] = ContextVar("undertow_traceparent", default=None)
 
 
-def cause() -> str | None:
-    """The traceparent of the request that is being served here; None: of none that is traced."""
-    return _CAUSE.get()
+def current_traceparent() -> str | None:
+    """The traceparent of the request that is being served; None where it is not traced."""
+    return _TRACEPARENT.get()
 
 
 @contextmanager
-def caused_by(traceparent: str | None) -> Iterator[None]:
-    """What is begun inside is done for this request."""
-    token = _CAUSE.set(traceparent)
+def use_traceparent(traceparent: str | None) -> Iterator[None]:
+    """Work inside the block serves this request."""
+    token = _TRACEPARENT.set(traceparent)
     try:
         yield
     finally:
-        _CAUSE.reset(token)
+        _TRACEPARENT.reset(token)

@@ -1,8 +1,7 @@
-"""A sentence-transformers model in batches of fixed shapes: what every device has in common, and the CPU.
+"""A sentence-transformers model in batches of fixed shapes: the base of all devices, and the CPU.
 
-Every window of a text goes through the model in the one shape (padded tokens, rows) that belongs to its
-length, whatever else is encoded and however few windows there are: a short batch is filled up. So
-neighbours cannot reach a text's bits.
+The length of a window determines the shape (padded tokens, rows) in which it goes through the model, whatever
+else is encoded: short batches are filled up. So other texts cannot affect a text's bits.
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ if TYPE_CHECKING:
 Shape = tuple[int, int]  # padded tokens, rows
 
 TAKES_ADDITIVE_MASK = frozenset({"bert"})
-"""Model types that add a four-dimensional mask to every layer's attention scores as it stands. Others may
-refuse it, or use it where they would have cut their own (sliding windows)."""
+"""Model types that add a four-dimensional mask to the attention scores of every layer unchanged. Others may
+refuse it, or use it in place of their own (sliding windows)."""
 
 
 ROWS = 2
-"""Of a batch on a CPU without AMX, see `rows_of`."""
+"""Rows of a batch on a CPU without AMX, see `rows_of`."""
 
 
 class Batch(NamedTuple):
-    """Windows (their numbers, int64, at most `rows`) that go through the model in one shape."""
+    """The windows (their numbers, int64, at most `rows`) of one batch, and its shape."""
 
     members: Int64
     shape: Shape
 
 
 class WindowEncoder(ABC):
-    """Windows, shapes, batches and the model's forward pass. Subclasses run the batches on their device."""
+    """Windows, shapes, batches and the forward pass. Subclasses run the batches on their device."""
 
     def __init__(self, model: str, dtype: Dtype, device: str) -> None:
-        """Load `model`, a name or a folder. EncoderError: it is nowhere or not of sentence-transformers."""
+        """Load `model`, a name or a folder. EncoderError: not found, or no sentence-transformers model."""
         folder = model_folder(model)
         self._model = load_model(folder, model).to(device)
         self._head, *self._tail = self._model
@@ -85,11 +84,11 @@ class WindowEncoder(ABC):
 
     @abstractmethod
     def shapes_up_to(self, window: int) -> list[Shape]:
-        """The shapes for windows of up to `window` tokens, by width; the last is wider than that."""
+        """The shapes for windows of up to `window` tokens, by width; the last is wider than `window`."""
 
     @abstractmethod
     def _measure_dim(self) -> int:
-        """Run the model once and see."""
+        """The dimension of the vectors, measured by running the model once."""
 
     @property
     def dim(self) -> int:
@@ -101,31 +100,31 @@ class WindowEncoder(ABC):
 
     @property
     def window(self) -> int:
-        """Tokens the model sees at once, special tokens included."""
+        """The model's maximum tokens, including special tokens."""
         return self._window
 
     @property
     def tokenizer_note(self) -> str:
-        """Which tokenizer is at work, and why."""
+        """The tokenizer in use, and why."""
         return self._tokenizer_note
 
     def padding_share(self, texts: Sequence[str]) -> float:
-        """Share of the token places computed for `texts` that hold padding or filler; for benchmarks."""
+        """The share of computed token places for `texts` that is padding or filler; for benchmarks."""
         lengths = self.windows(texts).lengths
         places = sum(width * rows for _, (width, rows) in self.batches(lengths))
         return 1.0 - int(lengths.sum()) / places if places else 0.0
 
     def windows(self, texts: Sequence[str]) -> TextWindows:
-        """Token ids of the windows of each text, as the model sees them."""
+        """The token ids of the windows of each text."""
         if self._prefix:
             return self._tokens([self._prefix + speakable(t) for t in texts])
-        # most texts are spared the call: it is made once a text at millions of tokens a second
+        # Most texts skip the call, which matters at millions of tokens a second.
         return self._tokens([t if t.isascii() else speakable(t) for t in texts])
 
     def batches(self, lengths: Int64) -> list[Batch]:
-        """Every window in its shape, the widest batches first: no long one is left to the end."""
-        # side="right": a window is always shorter than its width. A batch without any padding would make
-        # transformers drop a two-dimensional mask and take another kernel, and that is company.
+        """Batches of all windows by shape, the widest first, so that no long one is left to the end."""
+        # side="right": a window is always shorter than its width. For a batch without padding, transformers
+        # would drop a two-dimensional mask and use another kernel, so that other texts would affect the bits.
         bucket = np.searchsorted(self._widths, lengths, side="right")
         order = np.argsort(bucket, kind="stable")
         ends = np.searchsorted(bucket[order], np.arange(len(self._shapes)), side="right")
@@ -143,7 +142,7 @@ class WindowEncoder(ABC):
         count = len(lengths)
         column = np.arange(width)
         mask = column < lengths[:, None]
-        # places beyond a window hold some other window's ids for a moment
+        # Places beyond a window temporarily hold another window's ids.
         np.take(windows.ids, begins[:, None] + column, mode="clip", out=out[:count, :-1])
         out[:count, :-1][~mask] = self._pad_id
         out[:count, -1] = lengths
@@ -167,7 +166,7 @@ class WindowEncoder(ABC):
         with torch.inference_mode():
             features = self._head(features)
             features["attention_mask"] = mask.long()  # as pooling wants it
-            # pooling and what follows in fp32: a 16-bit mean would throw away half of what is left
+            # pooling and later modules in fp32: a 16-bit mean would lose half of the remaining precision
             features["token_embeddings"] = features["token_embeddings"].float()
             for module in self._tail:
                 features = module(features)
@@ -175,9 +174,9 @@ class WindowEncoder(ABC):
         return vectors
 
     def _attention_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """What the transformer is given for bool [rows, width].
+        """The transformer's mask for bool [rows, width].
 
-        Additive in the working dtype if it may be: torch makes that of a boolean mask anew in every layer.
+        Additive in the working dtype if possible: torch would convert a boolean mask in every layer.
         """
         import torch
 
@@ -195,12 +194,12 @@ class WindowEncoder(ABC):
 
 
 class SentenceEncoder(WindowEncoder):
-    """On the CPU: every batch runs on a single thread, the batches are what runs in parallel.
+    """The encoder on the CPU: each batch runs on a single thread, and batches run in parallel.
 
-    So the number of threads cannot reach a text's bits either.
+    So the number of threads cannot affect a text's bits either.
     """
 
-    # padded tokens of a batch
+    # Padded tokens of a batch.
     WIDTHS: ClassVar[tuple[int, ...]] = (
         *(16, 32, 48, 64, 80, 96, 112, 128),
         *(160, 192, 224, 256, 320, 384, 448, 512),
@@ -212,7 +211,7 @@ class SentenceEncoder(WindowEncoder):
         """Load `model`, a name or a folder. `dtype` "auto" is bfloat16 where the CPU has `BF16_UNITS`.
 
         `threads`: batches in flight at once; torch's own thread count by default.
-        Raises EncoderError if the model is nowhere to be found or is not one of sentence-transformers,
+        Raises EncoderError if the model is not found or is no sentence-transformers model,
         ValueError for `threads` < 1.
         """
         import torch
@@ -221,7 +220,7 @@ class SentenceEncoder(WindowEncoder):
             raise ValueError(f"threads is {threads}; give at least 1")
         self._threads = threads or torch.get_num_threads()
         super().__init__(model, dtype, "cpu")
-        if not cpu_has(AMX):  # the shapes decide the last bits, so stores tell them apart
+        if not cpu_has(AMX):  # the shapes affect the last bits, so fingerprints must differ
             where = f"cpu in batches of {ROWS} rows"
             self._fingerprint = replace(self._fingerprint, device=where)
 
@@ -271,9 +270,10 @@ class SentenceEncoder(WindowEncoder):
 def rows_of(width: int, *, on_amx: bool) -> int:
     """Rows of a batch of `width` tokens.
 
-    Few, as a short batch is filled up: a query alone takes half as long with 2 rows as with 4, eight texts
-    three fifths, 384 some 5 to 14% more (AVX512-BF16). On AMX, measured on two cores, the matrix unit
-    starves below some 1,000 token places a batch, and above 1,500 the batch drops out of the cache.
+    Few, because short batches are filled up: with 2 rows instead of 4, a single query takes half the time,
+    eight texts three fifths, and 384 texts 5 to 14% more (AVX512-BF16). On AMX, measured on two cores, the
+    matrix unit is underused below about 1,000 token places a batch, and above 1,500 a batch exceeds the
+    cache.
     """
     if not on_amx:
         return ROWS
@@ -281,5 +281,5 @@ def rows_of(width: int, *, on_amx: bool) -> int:
 
 
 def speakable(text: str) -> str:
-    """The text without lone surrogates, which JSON can carry and no tokenizer takes."""
+    """The text without lone surrogates, which JSON allows and tokenizers reject."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,8 +1,8 @@
-"""The sentence encoder on a CUDA device: one CUDA graph a shape, text to device vectors without a detour.
+"""The sentence encoder on a CUDA device: one CUDA graph per shape, with vectors left on the device.
 
-Why neighbours cannot reach a text's bits: the shape belongs to the window's length alone, so each window
-always meets the same kernels; a kernel computes a row from that row in an order that its launch, fixed in
-the graph, decides. The tests marked `gpu` hold this against the card at hand.
+Other texts cannot affect a text's bits: the shape depends on the window's length alone, so each window always
+meets the same kernels, and a kernel computes a row from that row alone, in an order fixed by the graph. The
+tests marked `gpu` check this on the GPU at hand.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ if TYPE_CHECKING:
     import torch
 
 PIECE_CHARS = 1 << 19
-"""Texts are tokenised in pieces of about so many characters, one while the device computes another."""
+"""Texts are tokenised in pieces of about this many characters, while the device computes another piece."""
 
 MEAN_ROWS = 64
-"""Texts of several windows are averaged in blocks of this many: a shape fixed like all others."""
+"""Texts with several windows are averaged in blocks of this many, again a fixed shape."""
 
 
 class CudaSentenceEncoder(WindowEncoder):
-    """Fixed shapes replayed as CUDA graphs; results stay on the device, with a copy for the host.
+    """Replays fixed shapes as CUDA graphs. Vectors stay on the device, with a copy on the host.
 
-    Safe to call from several threads: one call at a time has the device. All work goes to torch's
-    current stream.
+    Thread-safe: one call at a time uses the device. All work goes to torch's current stream.
     """
 
-    # Token places a batch, at most. One lone window pays for a whole batch, as its shape must not depend on
-    # its company: fewer places make a question quick and waste less on the last batch of each width. More
-    # places fill the card better. With 8 Ki, the narrowest product of a 384-dimensional model has 128
-    # tiles of 128 x 192 for the 132 multiprocessors of an H100, and the widest activation (8 Ki x 1536 in
-    # 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. `undertow bench gpu`
-    # measures this many, twice and four times as many. The fingerprint tells other
-    # numbers from the default, not one default from the next.
+    # Maximum token places of a batch. A single window costs a whole batch, since its shape must not depend on
+    # other windows: fewer places make a single question faster and waste less on the last batch of each
+    # width. More places use the GPU better. With 8 Ki, the narrowest product of a 384-dimensional model has
+    # 128 tiles of 128 x 192 for the 132 multiprocessors of an H100, and the widest activation (8 Ki x 1536 in
+    # 16 bits: 24 MiB) stays in its second-level cache; with 16 Ki it would not. `undertow bench gpu` measures
+    # this number, twice and four times as many. The fingerprint distinguishes other numbers from the default,
+    # but not one default from the next.
     PLACES = 8_192
 
     def __init__(
@@ -86,7 +85,7 @@ class CudaSentenceEncoder(WindowEncoder):
         if self._places != self.PLACES:
             where = f"{device} in batches of {self._places} places"
             self._fingerprint = replace(self._fingerprint, device=where)
-        # all graphs share one memory: with the largest in place it need not grow
+        # All graphs share one memory pool: capturing the largest first avoids growth.
         self._shape(max(self._shapes, key=lambda shape: shape[0] * shape[1]))
 
     def shapes_up_to(self, window: int) -> list[Shape]:
@@ -101,7 +100,7 @@ class CudaSentenceEncoder(WindowEncoder):
         return [(w, max(8, places // tile * tile // w)) for w, tile in zip(widths, tiles, strict=True)]
 
     def prepare(self) -> None:
-        """Capture every shape now, not at first use, so that no later call takes longer for it."""
+        """Capture every shape now instead of on first use, so that no later call is delayed."""
         with self._lock:
             for shape in self._shapes:
                 self._shape(shape)
@@ -126,7 +125,7 @@ class CudaSentenceEncoder(WindowEncoder):
             finite = torch.isfinite(result).all()
             host = torch.empty(result.shape, dtype=result.dtype, pin_memory=self._device.type == "cuda")
             host.copy_(result, non_blocking=True)
-            if not finite.item():  # waits for everything before it on the stream, the copy included
+            if not finite.item():  # synchronises with all earlier work on the stream, including the copy
                 raise self._damaged()
         return Encoded(host.numpy(), result)
 
@@ -154,7 +153,7 @@ class CudaSentenceEncoder(WindowEncoder):
         """Unit vectors of batches as `pack` writes them: float32 [rows, dim] each, on the device.
 
         `packed`: int32 [rows, width + 1] each, of the encoder's shapes (ValueError if not), on any device.
-        The vectors are there when the call returns.
+        The vectors are complete when the call returns.
         """
         import torch
 
@@ -168,7 +167,7 @@ class CudaSentenceEncoder(WindowEncoder):
         return vectors
 
     def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[TextWindows, bool]]:
-        """Windows of consecutive texts, and whether they are the last; a thread tokenises ahead."""
+        """Windows of consecutive texts, and whether they are the last. A thread tokenises ahead."""
         starts = np.cumsum([len(text) for text in texts]) // PIECE_CHARS
         cuts = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(texts)]
         pieces = [texts[begin:end] for begin, end in pairwise(cuts)]
@@ -180,11 +179,11 @@ class CudaSentenceEncoder(WindowEncoder):
             yield windows, is_last
 
     def _run(self, windows: Windows, batch: Batch) -> torch.Tensor:
-        """One batch: unit vectors float32 [members, dim], a tensor of their own."""
+        """The unit vectors of one batch: a new tensor float32 [members, dim]."""
         import torch
 
         width, rows = batch.shape
-        # pinned memory comes back to torch's cache only when the copy out of it is done
+        # torch reuses pinned memory only after the copy from it is complete.
         packed = torch.empty((rows, width + 1), dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self.pack(windows, batch, packed.numpy())
         return self._shape(batch.shape)(packed)[: len(batch.members)].clone()
@@ -223,7 +222,7 @@ class CudaSentenceEncoder(WindowEncoder):
         """Normalised means of runs of `counts` rows, in fp64: float32 [runs, dim]; at most MEAN_ROWS runs."""
         import torch
 
-        # a run is summed by one thread a column, first row to last, whatever runs stand beside it
+        # One thread per column sums a run from first to last row, independent of other runs.
         lengths = self._upload(np.pad(counts, (0, MEAN_ROWS - len(counts))))
         sums = torch.segment_reduce(members.double(), "sum", lengths=lengths, axis=0, unsafe=True)
         return _unit(sums)[: len(counts)].float()
@@ -244,12 +243,12 @@ class CudaSentenceEncoder(WindowEncoder):
 
 
 class Backlog:
-    """Windows that wait for a full batch while texts go on coming."""
+    """Windows that wait for a full batch while more texts are tokenised."""
 
     def __init__(self) -> None:
         self.windows = Windows(np.zeros(0, np.int32), np.zeros(1, np.int64))
         self.numbers = np.zeros(0, np.int64)
-        """In the order of arrival over the whole call: int64 [windows]."""
+        """The windows' numbers in order of arrival over the whole call: int64 [windows]."""
         self.received = 0
         self._left = np.zeros(0, bool)
 
@@ -279,7 +278,7 @@ class Backlog:
 
 
 def _attention(device: str) -> Any:
-    """On CUDA, attention by the kernel that takes masks and never splits a row's keys over blocks."""
+    """On CUDA, the attention kernel that takes masks and never splits a row's keys over blocks."""
     if device != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,4 +1,4 @@
-"""One shape of the encoder on a device: fixed input and output, and on CUDA the graph between them."""
+"""The encoder for one shape on a device: fixed input and output buffers, and on CUDA a graph between them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class GraphSpace:
-    """Where graphs are captured that live and die together: a stream and a memory of their own.
+    """A stream and a memory pool for capturing graphs with a common lifetime.
 
-    They share that memory, so they must not run at the same time. The stream is theirs because torch keeps
-    a cuBLAS workspace for each stream (32 MiB on Hopper), graphs keep its bare address, and the end of any
-    graph captured there may free it (pytorch issue 193402). torch's own capture stream is everybody's.
+    The graphs share the pool, so they must not run concurrently. They need their own stream: torch keeps a
+    cuBLAS workspace per stream (32 MiB on Hopper), graphs keep its raw address, and destroying any graph
+    captured on the stream may free it (pytorch issue 193402). torch's default capture stream is shared.
     """
 
     def __init__(self) -> None:
@@ -25,17 +25,17 @@ class GraphSpace:
         self._graphs: list[Any] = []
 
     def capture(self, run: Callable[[], None]) -> Any:
-        """A graph of what `run` launches, after one run to warm up. No other thread may be in here."""
+        """Capture the launches of `run`, after one warm-up run. Not thread-safe."""
         import torch
 
-        # libraries set themselves up at first use, which no graph can hold
+        # Libraries initialise on first use, which cannot be captured.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        self._graphs.append(graph)  # one whose capture fails must not end before the others either
-        # other threads may allocate meanwhile
+        self._graphs.append(graph)  # a failed capture must not be destroyed before the others either
+        # Other threads may allocate meanwhile.
         capture = torch.cuda.graph(
             graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
         )
@@ -45,7 +45,7 @@ class GraphSpace:
 
 
 class FixedShape:
-    """Runs `compute` on batches of one shape: with a GraphSpace captured once and replayed from then on."""
+    """Runs `compute` on batches of one shape. With a GraphSpace it is captured once and replayed."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class FixedShape:
         self._graph = None if graphs is None else graphs.capture(self._run)
 
     def __call__(self, batch: torch.Tensor) -> torch.Tensor:
-        """What `compute` makes of the batch: float32 [rows, out_dim]; the next call overwrites it."""
+        """The result of `compute`: float32 [rows, out_dim]; the next call overwrites it."""
         import torch
 
         with torch.no_grad():

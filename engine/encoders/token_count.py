@@ -1,4 +1,4 @@
-"""How many tokens a prompt has: by the model's own tokenizer where one is at hand, else by the nearest."""
+"""Counts tokens of prompts: with the model's tokenizer if available, else with an approximation."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.builders import Prompt
 
-# ChatML around a system and a user message, and before the reply (Qwen2.5's template, counted)
+# ChatML around a system and a user message, and before the reply (counted for Qwen2.5's template).
 TEMPLATE_TOKENS = 13
 REMEMBERED_LINES = 1 << 16
 BYTES_PER_TOKEN = 4  # 3.5 to 4.5 for English prose in common tokenizers
 
 
 class TokenCount:
-    """Tokens of texts, line by line: what prompts repeat is counted once. No tokenizer joins across lines."""
+    """Counts tokens line by line with a cache for repeated lines. No tokenizer joins tokens across lines."""
 
     def __init__(
         self, name: str, count: Callable[[str], int], *, template_tokens: int = TEMPLATE_TOKENS
     ) -> None:
-        """`name`: what counts, in words. `template_tokens`: what a chat template adds to a prompt."""
+        """`name`: the method, for messages. `template_tokens`: the tokens that a chat template adds."""
         self.name = name
         self.template_tokens = template_tokens
         self._of_line = lru_cache(REMEMBERED_LINES)(count)
@@ -37,9 +37,9 @@ class TokenCount:
 
 
 def token_count(settings: Settings, tokenizer: Path | None = None) -> TokenCount:
-    """Count by the tokenizer in this folder (or file); without one by the encoder's; else bytes / 4.
+    """Count with the tokenizer in this folder (or file), by default with the encoder's, else as bytes / 4.
 
-    UndertowError: there is no usable tokenizer where one was named.
+    UndertowError: the given tokenizer is unusable.
     """
     if tokenizer is not None:
         file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer

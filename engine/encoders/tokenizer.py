@@ -1,7 +1,7 @@
-"""Texts to windows of token ids, ragged in NumPy: the fast tokenizer where it agrees, else Hugging Face's.
+"""Turns texts into windows of token ids, ragged in NumPy, with the fast tokenizer if it agrees.
 
-`nanotoken` (optional) tokenises WordPiece at many times the speed of `tokenizers`. It is trusted only
-after it has given the same windows on `PROBES`, for the very tokenizer of the model at hand.
+`nanotoken` (optional) tokenises WordPiece at many times the speed of Hugging Face's `tokenizers`. It is used
+only if it gives the same windows on `PROBES` for the tokenizer of the current model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-# Words that nanotoken remembers, per level and thread: its default of 2**20 takes up to 130 MiB a thread.
+# Entries of nanotoken's word cache, per level and thread. Its default of 2**20 takes up to 130 MiB a thread.
 FAST_CACHE_ENTRIES = 1 << 17
 
 PROBES = (
@@ -41,7 +41,7 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids of windows, one after another, special tokens included; none is empty.
+    """The concatenated token ids of windows, including special tokens. No window is empty.
 
     `ids` int32 [tokens]; `offsets` int64 [windows + 1]: window i is `ids[offsets[i] : offsets[i + 1]]`.
     """
@@ -59,22 +59,22 @@ class Windows:
 
 @dataclass(frozen=True)
 class TextWindows(Windows):
-    """The windows of texts, in order, one or more a text. `first` int64 [texts]: each text's first."""
+    """The windows of texts, in order, at least one per text. `first` int64 [texts]: each text's first."""
 
     first: Int64
 
 
 class Tokens(Protocol):
-    """Cuts texts into windows. Texts hold no lone surrogates."""
+    """Splits texts into windows. Texts contain no lone surrogates."""
 
     def __call__(self, texts: Sequence[str]) -> TextWindows: ...
 
 
 class HuggingFaceTokens:
-    """Windows as a `tokenizers.Tokenizer` cuts them; the truncation set on it is the window."""
+    """Windows by a `tokenizers.Tokenizer`, whose truncation is the window."""
 
     def __init__(self, tokenizer: Any, filler: Sequence[int]) -> None:
-        """`filler`: the ids that stand for a text without any token."""
+        """`filler`: the ids for a text without tokens."""
         self._tokenizer = tokenizer
         self._filler = list(filler)
 
@@ -91,10 +91,10 @@ class HuggingFaceTokens:
 
 
 class WordPieceTokens:
-    """The same windows from nanotoken, which gives whole texts: the long ones are cut here."""
+    """The same windows from nanotoken, which does not truncate: long texts are split here."""
 
     def __init__(self, tokenizer: Any, window: int, filler: Sequence[int]) -> None:
-        """`tokenizer`: a `nanotoken.Tokenizer`; ValueError if no token fits beside the special ones."""
+        """`tokenizer`: a `nanotoken.Tokenizer`. ValueError if special tokens fill the window."""
         self._tokenizer = tokenizer
         self._filler = np.array(filler, np.int32)
         self._prefix = np.array(tokenizer.backend.prefix_ids, np.int32)
@@ -113,7 +113,7 @@ class WordPieceTokens:
         return self._cut(ids, offsets, lengths)
 
     def _cut(self, ids: Int32, offsets: Int64, lengths: Int64) -> TextWindows:
-        """Each text in windows of at most `room` tokens of its own between the special ones."""
+        """Split each text into windows of at most `room` tokens between the special ones."""
         own = lengths - len(self._prefix) - len(self._suffix)
         counts = np.maximum(1, -(-own // self._room))
         first = np.cumsum(counts) - counts
@@ -138,15 +138,15 @@ class WordPieceTokens:
 
 
 def spread(begins: Int64, sizes: Int64) -> Int64:
-    """Indices of the ranges begins[i] .. begins[i] + sizes[i], one after another: int64 [sum of sizes]."""
+    """The concatenated indices of the ranges begins[i] .. begins[i] + sizes[i]: int64 [sum of sizes]."""
     before = np.cumsum(sizes) - sizes
     return np.repeat(begins - before, sizes) + np.arange(int(sizes.sum()))
 
 
 def make_tokens(tokenizer: Any, window: int, filler: Sequence[int]) -> tuple[Tokens, str]:
-    """The fastest way to the windows of `tokenizer`, a `tokenizers.Tokenizer` that truncates at `window`.
+    """The fastest implementation equal to `tokenizer`, a `tokenizers.Tokenizer` that truncates at `window`.
 
-    Also returns, in words, which one it is and why.
+    Also returns a note on the choice and its reason.
     """
     plain = HuggingFaceTokens(tokenizer, filler)
     try:
@@ -166,12 +166,12 @@ def make_tokens(tokenizer: Any, window: int, filler: Sequence[int]) -> tuple[Tok
 
 
 def first_difference(one: Tokens, other: Tokens, window: int) -> str | None:
-    """The first probe that the two cut differently; None if they agree on all."""
-    # about the window, where truncation begins, and far beyond
+    """The first probe with different windows; None if the two agree on all."""
+    # Lengths around the window, where truncation begins, and far above it.
     long = [" ".join(["lake", "Unaffable", "é"] * n)[: 6 * window + n] for n in range(window - 4, window + 5)]
     exact = ["a " * n for n in (window - 3, window - 2, window - 1, 2 * window - 4, 2 * window - 3)]
     probes = [*PROBES, *exact, *long]
-    for _ in range(2):  # the second time from the words remembered
+    for _ in range(2):  # the second time from the word cache
         if not same(one(probes), other(probes)):
             break
     else:

@@ -1,4 +1,4 @@
-"""What one LLM server can take now: its in-flight limit, its outages and refusals, backoff."""
+"""Circuit breaker of one LLM server: in-flight limit, outages, refusals and backoff."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ def backoff_s(attempt: int) -> float:
 
 
 class CircuitBreaker:
-    """At most `limit` requests at once; none in an outage, then one on trial until it succeeds.
+    """Closed: at most `limit` requests in flight. Open: none. Half-open: one trial request.
 
-    An outage is `_OUTAGE_AFTER_FAILURES` failures in a row over all requests. Without it thousands
-    of waiting jobs would each keep knocking at a server that is gone. A server that refuses is out
-    too, for as long as another does not. Who is out comes back by way of `knocked`.
+    It opens after `_OUTAGE_AFTER_FAILURES` consecutive failures over all requests. Otherwise thousands of
+    waiting jobs would each keep trying a server that is gone. It also opens on a refusal. `probed` makes it
+    half-open, and an answer closes it.
     """
 
     def __init__(self, limit: int, timeout_s: float) -> None:
-        """`timeout_s`: after how long a request that is not answered fails."""
+        """`timeout_s`: the timeout of a request."""
         self.limit = limit
         self.active = 0
         self.failures = 0
         self.refusal: ServerRefused | None = None
-        self.on_trial = False
+        self.half_open = False
         self.silent_s: float | None = None
-        """For how long failures, with no answer among them, have shown the server silent; None if healthy."""
+        """How long consecutive failures have shown the server silent, in seconds; None if healthy."""
         self.heard_s = 0.0
-        """When a request last ended here, or began with nothing else under way (time.monotonic)."""
+        """When a request last ended, or began while none was in flight (time.monotonic)."""
         self._timeout_s = timeout_s
         self._failing_since = 0.0
 
     @property
-    def out(self) -> bool:
+    def is_open(self) -> bool:
         return self.failures >= _OUTAGE_AFTER_FAILURES or self.refusal is not None
 
     @property
     def free(self) -> int:
-        """How many more requests may begin now."""
-        limit = self.limit if not self.out else 1 if self.on_trial else 0
+        """The number of requests that may begin now."""
+        limit = self.limit if not self.is_open else 1 if self.half_open else 0
         return max(0, limit - self.active)
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next knock."""
+        """The wait before the next probe."""
         return _REFUSAL_PAUSE_S if self.refusal else backoff_s(self.failures - _OUTAGE_AFTER_FAILURES)
 
     def began(self) -> None:
@@ -62,44 +62,44 @@ class CircuitBreaker:
         self.active += 1
 
     def answered(self) -> None:
-        """A request got an answer, good or bad: nothing is wrong here."""
+        """A request got an answer, good or bad: the server works."""
         self.heard_s = time.monotonic()
-        self.failures, self.silent_s, self.refusal, self.on_trial = 0, None, None, False
+        self.failures, self.silent_s, self.refusal, self.half_open = 0, None, None, False
 
     def refused(self, refusal: ServerRefused) -> None:
         self.answered()
         self.refusal = refusal
 
     def failed(self) -> None:
-        """A request, still counted in `active`, met trouble on the way."""
+        """A request, still counted in `active`, failed on the way."""
         self.heard_s = time.monotonic()
-        if self.out and not self.on_trial:  # sent before the outage was noticed: says nothing new
+        if self.is_open and not self.half_open:  # sent before the outage was noticed: no new information
             return
         self._count_failure(others=self.active - 1)
 
-    def knocked(self, answered: bool) -> None:
-        """A knock at a server that is out: let one request try it, or wait longer."""
-        if not self.out:  # a request that was under way has been answered meanwhile
+    def probed(self, answered: bool) -> None:
+        """Result of a probe of a failed server: allow one trial request, or wait longer."""
+        if not self.is_open:  # a request in flight was answered meanwhile
             return
         if answered:
-            self.on_trial = True
+            self.half_open = True
         else:
             self._count_failure(others=self.active)
 
     def lost(self) -> None:
-        """Out at once: it does not even answer a knock."""
+        """Open at once: the server does not even answer a probe."""
         self._count_failure(others=self.active)
         self.failures = max(self.failures, _OUTAGE_AFTER_FAILURES)
 
     def _count_failure(self, others: int) -> None:
-        """Only a failure proves silence, and only where no other request may be at a slow reply.
+        """Count a failure. It shows silence only if no other request may be getting a slow reply.
 
-        So neither a wait nor a request under way counts against the server. Whatever was under way
-        at the first failure has ended `timeout_s` later, by a reply or not.
+        So neither waiting nor a request in flight counts against the server. All requests that were in flight
+        at the first failure have ended `timeout_s` later.
         """
         now = time.monotonic()
         self.failures += 1
-        self.on_trial = False
+        self.half_open = False
         if self.silent_s is None:
             self._failing_since, self.silent_s = now, 0.0
         elapsed_s = now - self._failing_since

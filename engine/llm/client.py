@@ -1,7 +1,8 @@
-"""Client of any OpenAI-compatible server, or of several: requests from one thread, replies as futures.
+"""Client of one or more OpenAI-compatible servers: requests from one thread, replies as futures.
 
-Three outcomes, never confused (`llm_outcomes`): a validated reply; `BadReply`; `ServerRefused`.
-Trouble on the way is none of them: the request goes to another server, or again to the same.
+A request has one of three outcomes (`replies.py`): a validated reply, `BadReply`, or `ServerRefused`. A
+transport failure is none of them: the request fails over to another server, or is retried. `_complete` asks
+once more after a bad reply, with a repair prompt.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ _OUTCOMES: dict[type[Exception], str] = {Trouble: "retry", Rejected: "rejected",
 
 
 class Completions(Protocol):
-    """What the scheduler needs of an LLM; called from one thread. `on_call` is told of each request."""
+    """The LLM interface of the scheduler; called from one thread. `on_call` receives each request."""
 
     on_call: OnCall | None
 
@@ -106,13 +107,13 @@ class Completions(Protocol):
 
 
 class LLMClient(Completions, Protocol):
-    """What an engine needs of an LLM: answers are told while they are written."""
+    """The LLM interface of an engine, with streamed answers."""
 
     def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
-        """Like `submit`, for a prompt that asks for plain text; its pieces are told as they come.
+        """Like `submit`, for a prompt with a plain text reply, which is streamed to `on_text`.
 
-        Together they are the reply. The future also raises BrokenOff: no more pieces come, of a reply that
-        has begun. A request that fails before that goes to another server, as all do.
+        The pieces add up to the reply. The future raises BrokenOff if a reply ends early; a request that
+        fails before its first piece is retried like any other.
         """
         ...
 
@@ -125,7 +126,7 @@ class _Request:
     tenant: str
     number: int
     on_text: OnText | None = None
-    # a piece of the reply was told: it cannot be asked for anew
+    # A piece of the reply was streamed, so that it cannot be requested again.
     begun: bool = False
     future: Future[Completion] = field(default_factory=Future)
     submitted_s: float = field(default_factory=time.perf_counter)
@@ -138,7 +139,7 @@ class _Request:
 
 
 class OpenAILLM:
-    """`LLMClient` over HTTP. An event loop in a thread of its own does the waiting."""
+    """`LLMClient` over HTTP, with an event loop in its own thread."""
 
     def __init__(self, settings: Settings, *, on_call: OnCall | None = None) -> None:
         """ValueError if `settings.llm_url` names no server (`server_addresses`). Does not connect yet."""
@@ -170,20 +171,20 @@ class OpenAILLM:
         return job.future
 
     def cancel(self, future: Future[Completion]) -> None:
-        """Give the request up, wherever it stands. No effect on a future that is done."""
+        """Cancel a request in any state. No effect on a future that is done."""
         future.cancel()
 
     @property
     def in_flight(self) -> int:
-        """Requests at the servers now."""
+        """Requests in flight at all servers."""
         return self._servers.active
 
     @property
     def unreachable_s(self) -> float | None:
-        """Seconds from the first to the latest failure with no answer in between; None if healthy.
+        """Seconds from the first to the latest failure without an answer in between; None if healthy.
 
-        It grows with failures, not while a request is under way: a slow reply is no silence. Of
-        several servers all must be silent; the time is that of the last one to fall silent.
+        Only failures extend it: a slow reply is no silence. With several servers, all must be silent, and the
+        time is that of the last one to become silent.
         """
         return self._servers.silent_s
 
@@ -192,11 +193,11 @@ class OpenAILLM:
         return self._last_error
 
     def healthy(self) -> ServerHealth:
-        """Ask every server for its models and say, in words, whether each can serve us."""
+        """Ask every server for its models. Returns whether all are usable, with a message for each."""
         return asyncio.run_coroutine_threadsafe(self._probe(), self._loop).result()
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread."""
+        """Cancel all requests and end the thread."""
         if self._closed:
             return
         self._closed = True
@@ -246,7 +247,7 @@ class OpenAILLM:
         return Completion(answer.reply, usage, answer.model, time.perf_counter() - job.submitted_s)
 
     async def _ask(self, job: _Request, messages: list[dict[str, str]], spent: Usage) -> ServerReply:
-        """One request, repeated until a server answers it; `spent` is what went before."""
+        """One request, retried until a server answers. `spent` is the usage of earlier requests."""
         urgency = (PRIORITY[job.prompt.operation], job.number)
         avoid: Server | None = None
         for attempt in itertools.count():
@@ -272,7 +273,7 @@ class OpenAILLM:
         raise AssertionError("a count without end ended")
 
     def _wait_s(self, attempt: int, trouble: Trouble) -> float:
-        """None before another server is asked; a prompt that all have failed at waits, ever longer."""
+        """Fail over at once; back off when every server has failed."""
         rounds, servers_left = divmod(attempt + 1, len(self._servers))
         return 0.0 if servers_left else max(backoff_s(rounds - 1), trouble.retry_after_s)
 

@@ -1,11 +1,11 @@
-"""Where the LLM servers are: at URLs, or wherever the Ray actors are that keep them.
+"""Addresses of LLM servers: URLs, or names of the Ray actors that run them.
 
     http://10.0.0.7:8000/v1,http://10.0.0.8:8000/v1
     ray:vllm-0,ray:vllm-1
 
-An actor that Ray starts again on another node has another URL; its name stays. So a name is the lasting
-address for every process of the same Ray cluster. Imports nothing but the standard library: the node
-that runs a server has little else.
+An actor that Ray restarts on another node gets another URL and keeps its name. So the name is a stable
+address for all processes of the Ray cluster. Imports only the standard library: the node of a server has
+little else.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _CURE = "`python -m undertow.serving.vllm.ray_actor status` shows the servers, `
 
 
 class NoServer(UndertowError):
-    """The actor gives no URL now. Later it may."""
+    """The actor has no URL now. It may have one later."""
 
 
 class NoCluster(UndertowError):
-    """This process can ask no actor: it is in no Ray cluster."""
+    """This process is in no Ray cluster, so it cannot ask actors."""
 
 
 class NamedActor:
-    """The actor that keeps a server, by its address `ray:NAME`. Ask it from one thread at a time."""
+    """The actor that runs a server, by its address `ray:NAME`. Use it from one thread at a time."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -42,14 +42,14 @@ class NamedActor:
     def url(self) -> str:
         """The URL of its server now. Waits up to 10 s for the answer. NoServer, NoCluster."""
         try:
-            # one that is not answered stays asked: an actor without a place must not find thousands
+            # An unanswered call is kept: an actor without a node must not accumulate thousands.
             self._question = self._question or self._asked()
             url = self._question.result(_PATIENCE_S)
         except (NoServer, NoCluster):
             raise
         except TimeoutError as silence:
             raise NoServer(f"{self.address} is silent: its actor may wait for a node. {_CURE}") from silence
-        except Exception as trouble:  # whatever Ray says of an actor that it may have again later
+        except Exception as trouble:  # any Ray error; the actor may be restarted later
             reason = str(trouble).strip().partition("\n")[0] or type(trouble).__name__
             raise NoServer(f"{self.address} cannot be asked for its server: {reason}. {_CURE}") from trouble
         finally:
@@ -60,7 +60,7 @@ class NamedActor:
         return url
 
     def _asked(self) -> Future[str]:
-        ray: Any = sys.modules.get("ray")  # who is in a cluster has imported it
+        ray: Any = sys.modules.get("ray")  # a process in a cluster has imported it
         if ray is None or not ray.is_initialized():
             raise NoCluster(
                 f"{self.address} names an actor on Ray, and this process is in no Ray cluster. Use --ray "

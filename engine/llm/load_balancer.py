@@ -1,8 +1,8 @@
-"""Which of several LLM servers a request goes to: the one with the fewest requests under way.
+"""Load balancer over several LLM servers: a request goes to the one with the fewest in flight.
 
-One queue for all servers, most urgent first. A server that is out (`CircuitBreaker`) gets no requests: its
-own go to the others, it is looked for and knocked at, and one request tries it before it is back. A
-server that refuses is left out with its name told, unless all do: then the settings are wrong.
+All servers share one queue, most urgent first. A server with an open `CircuitBreaker` gets no requests: its
+requests go to the others, it is probed, and then gets one trial request (half-open). A server that refuses is
+skipped and logged by name, unless all refuse: then the settings are wrong.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from undertow.engine.llm.server import Server
 log = logging.getLogger(__name__)
 
 QUIET_S = 15.0
-"""A server with requests under way that has answered none for so long is asked whether it is there."""
+"""A server with requests in flight that has answered none for this long is probed."""
 _MOST_UNANSWERED = 3
 
 Urgency = tuple[int, int]
-"""(priority of the operation, number of the job); the least goes first."""
+"""(priority of the operation, number of the job); the lowest goes first."""
 
 
 class _ServerSlot:
-    """A server, what it can take, and what watches it."""
+    """A server with its circuit breaker, its requests in flight, and its background tasks."""
 
-    def __init__(self, server: Server, slots: CircuitBreaker) -> None:
+    def __init__(self, server: Server, breaker: CircuitBreaker) -> None:
         self.server = server
-        self.slots = slots
+        self.breaker = breaker
         self.calls: set[asyncio.Timeout] = set()
-        self.told_out = False
+        self.logged_outage = False
         self.recovery: asyncio.Task[None] | None = None
         self.watch: asyncio.Task[None] | None = None
 
@@ -45,11 +45,11 @@ class _ServerSlot:
         return self.server.url
 
     def rank(self, avoid: Server | None) -> tuple[bool, bool, int]:
-        """The least is asked next."""
-        return self.server is avoid, not self.slots.on_trial, self.slots.active
+        """Sort key: the lowest gets the next request."""
+        return self.server is avoid, not self.breaker.half_open, self.breaker.active
 
-    def call_back(self) -> None:
-        """End every request under way here by Trouble, so that it goes elsewhere."""
+    def requeue(self) -> None:
+        """Fail every request in flight here with Trouble, so that it is retried elsewhere."""
         for call in self.calls:
             call.reschedule(0.0)
 
@@ -59,150 +59,150 @@ class LoadBalancer:
 
     def __init__(self, servers: Sequence[Server], limit: int, timeout_s: float) -> None:
         """`limit`: requests at once at each server. `timeout_s`: see `CircuitBreaker`."""
-        self._places = [_ServerSlot(server, CircuitBreaker(limit, timeout_s)) for server in servers]
-        # the first wins a tie; clients of many shards must not all tie to the same server
-        random.shuffle(self._places)
+        self._slots = [_ServerSlot(server, CircuitBreaker(limit, timeout_s)) for server in servers]
+        # Ties go to the first server; the clients of many shards must not all choose the same one.
+        random.shuffle(self._slots)
         self._waiting: list[tuple[Urgency, asyncio.Future[_ServerSlot], Server | None]] = []
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._slots)
 
     @property
     def active(self) -> int:
-        """Requests under way at all servers."""
-        return sum(place.slots.active for place in self._places)
+        """Requests in flight at all servers."""
+        return sum(slot.breaker.active for slot in self._slots)
 
     @property
     def silent_s(self) -> float | None:
-        """Seconds that all usable servers have been silent; None if one is not."""
-        silences = [place.slots.silent_s for place in self._places if place.slots.refusal is None]
+        """How long all usable servers have been silent, in seconds; None if one is not."""
+        silences = [slot.breaker.silent_s for slot in self._slots if slot.breaker.refusal is None]
         known = [silence for silence in silences if silence is not None]
         return min(known, default=None) if len(known) == len(silences) else None
 
     @property
     def all_refuse(self) -> bool:
-        return all(place.slots.refusal is not None for place in self._places)
+        return all(slot.breaker.refusal is not None for slot in self._slots)
 
     @asynccontextmanager
     async def hold(self, urgency: Urgency, avoid: Server | None = None) -> AsyncIterator[Server]:
-        """A server to send one request to, when its turn has come; not `avoid` if another is free.
+        """Wait for a server to send one request to; not `avoid` if another is free.
 
-        What the block raises (Trouble, Rejected, ServerRefused; nothing for an answer) is noted
-        against the server. Raises Trouble itself when the server is lost with the request.
+        What the block raises (Trouble, Rejected, ServerRefused; nothing for an answer) is recorded for the
+        server. Raises Trouble if the server is lost during the request.
         """
         turn: asyncio.Future[_ServerSlot] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (urgency, turn, avoid))
         self._admit()
         try:
-            place = await turn
-            async with self._noting(place), asyncio.timeout(None) as call:
-                place.calls.add(call)
+            slot = await turn
+            async with self._recording(slot), asyncio.timeout(None) as call:
+                slot.calls.add(call)
                 try:
-                    yield place.server
+                    yield slot.server
                 finally:
-                    place.calls.discard(call)
+                    slot.calls.discard(call)
         finally:
             if turn.done() and not turn.cancelled():
-                turn.result().slots.active -= 1
+                turn.result().breaker.active -= 1
             self._admit()
 
     async def close(self) -> None:
-        tasks = [task for place in self._places for task in (place.recovery, place.watch) if task is not None]
+        tasks = [task for slot in self._slots for task in (slot.recovery, slot.watch) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(place.server.close() for place in self._places))
+        await asyncio.gather(*(slot.server.close() for slot in self._slots))
 
     @asynccontextmanager
-    async def _noting(self, place: _ServerSlot) -> AsyncIterator[None]:
+    async def _recording(self, slot: _ServerSlot) -> AsyncIterator[None]:
         try:
             yield
         except TimeoutError as called_back:
-            text = f"{place.url} does not answer any more where it was; what was under way is asked anew"
+            text = f"{slot.url} does not answer any more where it was; what was under way is asked anew"
             raise Trouble(text) from called_back
         except Trouble as trouble:
-            place.slots.failed()
-            self._note_outage(place, str(trouble))
+            slot.breaker.failed()
+            self._note_outage(slot, str(trouble))
             raise
         except ServerRefused as refusal:
-            place.slots.refused(refusal)
-            self._note_outage(place, str(refusal))
+            slot.breaker.refused(refusal)
+            self._note_outage(slot, str(refusal))
             raise
         except Rejected:
-            place.slots.answered()
+            slot.breaker.answered()
             raise
         else:
-            place.slots.answered()
-            if place.told_out:
-                place.told_out = False
-                log.info("%s is back", place.url)
+            slot.breaker.answered()
+            if slot.logged_outage:
+                slot.logged_outage = False
+                log.info("%s is back", slot.url)
 
-    def _note_outage(self, place: _ServerSlot, why: str) -> None:
-        if not place.slots.out:
+    def _note_outage(self, slot: _ServerSlot, why: str) -> None:
+        if not slot.breaker.is_open:
             return
-        if not place.told_out and len(self) > 1:
-            place.told_out = True
-            log.warning("%s gets no requests for now (%s)", place.url, why)
-        if place.recovery is None or place.recovery.done():
-            place.recovery = self._spawn(self._recover(place), f"recovery of {place.url}")
+        if not slot.logged_outage and len(self) > 1:
+            slot.logged_outage = True
+            log.warning("%s gets no requests for now (%s)", slot.url, why)
+        if slot.recovery is None or slot.recovery.done():
+            slot.recovery = self._spawn(self._recover(slot), f"recovery of {slot.url}")
 
     def _admit(self) -> None:
         while self._waiting:
             _, turn, avoid = self._waiting[0]
-            if turn.done():  # its job was cancelled while it waited
+            if turn.done():  # cancelled while it waited
                 heapq.heappop(self._waiting)
                 continue
-            place = self._freest(avoid)
-            if place is None:
+            slot = self._least_busy(avoid)
+            if slot is None:
                 return
             heapq.heappop(self._waiting)
-            place.slots.began()
-            if place.watch is None or place.watch.done():
-                place.watch = self._spawn(self._watch(place), f"watch over {place.url}")
-            turn.set_result(place)
+            slot.breaker.began()
+            if slot.watch is None or slot.watch.done():
+                slot.watch = self._spawn(self._watch(slot), f"watch over {slot.url}")
+            turn.set_result(slot)
 
-    def _freest(self, avoid: Server | None) -> _ServerSlot | None:
-        """The server with the fewest requests under way among those that take one; None if none does.
+    def _least_busy(self, avoid: Server | None) -> _ServerSlot | None:
+        """The server with the fewest requests in flight among those with room; None if none has room.
 
-        One on trial is first: whether it is back is known only when a request has tried it.
+        A half-open server comes first: only a request shows whether it has recovered.
         """
-        free = [place for place in self._places if place.slots.free]
-        if not free and self.all_refuse:  # then each request asks again, and fails with the refusal
-            free = [place for place in self._places if place.slots.active < place.slots.limit]
-        return min(free, key=lambda place: place.rank(avoid), default=None)
+        free = [slot for slot in self._slots if slot.breaker.free]
+        if not free and self.all_refuse:  # then each request is sent, and fails with the refusal
+            free = [slot for slot in self._slots if slot.breaker.active < slot.breaker.limit]
+        return min(free, key=lambda slot: slot.rank(avoid), default=None)
 
-    async def _recover(self, place: _ServerSlot) -> None:
-        """Knock at a server that is out until it answers; then one request may try it."""
-        while place.slots.out and not place.slots.on_trial:
-            await asyncio.sleep(place.slots.pause_s)
-            answered = await self._answers(place)
-            place.slots.knocked(answered)
+    async def _recover(self, slot: _ServerSlot) -> None:
+        """Probe a failed server until it answers; then allow one trial request."""
+        while slot.breaker.is_open and not slot.breaker.half_open:
+            await asyncio.sleep(slot.breaker.pause_s)
+            answered = await self._answers(slot)
+            slot.breaker.probed(answered)
         self._admit()
 
-    async def _watch(self, place: _ServerSlot) -> None:
-        """Call requests back from a server that vanished without a word, long before they time out."""
+    async def _watch(self, slot: _ServerSlot) -> None:
+        """Retry requests elsewhere if their server vanishes silently, long before they time out."""
         unanswered = 0
-        while place.slots.active:
+        while slot.breaker.active:
             await asyncio.sleep(QUIET_S)
-            if time.monotonic() - place.slots.heard_s < QUIET_S or await self._answers(place):
+            if time.monotonic() - slot.breaker.heard_s < QUIET_S or await self._answers(slot):
                 unanswered = 0
                 continue
             unanswered += 1
-            if unanswered >= _MOST_UNANSWERED and self._others_serve(place):
-                place.slots.lost()
-                self._note_outage(place, "it does not answer")
-                place.call_back()
+            if unanswered >= _MOST_UNANSWERED and self._others_serve(slot):
+                slot.breaker.lost()
+                self._note_outage(slot, "it does not answer")
+                slot.requeue()
                 return
 
-    def _others_serve(self, place: _ServerSlot) -> bool:
-        return any(other is not place and not other.slots.out for other in self._places)
+    def _others_serve(self, slot: _ServerSlot) -> bool:
+        return any(other is not slot and not other.breaker.is_open for other in self._slots)
 
-    async def _answers(self, place: _ServerSlot) -> bool:
-        """Whether it does, where it is now: one that an actor keeps may have moved."""
+    async def _answers(self, slot: _ServerSlot) -> bool:
+        """Whether the server answers a probe at its current address: an actor's server may have moved."""
         try:
-            if await place.server.find():
-                place.call_back()
-            await place.server.knock()
+            if await slot.server.find():
+                slot.requeue()
+            await slot.server.probe()
         except (Trouble, ServerRefused) as trouble:
             log.debug("%s", trouble)
             return False

@@ -1,4 +1,4 @@
-"""What we read of an OpenAI-compatible server's answers; whatever else they hold is ignored."""
+"""The fields of an OpenAI-compatible server's responses that we read. Others are ignored."""
 
 from __future__ import annotations
 

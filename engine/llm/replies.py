@@ -1,8 +1,8 @@
-"""What a request to an LLM can come to, and how a reply's text is read.
+"""The outcomes of a request to an LLM, and the validation of a reply.
 
-Three outcomes, never confused (spec, "When the LLM fails"): a validated reply; `BadReply`, this
-prompt will not get a usable reply; `ServerRefused`, the settings are wrong. Trouble of transport
-is none of them: it is retried until it passes or the caller cancels.
+There are three outcomes (spec, "When the LLM fails"): a validated reply; `BadReply`, if this prompt gets no
+usable reply; `ServerRefused`, if the settings are wrong. A transport failure is retried until it passes or
+the caller cancels.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ NOTHING = Usage()
 OnCall = Callable[[str, str, float, float, Usage, str], None]
 """(tenant, operation, started_s, ended_s, usage, outcome) of one HTTP request, from the client's
 thread; times of `time.perf_counter`, the clock of `Trace`; outcome is ok, bad, retry, rejected,
-refused, broken (off in the middle of a streamed reply) or cancelled."""
+refused, broken (a streamed reply ended early) or cancelled."""
 
 OnText = Callable[[str], None]
-"""(the next piece of a reply's text), from the client's thread. It returns at once."""
+"""(the next piece of a reply's text), from the client's thread. It must return at once."""
 
 
 class BadReply(UndertowError):
-    """No usable reply to this prompt, after one repair. `usage` is what the attempts cost."""
+    """No usable reply to this prompt, even after one repair. `usage` is the cost of all attempts."""
 
     def __init__(self, reason: str, usage: Usage) -> None:
-        super().__init__(reason, usage)  # as they stand here, it can be sent from a shard
+        super().__init__(reason, usage)  # these arguments make it picklable, to be sent by a shard
         self.reason = reason
         self.usage = usage
 
@@ -42,17 +42,17 @@ class BadReply(UndertowError):
 
 
 class ServerRefused(UndertowError):
-    """The server turns us away whatever we ask: wrong key, URL or model. Jobs stay pending."""
+    """The server refuses all requests: wrong key, URL or model. Jobs stay pending."""
 
 
 class BrokenOff(UndertowError):
-    """An answer broke off in the middle; the pieces that were told are no answer.
+    """A streamed answer ended early; its pieces are no answer.
 
-    `usage`: what is known of its cost, which a server tells at the end of a reply.
+    `usage`: the known part of its cost. Servers report usage at the end of a reply.
     """
 
     def __init__(self, reason: str, usage: Usage = NOTHING) -> None:
-        super().__init__(reason, usage)  # as they stand here, it can be sent from a shard
+        super().__init__(reason, usage)  # these arguments make it picklable, to be sent by a shard
         self.usage = usage
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class BrokenOff(UndertowError):
 
 
 class Trouble(Exception):
-    """A request that failed on the way; worth another attempt after `retry_after_s`."""
+    """A transport failure. The request may be retried after `retry_after_s`."""
 
     def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text)
@@ -68,12 +68,12 @@ class Trouble(Exception):
 
 
 class Rejected(Exception):
-    """The server will not take this very prompt."""
+    """The server rejects this prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A usable reply. `latency_s` runs from submission, with waiting, retries and repair."""
+    """A usable reply. `latency_s` counts from submission, including waiting, retries and repair."""
 
     reply: Reply | str
     usage: Usage
@@ -83,7 +83,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """What one request brought; `reply` is None where `problem` says why."""
+    """The result of one request. If `reply` is None, `problem` says why."""
 
     content: str
     reply: Reply | str | None
@@ -98,7 +98,7 @@ class ServerHealth(NamedTuple):
 
 
 def read_reply(prompt: Prompt, content: str, finish_reason: str | None = "stop") -> Reply | str:
-    """The reply that `content` holds. ValueError says, for the model to read, what is wrong."""
+    """The validated reply in `content`. The message of a ValueError is shown to the model for repair."""
     if finish_reason == "length":
         raise ValueError("it was cut off at the token limit; be shorter")
     if finish_reason == "content_filter":
@@ -114,7 +114,7 @@ def read_reply(prompt: Prompt, content: str, finish_reason: str | None = "stop")
 
 
 def in_words(invalid: ValidationError) -> str:
-    """The first three problems that pydantic found, short enough for a prompt or a log line."""
+    """The first three validation errors, short enough for a prompt or a log line."""
     problems = invalid.errors(include_url=False, include_context=False, include_input=False)
     lines = [f"{'.'.join(map(str, p['loc'])) or 'reply'}: {p['msg']}" for p in problems[:3]]
     return "; ".join(lines)[:SHOWN_ERROR_CHARS]

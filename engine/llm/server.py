@@ -1,4 +1,4 @@
-"""One OpenAI-compatible server: a prompt in, an answer out, and what its errors mean."""
+"""One OpenAI-compatible server: sends a prompt, reads the reply, and classifies errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from undertow.engine.llm.replies import (
 from undertow.engine.llm.streaming import ReplyStream
 from undertow.prompts.builders import Prompt
 
-if TYPE_CHECKING:  # imported at the first request: it takes a second, which a shard's restart would wait for
+if TYPE_CHECKING:  # imported at the first request: the import takes a second of a shard's restart
     import openai
     from openai._types import RequestOptions
 
@@ -49,14 +49,14 @@ _Form = TypeVar("_Form", bound=BaseModel)
 
 
 class ModelChoice:
-    """The one model that every server must serve: of the settings, or the first that a server offers."""
+    """The one model that all servers must serve: that of the settings, or the first offered by a server."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
         self._chosen_at: str | None = None
 
     def agree(self, url: str, offered: list[str]) -> str:
-        """The model's name, chosen now if none was; ServerRefused if the server at `url` has it not."""
+        """The model's name, chosen now if none was. ServerRefused if `url` does not offer it."""
         if self.name is None:
             self.name, self._chosen_at = offered[0], url
         if self.name in offered:
@@ -71,7 +71,7 @@ class Server:
     """HTTP to one server. Lives on the event loop that first awaits it."""
 
     def __init__(self, address: str, settings: Settings, model: ModelChoice) -> None:
-        """`address`: one of `server_addresses`. `model` is shared with the others. Connects to nothing."""
+        """`address`: one of `server_addresses`. `model` is shared by all servers. Does not connect."""
         self._address = address
         self._actor = NamedActor(address) if address.startswith(BY_NAME) else None
         self._url = address if self._actor is None else None
@@ -85,7 +85,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it is, in words: its URL, or its actor's name with the URL if that is known."""
+        """Its URL for messages, or its actor's name with the URL if known."""
         if self._actor is None or self._url is None:
             return self._address
         return f"{self._address} ({self._url})"
@@ -97,21 +97,21 @@ class Server:
         return openai.AsyncOpenAI(
             base_url=self._url,
             api_key=self._api_key,
-            max_retries=0,  # retries are the caller's: without end, and visible
+            max_retries=0,  # the caller retries, without limit and visibly
             timeout=openai.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
         )
 
     async def find(self) -> bool:
-        """Ask its actor where it is now. True: it has moved, and requests under way are where it was.
+        """Ask the server's actor for its URL. True: it has moved, and requests in flight use the old URL.
 
-        Where a URL is known, it stays if the actor is silent. Raises Trouble or ServerRefused if none is.
+        A known URL stays in use if the actor is silent. Raises Trouble or ServerRefused if no URL is known.
         """
         if self._actor is None:
             return False
         if self._asked is None or self._asked.done():
             self._asked = asyncio.get_running_loop().run_in_executor(None, self._actor.url)
         try:
-            url = await asyncio.shield(self._asked)  # all who wait get one answer
+            url = await asyncio.shield(self._asked)  # all waiting calls share one answer
         except (NoServer, NoCluster) as unknown:
             if self._url is None:
                 kind = Trouble if isinstance(unknown, NoServer) else ServerRefused
@@ -129,7 +129,7 @@ class Server:
     async def complete(
         self, prompt: Prompt, messages: list[dict[str, str]], on_text: OnText | None = None
     ) -> ServerReply:
-        """One request, streamed where somebody listens. Raises Trouble, Rejected or ServerRefused."""
+        """One request, streamed if `on_text` is given. Raises Trouble, Rejected or ServerRefused."""
         import openai
 
         await self._found()
@@ -143,14 +143,14 @@ class Server:
             raise self._judged(error) from error
         except openai.APIConnectionError as error:
             raise Trouble(f"{self.url}: {error.message} ({error.__cause__!r})") from error
-        except openai.APIError as error:  # told inside of a stream
+        except openai.APIError as error:  # reported within a stream
             raise Trouble(f"{self.url}: {error.message}"[:SHOWN_ERROR_CHARS]) from error
         except json.JSONDecodeError as invalid:
             raise self._not_openai("no JSON") from invalid
         return self._answer(prompt, completion)
 
     async def _whole(self, body: dict[str, Any]) -> ChatCompletion:
-        # not chat.completions.create: its walk over every parameter's type costs 1 ms a request
+        # Not chat.completions.create: its inspection of parameter types costs 1 ms a request.
         completion = await self._client.post(_CHAT, content=orjson.dumps(body), options=_JSON, cast_to=object)
         return self._read(ChatCompletion, completion)
 
@@ -176,7 +176,7 @@ class Server:
         return pieces.together
 
     async def offered(self) -> list[str]:
-        """The models that it lists. Raises ServerRefused, or Trouble when it does not answer in 10 s."""
+        """The models that the server lists. ServerRefused; Trouble if it does not answer within 10 s."""
         import openai
 
         await self._found()
@@ -191,15 +191,15 @@ class Server:
         except json.JSONDecodeError as invalid:
             raise self._not_openai("no JSON") from invalid
 
-    async def knock(self) -> None:
-        """Raises Trouble unless something answers, if only a refusal: not every server lists its models."""
+    async def probe(self) -> None:
+        """Trouble unless the server answers. A refusal is an answer: not every server lists its models."""
         try:
             await self.offered()
         except ServerRefused as refusal:
-            log.debug("%s answers a knock: %s", self.url, refusal)
+            log.debug("%s answers a probe: %s", self.url, refusal)
 
     def health(self, model: ModelChoice, found: list[str] | Trouble | ServerRefused) -> ServerHealth:
-        """Whether it serves `model`, in words; `found` is what `offered` gave or raised."""
+        """Whether the server serves `model`, with a message. `found` is the result or error of `offered`."""
         if not isinstance(found, list):
             return ServerHealth(False, str(found))
         try:
@@ -263,7 +263,7 @@ class Server:
         status, text = error.status_code, f"HTTP {error.status_code}: {error.message}"[:SHOWN_ERROR_CHARS]
         if status in (408, 409, 429) or status >= 500:
             return Trouble(f"{self.url}: {text}", _retry_after_s(error.response.headers.get("retry-after")))
-        # a server without this model or without schemas would reject every prompt alike
+        # A server without this model or without schemas would reject every prompt.
         if status in (400, 413, 422) and (error.param or "").split(".")[0] not in _SETTINGS_PARAMS:
             return Rejected(text)
         return ServerRefused(f"{self.url} refuses requests for model {self._model.name}: {text}. {CURE}")
@@ -274,7 +274,7 @@ class Server:
 
 
 def _retry_after_s(header: str | None) -> float:
-    """Seconds that a Retry-After header (RFC 9110, 10.2.3) asks for, at most a minute; 0 if unclear."""
+    """The seconds in a Retry-After header (RFC 9110, 10.2.3), at most 60; 0 if invalid."""
     if header is None:
         return 0.0
     try:

@@ -1,4 +1,4 @@
-"""A reply that comes in pieces, and what they add up to."""
+"""Assembles a streamed reply."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from undertow.engine.llm.replies import OnText
 
 
 class ReplyStream:
-    """The pieces of one reply. Those that are told are together the reply as `read_reply` gives it.
+    """The pieces of one reply. The streamed text equals the reply of `read_reply`.
 
-    So what stands around it is not told: white space at an end is held back until something follows.
+    So surrounding white space is not streamed: it is held back until more text follows.
     """
 
     def __init__(self, on_text: OnText) -> None:
@@ -37,7 +37,7 @@ class ReplyStream:
 
     @property
     def together(self) -> ChatCompletion:
-        """The whole reply, as a server gives it that does not stream."""
+        """The whole reply, in the form of a reply without streaming."""
         message = {"content": "".join(self._told)}
         choices = [{"message": message, "finish_reason": self.finish_reason}]
         usage = self._last.usage and self._last.usage.model_dump()

@@ -1,9 +1,8 @@
 """The protocol between a policy and the scheduler.
 
-A policy is a coroutine per log record. It asks for work by yielding effects and gets the result
-back; it touches no GPU, socket or file. The scheduler gathers the effects of all tenants and runs
-each kind as one batch. Between two effects a policy must be a pure function of what it was given:
-the scheduler may start it ahead of time and throw it away.
+A policy is a coroutine per log record. It yields effects and receives their results; it uses no GPU, socket
+or file. The scheduler gathers the effects of all tenants and runs each kind as one batch. Between two effects
+a policy must be a pure function of its inputs: the scheduler may start it ahead of time and discard it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Vector = NDArray[np.float16]
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What the gate compares with, as in force at a seq (paper, sections 3.2, 3.3 and 3.6)."""
+    """The gate's thresholds in force at a seq (RecMem, sections 3.2, 3.3 and 3.6)."""
 
     theta_sim: float
     theta_merge: float
@@ -38,10 +37,10 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What an answer is given of a tenant's memories, where the settings say nothing else.
+    """The default context of an answer: the k best memories of each tier.
 
-    The k best of each tier. `raw_of_best`: of how many of the best episodes the words are given too.
-    `consolidated`: whether turns that memories were made of are given as turns.
+    `raw_of_best`: for how many of the best episodes their turns are included too. `consolidated`: whether
+    turns that were consolidated into memories are included as turns.
     """
 
     k_sub: int = 10
@@ -53,10 +52,10 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class Learns:
-    """What of an answer a policy wants to have in the log, to learn from it when its record is decided.
+    """Which feedback from answers a policy wants in the log.
 
-    `used`: which facts the answer was given. `missed`: a question that its episodes covered and its facts did
-    not, for `Policy.reconsolidate`.
+    `used`: the facts that an answer was given. `missed`: a question that its episodes covered and its facts
+    did not, for `Policy.reconsolidate`.
     """
 
     used: bool = False
@@ -65,7 +64,7 @@ class Learns:
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """A turn as a policy sees it; `messages`: the lines that `text` is made of."""
+    """A turn as a policy sees it. `messages` are the lines of `text`."""
 
     seq: int
     text: str
@@ -76,7 +75,7 @@ class TurnView:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A stored memory and its exact cosine to the query."""
+    """A stored memory and its exact cosine similarity to the query."""
 
     memory: Memory
     score: float
@@ -84,17 +83,17 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class ReadGate:
-    """Effect: nearest episode and relevant set of a turn, among what stood before it. -> GateReading"""
+    """Effect: the nearest episode and the relevant set of a turn, among earlier ones. -> GateReading"""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class GateReading:
-    """Answer to `ReadGate`: E* of equation 6 and R_i of equation 5.
+    """Result of `ReadGate`: E* of equation 6 and R_i of equation 5.
 
-    `relevant` are seqs, nearest first, with their exact cosines; `count` is how many live turns
-    reach theta_sim, `count > len(relevant)` says that the k_gate cut bound.
+    `relevant` are seqs, nearest first, and `scores` their exact cosines. `count` is the number of live turns
+    that reach theta_sim; if it exceeds len(relevant), k_gate has cut the list.
     """
 
     episode: Memory | None
@@ -106,7 +105,7 @@ class GateReading:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """Effect: vectors of texts. -> float16 [len(texts), dim], normalised"""
+    """Effect: embed texts. -> float16 [len(texts), dim], normalised"""
 
     texts: tuple[str, ...]
 
@@ -124,7 +123,7 @@ class Nearest:
 class Complete:
     """Effect: one LLM call. -> the validated reply (an instance of `prompt.reply`)
 
-    BadReply is raised at the yield when the reply stays invalid after one repair.
+    The yield raises BadReply if the reply is still invalid after one repair.
     """
 
     prompt: Prompt
@@ -135,7 +134,7 @@ Effect = ReadGate | Embed | Nearest | Complete
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A memory that a job has made, with its vector (None: this version deletes the memory)."""
+    """A memory version made by a job, with its vector (None: this version deletes the memory)."""
 
     memory: Memory
     vector: Vector | None
@@ -143,11 +142,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """What a policy decided for one record. All of it is committed at once.
+    """What a policy decided for one record. It is committed as a whole.
 
-    `settled` are the turns that leave the gates (consolidated or parked); `revived` come back. `shed` are
-    deletions in generations that are no longer made; no policy sets it. `repairs`: how many numbers in
-    replies had to be put right (NEMORI's partitions).
+    `settled` turns leave the gates (consolidated or parked); `revived` turns return to them.
+    `earlier_deletions` are deletions in earlier generations; the engine sets it, no policy. `repairs` counts
+    the numbers in replies that had to be corrected (NEMORI's partitions).
     """
 
     decision: Decision
@@ -157,14 +156,14 @@ class PolicyResult:
     settled: tuple[int, ...] = ()
     revived: tuple[int, ...] = ()
     drafts: tuple[Draft, ...] = ()
-    shed: tuple[Draft, ...] = ()
+    earlier_deletions: tuple[Draft, ...] = ()
     reason: str | None = None
     operation: str | None = None
     repairs: int = 0
 
 
 class MemoryView(Protocol):
-    """A tenant's memories as they stand when a record is decided. Read-only."""
+    """A tenant's log and memories as of the record being decided. Read-only."""
 
     @property
     def tenant(self) -> str: ...
@@ -178,26 +177,26 @@ class MemoryView(Protocol):
     def turn(self, seq: int) -> TurnView: ...
 
     def exists(self, seq: int) -> bool:
-        """Whether the turn was not deleted."""
+        """Whether the record is a turn that was not deleted."""
         ...
 
     def open_turns(self) -> Sequence[int]:
-        """The turns in front of this record that stand behind every settled one, in order.
+        """The turns before this record and after every settled one, in order, without deleted ones.
 
-        Deleted ones are left out. What a policy that gathers turns has yet to make memories of.
+        These are the turns that a policy with windows has yet to process.
         """
         ...
 
     def uses(self) -> Mapping[str, int]:
-        """How many answers were given each fact, by its id, as the log tells; where that is not kept, {}."""
+        """By id of a fact: the number of answers that used it. {} if the log has no such feedback."""
         ...
 
     def current(self, kind: MemoryKind) -> Sequence[Memory]:
-        """All current memories of a kind, in order of birth."""
+        """All current memories of a kind, in order of creation."""
         ...
 
     def ended(self, kind: MemoryKind) -> Sequence[Memory]:
-        """The last, empty versions of the deleted memories of a kind; `forgotten` ones rest on nothing."""
+        """The last, empty versions of deleted memories of a kind. Those of `forgotten` have no sources."""
         ...
 
 
@@ -216,61 +215,58 @@ class Policy(Protocol):
         ...
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
-        """A flush: turns that wait for others to come wait no longer."""
+        """Process turns that wait for later ones now."""
         ...
 
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
-        """Run a parked job again, with its stored cluster; what it makes carries `seq`."""
+        """Run a parked job again with its stored cluster. Its memories carry `seq`."""
         ...
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remake what rested on a deleted turn; what it makes carries `seq`.
+        """Remake what was derived from a deleted turn. The new versions carry `seq`.
 
-        Where the LLM has no usable reply, all that rested on the turn is deleted, and what a user deleted of
-        it is deleted once more: its history has to go. A generation that is no longer made relies on that.
+        Without a usable LLM reply, everything derived from the turn is deleted. What users had deleted of it
+        is deleted once more, which redacts its history. Earlier generations rely on that.
         """
         ...
 
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
     ) -> Decide:
-        """Take what the question missed over from these episodes; what it makes carries `seq`.
+        """Add the facts that the question missed, from these episodes. Its memories carry `seq`.
 
-        It may be another policy that wanted the record in the log: before a change, or an import.
+        The record may stem from another policy: before a change of policy, or from an import.
         """
         ...
 
 
 def nothing_to_decide() -> Decide:
-    """For records that change no memory."""
+    """Decides records that change no memory."""
     return PolicyResult(Decision.WAITS)
     yield
 
 
 class PromptTooLong(Exception):
-    """A prompt does not fit the model's context and cannot be split further."""
+    """A prompt exceeds the model's context and cannot be split further."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBudget:
-    """How long a prompt may be, in tokens; estimated without the model's tokenizer."""
+    """The maximum length of a prompt, in tokens estimated without the model's tokenizer."""
 
     context_tokens: int
     reply_tokens: int
 
     @property
     def prompt_tokens(self) -> int:
-        """What the reply leaves of the context."""
+        """The context without the reply's tokens."""
         return self.context_tokens - self.reply_tokens
 
     def fits(self, prompt: Prompt) -> bool:
         return prompt.size_tokens <= self.prompt_tokens
 
     def that_fit(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[T]:
-        """Each of the items, the first ones first, that there is room for beside those taken before it.
-
-        One that is too long is passed over: it takes no later one along.
-        """
+        """The items that fit, chosen greedily in order. An item that is too long is skipped."""
         if self.fits(prompt_of(items)):
             return list(items)
         kept: list[T] = []
@@ -286,7 +282,7 @@ def cosine(a: Vector, b: Vector) -> float:
 
 
 def rewording(memory: Memory, text: str, seq: int) -> Memory:
-    """The version in a user's words: no prompt and no model has made it, all else stays."""
+    """The version with a user's text, without prompt version and model."""
     return replace(
         memory,
         text=text,
@@ -298,13 +294,13 @@ def rewording(memory: Memory, text: str, seq: int) -> Memory:
 
 
 def deletion(memory: Memory, seq: int) -> Memory:
-    """The version that ends a memory."""
+    """The last version, which deletes a memory."""
     return replace(memory, text="", version=memory.version + 1, made_at_seq=seq, deleted=True)
 
 
 def forgotten(memory: Memory, seq: int) -> Memory:
-    """The version that ends a memory with a turn whose words it may hold: it rests on nothing any more.
+    """The last version of a memory that may contain a deleted turn's words. It has no sources.
 
-    So the turns of a deleted memory are those of one that a user has deleted, which no replay makes again.
+    So only memories that a user deleted keep sources, which no replay remakes.
     """
     return replace(deletion(memory, seq), source_seqs=(), source_messages=(), shown_seqs=())

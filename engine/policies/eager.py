@@ -1,9 +1,9 @@
-"""Eager extraction: every turn is read by the LLM when it arrives. The baseline that RecMem is measured by.
+"""Eager extraction: the LLM reads every turn when it arrives. The baseline that RecMem is compared with.
 
-After Mem0 (Chhikara et al. 2025, section 2.1): facts are extracted from the newest exchange with the recent
-messages as context; each candidate is then compared with the stored facts most similar to it, and one of
-ADD, UPDATE, DELETE and NOOP is decided. Two calls a turn, one where nothing was found. What differs, and
-why, is in docs/decisions.md.
+After Mem0 (Chhikara et al. 2025, section 2.1). Extraction: facts come from the newest exchange, with the
+recent messages as context. Update: each candidate is compared with the most similar stored facts, and the LLM
+chooses ADD, UPDATE, DELETE or NOOP. Two calls a turn, or one if nothing was extracted. docs/decisions.md
+lists the differences from Mem0 and their reasons.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from undertow.prompts.reply_schemas import ExtractReply, FactDecision, Reconcile
 
 # The paper's m = 10 recent messages, as exchanges of two.
 RECENT_TURNS = 5
-# The paper's s = 10 most similar memories, of each candidate.
+# The paper's s = 10 most similar memories for each candidate.
 SIMILAR_FACTS = 10
 
 
 class Eager:
-    """Stateless, as all policies: what it knows comes through the MemoryView and the effects."""
+    """Stateless: its only input is the MemoryView and the results of effects."""
 
     name = "eager"
     tiers = Tiers()
@@ -48,7 +48,7 @@ class Eager:
         self._budget = budget
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
-        work = _Work(seq, memory, self._budget)
+        work = _Extraction(seq, memory, self._budget)
         try:
             yield from work.read(seq)
         except Failed as error:
@@ -57,18 +57,18 @@ class Eager:
         return PolicyResult(Decision.FIRED, cluster=(seq,), settled=settled, drafts=tuple(work.drafts))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
-        return nothing_to_decide()  # no turn waits for this
+        return nothing_to_decide()  # no turn waits for a flush
 
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
     ) -> Decide:
-        return nothing_to_decide()  # no question teaches it anything
+        return nothing_to_decide()  # this policy does not learn from questions
 
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         turns = tuple(s for s in job.cluster if memory.exists(s))
         if not turns:
             return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
-        work = _Work(seq, memory, self._budget)
+        work = _Extraction(seq, memory, self._budget)
         try:
             for turn_seq in turns:
                 yield from work.read(turn_seq)
@@ -78,17 +78,16 @@ class Eager:
         return PolicyResult(Decision.FIRED, cluster=turns, revived=revived, drafts=tuple(work.drafts))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remove the facts that rest on the deleted turn, and read the other turns of those anew.
+        """Delete the facts derived from a turn, and extract again from their other turns.
 
-        Those of the turns that were read with it as context, too: its words may be in them. Not those whose
-        update merely saw a fact of it among the stored ones: provenance is of turns, not of influence. What
-        an UPDATE or a DELETE on its account has taken away does not come back: the history of those facts
-        tells of it.
+        That includes the facts of turns that were read with it as context: they may contain its words. It
+        excludes facts whose update only saw one of its facts: provenance tracks turns, not influence. What an
+        UPDATE or DELETE because of the turn removed is not restored; the history of those facts has it.
         """
-        work = _Work(seq, memory, self._budget)
+        work = _Extraction(seq, memory, self._budget)
         reach = {turn_seq, *_read_after(turn_seq, seq, memory)}
         shaken = [f for f in memory.current("fact") if reach.intersection(f.source_seqs)]
-        # of those deleted before, the history still has the words: a version of this record ends it
+        # The history of facts deleted before still has the words: another deletion redacts it.
         ended = [f for f in memory.ended("fact") if reach.intersection(f.source_seqs)]
         gone = [Draft(deletion(f, seq), None) for f in (*shaken, *ended)]
         others = {s for f in shaken for s in f.source_seqs if s != turn_seq and memory.exists(s)}
@@ -98,7 +97,7 @@ class Eager:
             for other in rest:
                 yield from work.read(other)
         except Failed as error:
-            # They must go even where nothing takes their place yet.
+            # They must go even if they cannot be extracted again yet.
             outcome = PolicyResult(Decision.PARKED, drafts=tuple(gone))
             return parked(error, "extract", rest, outcome)
         return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))
@@ -106,7 +105,7 @@ class Eager:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A fact that was extracted, and has yet to be compared with what is stored."""
+    """An extracted fact before the comparison with stored facts."""
 
     text: str
     vector: Vector
@@ -115,11 +114,11 @@ class _Candidate:
 _ADD = FactDecision(candidate=1, action="add", fact=None, text="")
 
 
-class _Work(Work):
-    """One job's steps."""
+class _Extraction(Work):
+    """The steps of one job."""
 
     def read(self, turn_seq: int) -> Steps:
-        """Extract the facts of one turn, and reconcile them with those that are stored."""
+        """Extract the facts of one turn, and reconcile them with the stored ones (section 2.1)."""
         reply: ExtractReply = yield Complete(self._extract_prompt(turn_seq))
         texts = tuple(dict.fromkeys(fact.text for fact in reply.facts))
         if not texts:
@@ -129,7 +128,7 @@ class _Work(Work):
         yield from self._reconcile(turn_seq, candidates)
 
     def _extract_prompt(self, turn_seq: int) -> Prompt:
-        """With as many of the recent turns as the model's context has room for. PromptTooLong."""
+        """The prompt with as many recent turns as fit into the model's context. PromptTooLong."""
         seqs = [*_read_before(turn_seq, self.view), turn_seq]
         while True:
             *recent, newest = self.turns(seqs)
@@ -139,7 +138,7 @@ class _Work(Work):
             seqs = seqs[1:]
 
     def _reconcile(self, turn_seq: int, candidates: Sequence[_Candidate]) -> Steps:
-        """One decision for each candidate; by halves where the prompt is too long for all of them."""
+        """One decision for each candidate. Splits the candidates in halves if the prompt is too long."""
         known = yield from self.near_facts([c.vector for c in candidates], SIMILAR_FACTS)
         given = {c.text: c.vector for c in candidates}
         known = [
@@ -174,10 +173,10 @@ class _Work(Work):
     ) -> Steps:
         """Carry out ADD, UPDATE, DELETE and NOOP, in the candidates' order.
 
-        A candidate without a decision is added, and so is one whose decision names no shown fact, or one
-        that an earlier decision has changed already: nothing that was said is lost by a wrong number. Nor
-        does a turn that is read late (replayed, or after a deletion) change what a later turn has told.
-        A NOOP that names no shown fact leaves no trace.
+        A candidate is added if it has no decision, or if its decision names no shown fact or one that an
+        earlier decision has changed: a wrong number loses nothing that was said. A turn that is read late
+        (replayed, or after a deletion) does not change what a later turn has said. A NOOP that names no shown
+        fact has no effect.
         """
         open_facts = dict(enumerate(known, 1))
         older = {n for n, fact in open_facts.items() if max(fact.source_seqs) <= turn_seq}
@@ -213,7 +212,7 @@ class _Work(Work):
 
 
 def _read_before(turn_seq: int, view: MemoryView) -> list[int]:
-    """The turns that a turn is read with as context, oldest first."""
+    """The turns that are context for a turn, oldest first."""
     found: list[int] = []
     for seq in range(turn_seq - 1, -1, -1):
         if len(found) == RECENT_TURNS:
@@ -226,8 +225,7 @@ def _read_before(turn_seq: int, view: MemoryView) -> list[int]:
 def _read_after(turn_seq: int, end: int, view: MemoryView) -> list[int]:
     """All turns before record `end` that may have been read with this one as context.
 
-    Turns deleted since may have stood between: so some of these may never have seen it, but none that has
-    is missing.
+    Turns deleted since may have stood between. So some of these never had it as context, but none is missing.
     """
     found: list[int] = []
     for seq in range(turn_seq + 1, end):

@@ -1,7 +1,7 @@
 """RecMem: consolidate when a topic recurs (paper, sections 3.2 to 3.4).
 
-`decide` is the algorithm for one turn u_i. The steps carry the paper's equation numbers; where the
-paper is silent, the choices are those listed in docs/decisions.md.
+`decide` is the algorithm for one turn u_i. Its steps carry the paper's equation numbers. docs/decisions.md
+lists our choices where the paper is silent.
 """
 
 from __future__ import annotations
@@ -44,36 +44,37 @@ KNOWN_FACTS = 10
 
 
 class RecMem:
-    """The paper's policy. Stateless: all it knows comes through the MemoryView and the effects."""
+    """The paper's policy. Stateless: its only input is the MemoryView and the results of effects."""
 
     name = "recmem"
     tiers = Tiers()
     learns = Learns()
 
     def __init__(self, budget: PromptBudget, ablation: Ablation | None = None) -> None:
-        """`ablation`: "direct-extraction" stores no episodes, "without-facts" no facts (section 4.3)."""
+        """`ablation` (section 4.3): "direct-extraction" stores no episodes, "without-facts" no facts."""
         self._budget = budget
         self._ablation = ablation
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
+        """Merge (equation 6), or gate (equation 5), consolidate (7) and refine (8, 9)."""
         reading = yield ReadGate(seq)
         theta = memory.thresholds
-        work = _Work(seq, memory, self._budget, self._ablation)
+        work = _Consolidation(seq, memory, self._budget, self._ablation)
         cluster: tuple[int, ...] = (seq,)
         operation, asked = "merge", False
         try:
-            # Merge first (eq 6): does the turn continue the nearest episode?
+            # Equation 6: does the turn continue the nearest episode?
             if reading.episode is not None and reading.episode_score >= theta.theta_merge:
                 asked = True
                 if (yield from work.merge(seq, reading.episode)):
                     return PolicyResult(
                         Decision.MERGED, reading, asked, cluster, settled=cluster, drafts=tuple(work.drafts)
                     )
-            # Gate (eq 5): the new turn counts itself.
+            # Equation 5, the gate: the new turn counts itself.
             if len(reading.relevant) + 1 < theta.theta_count:
                 return PolicyResult(Decision.WAITS, reading, asked)
             operation, cluster = "episode", tuple(sorted((*reading.relevant, seq)))
-            # Consolidate (eq 7), then refine (eq 8, 9). Nothing made: the turns stay live.
+            # Equation 7, then 8 and 9. If nothing is made, the turns stay live.
             yield from work.consolidate(cluster)
             settled = cluster if work.drafts else ()
             return PolicyResult(
@@ -83,16 +84,17 @@ class RecMem:
             return parked(error, operation, cluster, PolicyResult(Decision.PARKED, reading, asked))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
-        return nothing_to_decide()  # no turn waits for this
+        return nothing_to_decide()  # no turn waits for a flush
 
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
     ) -> Decide:
-        return nothing_to_decide()  # no question teaches it anything
+        return nothing_to_decide()  # RecMem does not learn from questions
 
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
+        """Run a parked merge or consolidation again, without the turns deleted since."""
         cluster = tuple(s for s in job.cluster if memory.exists(s))
-        work = _Work(seq, memory, self._budget, self._ablation)
+        work = _Consolidation(seq, memory, self._budget, self._ablation)
         try:
             if not cluster:
                 return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
@@ -104,8 +106,8 @@ class RecMem:
         except Failed as error:
             return parked(error, job.operation, cluster, PolicyResult(Decision.PARKED))
 
-    def _merge_again(self, turn_seq: int, work: _Work) -> Decide:
-        """A parked merge: ask for the episode that is nearest by now; "no" lets the turn wait."""
+    def _merge_again(self, turn_seq: int, work: _Consolidation) -> Decide:
+        """Retry a parked merge with the episode that is nearest now. Without a merge the turn waits."""
         reading = yield ReadGate(turn_seq)
         asked = reading.episode is not None and reading.episode_score >= work.view.thresholds.theta_merge
         if asked and (yield from work.merge(turn_seq, reading.episode)):
@@ -113,14 +115,14 @@ class RecMem:
         return PolicyResult(Decision.WAITS, reading, asked, (turn_seq,), revived=(turn_seq,))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remake what rests on a deleted turn from its other turns, or remove it where none is left."""
-        work = _Work(seq, memory, self._budget, self._ablation)
+        """Remake what was derived from a deleted turn from its other turns; delete it if none is left."""
+        work = _Consolidation(seq, memory, self._budget, self._ablation)
         shaken = [e for e in memory.current("episode") if turn_seq in e.reach]
         loose = [f for f in memory.current("fact") if turn_seq in f.source_seqs]
         reached = {e.id for e in (*shaken, *memory.ended("episode")) if turn_seq in e.reach}
         touched = reached | {f.episode_id for f in loose if f.episode_id is not None}
         facts = [f for f in memory.current("fact") if f in loose or f.episode_id in touched]
-        # of those that users deleted, the history still has the words: a version of this record ends it
+        # The history of memories that users deleted still has the words: another deletion redacts it.
         ended = [e for e in memory.ended("episode") if e.id in reached]
         ended += [f for f in memory.ended("fact") if turn_seq in f.reach or f.episode_id in reached]
         work.drafts += [Draft(deletion(m, seq), None) for m in (*facts, *ended)]
@@ -137,22 +139,22 @@ class RecMem:
                 if left:
                     yield from work.extract(left)
         except Failed as error:
-            # What rested on the deleted turn must go even where nothing takes its place yet.
+            # What was derived from the deleted turn must go even if it cannot be remade yet.
             gone = tuple(Draft(deletion(m, seq), None) for m in (*facts, *shaken, *ended))
             parked = PolicyResult(Decision.PARKED, drafts=gone, reason=str(error), operation="episode")
             return replace(parked, cluster=tuple(sorted(rest)))
         return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))
 
 
-class _Work(Work):
-    """One job's steps."""
+class _Consolidation(Work):
+    """The steps of one job."""
 
     def __init__(self, seq: int, view: MemoryView, budget: PromptBudget, ablation: Ablation | None) -> None:
         super().__init__(seq, view, budget)
         self._ablation = ablation
 
     def merge(self, turn_seq: int, episode: Memory) -> Generator[Effect, Any, bool]:
-        """Equation 6: E* <- LLM_merge(E*, u_i). False when the LLM says that they are two stories."""
+        """Equation 6: E* <- LLM_merge(E*, u_i). False if the LLM finds two different stories."""
         prompt = self.checked(merge_prompt(as_shown(1, episode), self.turns((turn_seq,))[0]))
         reply: MergeReply = yield Complete(prompt)
         if not reply.same_story:
@@ -163,7 +165,7 @@ class _Work(Work):
         return True
 
     def consolidate(self, cluster: Sequence[int]) -> Steps:
-        """Equation 7, then semantic refinement once for each new episode, in reply order."""
+        """Equation 7, then semantic refinement (8, 9) of each new episode, in reply order."""
         if self._ablation == "direct-extraction":
             yield from self.extract(cluster)
             return
@@ -184,9 +186,9 @@ class _Work(Work):
             yield from self._refine(draft, part_seqs)
 
     def remake(self, episode: Memory, deleted: int, turns: tuple[int, ...]) -> Steps:
-        """An episode without one of its turns, and its facts anew from `turns`.
+        """Rewrite an episode without a deleted turn, and extract its facts again from `turns`.
 
-        It is removed when it has no other turn; left as it is when it did not rest on this one.
+        An episode without other turns is deleted; one that did not use the deleted turn stays as it is.
         """
         if deleted not in episode.reach:
             (vector,) = yield Embed((episode.text,))
@@ -207,30 +209,30 @@ class _Work(Work):
         yield from self._refine(self.drafts[-1], self.by_time(turns))
 
     def extract(self, turns: Sequence[int]) -> Steps:
-        """Section 4.3's direct extraction: facts of the raw turns, without an episode as reference.
+        """Direct extraction (section 4.3): facts of the raw turns, without an episode as reference.
 
-        The stored facts shown are those nearest to all their words, as there is no episode to go by.
+        Without an episode, the stored facts shown are those nearest to the text of all turns.
         """
         shown = self.by_time(turns)
         (vector,) = yield Embed(("\n".join(turn.text for turn in self.turns(shown)),))
-        yield from self._note(
+        yield from self._extract_facts(
             shown, vector, lambda seqs, known: direct_prompt(self.turns(seqs), known), episode_id=None
         )
 
     def _refine(self, episode: Draft, turns: Sequence[int]) -> Steps:
-        """Equations 8 and 9: the details that the episode left out become facts."""
+        """Equations 8 and 9: details that the episode left out become facts."""
         if self._ablation == "without-facts":
             return
         assert episode.vector is not None, "only living episodes are refined"
         shown = as_shown(1, episode.memory)
-        yield from self._note(
+        yield from self._extract_facts(
             turns,
             episode.vector,
             lambda seqs, known: refine_prompt(shown, self.turns(seqs), known),
             episode_id=episode.memory.id,
         )
 
-    def _note(
+    def _extract_facts(
         self,
         turns: Sequence[int],
         vector: Vector,
@@ -238,7 +240,7 @@ class _Work(Work):
         *,
         episode_id: str | None,
     ) -> Steps:
-        """Ask for facts of turns, in parts where they are many; shown those nearest to `vector`."""
+        """Ask for facts of turns, in as many parts as needed, with the stored facts nearest to `vector`."""
         known = yield from self.known_facts(vector, KNOWN_FACTS)
 
         def part_prompt(seqs: Sequence[int]) -> Prompt:
@@ -272,14 +274,14 @@ class _Work(Work):
 
 
 def _unsaid(reply: FactsReply, known: Sequence[Memory]) -> list[FactDraft]:
-    """The facts of a reply, without those that repeat a shown fact or an earlier one word for word."""
+    """The facts of a reply without verbatim repeats of a shown or an earlier fact."""
     first = {f.text: f for f in reversed(reply.facts)}
     said = {f.text for f in known}
     return [f for f in reply.facts if first[f.text] is f and f.text not in said]
 
 
 def _named(numbers: Sequence[int], shown: Sequence[int]) -> tuple[int, ...]:
-    """The shown turns that an episode names; all of them when it names none or one that is not there."""
+    """The shown turns that an episode names; all of them if it names none, or an invalid number."""
     if not numbers or any(not 1 <= n <= len(shown) for n in numbers):
         return tuple(sorted(shown))
     return tuple(sorted({shown[n - 1] for n in numbers}))

@@ -1,4 +1,4 @@
-"""Consolidation policies: coroutines that read like their papers. Here a name becomes one."""
+"""Makes the consolidation policy that a setting names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def policy_of(settings: Settings) -> Policy:
 
 
 def tiers_of(settings: Settings) -> Tiers:
-    """What the policy gives an answer, and where the settings say something else, that."""
+    """The context of an answer: the policy's tiers, overridden by the settings."""
     return _as_set(policy_of(settings).tiers, settings)
 
 
@@ -53,26 +53,26 @@ def _as_set(own: Tiers, settings: Settings) -> Tiers:
 
 
 class Policies:
-    """The policies by name: that of the settings, and those that tenants have of their own."""
+    """The policies by name: that of the settings, and those of single tenants."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._made: dict[str, Policy] = {}
 
     def named(self, name: str | None) -> Policy:
-        """None: the one of the settings. UndertowError: no such policy."""
+        """The policy of this name, or with None that of the settings. UndertowError: no such policy."""
         wanted = self._settings.policy if name is None else name
         if wanted not in self._made:
             self._made[wanted] = policy_of(self.settings_of(wanted))
         return self._made[wanted]
 
     def settings_of(self, name: str | None) -> Settings:
-        """The settings as they hold under this policy. UndertowError: no such policy."""
+        """The settings in force under this policy. UndertowError: no such policy."""
         wanted = next((n for n in get_args(PolicyName) if n == name), None)
         if name is not None and wanted is None:
             raise UndertowError(f"a tenant has the policy {name!r}, which this Undertow does not have.")
         return self._settings if wanted is None else self._settings.under(wanted)
 
     def tiers(self, name: str | None) -> Tiers:
-        """As `tiers_of`, under this policy."""
+        """As `tiers_of`, for this policy."""
         return _as_set(self.named(name).tiers, self._settings)

@@ -1,4 +1,4 @@
-"""What the jobs of all policies share: memories made so far, facts near a vector, prompts that fit."""
+"""Shared by the jobs of all policies: drafts made so far, nearest facts, prompts that fit the context."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from undertow.prompts.builders import Prompt, ShownMemory, ShownTurn
 T = TypeVar("T")
 Steps = Generator[Effect, Any, None]
 
-# what parks a job: a reply or a prompt that cannot be helped
+# The errors that park a job: an unusable reply, or a prompt that is too long.
 Failed = (BadReply, PromptTooLong)
 
 
 class Work:
-    """One job: the record it decides, and what it has made so far, in order."""
+    """One job: the record that it decides, and the drafts that it has made, in order."""
 
     def __init__(self, seq: int, view: MemoryView, budget: PromptBudget) -> None:
         self.seq = seq
@@ -39,12 +39,12 @@ class Work:
         self._budget = budget
 
     def known_facts(self, vector: Vector, k: int) -> Generator[Effect, Any, list[Memory]]:
-        """The k nearest facts, as `known` has them."""
+        """The k nearest facts; see `known`."""
         found = yield from self.known("fact", vector, k)
         return [s.memory for s in found]
 
     def known(self, kind: MemoryKind, vector: Vector, k: int) -> Generator[Effect, Any, list[Scored]]:
-        """The k nearest of a kind, those that this job has made included and those it deleted left out."""
+        """The k nearest memories of a kind, with this job's own drafts and without those that it deleted."""
         mine = {d.memory.id: d for d in self.drafts if d.memory.kind == kind}
         stored: list[Scored] = yield Nearest(kind, vector, k + len(mine))
         found = [s for s in stored if s.memory.id not in mine]
@@ -53,7 +53,7 @@ class Work:
         return found[:k]
 
     def near_facts(self, vectors: Iterable[Vector], k: int) -> Generator[Effect, Any, list[Memory]]:
-        """The k facts nearest to each of the vectors, each once, in order of birth."""
+        """The k facts nearest to each of the vectors, each once, in order of creation."""
         near: dict[str, Memory] = {}
         for vector in vectors:
             found = yield from self.known_facts(vector, k)
@@ -61,7 +61,7 @@ class Work:
         return sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
 
     def said_again(self, fact: Memory, turns: Iterable[int], vector: Vector) -> Memory:
-        """The fact in the same words, resting on these turns too: so it outlives the others' deletion."""
+        """The same fact with these turns as more sources, so that it survives the others' deletion."""
         sources = tuple(sorted({*fact.source_seqs, *turns}))
         if sources == fact.source_seqs:
             return fact
@@ -85,7 +85,7 @@ class Work:
         version: str,
         **more: Any,
     ) -> Draft:
-        """A new version of a memory."""
+        """Add a new version of a memory."""
         revised = replace(
             memory,
             text=text,
@@ -103,7 +103,7 @@ class Work:
     def new(
         self, kind: MemoryKind, text: str, vector: Vector, sources: tuple[int, ...], version: str, **more: Any
     ) -> Draft:
-        """A memory that was not there before."""
+        """Add a new memory."""
         born_here = {d.memory.id for d in self.drafts if d.memory.born_at_seq == self.seq}
         kin = {d.memory.id for d in self.drafts if d.memory.kind == kind}
         ordinal = len(born_here & kin)
@@ -125,7 +125,7 @@ class Work:
         return self.drafts[-1]
 
     def parts(self, seqs: Sequence[int], prompt_of: Callable[[Sequence[int]], Prompt]) -> list[Sequence[int]]:
-        """The turns in as few prompts as hold them, oldest first. PromptTooLong if one turn is too long."""
+        """The turns split into as few prompts as possible. PromptTooLong if one turn is too long."""
         if not seqs or self.fits(prompt_of(seqs)):
             return [seqs] if seqs else []
         parts: list[Sequence[int]] = []
@@ -164,7 +164,7 @@ class Work:
 
 
 def apart(shown: Iterable[int], sources: Iterable[int]) -> tuple[int, ...]:
-    """The turns that a writer saw and does not name, ascending: see Memory.shown_seqs."""
+    """The turns that were shown but are no sources, ascending: see Memory.shown_seqs."""
     return tuple(sorted(set(shown) - set(sources)))
 
 
@@ -173,5 +173,5 @@ def as_shown(number: int, memory: Memory) -> ShownMemory:
 
 
 def parked(error: Exception, operation: str, cluster: tuple[int, ...], outcome: PolicyResult) -> PolicyResult:
-    """The outcome of a job that failed: its turns leave the gates until it is replayed."""
+    """The result of a failed job: its turns leave the gates until it is replayed."""
     return replace(outcome, operation=operation, cluster=cluster, settled=cluster, reason=str(error))

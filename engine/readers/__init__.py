@@ -1,8 +1,8 @@
-"""Conversation logs in, turns out: JSON lines, Parquet, LoCoMo and LongMemEval, all streamed, also from S3.
+"""Reads turns from conversation logs: JSON lines, Parquet, LoCoMo and LongMemEval, streamed, also from S3.
 
-A bad line never stops the stream: it becomes a `BadInput` that names file, line, field and cure, and
-the good lines around it are read. One bad message rejects its whole line (its whole session in the
-two benchmark formats), because a turn taken by half would be worse than one refused.
+A bad line never stops the stream: it becomes a `BadInput` that names file, line, field and cure, and the
+other lines are read. One bad message rejects its whole line (its whole session in the two benchmark formats):
+half a turn would be worse than none.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ def read(
 ) -> Iterator[Record]:
     """The records of one file, in file order, at positions greater than `after`.
 
-    `max_message_bytes` bounds the UTF-8 length of one message. Memory is bounded by one line, record
-    batch or sample, whatever the file's size. A file that cannot be opened or recognised yields one
-    record that holds the error and no turns. Warnings given once per file (unknown fields, order of
-    timestamps) know only what was read since `after`.
+    `max_message_bytes` bounds the UTF-8 length of one message. Memory is bounded by one line, record batch or
+    sample. A file that cannot be opened or recognised yields one record with the error and no turns. Warnings
+    issued once per file (unknown fields, order of timestamps) cover only what was read after `after`.
     """
     log = Log.of(path)
     try:

@@ -1,7 +1,7 @@
-"""The two benchmark formats, streamed one sample at a time.
+"""Readers of the two benchmark formats, streamed one sample at a time.
 
 LoCoMo (Maharana et al., 2024): samples with numbered sessions of two people's messages. LongMemEval
-(Wu et al., 2025): questions, each with the dated user-assistant sessions that hold its answer.
+(Wu et al., 2025): questions, each with dated user-assistant sessions that contain its answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Json = type[list[Any]] | type[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """A whole session: its id, its date, its turns and the stable position of each."""
+    """A session: its id, date, turns, and the stable position of each turn."""
 
     id: str
     timestamp: str | None
@@ -34,24 +34,24 @@ class _Session:
     positions: list[str]
 
 
-# a sample's tenant, its good sessions in order, and the errors of the others
+# A sample's tenant, its valid sessions in order, and the errors of the others.
 _Sample = tuple[str, list[_Session], list[BadField]]
 
 
 def read_locomo(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
-    """A record a sample: sessions in number order, messages paired two by two, captions in the text.
+    """One record per sample: sessions by number, messages in pairs, captions within the text.
 
-    Tenant is the sample's id, session the key (`session_3`), timestamp that of the session. A bad
-    message or date rejects its session and no other.
+    The tenant is the sample's id, the session its key (`session_3`), the timestamp that of the session. A bad
+    message or date rejects only its session.
     """
     return _read(log, _locomo, after, max_message_bytes)
 
 
 def read_longmemeval(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
-    """A record a question: sessions by date (equal dates in file order), paired as chat.
+    """One record per question: sessions by date (equal dates in file order), paired as chat.
 
-    Tenant is the question's id, session its haystack id, timestamp its haystack date. A bad message
-    or date rejects its session and no other.
+    The tenant is the question's id, the session its haystack id, the timestamp its haystack date. A bad
+    message or date rejects only its session.
     """
     return _read(log, _longmemeval, after, max_message_bytes)
 
@@ -124,7 +124,7 @@ def _locomo_session(conversation: dict[str, Any], key: str, max_bytes: int) -> _
 
 
 def _uttered(raw: Any, max_bytes: int) -> Message:
-    """One LoCoMo message: speaker as name, an image as its caption in brackets after the words."""
+    """One LoCoMo message: the speaker as name, an image as its caption in brackets after the text."""
     speaker = _required_name(raw, "speaker")
     text = text_of(raw, "text") or ""
     if caption := text_of(raw, "blip_caption"):

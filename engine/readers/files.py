@@ -1,4 +1,4 @@
-"""Which files to read, and what format each is in."""
+"""Finds log files and detects their format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Format = Literal["auto"] | LogFormat
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet", ".json")
 
-# by these a store and a cluster's root are known in a listing
+# A listing with one of these contains a store or a cluster's root.
 _OURS_ON_S3 = ("/store.json", "/map/00000001.json")
 _PARQUET_MAGIC = b"PAR1"
 _MARKS: dict[str, LogFormat] = {
@@ -31,11 +31,11 @@ _CURE = "Name the format: messages, parquet, locomo or longmemeval."
 
 
 def find_logs(places: Sequence[Path | str]) -> Iterator[Log]:
-    """The logs at these paths and s3:// addresses, sorted, folders and prefixes searched; none twice.
+    """The logs at these paths and s3:// addresses and below them, sorted, each once.
 
-    Sorted part by part of a path, so that a folder copied to a bucket gives the same order. Stores and
-    roots of clusters under a folder are passed over: what lies there are no logs.
-    Raises InputError for a place that does not exist or cannot be listed, and for one without a log.
+    Paths are compared part by part, so that a folder copied to a bucket gives the same order. Stores and
+    roots of clusters below a folder are skipped. InputError if a place does not exist, cannot be listed, or
+    has no log.
     """
     seen: set[str] = set()
     for place in sorted(places, key=_parts):
@@ -71,7 +71,7 @@ def _logs_under(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it is a store, or the root of a cluster of them."""
+    """Whether the folder is a store, or the root of a cluster."""
     return is_store(folder) or ((folder / "map").is_dir() and (folder / "shards").is_dir())
 
 
@@ -96,14 +96,14 @@ def _logs_on_s3(address: str) -> list[Log]:
 
 
 def _ours_among(addresses: Iterable[str]) -> set[str]:
-    """The stores and roots of clusters that these objects make up, each with a slash at its end."""
+    """The stores and cluster roots among these objects, each with a trailing slash."""
     return {a.removesuffix(mark) + "/" for mark in _OURS_ON_S3 for a in addresses if a.endswith(mark)}
 
 
 def detect_format(path: Log | Path) -> LogFormat:
-    """The format of a file, by its suffix and first bytes, else by the first telling field name.
+    """The format of a file, by its suffix and first bytes, else by its first known field name.
 
-    Raises InputError where neither tells, and where the file cannot be read.
+    InputError if the format is unknown, or the file cannot be read.
     """
     log = Log.of(path)
     if log.name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")):

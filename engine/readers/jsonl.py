@@ -1,4 +1,4 @@
-"""JSON lines (`.jsonl`, `.ndjson`, gzipped or not), one line in memory at a time."""
+"""JSON lines (`.jsonl`, `.ndjson`, optionally gzipped), one line in memory at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def read_jsonl(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
-    """The records of a `messages` file after line `after`; blank lines make no record.
+    """The records of a `messages` file after line `after`, without blank lines.
 
-    A line over MAX_LINE_BYTES is skipped without being held in memory. Where the file can no longer
-    be read (a cut-off gzip, a disk error), the last record says so.
+    A line over MAX_LINE_BYTES is skipped without being held in memory. If the file cannot be read to its end
+    (a truncated gzip, a disk error), the last record has the error.
     """
     source = str(log)
     parser = LineParser(source, log.name, max_message_bytes)
@@ -51,7 +51,7 @@ def _record(parser: LineParser, source: str, number: int, line: bytes | None) ->
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Line numbers from 1 with their bytes, None for a line that is too long to hold."""
+    """Line numbers from 1 with their bytes; None for a line over MAX_LINE_BYTES."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1

@@ -1,4 +1,4 @@
-"""The `messages` format: OpenAI-style messages of one session, checked by hand because it is cheap.
+"""The `messages` format: OpenAI-style messages of one session. Checked by hand, which is cheap.
 
 A line (or Parquet row) is
 
@@ -6,8 +6,8 @@ A line (or Parquet row) is
      "metadata"?: object, "messages": [{"role": str, "content": str | parts, "name"?: str,
                                         "timestamp"?: str | number}]}
 
-where `null` counts as absent. Content parts are joined by newlines: text as it is, any other part (and
-a tool call) by its name in brackets.
+where `null` counts as absent. Content parts are joined by newlines: text verbatim, any other part (and a tool
+call) as its name in brackets.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from undertow.engine.readers.record import BadField, OrderWatch, Record
 
 LINE_FIELDS = frozenset({"tenant", "session", "timestamp", "messages", "idempotency_key", "metadata"})
 MESSAGE_FIELDS = frozenset({"role", "name", "content", "timestamp", "tool_calls", "tool_call_id", "refusal"})
-# a tenant, session, role, speaker or idempotency key
+# The length of a tenant, session, role, speaker or idempotency key.
 MAX_NAME_CHARS = 1_024
-# how many unknown fields of one file are named in warnings
+# Warnings name at most this many unknown fields of a file.
 MAX_NAMED_FIELDS = 64
 
 
 class LineParser:
-    """Turns the decoded lines of one file into records; remembers what it has warned about."""
+    """Turns the decoded lines of one file into records, and issues each warning once."""
 
     def __init__(self, source: str, file_name: str, max_message_bytes: int) -> None:
         self._source = source
@@ -41,7 +41,7 @@ class LineParser:
         self._order = OrderWatch()
 
     def record(self, line: int, raw: object) -> Record:
-        """The record of one decoded line; it never raises for what the line holds."""
+        """The record of one decoded line. Bad content becomes an error in the record."""
         try:
             turns = self._turns(line, raw)
         except BadField as bad:
@@ -113,7 +113,7 @@ def parse_messages(
 
 
 def messages_of(raw: object, field: str, max_bytes: int | None) -> list[Message]:
-    """A list of OpenAI-style messages that stands in `field`. Raises BadField."""
+    """The messages of a list in `field`. BadField."""
     if raw is None:
         raise BadField(field, "is missing", "Give a list of at least one message.")
     if not isinstance(raw, (list, tuple)):
@@ -143,11 +143,11 @@ def _message(raw: object, max_bytes: int | None) -> Message:
 
 
 def check_text(text: str, field: str, max_bytes: int | None) -> None:
-    """Raises BadField for text that is empty, too long, or that no UTF-8 store can hold."""
+    """BadField for text that is empty, too long, or not valid Unicode."""
     if not text or text.isspace():
         raise BadField(field, "is empty", "Give the message some text, or leave it out.")
     _check_storable(text, field)
-    # UTF-8 takes at most 4 bytes a character: most text need not be encoded to be measured
+    # UTF-8 has at most 4 bytes a character, so most text need not be encoded for its size.
     if max_bytes is not None and 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
         reason = f"is {size:,} bytes long, {max_bytes:,} are allowed"
         raise BadField(field, reason, "Split the message, or raise max_message_bytes.")
@@ -157,7 +157,7 @@ def _check_metadata(metadata: object) -> None:
     if not isinstance(metadata, dict):
         raise BadField("metadata", f"must be an object, not {_kind(metadata)}")
     try:
-        orjson.dumps({"metadata": metadata})  # within the turn: it writes less deep than it reads
+        orjson.dumps({"metadata": metadata})  # nested as in the turn: orjson writes less deeply than it reads
     except TypeError as error:
         cure = "Give plain JSON values, nested less deeply."
         raise BadField("metadata", f"cannot be stored as JSON ({error})", cure) from None
@@ -175,7 +175,7 @@ def _check_storable(text: str, field: str) -> None:
 
 
 def _flatten(raw: Mapping[str, Any]) -> str:
-    """The text of content that is a list of parts, or absent beside a tool call or a refusal."""
+    """The text of content that is a list of parts, or that is absent because of a tool call or a refusal."""
     content = raw.get("content")
     if content is None:
         lines = [raw["refusal"]] if isinstance(raw.get("refusal"), str) else []
@@ -209,14 +209,14 @@ def _part(part: object, field: str) -> str:
 
 
 def name_of(raw: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> str | None:
-    """A field of at most MAX_NAME_CHARS, None where it is absent or null. Raises BadField."""
+    """A field of at most MAX_NAME_CHARS; None if absent or null. BadField."""
     value = text_of(raw, field)
     if value is None:
         return None
     if len(value) > MAX_NAME_CHARS:
         raise BadField(field, f"is longer than {MAX_NAME_CHARS:,} characters", "Shorten it.")
     if value.isalnum() and value.isascii():
-        return value  # nearly every role and name, at the price of two scans
+        return value  # nearly every role and name, for two scans
     if not may_be_empty and not value.strip():
         raise BadField(field, "is empty")
     _check_storable(value, field)
@@ -224,7 +224,7 @@ def name_of(raw: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -
 
 
 def text_of(raw: Mapping[str, Any], field: str) -> str | None:
-    """A field of any text, None where it is absent or null. Raises BadField."""
+    """A text field; None if absent or null. BadField."""
     value = raw.get(field)
     if value is not None and not isinstance(value, str):
         raise BadField(field, f"must be text, not {_kind(value)}")
@@ -232,7 +232,7 @@ def text_of(raw: Mapping[str, Any], field: str) -> str | None:
 
 
 def time_of(raw: Mapping[str, Any], field: str) -> str | None:
-    """A timestamp field, normalised, None where it is absent or null. Raises BadField."""
+    """A normalised timestamp field; None if absent or null. BadField."""
     value = raw.get(field)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""How messages become turns (spec, "Turns"): one exchange each."""
+"""Groups messages into turns of one exchange each (spec, "Turns")."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ TOOL_RESULTS = frozenset({"tool", "function"})
 
 
 def pair_chat(messages: Sequence[Message]) -> list[tuple[Message, ...]]:
-    """The turns of one input line or one call, in order; every message is in exactly one.
+    """The turns of one input line or one call, in order. Every message is in exactly one turn.
 
-    - With an assistant among them: a message and the assistant messages that answer it are one turn;
-      a message without an answer, and each leading assistant message, is a turn alone.
-    - Without an assistant (people talking to each other): a message and the next one by a different
-      speaker (name, else role) are one turn; others stand alone.
-    - System, developer, tool and function messages are no turns of their own but context of the turn
-      they stand in. An instruction given after an answer belongs to the turn that follows it. Only a
-      line that holds nothing else makes one turn of them.
+    - With an assistant: a message and the assistant messages that answer it form a turn. A message without
+      an answer, and each leading assistant message, is a turn by itself.
+    - Without an assistant (people talking to each other): a message and the next one by another speaker
+      (name, else role) form a turn. Others are turns by themselves.
+    - System, developer, tool and function messages are context of the surrounding turn. An instruction after
+      an answer belongs to the following turn. A line with nothing else becomes one turn.
     """
     if [m.role for m in messages] == ["user", "assistant"]:
         return [tuple(messages)]  # most lines of a chat log
@@ -55,5 +54,5 @@ def _answers(message: Message, opener: Message, answered: bool, is_chat: bool) -
 
 
 def pair_dialogue(messages: Sequence[Message]) -> list[tuple[Message, ...]]:
-    """Consecutive messages two by two, in order, an odd last one alone: the rule for LoCoMo."""
+    """Pairs of consecutive messages, an odd last one alone: the rule for LoCoMo."""
     return [tuple(messages[i : i + 2]) for i in range(0, len(messages), 2)]

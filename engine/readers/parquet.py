@@ -1,4 +1,4 @@
-"""Parquet files with one row a line of the `messages` format, read by record batches."""
+"""Parquet files whose rows are lines of the `messages` format, read in record batches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _JSON_COLUMNS = ("messages", "metadata")
 def read_parquet(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
     """The records of a Parquet file after row `after`.
 
-    Columns as the fields of the `messages` format; `messages` is a list of structs or JSON text,
-    `metadata` a struct or JSON text, timestamps are text, numbers or Arrow timestamps. Unknown
-    columns are not read at all; the first record names them.
+    The columns are the fields of the `messages` format. `messages` is a list of structs or JSON text,
+    `metadata` a struct or JSON text; timestamps are text, numbers or Arrow timestamps. Unknown columns are
+    not read; the first record names them.
     """
     source = str(log)
     row = after
@@ -55,7 +55,7 @@ def _missing(source: str, missing: list[str], names: list[str]) -> BadInput:
 
 
 def _rows(table: pq.ParquetFile, columns: list[str], after: int) -> Iterator[tuple[int, _Row]]:
-    """Row numbers from 1 with their values, from the first row group that is not wholly taken."""
+    """Row numbers from 1 with their values, starting after row `after`."""
     sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
     row, first = 0, 0
     while first < len(sizes) and row + sizes[first] <= after:
@@ -69,14 +69,14 @@ def _rows(table: pq.ParquetFile, columns: list[str], after: int) -> Iterator[tup
         taken = min(max(after - row, 0), batch.num_rows)
         rows = pa.Table.from_batches([batch]).select(columns).cast(schema, safe=False)
         row += taken
-        # sliced after the cast: Arrow miscasts a slice of structs that have a null-typed field
+        # Sliced after the cast: Arrow miscasts a slice of structs with a null-typed field.
         for raw in _values(rows.slice(taken)):
             row += 1
             yield row, raw
 
 
 def _values(rows: pa.Table) -> Iterator[_Row]:
-    """Each row as Python values, or why it has none (invalid UTF-8, a time beyond Python's years)."""
+    """Each row as Python values, or its error (invalid UTF-8, a time outside Python's range)."""
     try:
         whole = rows.to_pylist()
     except (ValueError, OverflowError):
@@ -90,7 +90,7 @@ def _values(rows: pa.Table) -> Iterator[_Row]:
 
 
 def _microseconds(kind: Any) -> Any:
-    """`kind` with its nanosecond timestamps in microseconds: Python's own times go no finer."""
+    """`kind` with nanosecond timestamps as microseconds, Python's resolution."""
     if pa.types.is_timestamp(kind) and kind.unit == "ns":
         return pa.timestamp("us", kind.tz)
     if pa.types.is_struct(kind):
@@ -110,7 +110,7 @@ def _record(parser: LineParser, source: str, row: int, raw: _Row) -> Record:
         for name in _JSON_COLUMNS:
             if isinstance(raw.get(name), str):
                 raw[name] = orjson.loads(raw[name])
-        # back and forth, so that what a store keeps as JSON holds nothing that JSON cannot
+        # A round trip, so that stored metadata is valid JSON.
         name = "metadata"
         raw[name] = orjson.loads(orjson.dumps(raw.get(name)))
     except (orjson.JSONDecodeError, orjson.JSONEncodeError) as broken:
@@ -125,5 +125,5 @@ def _record(parser: LineParser, source: str, row: int, raw: _Row) -> Record:
 
 
 def _time_text(value: Any) -> Any:
-    """Arrow's times and dates as ISO 8601; text and numbers as they are."""
+    """Times and dates of Arrow as ISO 8601; text and numbers unchanged."""
     return value.isoformat() if hasattr(value, "isoformat") else value

@@ -1,4 +1,4 @@
-"""What a reader yields, and the checks that span several records of one file."""
+"""The records that readers yield, and checks across the records of one file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from datetime import datetime
 
 from undertow.engine.base.model import BadInput, Turn, time_key
 
-# sessions whose latest timestamp is remembered; an evicted one is only not warned about
+# Sessions whose latest timestamp is kept. Evicted sessions get no warnings.
 WATCHED_SESSIONS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One input line, row or sample: its turns, or why it was not taken.
+    """One input line, row or sample: its turns, or its errors.
 
-    `position`: where to resume after: the line of a JSON-lines file, the row of a Parquet file, the
-    sample of a LoCoMo or LongMemEval file, each counted from 1. An error about a file as a whole
-    carries the position that reading had reached.
+    `position`: the line of a JSON-lines file, the row of a Parquet file, or the sample of a LoCoMo or
+    LongMemEval file, counted from 1; reading can resume after it. An error of the whole file has the position
+    reached so far.
     """
 
     position: int
@@ -28,19 +28,19 @@ class Record:
     warnings: tuple[str, ...] = ()
 
 
-# what to do where a file is read, whose good lines are taken all the same
+# The default cure: the other lines of the file are read anyway.
 READ_ON = "Correct it; the rest is read as it is."
 
 
 class BadField(ValueError):
-    """One field that cannot be taken; whoever knows the file and the line makes a `BadInput` of it."""
+    """An invalid field. The caller adds file and line to make a `BadInput`."""
 
     def __init__(self, field: str | None, reason: str, cure: str = READ_ON) -> None:
         super().__init__(reason)
         self.field, self.reason, self.cure = field, reason, cure
 
     def within(self, outer: str) -> BadField:
-        """The same, for a field that stands inside `outer`."""
+        """The same error for a field within `outer`."""
         return BadField(f"{outer}.{self.field}" if self.field else outer, self.reason, self.cure)
 
     def at(self, source: str, line: int | None) -> BadInput:
@@ -48,17 +48,17 @@ class BadField(ValueError):
 
 
 class OrderWatch:
-    """Notices timestamps that run backwards within a tenant's session, in bounded memory."""
+    """Detects decreasing timestamps within a tenant's session, in bounded memory."""
 
     def __init__(self, capacity: int = WATCHED_SESSIONS) -> None:
         self._capacity = capacity
         self._latest: OrderedDict[tuple[str, str], datetime] = OrderedDict()
 
     def check(self, turns: Sequence[Turn]) -> str | None:
-        """A warning about the first of `turns` that is earlier than the one before it, if any is.
+        """A warning about the first of `turns` that is earlier than its predecessor, if any.
 
-        Compared with the previous timestamp, not the greatest, so that one stray date far in the
-        future is one warning and not one for every turn after it.
+        The comparison is with the previous timestamp, not the maximum, so that one stray date in the future
+        causes a single warning.
         """
         warning = None
         for turn in turns:

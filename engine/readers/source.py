@@ -1,4 +1,4 @@
-"""Where a log lies: a file of this machine or of a shared disk, or an object in an S3 bucket."""
+"""The source of a log: a file on this machine or a shared disk, or an object in an S3 bucket."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from undertow.engine.storage.location import S3, s3_client
 DAMAGED = (OSError, EOFError, zlib.error)  # gzip raises all three
 HEAD_BYTES = 4096
 _BUFFER_BYTES = 1 << 20
-# of a request to an object store: its latency must not outweigh its transfer
+# The size of a request to an object store, so that transfer outweighs latency.
 _REQUEST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One log file. Plain data: other processes, with other working folders, open the same file.
+    """One log file. Plain data, valid in processes with other working folders.
 
-    `uri`: absolute path or s3://BUCKET/KEY. `shown`: as the user named it, for messages; the file's
-    name in it enters dedupe keys. `size_bytes`: when it was listed, 0 where that could not be found.
+    `uri`: absolute path or s3://BUCKET/KEY. `shown`: the name as the user gave it, for messages; its file
+    name enters dedupe keys. `size_bytes`: the size when listed, 0 if unknown.
     """
 
     uri: str
@@ -38,7 +38,7 @@ class Log:
 
     @classmethod
     def of(cls, path: Log | Path | str) -> Self | Log:
-        """The log at a path or an s3:// address, whether or not it is there."""
+        """The log at a path or an s3:// address, whether or not it exists."""
         if isinstance(path, Log):
             return path
         if isinstance(path, str) and path.startswith(S3):
@@ -46,7 +46,7 @@ class Log:
         path = Path(path)
         try:
             size_bytes = path.stat().st_size
-        except OSError:  # whoever opens it will say what is wrong with it
+        except OSError:  # opening it will report the error
             size_bytes = 0
         return cls(str(path.resolve()), str(path), size_bytes)
 
@@ -62,35 +62,35 @@ class Log:
         return self.uri.startswith(S3)
 
     def open(self) -> BinaryIO:
-        """The file's bytes as they are. OSError where it cannot be read, then or while reading."""
+        """The file's raw bytes. OSError, now or while reading."""
         if self.on_s3:
             return io.BufferedReader(S3File(self.uri), _REQUEST_BYTES)
         return Path(self.uri).open("rb", buffering=_BUFFER_BYTES)
 
     def unpacked(self) -> BinaryIO:
-        """The file's bytes, unpacked where its name ends in .gz. Reading raises what DAMAGED lists."""
+        """The file's bytes, decompressed if its name ends in .gz. Reading raises the errors in DAMAGED."""
         if not self.name.endswith(".gz"):
             return self.open()
         return cast(BinaryIO, _ClosingGzip(self.open()))
 
     def head(self, size_bytes: int = HEAD_BYTES) -> dict[str, Any]:
-        """Digest of how the file begins, to tell later whether it is still the same log, grown."""
+        """A digest of the file's first bytes, to recognise the same log later, also after it has grown."""
         try:
-            # without a buffer: a request to S3 is to fetch no more than this
+            # Unbuffered, so that a request to S3 fetches no more than this.
             with S3File(self.uri) if self.on_s3 else Path(self.uri).open("rb", buffering=0) as file:
                 begins = file.read(size_bytes)
-        except OSError:  # the reader will say what is wrong with it
+        except OSError:  # the reader will report the error
             begins = b""
         digest = hashlib.blake2b(begins, digest_size=16).hexdigest()
         return {"head": digest, "head_bytes": len(begins)}
 
     def seekable(self) -> Any:
-        """What pyarrow reads at any position: a path, or an unbuffered file. OSError."""
+        """A seekable source for pyarrow: a path, or an unbuffered file. OSError."""
         return S3File(self.uri) if self.on_s3 else self.uri
 
 
 class _ClosingGzip(gzip.GzipFile):
-    """Closes the packed file with itself, which GzipFile leaves to its caller."""
+    """Also closes the compressed file, which GzipFile leaves to its caller."""
 
     def __init__(self, packed: BinaryIO) -> None:
         super().__init__(fileobj=packed, mode="rb")
@@ -102,9 +102,9 @@ class _ClosingGzip(gzip.GzipFile):
 
 
 class S3File(io.RawIOBase):
-    """An object as a file to read from, of the version that stood there when it was opened.
+    """An S3 object as a readable file, fixed to its version at opening.
 
-    OSError where it cannot be read, and where it has been replaced meanwhile.
+    OSError if it cannot be read, or was replaced meanwhile.
     """
 
     def __init__(self, uri: str) -> None:

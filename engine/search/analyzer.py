@@ -1,4 +1,4 @@
-"""Texts as terms, for search by words: the roots of lower-cased words, as numbers."""
+"""Turns texts into terms for keyword search: hashed stems of lower-cased words."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import zlib
 
 from undertow.engine.search.irregular_forms import BASE_FORMS
 
-# Chinese and Japanese put no spaces between words, Korean few: pairs of characters serve as words
+# Chinese and Japanese have no spaces between words, Korean has few: pairs of characters serve as words.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff"
 _FIRST_UNSPACED, _LAST_UNSPACED = "\u3040", "\ufaff"
 _NO_TERM = -1
 _WORDS = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
 _VOWELS = frozenset("aeiouy")
 
-# English words that say how a question is put, not what it is about. In a tenant's few texts they are not
-# common enough to weigh next to nothing by themselves. ("s", "t" and such: what an apostrophe cuts off.)
+# English stop words: they say how a question is phrased, not what it is about. A tenant has too few texts for
+# their BM25 weight to vanish by itself. ("s", "t" and such are what follows an apostrophe.)
 _FUNCTION_WORDS = frozenset(
     (
         *("a", "about", "after", "am", "an", "and", "are", "as", "at", "be", "been", "before", "being"),
@@ -30,16 +30,16 @@ _FUNCTION_WORDS = frozenset(
 
 
 class Analyzer:
-    """Texts as lists of terms. Remembers the words it has met, so use one for many texts, and let it go.
+    """Turns texts into lists of terms. It caches words: use one for a batch of texts, then drop it.
 
-    A term is the CRC-32 of a stem: of 65,000 stems, one pair may be equal.
+    A term is the CRC-32 of a stem. Among 65,000 stems about one pair collides.
     """
 
     def __init__(self) -> None:
         self._numbers = _Numbers()
 
     def of(self, text: str) -> list[int]:
-        """The terms of a text, in order, as often as they stand there."""
+        """The terms of a text, in order, with repeats."""
         numbers = self._numbers
         return [term for word in _words(text.lower()) if (term := numbers[word]) != _NO_TERM]
 
@@ -64,15 +64,15 @@ def _parted(run: str) -> list[str]:
 
 
 def root(word: str) -> str:
-    """What all forms of a lower-case word have in common: the stem of its base form."""
+    """The stem of a lower-case word's base form, the same for all its forms."""
     return stem(BASE_FORMS.get(word, word))
 
 
 def stem(word: str) -> str:
-    """A lower-case word without the commonest English endings.
+    """A lower-case word without the most common English endings.
 
-    Lighter than Porter's: what it joins is nearly always the same word, and in other languages it does
-    little. Plurals as Harman (1991) takes them off.
+    Lighter than Porter's stemmer: it rarely conflates different words, and hardly affects other languages.
+    Plurals are handled as by Harman (1991).
     """
     word = _singular(word)
     for ending in ("ing", "ed"):

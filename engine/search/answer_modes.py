@@ -1,7 +1,7 @@
-"""How a question is answered: modes as coroutines that say what to ask the LLM next (HiMem, section 2.3).
+"""Answer modes: coroutines that yield the next prompt of a question (HiMem, section 2.3).
 
-A mode searches when it is about to ask, not before: what was deleted while the LLM was at work is in no later
-prompt. It runs on the engine's thread and waits for nothing; the engine sends its prompts.
+A mode searches right before each prompt, so that no prompt contains what was deleted during the previous LLM
+call. It runs on the engine's thread and never blocks; the engine sends its prompts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NOT_ANSWERABLE = "Not answerable from memory."
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """The next prompt. `answers`: its reply is the answer, which is told while it is written.
+    """The next prompt. `answers`: its reply is the answer, which may be streamed.
 
-    `missed`: ids of the episodes that supported the answer where the notes did not.
+    `missed`: ids of the episodes that supported the answer when the notes did not.
     """
 
     prompt: Prompt
@@ -34,7 +34,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, how to search for it, and how long a prompt may be."""
+    """A question, its search, and the budget of its prompts."""
 
     text: str
     as_of: str | None
@@ -42,7 +42,7 @@ class Question:
     budget: PromptBudget
 
 
-# the answer and what it was given
+# Returns the answer and the search result that it was given.
 Answering = Generator[Say, Any, tuple[str, SearchResult]]
 
 
@@ -52,17 +52,17 @@ def answering(mode: AnswerMode, question: Question) -> Answering:
 
 
 def hybrid(question: Question) -> Answering:
-    """From all tiers at once."""
+    """Answer from all tiers at once."""
     found = question.search()
     return (yield _answer(question, found)), found
 
 
 def best_effort(question: Question) -> Answering:
-    """From notes, and turns that no episode holds yet; from episodes only where those are not sufficient.
+    """Answer from notes and turns without an episode; from episodes only if those are insufficient.
 
-    Where neither is, the question is not answerable, and no answer is written. A judgement without a usable
-    reply decides nothing, nor does one that no prompt has room for: the next tier is looked at, or the answer
-    left to the answering prompt.
+    If neither suffices, the question is not answerable, and no answer is written. A judgement without a
+    usable reply, or without room in a prompt, decides nothing: the next tier is tried, or the answering
+    prompt decides.
     """
     found = question.search()
     near = replace(found, episodes=())
@@ -88,7 +88,7 @@ def _answer(question: Question, found: SearchResult, missed: tuple[str, ...] = (
 def _judged(
     question: Question, heading: str, hits: Sequence[Hit]
 ) -> Generator[Say, Any, SufficiencyReply | None]:
-    """Whether these are enough; without any, not. None: no usable reply, or none that can be shown."""
+    """Whether the hits suffice; no hits do not. None: no usable reply, or no hit fits into a prompt."""
     if not hits:
         return SufficiencyReply(lines=[], sufficient=False)
     shown = _fitting(question, heading, hits)
@@ -102,7 +102,7 @@ def _judged(
 
 
 def _fitting(question: Question, heading: str, hits: Sequence[Hit]) -> Sequence[Hit]:
-    """Those that one prompt has room for, the nearest first."""
+    """The hits that fit into one prompt, nearest first."""
     ranked = sorted(hits, key=lambda hit: -hit.score)
     return question.budget.that_fit(ranked, lambda shown: _judging(question, heading, shown))
 
@@ -113,6 +113,6 @@ def _judging(question: Question, heading: str, hits: Sequence[Hit]) -> Prompt:
 
 
 def _supporting(judged: SufficiencyReply, shown: Sequence[Hit]) -> tuple[str, ...]:
-    """The episodes that the judgement names; all that it saw where it names none, or what is not there."""
+    """The episodes that the judgement names; all shown ones if it names none or an invalid number."""
     lines = judged.lines if all(1 <= n <= len(shown) for n in judged.lines) else []
     return tuple(dict.fromkeys(shown[n - 1].id for n in lines)) or tuple(hit.id for hit in shown)

@@ -1,9 +1,10 @@
-"""English words whose forms no ending tells: people ask when she "went", and said that they "go"."""
+"""Irregular English forms, which no stemmer relates: a question says "went", the memory says "go"."""
 
 from __future__ import annotations
 
-# A base form, and what stands for it. Left out: forms that are commoner as another word or a name (bit, bore,
-# wound, lay, lives, leaves, Rose, Drew), and those that search takes for function words anyway (was, did).
+# A base form, and its irregular forms. Omitted: forms that are more common as another word or a name (bit,
+# bore, wound, lay, lives, leaves, Rose, Drew), and those that search takes for function words anyway (was,
+# did).
 _FORMS = """
 become: became
 begin: began begun

@@ -1,6 +1,6 @@
-"""One tenant's texts as BM25 knows them: made when first searched by words, from and beside its live state.
+"""The BM25 index of one tenant: built on its first keyword search, from its live state.
 
-A tenant has indexes of its own, so that nobody's words weigh in another's scores.
+Each tenant has its own index, so that no tenant's texts affect another's scores.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from undertow.engine.storage.row_codec import messages_of
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.bm25 import Bm25, Float64s
 
-# what the turns right before and after in a session count for beside a turn's own words: an answer often
-# does not repeat the words of what it answers
+# The weight of the turns right before and after in a session: an answer often does not repeat the words of
+# its question.
 NEIGHBOUR_SHARE = 0.3
-# and what the best turn of its stretch of the session counts for, at most as much as the turn has itself:
-# people stay with a thing for a while, but what has no word of the query is not about it for that
+# The weight of the best turn in the same stretch of the session, at most the turn's own score: people stay
+# with a topic for a while, but a turn without any word of the query is not about it.
 STRETCH_SHARE = 0.3
-# more than any session of LoCoMo (22), few enough for one that never ends
+# Above the longest session of LoCoMo (22), and small enough for endless sessions.
 STRETCH_TURNS = 32
 
-# of turns and memories, how many are taken in at a time where others wait: some 40 ms
+# Turns and memories indexed at a time while other calls wait: about 40 ms.
 SLICE_ROWS = 1_024
 
 _NONE = -1
@@ -38,19 +38,19 @@ Int64s = NDArray[np.int64]
 
 
 class TurnWords:
-    """The turns, each with its day, and who follows whom in a session."""
+    """The turns, each with its day, and their order in sessions."""
 
     def __init__(self) -> None:
         self._index = Bm25()
         self._session_numbers: dict[str, int] = {}
-        # by arena row
+        # By arena row: the number of the session.
         self._session = array("i")
         self._places: Places | None = None
         self._deleted = 0
 
     def shares(self, tenant: Tenant, query: Sequence[int]) -> Float64s:
-        """[rows]: Bm25.scores of each turn, and parts of its neighbours' and of its stretch's best."""
-        self.take_in(tenant)
+        """float64 [rows]: the score of each turn (Bm25.scores) in the context of its session."""
+        self.follow(tenant)
         session = np.frombuffer(self._session, np.int32)
         own = self._index.scores(query, len(session))
         if self._places is None:
@@ -58,11 +58,11 @@ class TurnWords:
         return in_context(own, self._places)
 
     def __len__(self) -> int:
-        """Arena rows taken in so far."""
+        """The number of indexed arena rows."""
         return len(self._session)
 
-    def take_in(self, tenant: Tenant, count: int | None = None) -> None:
-        """Follow the log: what was deleted goes, what has come is taken in, `count` turns of it at most."""
+    def follow(self, tenant: Tenant, count: int | None = None) -> None:
+        """Follow the log: drop deleted turns, and index at most `count` new ones."""
         known = len(self._session)
         if known < len(tenant.seq_by_row) or tenant.counts["deleted"] != self._deleted:
             self._places = None
@@ -93,7 +93,7 @@ class TurnWords:
 
 
 class Places(NamedTuple):
-    """Where rows stand in their sessions; deleted ones have none, so those around them are neighbours.
+    """The positions of rows in their sessions. Deleted rows have none, so their neighbours become adjacent.
 
     Row `before[i]` is right before row `after[i]`, int64 [pairs] each. `stretch`, int64 [rows]: the number
     of a row's stretch, -1 for none.
@@ -105,7 +105,7 @@ class Places(NamedTuple):
 
 
 def places(session: NDArray[np.int32]) -> Places:
-    """`session` [rows]: numbers of sessions, -1 for none."""
+    """The positions of rows, where `session` [rows] has the number of each row's session, -1 for none."""
     order = np.argsort(session, kind="stable")
     order = order[session[order] != _NONE]
     goes_on = np.zeros(len(order), bool)
@@ -124,7 +124,7 @@ def in_context(
     neighbour_share: float = NEIGHBOUR_SHARE,
     stretch_share: float = STRETCH_SHARE,
 ) -> Float64s:
-    """[rows]: each turn's own share, a part of its neighbours', and of the most that its stretch then has."""
+    """float64 [rows]: each turn's own score, plus parts of its neighbours' and of its stretch's best."""
     before, after, stretch = places
     shares = own.copy()
     shares[after] += neighbour_share * own[before]
@@ -137,10 +137,10 @@ def in_context(
 
 
 class MemoryWords:
-    """The episodes or the facts.
+    """The episodes, or the facts.
 
-    Each word counts once: how often a memory repeats it says how many turns are retold there. Else an
-    episode of six turns would outdo the very turn that was asked for.
+    Each word counts once per memory: its frequency only reflects how many turns were retold. Otherwise an
+    episode of six turns would outrank the very turn that was asked for.
     """
 
     def __init__(self) -> None:
@@ -148,11 +148,11 @@ class MemoryWords:
         self._seen: list[Memory | None] = []
 
     def __len__(self) -> int:
-        """Arena rows taken in so far."""
+        """The number of indexed arena rows."""
         return len(self._seen)
 
-    def take_in(self, rows: Sequence[Memory | None], count: int) -> None:
-        """Take `count` at most of those in that have come since."""
+    def follow(self, rows: Sequence[Memory | None], count: int) -> None:
+        """Index at most `count` new memories."""
         terms = Analyzer()
         for memory in rows[len(self._seen) : len(self._seen) + count]:
             if memory is not None:
@@ -161,7 +161,7 @@ class MemoryWords:
         self._index.sort_in()
 
     def shares(self, rows: Sequence[Memory | None], query: Sequence[int]) -> Float64s:
-        """[rows]: Bm25.scores of each memory. A new version counts in the place of the old one."""
+        """float64 [rows]: Bm25.scores of each memory. A new version replaces the old one."""
         if rows != self._seen:
             terms = Analyzer()
             for row, (memory, seen) in enumerate(zip_longest(rows, self._seen)):
@@ -174,40 +174,40 @@ class MemoryWords:
 
 
 class KeywordIndex:
-    """All of a tenant's tiers.
+    """The keyword index over all tiers of a tenant.
 
-    A search takes in by itself what it lacks. Where others would wait for that, it is had done before, slice
-    by slice, while the tenant lives on: what is the same in the end is the same to the last bit.
+    A search indexes missing rows itself. If other calls would wait for that, they are indexed before, slice
+    by slice, while the tenant changes. The scores are bit-identical either way.
     """
 
     def __init__(self) -> None:
         self.turns = TurnWords()
         self.memories: dict[MemoryKind, MemoryWords] = {"episode": MemoryWords(), "fact": MemoryWords()}
-        # at the last slice of those that are being made
+        # The tenant's size at the last slice, while slices are being indexed.
         self._rows_before: int | None = None
 
     def __len__(self) -> int:
-        """Arena rows taken in so far, of all tiers."""
+        """The number of indexed arena rows of all tiers."""
         return len(self.turns) + sum(len(words) for words in self.memories.values())
 
     def is_close(self, tenant: Tenant) -> bool:
-        """Whether a search has no more than a slice to take in."""
+        """Whether a search has to index at most a slice."""
         return _rows_of(tenant) - len(self) <= self._slice_of(tenant)
 
-    def take_in_slice(self, tenant: Tenant) -> None:
-        """Some more of what a search lacks."""
+    def index_slice(self, tenant: Tenant) -> None:
+        """Index a slice of the missing rows."""
         goal = len(self) + self._slice_of(tenant)
         self._rows_before = _rows_of(tenant)
-        self.turns.take_in(tenant, goal - len(self))
+        self.turns.follow(tenant, goal - len(self))
         for kind, words in self.memories.items():
-            words.take_in(tenant.tiers[kind].rows, goal - len(self))
+            words.follow(tenant.tiers[kind].rows, goal - len(self))
 
     def end_slices(self) -> None:
-        """A search takes in the rest now."""
+        """A search indexes the rest now."""
         self._rows_before = None
 
     def _slice_of(self, tenant: Tenant) -> int:
-        """With what has come since the last one, so that an end comes however much does."""
+        """A slice plus the rows that arrived since the last one, so that slices always catch up."""
         before = self._rows_before
         return SLICE_ROWS + (0 if before is None else _rows_of(tenant) - before)
 

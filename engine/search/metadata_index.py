@@ -1,4 +1,4 @@
-"""Search by metadata: what a caller asks for, and which of a tenant's turns have it."""
+"""Filter by metadata: the filter, and the index of a tenant's metadata values."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from numpy.typing import NDArray
 from undertow.engine.tenants.tenant import Tenant
 
 Scalar = str | int | float | bool
-# JSON tells true from 1, Python's equality does not
+# JSON distinguishes true from 1, Python's equality does not: (is a bool, value).
 Value = tuple[bool, Scalar]
 
-# of a tenant, how many keys are kept in memory, those asked for last: 4 bytes a turn each, and the values
+# The most recently used keys of a tenant that stay in memory: 4 bytes a turn each, plus the values.
 KEYS_KEPT = 16
 NO_VALUE = -1
-# how the payload of a turn with metadata says so
+# Every payload with metadata contains this.
 MARK = b'"metadata":'
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Metadata filter: for each key, the values of which a turn must have one. Empty: all turns pass.
+    """Metadata filter: for each key, a turn must have one of the values. Without keys all turns pass.
 
-    Text, numbers and booleans are equal as in JSON: 1 and 1.0 are, 1 and true or "1" are not. What is
-    a list, an object or null in a turn's metadata equals nothing.
+    Equality is that of JSON: 1 equals 1.0, but not true or "1". A list, an object or null in a turn's
+    metadata equals nothing.
     """
 
     wanted: Mapping[str, frozenset[Value]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, where: Mapping[str, Any] | None) -> Where:
-        """From {key: value} or {key: [value, ...]}, meaning any of them. ValueError names the key."""
+        """From {key: value} or {key: [value, ...]} (any of them). ValueError names the key."""
         return cls({key: frozenset(_values(key, asked)) for key, asked in (where or {}).items()})
 
     @property
@@ -61,16 +61,16 @@ def _typed(value: Scalar) -> Value:
 
 
 class MetadataIndex:
-    """One tenant's metadata by key: which value each turn has, read from the log when first asked for.
+    """One tenant's metadata values by key, read from the log when a key is first used.
 
-    It follows the log as that grows. Deleted turns keep what they had: nobody finds them.
+    It follows the growing log. Deleted turns keep their entry: no search finds them.
     """
 
     def __init__(self) -> None:
         self._columns: OrderedDict[str, _Column] = OrderedDict()
 
     def passing(self, tenant: Tenant, where: Where) -> NDArray[np.bool_]:
-        """Which turns have what is asked for, bool [turns], by arena row."""
+        """Which turns match the filter: bool [turns] by arena row."""
         passes = np.ones(len(tenant.seq_by_row), dtype=bool)
         for key, values in where.wanted.items():
             passes &= self._column(tenant, key).any_of(values)
@@ -86,7 +86,7 @@ class MetadataIndex:
 
 
 class _Column:
-    """A number for each distinct value of one key, by arena row."""
+    """One key: the number of each turn's value, by arena row."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -94,7 +94,7 @@ class _Column:
         self._of_row = array("i")
 
     def follow(self, tenant: Tenant) -> None:
-        """Take in the turns that have come since."""
+        """Add the turns that are new in the log."""
         for seq in tenant.seq_by_row[len(self._of_row) :]:
             value = _metadata(tenant.records[seq]).get(self._key)
             number = NO_VALUE
@@ -108,7 +108,7 @@ class _Column:
 
 
 def _metadata(record: object) -> Mapping[str, Any]:
-    """Of a turn's payload; most have none, which is seen without decoding it."""
+    """The metadata of a turn's payload. Most have none, which shows without decoding."""
     if not isinstance(record, bytes) or MARK not in record:
         return {}
     found: Mapping[str, Any] = orjson.loads(record).get("metadata", {})

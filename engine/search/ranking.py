@@ -1,4 +1,4 @@
-"""Search over the three tiers, by meaning and by words, and answering from it (paper, section 3.5)."""
+"""Search over the three tiers by vectors and keywords, and the answering prompt (RecMem, section 3.5)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from undertow.kernels.topk.topk import Int64s, rows_of, top_k
 from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
 
 HitKind = Literal["turn", "episode", "fact"]
-# of a segment, which rows: bool [rows]
+# A selection of a segment's rows: bool [rows].
 Rows = NDArray[np.bool_]
 
 EVERYWHERE = Where()
 
-# A text with every word of the query has a share of about 0.45, and three quarters less to go to 1.
-# From 2 to 5 all is alike, see docs/quality.md.
+# A text with every word of the query has a BM25 share of about 0.45, which moves its cosine three quarters of
+# the way to 1. Quality is the same from 2 to 5, see docs/quality.md.
 WORDS_WEIGHT = 3.0
-# of each way to search, how many of its best are scored by both
+# The best candidates of each search method, which are then scored by both.
 CANDIDATES = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One item found and where it comes from. `score`: see `raised`; without words the exact cosine."""
+    """A search hit and its sources. `score` is that of `raised`; without keywords the exact cosine."""
 
     id: str
     kind: HitKind
@@ -56,9 +56,9 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Time filter, both ends included, a date alone meaning the whole day.
+    """Time filter with inclusive ends; a date alone means the whole day.
 
-    With either end set, undated items are left out.
+    If either end is set, undated items do not match.
     """
 
     since: str | None = None
@@ -74,7 +74,7 @@ class Window:
 
     @property
     def ends(self) -> tuple[datetime, datetime]:
-        """Both included."""
+        """Start and end, both inclusive."""
         return (
             time_key(self.since) if self.since else datetime.min,
             _end(self.until) if self.until else datetime.max,
@@ -97,7 +97,7 @@ def _end(until: str) -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked: its vector, float16 [1, dim], and its terms; without any, meaning alone counts."""
+    """A query's vector, float16 [1, dim], and its terms. Without terms only the vector counts."""
 
     vector: NDArray[np.float16]
     terms: tuple[int, ...]
@@ -105,10 +105,10 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search found, tier by tier, each nearest first (ties: the older first).
+    """The hits of each tier, nearest first (ties: the older first).
 
-    `turn_recall`: the measured recall of the index that found the turns; 1.0 where the search was exact.
-    `quoted`: seqs of the turns that were not found, but are the words of episodes that were.
+    `turn_recall`: the measured recall of the index that found the turns; 1.0 for an exact search.
+    `quoted`: seqs of turns that were not found themselves, but are quoted by episodes that were.
     """
 
     episodes: tuple[Hit, ...]
@@ -126,9 +126,9 @@ class SearchResult:
 class Ranker:
     """Search over the tiers of any tenant of one arena.
 
-    Searches are exact, but for one: the turns of a tenant with more than `ivf_rows` of them are found
-    through an index of its own, where no filter asks for turns of some time or metadata (the lists that
-    an index opens might hold none of those), nor are consolidated turns left out.
+    Searches are exact with one exception: a tenant with more than `ivf_rows` turns has an index for them. It
+    is used unless a filter on time or metadata is set, or consolidated turns are excluded: the lists that an
+    index opens might contain no matching turn.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class Ranker:
         self._ivf_rows = ivf_rows
         self._words_rows = min(words_rows, ivf_rows)
         self._retain_consolidated = retain_consolidated
-        # an index goes with its tenant's live state, when that is evicted or erased
+        # Weak keys: an index is freed with its tenant's live state, when that is evicted or erased.
         self._indexes: WeakKeyDictionary[Tenant, IvfIndex] = WeakKeyDictionary()
         self._metadata: WeakKeyDictionary[Tenant, MetadataIndex] = WeakKeyDictionary()
         self._times: WeakKeyDictionary[Tenant, TimeIndex] = WeakKeyDictionary()
-        self._lexicons: WeakKeyDictionary[Tenant, KeywordIndex] = WeakKeyDictionary()
+        self._keyword_indexes: WeakKeyDictionary[Tenant, KeywordIndex] = WeakKeyDictionary()
 
     def search(
         self,
@@ -160,13 +160,13 @@ class Ranker:
     ) -> SearchResult:
         """The nearest k_sub turns, k_epi episodes and k_sem facts to `query`, float16 [dim].
 
-        By cosine alone; with `words`, those of the query, by both (`raised`). All tiers of a tenant with more
-        than `words_rows` turns and memories are searched by cosine all the same.
-        `consolidated`: whether turns that memories were made of are among those that are found.
-        The filters are applied before the ranking, so that each tier gives its k where it has them. An
-        episode or fact passes `where` if one of the turns it rests on does; its time is its own.
-        The first search of a tenant that needs an index, and the first by words, wait until it is made; the
-        latter can be had made before, see `prepare`.
+        By cosine; with `words`, the text of the query, by cosine and keywords (`raised`). A tenant with more
+        than `words_rows` turns and memories is always searched by cosine alone.
+        `consolidated`: whether turns that were consolidated into memories may be found.
+        Filters apply before the ranking, so that each tier returns k hits if it has them. An episode or fact
+        passes `where` if one of its source turns does; its timestamp is its own.
+        A tenant's first search that needs an index builds it. The keyword index can be built before, see
+        `prepare`.
         """
         every_turn = consolidated and self._retain_consolidated
         anywhere = window.open and where.open and every_turn
@@ -183,20 +183,20 @@ class Ranker:
         )
 
     def is_ready(self, tenant: Tenant) -> bool:
-        """Whether a search by words may be made at once: it has little to take in first, or nothing."""
+        """Whether a keyword search can run at once: its index lacks little or nothing."""
         return not self._by_words(tenant) or self._keyword_index_of(tenant).is_close(tenant)
 
     def prepare(self, tenant: Tenant) -> int:
-        """A slice of what a search by words has to take in first; how many rows are taken in by now."""
+        """Add a slice of rows to the keyword index. Returns how many rows it has."""
         keyword_index = self._keyword_index_of(tenant)
-        keyword_index.take_in_slice(tenant)
+        keyword_index.index_slice(tenant)
         return len(keyword_index)
 
     def _by_words(self, tenant: Tenant) -> bool:
         return size_of(tenant) <= self._words_rows
 
     def passing(self, tenant: Tenant, where: Where) -> Rows | None:
-        """Which of the tenant's turns have what is asked for, bool [turns], by arena row; None: all."""
+        """Which of the tenant's turns match the metadata filter, bool [turns] by arena row; None: all."""
         if where.open:
             return None
         if (index := self._metadata.get(tenant)) is None:
@@ -204,7 +204,7 @@ class Ranker:
         return index.passing(tenant, where)
 
     def within(self, tenant: Tenant, window: Window) -> Rows | None:
-        """Which of the tenant's turns are of this time, bool [turns], by arena row; None: all."""
+        """Which of the tenant's turns match the time filter, bool [turns] by arena row; None: all."""
         if window.open:
             return None
         if (index := self._times.get(tenant)) is None:
@@ -212,11 +212,11 @@ class Ranker:
         return index.within(tenant, *window.ends)
 
     def indexes(self) -> dict[str, IvfReport]:
-        """Method, size and measured recall of each index in memory, by tenant."""
+        """Method, size and measured recall of each loaded index, by tenant."""
         return {tenant.name: index.report for tenant, index in self._indexes.items()}
 
     def _index_of(self, tenant: Tenant) -> IvfIndex | None:
-        """The tenant's index, up to date; None where the tenant is small enough for exact search."""
+        """The tenant's index, up to date; None if the tenant is small enough for exact search."""
         if live_turns(tenant) <= self._ivf_rows:
             return None
         index = self._indexes.get(tenant)
@@ -249,7 +249,7 @@ class Ranker:
         hits = []
         for score, row in self._best(tenant.turns_segment, query, k, allowed, shares, index):
             turn = tenant.turn(tenant.seq_by_row[row])
-            identity = turn_id(tenant.name, tenant.life, turn.seq)
+            identity = turn_id(tenant.name, tenant.incarnation, turn.seq)
             hits.append(Hit(identity, "turn", turn.text, score, turn.timestamp, (turn.seq,)))
         return hits
 
@@ -282,7 +282,7 @@ class Ranker:
         return [Hit(m.id, kind, m.text, score, m.timestamp, m.source_seqs) for score, m in found]
 
     def _keyword_index_of(self, tenant: Tenant) -> KeywordIndex:
-        return self._lexicons.setdefault(tenant, KeywordIndex())
+        return self._keyword_indexes.setdefault(tenant, KeywordIndex())
 
     def _best(
         self,
@@ -293,7 +293,7 @@ class Ranker:
         shares: Float64s | None,
         index: IvfIndex | None = None,
     ) -> list[tuple[float, int]]:
-        """The k best (score, row), best first, ties by row; `shares` [rows] of the query's words, if any."""
+        """The k best (score, row), best first, ties by row. `shares`: keyword scores, float64 [rows]."""
         if k == 0 or self._arena.length(segment) == 0:
             return []
         if shares is None:
@@ -320,10 +320,10 @@ class Ranker:
 
 
 def with_words(tenant: Tenant, found: SearchResult, best: int) -> SearchResult:
-    """What was found, and the raw messages of the `best` first episodes among its turns.
+    """The result, with the raw messages of its first `best` episodes added to its turns.
 
-    A hit for each of their turns, in order, with the messages that the episode rests on and the episode's
-    score; not for a turn that was found as a whole.
+    Adds a hit for each of their source turns, in order, with the source messages and the episode's score,
+    except for turns that were found themselves.
     """
     whole = {seq for hit in found.turns for seq in hit.source_seqs}
     raw = [hit for episode in found.episodes[:best] for hit in _words_of(tenant, episode, whole)]
@@ -342,7 +342,7 @@ def _words_of(tenant: Tenant, episode: Hit, left_out: Set[int]) -> list[Hit]:
         turn = tenant.turn(seq)
         lines = [line for its_seq, line in memory.source_messages if its_seq == seq]
         said = [turn.messages[n] for n in sorted(lines) if n < len(turn.messages)] or turn.messages
-        identity = turn_id(tenant.name, tenant.life, seq)
+        identity = turn_id(tenant.name, tenant.incarnation, seq)
         hits.append(Hit(identity, "turn", "\n".join(said), episode.score, turn.timestamp, (seq,)))
     return hits
 
@@ -352,25 +352,25 @@ def live_turns(tenant: Tenant) -> int:
 
 
 def size_of(tenant: Tenant) -> int:
-    """Turns and memories."""
+    """The number of turns and memories."""
     return live_turns(tenant) + sum(len(tier.rows) for tier in tenant.tiers.values())
 
 
 def raised(cosine: float, share: float) -> float:
-    """A cosine, brought nearer to 1 by the share that a text has of the query's words.
+    """The cosine, moved towards 1 by the text's share of the query's keywords.
 
-    Never below the cosine, never above 1, and 1 for the query itself, so that scores stay in the range that
-    they have without words.
+    Never below the cosine, never above 1, and 1 for the query itself. So scores keep the range that they have
+    without keywords.
     """
     if share == 0.0:
-        return cosine  # to the last bit
+        return cosine  # bit-identical
     return 1.0 - (1.0 - cosine) * math.exp(-WORDS_WEIGHT * share)
 
 
 def most_said(shares: Float64s, count: int, allowed: Rows | None) -> Int64s:
-    """The rows with most of the query's words: `count` at most, of equal ones the lower."""
+    """At most `count` rows with the highest keyword shares; ties go to the lower row."""
     rows = np.flatnonzero(shares if allowed is None else np.where(allowed, shares, 0.0))
-    if len(rows) > count:  # sort no more than can be among them
+    if len(rows) > count:  # sort only possible results
         rows = rows[shares[rows] >= np.partition(shares[rows], -count)[-count]]
     return rows[np.argsort(-shares[rows], kind="stable")[:count]]
 
@@ -378,8 +378,8 @@ def most_said(shares: Float64s, count: int, allowed: Rows | None) -> Int64s:
 def shows(tenant: Tenant, memory: Memory, window: Window) -> bool:
     """Whether a memory may be found or listed.
 
-    A deleted turn takes along, until that is remade, what may hold its words: an episode, and the facts that
-    were written in sight of it. What a user has deleted or updated is out until the cursor reaches that
+    A deleted turn hides what may contain its words until that is remade: an episode, and the facts written
+    with the episode in the prompt. A user's deletion or update hides a memory until the cursor reaches the
     record.
     """
     return (
@@ -397,15 +397,15 @@ def _is_whole(tenant: Tenant, memory: Memory) -> bool:
 
 
 def rests_on(tenant: Tenant, memory: Memory, passing: Rows | None) -> bool:
-    """Whether one of the memory's turns is among these; None: all are."""
+    """Whether one of the memory's source turns passes; None: all turns pass."""
     return passing is None or any(passing[tenant.row_by_seq[seq]] for seq in memory.source_seqs)
 
 
 def question_prompt(question: str, found: SearchResult, as_of: str | None, budget: PromptBudget) -> Prompt:
-    """The answering prompt over what was found, each tier sorted by relevance, each line dated.
+    """The answering prompt over a search result, each tier sorted by relevance, each line dated.
 
-    Where it does not fit the model's context, it has the most relevant items that do, and the words of
-    episodes only where all else has found room. PromptTooLong when the question alone does not fit.
+    If not everything fits into the context, it has the most relevant items that fit, and quotes of episodes
+    last. PromptTooLong if the question alone does not fit.
     """
 
     def prompt_of(kept: Sequence[Hit]) -> Prompt:
@@ -423,7 +423,7 @@ def question_prompt(question: str, found: SearchResult, as_of: str | None, budge
 
 
 def _shown(hits: Sequence[Hit]) -> list[ShownMemory]:
-    # dated as people write: answers take over the form that they are shown
+    # Dates as people write them: answers repeat the form that they are shown.
     return [
         ShownMemory(n, hit.timestamp and in_words(hit.timestamp), hit.memory) for n, hit in enumerate(hits, 1)
     ]

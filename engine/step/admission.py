@@ -1,4 +1,4 @@
-"""From the queue to durable and searchable: seqs, dedupe, vectors, rows. No LLM stands here."""
+"""Admission: gives queued turns their seqs, vectors and rows, and drops duplicates. Calls no LLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from undertow.engine.base.model import BadInput, InputError, PackedTurn, Turn, U
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import Control, control_row, key_hash, turn_id, turn_row
 
-if TYPE_CHECKING:  # not imported by who only packs turns for a shard: torch takes seconds and memory
+if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.base.trace import Trace
     from undertow.engine.encoders.embedding_cache import EmbeddingCache
     from undertow.engine.policies.base import Thresholds
@@ -25,14 +25,14 @@ if TYPE_CHECKING:  # not imported by who only packs turns for a shard: torch tak
 
 
 class QueueFull(UndertowError):
-    """The queue of incoming turns is at its bound: try again after a step."""
+    """The queue of incoming turns is full. Try again after a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A turn is stored under this id; `duplicate` when it had been stored before.
+    """Confirms that a turn is stored under `id`; `duplicate` if it was stored before.
 
-    `parked`: why a shard has set the turn aside instead (it made the engine fail, alone).
+    `parked`: why a shard quarantined the turn instead (the turn alone made the engine fail).
     """
 
     tenant: str
@@ -44,18 +44,18 @@ class Receipt:
 
 @dataclass(slots=True)
 class Ticket:
-    """A turn in the queue; its receipt comes once the turn is durable and searchable.
+    """A turn in the queue. It gets its receipt once the turn is durable and searchable.
 
-    `cause`: the request that it came with, see engine/base/trace_context.py.
+    `traceparent` belongs to the request that brought the turn, see engine/base/trace_context.py.
     """
 
     turn: Turn | PackedTurn
     receipt: Receipt | None = None
-    cause: str | None = None
+    traceparent: str | None = None
 
 
 def check_turn(turn: Turn) -> None:
-    """InputError for what JSON and the journal cannot hold. Words were checked by the readers."""
+    """InputError for what JSON and the journal cannot store. The readers have checked the texts."""
     for field, value in (("tenant", turn.tenant), ("session", turn.session_id)):
         try:
             value.encode()
@@ -65,7 +65,7 @@ def check_turn(turn: Turn) -> None:
         _refuse("tenant", "is empty or holds a NUL", "Name the owner of the memory.")
     if turn.metadata:
         try:
-            orjson.dumps({"metadata": dict(turn.metadata)})  # as deep as it will stand in the payload
+            orjson.dumps({"metadata": dict(turn.metadata)})  # nested as deep as in the payload
         except TypeError as error:
             _refuse("metadata", f"is no JSON ({error})", "Give plain JSON values.")
 
@@ -75,7 +75,7 @@ def _refuse(field: str, reason: str, cure: str) -> NoReturn:
 
 
 class Inbox:
-    """Bounded queue of incoming turns, one line a tenant, served round-robin."""
+    """Owns the incoming turns: a bounded queue with one line per tenant, served round-robin."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -89,19 +89,19 @@ class Inbox:
     def room(self) -> int:
         return self._limit - self._len
 
-    def put(self, turn: Turn | PackedTurn, cause: str | None = None) -> Ticket:
-        """QueueFull at the bound, InputError for a turn that cannot be stored: nothing was taken."""
+    def put(self, turn: Turn | PackedTurn, traceparent: str | None = None) -> Ticket:
+        """Queue a turn. QueueFull at the bound, InputError if it cannot be stored; then nothing is queued."""
         if isinstance(turn, Turn):
             check_turn(turn)
         if self.room <= 0:
             raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
-        ticket = Ticket(turn, cause=cause)
+        ticket = Ticket(turn, traceparent=traceparent)
         self._lines.setdefault(turn.tenant, deque()).append(ticket)
         self._len += 1
         return ticket
 
     def take(self, count: int) -> list[Ticket]:
-        """Up to `count` turns: an equal share of each tenant's line, in its order."""
+        """Remove and return up to `count` turns: an equal share of each tenant's line, in its order."""
         taken: list[Ticket] = []
         share = max(1, count // max(1, len(self._lines)))
         while self._lines and len(taken) < count:
@@ -113,7 +113,7 @@ class Inbox:
         return taken
 
     def put_back(self, tickets: Iterable[Ticket]) -> None:
-        """Undo the last `take`: these turns stand first again, lines and turns in the order they had."""
+        """Undo the last `take`: lines and turns return to the front in their former order."""
         lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
         for ticket in tickets:
             lines.setdefault(ticket.turn.tenant, deque()).append(ticket)
@@ -124,19 +124,19 @@ class Inbox:
 
     @property
     def tenants(self) -> Collection[str]:
-        """Whose turns wait."""
+        """The tenants with waiting turns."""
         return self._lines.keys()
 
     def holds(self, tenant: str) -> bool:
         return tenant in self._lines
 
     def clear(self) -> None:
-        """Forget all that waits."""
+        """Drop all waiting turns."""
         self._lines.clear()
         self._len = 0
 
     def drop(self, tenant: str) -> Sequence[Ticket]:
-        """Forget what a tenant had waiting, and return it."""
+        """Remove and return the waiting turns of a tenant."""
         dropped = self._lines.pop(tenant, ())
         self._len -= len(dropped)
         return dropped
@@ -150,7 +150,7 @@ class _Planned(NamedTuple):
 
 
 class Admission:
-    """Gives each incoming turn its seq, vector and row, and each tenant its settings in force."""
+    """Gives each incoming turn its seq, vector and row, and each tenant its thresholds in force."""
 
     def __init__(
         self,
@@ -170,21 +170,21 @@ class Admission:
         self._trace = trace
 
     def admit(self, tickets: list[Ticket]) -> tuple[list[Row], list[Receipt], list[Tenant]]:
-        """Rows for the journal, receipts (one a ticket) to give once they are committed, and tenants.
+        """Journal rows, one receipt per ticket to hand out after their commit, and the tenants involved.
 
-        The turns are in the tenants' logs and in the arena when this returns. ArenaFull: nothing is.
+        When this returns, the turns are in the tenants' logs and in the arena. ArenaFull: nothing changed.
         """
         try:
             return self._admit(tickets)
         finally:
-            self._tenants.let_go()
+            self._tenants.unpin()
 
     def _admit(self, tickets: list[Ticket]) -> tuple[list[Row], list[Receipt], list[Tenant]]:
         names = list(dict.fromkeys(ticket.turn.tenant for ticket in tickets))
         by_name = dict(zip(names, self._tenants.get_many(names), strict=True))
         planned = self._plan(tickets, by_name)
         fresh = [p for p in planned if p is not None]
-        # What can fail comes before any tenant is touched: first the arena's room, then the encoder.
+        # Everything that can fail comes before any tenant changes: first arena memory, then the encoder.
         segments = np.array([p.tenant.turns_segment for p in fresh], dtype=np.int64)
         self._reserve(segments, by_name.values())
         with self._trace.span("encode", texts=len(fresh)):
@@ -201,16 +201,16 @@ class Admission:
         return rows, receipts, list(by_name.values())
 
     def replace(self, tenant: Tenant, deletion: Mapping[str, Any], turn: Turn) -> tuple[list[Row], Receipt]:
-        """Rows of a turn's deletion (its body) and of the turn in its place, which keeps its own time.
+        """Rows of a turn's deletion (`deletion` is its body) and of the turn that replaces it.
 
-        They are in the tenant's log and in the arena when this returns. ArenaFull: nothing is. The thresholds
-        in force stay as they are: nothing is ingested.
+        The new turn keeps its own timestamp. When this returns, both are in the tenant's log and in the
+        arena. ArenaFull: nothing changed. The thresholds in force stay: nothing is ingested.
         """
         planned = _Planned(turn, tenant, key_hash(turn.dedupe_key), turn.timestamp)
         segment = np.array([tenant.turns_segment], dtype=np.int64)
         self._tenants.reserve(segment)
         vectors = self._encoder.embed([tenant.name], [self._text(planned)])
-        place = turn_id(tenant.name, tenant.life, tenant.next_seq + 1)
+        place = turn_id(tenant.name, tenant.incarnation, tenant.next_seq + 1)
         control = Control("delete", tenant.next_seq, {**deletion, "replaced_by": place})
         tenant.add_control(control)
         rows = [control_row(tenant.name, tenant.key, control)]
@@ -220,19 +220,19 @@ class Admission:
         return rows, receipt
 
     def _reserve(self, segments: NDArray[np.int64], tenants: Iterable[Tenant]) -> None:
-        """Room for the turns. ArenaFull: nothing of who is new is stored, so they are forgotten."""
+        """Reserve arena memory. ArenaFull: new tenants have nothing stored yet, so they are dropped."""
         try:
             self._tenants.reserve(segments)
         except UndertowError:
             for tenant in tenants:
-                if not tenant.thresholds_from:  # the first record of every log
-                    self._tenants.depart(tenant.name)
+                if not tenant.thresholds_from:  # the first record of every log: none yet
+                    self._tenants.remove(tenant.name)
             raise
 
     def _plan(self, tickets: list[Ticket], by_name: Mapping[str, Tenant]) -> list[_Planned | None]:
-        """Each ticket's turn with its key and effective time; None for one that is stored already.
+        """Each ticket's turn with its key and effective timestamp; None for a duplicate.
 
-        A turn without a time of its own inherits its session's previous one.
+        A turn without a timestamp inherits the previous one of its session.
         """
         planned: list[_Planned | None] = []
         seen: set[tuple[str, int]] = set()
@@ -253,19 +253,19 @@ class Admission:
         return planned
 
     def _text(self, planned: _Planned) -> str:
-        """What is embedded."""
+        """The text to embed."""
         return as_embedded(planned.turn.text, planned.timestamp, self._embed_timestamp)
 
     def _append(self, p: _Planned, rows: list[Row]) -> Receipt:
-        """Put a turn at the end of its tenant's log and its row at the end of `rows`."""
+        """Append a turn to its tenant's log, and its row to `rows`."""
         tenant = p.tenant
-        row = turn_row(tenant.name, tenant.key, tenant.life, tenant.next_seq, p.turn, p.timestamp)
+        row = turn_row(tenant.name, tenant.key, tenant.incarnation, tenant.next_seq, p.turn, p.timestamp)
         tenant.add_turn(row.payload, p.key, p.turn.session_id, p.timestamp)
         rows.append(row)
         return Receipt(tenant.name, row.id, row.seq, duplicate=False)
 
     def settle_thresholds(self, tenant: Tenant) -> list[Row]:
-        """Log the thresholds where they are new to the tenant: they hold for later seqs only."""
+        """Log the thresholds if the tenant has others. They apply to later seqs only."""
         if tenant.thresholds_from and tenant.thresholds_from[-1][1] == self._thresholds:
             return []
         seq = tenant.next_seq if tenant.thresholds_from else -1

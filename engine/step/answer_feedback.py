@@ -1,7 +1,7 @@
-"""What answers teach, between an answer and the log: no answer waits for a commit of it.
+"""Feedback from answers to the log: which facts they used, and which questions the facts did not cover.
 
-It is queued when the answer is handed over, and logged in a later step. What a kill or a full queue takes is
-a lesson, and no memory: the next such question teaches it again.
+Feedback is queued when an answer is handed over, and logged in a later step, so that no answer waits for a
+commit. A kill or a full queue may lose feedback but no memory: the next such question queues it again.
 """
 
 from __future__ import annotations
@@ -11,71 +11,75 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from undertow.engine.base.trace_context import cause
+from undertow.engine.base.trace_context import current_traceparent
 from undertow.engine.storage.row_codec import Control, ControlKind
 from undertow.engine.tenants.generations import missed_of
 from undertow.engine.tenants.tenant import Tenant
 
-# of one engine; of more the oldest go
-MOST_LESSONS = 1_024
-# their tenants may have to be loaded, and a step is to stay short
-LESSONS_PER_STEP = 64
+# Bound of one engine's queue. A full queue drops the oldest.
+MOST_FEEDBACK = 1_024
+# Their tenants may have to be loaded, and a step must stay short.
+FEEDBACK_PER_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A record for the log of a tenant, if it lives this life still. `cause`: as cause.cause."""
+    """A control record for the log of one incarnation of a tenant.
+
+    `traceparent` belongs to the request that was answered.
+    """
 
     tenant: str
-    life: int
+    incarnation: int
     kind: ControlKind
     body: Mapping[str, Any]
-    cause: str | None = field(default_factory=cause)
+    traceparent: str | None = field(default_factory=current_traceparent)
 
 
 class FeedbackQueue:
-    """Those that wait to be logged, oldest first."""
+    """Feedback that waits to be logged, oldest first."""
 
-    def __init__(self, most: int = MOST_LESSONS) -> None:
+    def __init__(self, most: int = MOST_FEEDBACK) -> None:
         self._waiting: deque[Feedback] = deque(maxlen=most)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, lesson: Feedback) -> None:
-        self._waiting.append(lesson)
+    def put(self, feedback: Feedback) -> None:
+        self._waiting.append(feedback)
 
     def holds(self, tenant: str) -> bool:
-        """Whether one of the tenant's waits."""
-        return any(lesson.tenant == tenant for lesson in self._waiting)
+        """Whether feedback of this tenant waits."""
+        return any(feedback.tenant == tenant for feedback in self._waiting)
 
     def take(self, most: int) -> dict[tuple[str, int], list[Feedback]]:
-        """The oldest ones, `most` at most, by tenant and life; they wait no more."""
+        """Remove and return the oldest `most`, by tenant and incarnation."""
         taken: dict[tuple[str, int], list[Feedback]] = {}
         for _ in range(min(most, len(self._waiting))):
-            lesson = self._waiting.popleft()
-            taken.setdefault((lesson.tenant, lesson.life), []).append(lesson)
+            feedback = self._waiting.popleft()
+            taken.setdefault((feedback.tenant, feedback.incarnation), []).append(feedback)
         return taken
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop those of tenants that are erased, or leave."""
-        kept = [lesson for lesson in self._waiting if lesson.tenant not in tenants]
+        """Drop the feedback of tenants that are erased or move away."""
+        kept = [feedback for feedback in self._waiting if feedback.tenant not in tenants]
         self._waiting = deque(kept, maxlen=self._waiting.maxlen)
 
 
 def new_ones(of: Tenant, feedback: Iterable[Feedback]) -> Sequence[Feedback]:
-    """Without questions that the tenant's log has already, undecided, or that would teach nothing more.
+    """The feedback without questions that are already in the log undecided, or were already learned from.
 
-    That is so until anything but a question changes the memories: what one question changes must not make
-    others be paid for again, which would not end where notes are bounded and take each other's place.
+    A learned question counts as such until something other than a question changes the memories. Otherwise
+    a change by one question would cause others to be paid for again, without end where notes are bounded
+    and replace each other.
     """
     undecided = (record for record in of.records[of.cursor :] if isinstance(record, Control))
     asked = {record.body["question"] for record in undecided if record.kind == "reconsolidate"}
     kept = []
-    for lesson in feedback:
-        if lesson.kind == "reconsolidate":
-            if lesson.body["question"] in asked or missed_of(lesson.body) in of.making.learned:
+    for one in feedback:
+        if one.kind == "reconsolidate":
+            if one.body["question"] in asked or missed_of(one.body) in of.making.learned:
                 continue
-            asked.add(lesson.body["question"])
-        kept.append(lesson)
+            asked.add(one.body["question"])
+        kept.append(one)
     return kept

@@ -1,6 +1,6 @@
-"""How many turns one step takes in: enough to share a commit, few enough that nobody waits for it long.
+"""How many turns a step admits: enough to share a commit, few enough to keep the step short.
 
-A commit costs the same for one turn as for a thousand, so large steps are cheap; but a search waits for the
+A commit costs the same for one turn as for a thousand, so large steps are cheap. But a search waits for the
 end of the step, and an encoder on a CPU takes as long for twenty texts as one on a GPU for thousands.
 """
 
@@ -18,27 +18,27 @@ ADMISSION_S = 0.5
 
 @dataclass(slots=True)
 class Admitted:
-    """Filled in by whoever admits: how many turns were new, so embedded and written."""
+    """Filled in by the caller: how many turns were new, so that they were embedded and written."""
 
     fresh_turns: int = 0
 
 
 class BatchSizer:
-    """The turns of the next step, such that admitting them takes `ADMISSION_S`, learnt from earlier steps.
+    """The number of turns whose admission takes about `ADMISSION_S`, measured on earlier steps.
 
-    It shrinks at once and at most doubles: turns that cost nothing, as they are there already, tell nothing
-    about those behind them. What a step decides does not depend on it: batched equals streamed.
+    It shrinks at once and at most doubles: duplicate turns cost nothing, and say nothing about later turns.
+    Decisions do not depend on it: batched equals streamed.
     """
 
     def __init__(self, turns: int | None = None, *, clock_s: Callable[[], float] = time.perf_counter) -> None:
-        """`turns`: always so many."""
+        """`turns`: a fixed number, instead of a measured one."""
         self._fixed = turns is not None
         self._clock_s = clock_s
         self.turns = LEAST_TURNS if turns is None else turns
 
     @contextmanager
     def measured(self) -> Iterator[Admitted]:
-        """Around an admission. One that fails counts for nothing."""
+        """Measure an admission. A failed one is ignored."""
         admitted, began_s = Admitted(), self._clock_s()
         yield admitted
         if not self._fixed and 2 * admitted.fresh_turns >= self.turns:

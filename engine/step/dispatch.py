@@ -1,4 +1,4 @@
-"""How a record of the log is decided, whatever its kind, and what is written down of it."""
+"""Starts the decision of a log record by its kind, and builds the body of its decision row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from undertow.engine.base.model import Decision, Usage, memory_id
+from undertow.engine.base.model import Decision, Usage
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import (
     Complete,
@@ -24,11 +24,12 @@ from undertow.engine.policies.base import (
 from undertow.engine.policies.registry import Policies
 from undertow.engine.storage.row_codec import Control, usage_to_json
 from undertow.engine.tenants.generations import Generation
-from undertow.engine.tenants.tenant import Tenant, View
+from undertow.engine.tenants.tenant import Tenant
+from undertow.engine.tenants.view import View
 
 
 def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:
-    """The coroutine that decides record `seq`: the policy's for all that may make memories."""
+    """The coroutine that decides record `seq`: the policy's own wherever memories may be made."""
     record = tenant.records[seq]
     policy = policies.named(tenant.making.policy)
     view = View(tenant, seq, tenant.making)
@@ -47,34 +48,32 @@ def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:
         return policy.flush(seq, view)
     if isinstance(record, Control) and record.kind == "reconsolidate":
         return policy.reconsolidate(seq, record.body["question"], record.body["episode_ids"], view)
-    return nothing_to_decide()  # settings, what answers were given, and turns that were deleted
-
-
-def job_id(tenant: Tenant, seq: int) -> str:
-    return memory_id(tenant.name, tenant.generation, seq, "job", 0)
+    return nothing_to_decide()  # settings, facts used by answers, deleted turns
 
 
 def forget(policies: Policies, tenant: Tenant, seq: int, turn_seq: int) -> Decide:
-    """Remake what rested on a deleted turn; what other generations have of it goes.
+    """Remake what was derived from a deleted turn, and delete it from the other generations.
 
-    Where the log is read again, the turns deleted before the change were not read.
+    While the log is read again, turns deleted before the change of policy were not read: nothing to remake.
     """
     gone: list[Draft] = []
     for generation in tenant.generations[1:]:
-        gone += yield from _shed(policies, View(tenant, seq, generation), turn_seq, generation)
+        gone += yield from _deletions_in_earlier(
+            policies, View(tenant, seq, generation), turn_seq, generation
+        )
     if tenant.reread_to is not None and seq < tenant.reread_to:
-        return PolicyResult(Decision.WAITS, shed=tuple(gone))
+        return PolicyResult(Decision.WAITS, earlier_deletions=tuple(gone))
     policy = policies.named(tenant.making.policy)
     outcome = yield from policy.forget(seq, turn_seq, View(tenant, seq, tenant.making))
-    return replace(outcome, shed=tuple(gone))
+    return replace(outcome, earlier_deletions=tuple(gone))
 
 
-def _shed(
+def _deletions_in_earlier(
     policies: Policies, view: View, turn_seq: int, generation: Generation
 ) -> Generator[Effect, Any, list[Draft]]:
-    """Deletions of what a generation that is no longer made has of a turn; none that were made before.
+    """The deletions of what an earlier generation derived from a turn, without those already made.
 
-    As its policy forgets a turn while no LLM is to be had: nothing takes the place of what goes.
+    They are what its policy deletes while no LLM is available: nothing replaces the deleted memories.
     """
     steps = policies.named(generation.policy).forget(view.seq, turn_seq, view)
     try:
@@ -91,7 +90,7 @@ def _shed(
 
 
 def delete_memory(control: Control, view: View) -> Decide:
-    """Delete one episode or fact: a last, empty version; its history stays."""
+    """Delete one episode or fact with a last, empty version. Its history stays."""
     kind = control.body["kind"]
     found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
     drafts = tuple(Draft(deletion(m, control.seq), None) for m in found)
@@ -100,10 +99,10 @@ def delete_memory(control: Control, view: View) -> Decide:
 
 
 def update_memory(control: Control, view: View) -> Decide:
-    """Give one episode or fact a user's words: a new version; the earlier ones stay in its history."""
+    """Give one episode or fact a user's text as a new version. Its history stays."""
     kind = control.body["kind"]
     found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
-    if not found:  # in a log that is read again, so it is of each; their words may have gone
+    if not found:  # always so while the log is read again; the update's text may be redacted
         return PolicyResult(Decision.WAITS, reason="the memory was deleted before its update was reached")
     text = control.body["text"]
     (vector,) = yield Embed((text,))
@@ -112,7 +111,7 @@ def update_memory(control: Control, view: View) -> Decide:
 
 
 def decision_body(outcome: PolicyResult, usage: dict[str, Usage]) -> dict[str, Any]:
-    """The payload of a decision row: scores, cluster, what it made, what it cost."""
+    """The payload of a decision row: scores, cluster, ids of the memories made, token usage."""
     body: dict[str, Any] = {"decision": outcome.decision.value}
     reading: GateReading | None = outcome.reading
     if reading is not None:
@@ -131,7 +130,9 @@ def decision_body(outcome: PolicyResult, usage: dict[str, Usage]) -> dict[str, A
         if value := getattr(outcome, name):
             body[name] = value
     for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):
-        if ids := [d.memory.id for d in (*outcome.drafts, *outcome.shed) if d.memory.kind == kind]:
+        if ids := [
+            d.memory.id for d in (*outcome.drafts, *outcome.earlier_deletions) if d.memory.kind == kind
+        ]:
             body[name] = ids
     if usage:
         body["usage"] = usage_to_json(usage)

@@ -1,14 +1,16 @@
-"""What the index answers to policies and to search: gate, nearest, embed. Each call is one batch."""
+"""Carries out the effects that policies yield: gate, nearest, embed. Each call is one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.policies.base import GateReading, Nearest, Scored
+from undertow.engine.base.trace import Trace
+from undertow.engine.policies.base import Effect, Embed, GateReading, Nearest, ReadGate, Scored
+from undertow.engine.step.decision_queue import DecisionRun
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.gate.gate import Gate as GateKernel
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EffectReader:
-    """Reads of the arena on behalf of tenants; translates rows into turns and memories."""
+    """Reads the arena for tenants and translates its rows into turns and memories."""
 
     def __init__(self, arena: Arena, gate: GateKernel, encoder: EmbeddingCache) -> None:
         self._arena = arena
@@ -27,7 +29,7 @@ class EffectReader:
         self._encoder = encoder
 
     def gate(self, queries: Sequence[tuple[Tenant, int]]) -> list[GateReading]:
-        """Nearest episode and relevant set of each (tenant, seq), as they stood before seq."""
+        """Nearest episode and relevant set of each (tenant, seq), before seq (RecMem, equations 5, 6)."""
         if not queries:
             return []
         thetas = [t.thresholds_at(s) for t, s in queries]
@@ -60,7 +62,7 @@ class EffectReader:
         return readings
 
     def embed(self, asks: Sequence[tuple[Tenant, tuple[str, ...]]]) -> list[NDArray[np.float16]]:
-        """Vectors of each ask's texts, float16 [len(texts), dim]; one batch for all."""
+        """Vectors of each request's texts, float16 [len(texts), dim]; one batch for all requests."""
         if not asks:
             return []
         names = [t.name for t, texts in asks for _ in texts]
@@ -69,7 +71,7 @@ class EffectReader:
         return np.split(vectors, bounds)
 
     def nearest(self, asks: Sequence[tuple[Tenant, Nearest]]) -> list[list[Scored]]:
-        """The k nearest current memories of each ask, nearest first; exact."""
+        """The k nearest current memories of each request, nearest first; exact."""
         if not asks:
             return []
         tiers = [tenant.making.tiers[ask.kind] for tenant, ask in asks]
@@ -85,3 +87,31 @@ class EffectReader:
             ]
             for i, (_, ask) in enumerate(asks)
         ]
+
+
+def read_by_kind(
+    reader: EffectReader, trace: Trace, pending: Iterable[tuple[DecisionRun, Effect]]
+) -> list[tuple[DecisionRun, Any]]:
+    """Carry out all effects but LLM calls, each kind as one batch. Returns each run with its result."""
+    pending = list(pending)
+    gates = [(r, (r.tenant, e.seq)) for r, e in pending if isinstance(e, ReadGate)]
+    embeds = [(r, (r.tenant, e.texts)) for r, e in pending if isinstance(e, Embed)]
+    nearest = [(r, (r.tenant, e)) for r, e in pending if isinstance(e, Nearest)]
+    return [
+        *_batch(trace, "gate", reader.gate, gates),
+        *_batch(trace, "embed", reader.embed, embeds),
+        *_batch(trace, "nearest", reader.nearest, nearest),
+    ]
+
+
+def _batch(
+    trace: Trace,
+    name: str,
+    read: Callable[[list[Any]], Sequence[Any]],
+    requests: Sequence[tuple[DecisionRun, Any]],
+) -> Iterable[tuple[DecisionRun, Any]]:
+    """One kind of effect for all runs, as one phase of the trace."""
+    if not requests:
+        return ()
+    with trace.span(name, asks=len(requests)):
+        return zip((run for run, _ in requests), read([request for _, request in requests]), strict=True)

@@ -1,4 +1,4 @@
-"""When the turns arrived that are not decided yet, and at whose request."""
+"""When the undecided records arrived, and with which request."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Arrival:
-    """Records of one log up to `last`, from where the arrival before it ends."""
+    """The records of one log from the end of the previous arrival up to `last`."""
 
     last: int
     at_s: float
-    cause: str | None
+    traceparent: str | None
 
 
 class LagTracker:
-    """Of each tenant with undecided records: since when they have been here. Not thread-safe.
+    """Arrival times of the undecided records of each tenant. Not thread-safe.
 
-    "Here" is this engine: what an earlier one left undecided arrives when it is taken up again.
+    Records that an earlier engine left undecided arrive when this one loads their tenant.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._lines: dict[str, deque[_Arrival]] = {}
+        self._arrivals: dict[str, deque[_Arrival]] = {}
 
-    def note(self, tenant: str, seq: int, cause: str | None = None) -> None:
-        """The tenant's log reaches to `seq` now. No effect where that is known."""
-        line = self._lines.get(tenant)
-        if line is None:
-            self._lines[tenant] = deque([_Arrival(seq, self._clock_s(), cause)])
-        elif line[-1].last < seq:
-            line.append(_Arrival(seq, self._clock_s(), cause))
+    def note(self, tenant: str, seq: int, traceparent: str | None = None) -> None:
+        """The tenant's log now ends at `seq`. No effect if that is known."""
+        arrivals = self._arrivals.get(tenant)
+        if arrivals is None:
+            self._arrivals[tenant] = deque([_Arrival(seq, self._clock_s(), traceparent)])
+        elif arrivals[-1].last < seq:
+            arrivals.append(_Arrival(seq, self._clock_s(), traceparent))
 
     def decided(self, tenant: str, cursor: int) -> None:
         """All records before `cursor` are decided."""
-        line = self._lines.get(tenant)
-        while line and line[0].last < cursor:
-            line.popleft()
-        if not line:
-            self._lines.pop(tenant, None)
+        arrivals = self._arrivals.get(tenant)
+        while arrivals and arrivals[0].last < cursor:
+            arrivals.popleft()
+        if not arrivals:
+            self._arrivals.pop(tenant, None)
 
     def forget(self, tenant: str) -> None:
-        self._lines.pop(tenant, None)
+        self._arrivals.pop(tenant, None)
 
-    def cause_of(self, tenant: str, seq: int) -> str | None:
-        """The request that an undecided record came with."""
-        return next((a.cause for a in self._lines.get(tenant, ()) if seq <= a.last), None)
+    def traceparent_of(self, tenant: str, seq: int) -> str | None:
+        """The traceparent of the request that brought an undecided record."""
+        arrivals = self._arrivals.get(tenant, ())
+        return next((arrival.traceparent for arrival in arrivals if seq <= arrival.last), None)
 
     @property
     def oldest_s(self) -> float:
-        """For how long the oldest undecided record has been here; 0 for none."""
-        if not self._lines:
+        """The age of the oldest undecided record; 0 for none."""
+        if not self._arrivals:
             return 0.0
-        return self._clock_s() - min(line[0].at_s for line in self._lines.values())
+        return self._clock_s() - min(arrivals[0].at_s for arrivals in self._arrivals.values())

@@ -1,4 +1,4 @@
-"""What a shard has done since it began, in numbers: plain data, for whoever publishes metrics."""
+"""Counters and histograms of a shard since its start, as plain data for exporters of metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 @dataclass(slots=True)
 class Histogram:
-    """How many took how long: `counts[n]` took at most BOUNDS_S[n] and more than the bound before."""
+    """`counts[n]` durations were at most BOUNDS_S[n] and above the bound before it; the last, above all."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_s: float = 0.0
@@ -30,7 +30,7 @@ class Histogram:
 
 
 class ShardMetrics:
-    """An Observer that counts. It outlives the shard's engines; safe from several threads."""
+    """An Observer that counts. It outlives the shard's engines. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,14 +50,14 @@ class ShardMetrics:
         pass
 
     def ended(self, phase: Phase) -> None:
-        """Phases with nothing to do, as an idle step's commit, are not counted."""
+        """Count a phase. One without items, such as an idle step's commit, is not counted."""
         if not phase.count and phase.name != STEP:
             return
         with self._lock:
             self._phases[phase.name].add(phase.ended_s - phase.began_s)
             self._work[phase.name] += phase.count
 
-    def linked(self, causes: Iterable[str]) -> None:
+    def linked(self, traceparents: Iterable[str]) -> None:
         pass
 
     def called(self, call: ShardCall) -> None:
@@ -74,7 +74,7 @@ class ShardMetrics:
             )
 
     def stepped(self, report: StepReport) -> None:
-        """What a step has done."""
+        """Count the turns and decisions of a step."""
         if report.admitted or report.duplicates or report.decisions:
             with self._lock:
                 self._turns["stored"] += report.admitted
@@ -84,7 +84,7 @@ class ShardMetrics:
     # ---- as plain data
 
     def report(self) -> dict[str, Any]:
-        """All counts. Spreads are {"counts": [...], "total_s"}, see Spread."""
+        """All counts. A histogram is {"counts": [...], "total_s"}; see Histogram."""
         with self._lock:
             return {
                 "turns": dict(self._turns),

@@ -1,4 +1,4 @@
-"""What a first call would wait for is done before it: kernels are compiled, the model runs once."""
+"""Warm-up before the first call: compiles the kernels and runs the model once."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import numpy as np
 from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.base import Encoder, Float16
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.gate.gate import make_gate
+from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.topk.topk import top_k_many
 
 TEXTS = ("Nobody has said this.", "Nor has anybody said that, at any other time or in any other place.")
 
 
 class WarmUpFailed(UndertowError):
-    """The encoder or a kernel fails with anything that it is given; the text says which and how."""
+    """The encoder or a kernel does not work on this machine; the message says which and why."""
 
 
 def warm_up(encoder: Encoder, arena: Arena) -> None:
-    """Embed, read the gate and search once, with vectors that leave the arena again. WarmUpFailed.
+    """Embed, read the gate and search once, with vectors that are then released. WarmUpFailed.
 
-    numba compiles for seconds where it finds no cache, and torch and CUDA set up what they need as they are
-    first used. Nothing is written and nothing counted: no tenant and no journal is involved.
+    Without a cache numba compiles for seconds, and torch and CUDA initialise on first use. Involves no tenant
+    and no journal, so nothing is written or counted.
     """
     at = "the encoder"
     try:
@@ -35,7 +35,7 @@ def warm_up(encoder: Encoder, arena: Arena) -> None:
 
 
 def _read(vectors: Float16, arena: Arena) -> None:
-    """What a decision and a search ask of the kernels, of two segments with the vectors each."""
+    """Run the kernels of a decision and of a search on two segments with these vectors each."""
     gate, count = make_gate(arena), len(vectors)
     turns, episodes = arena.new_segment(), arena.new_segment()
     try:

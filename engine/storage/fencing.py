@@ -1,27 +1,28 @@
-"""Which of the rows in a journal count, when a writer that was replaced goes on writing.
+"""Fencing: which rows of a journal count when a former writer keeps writing after it was replaced.
 
-Lance rebases a late append onto whatever was committed meanwhile, so storage alone stops no former
-writer. Every row therefore carries its writer's epoch, and a writer opens in three commits' steps:
+Lance rebases a late append onto whatever was committed meanwhile, so storage alone stops no former writer.
+Every row therefore carries its writer's epoch, and a writer opens in three steps:
 
-1. *claim*: a row with an epoch above all claims. Two may claim the same; whoever finds, in the very
-   version that it committed, another claim as high as its own claims again.
-2. it reads the newest version; if that holds a higher claim, it gives up.
-3. *begin*: a row that names its first lsn (one after the last row that counts) and the epoch that it takes
-   over from, its *former*. If another commit came between 2 and 3, it looks for higher claims once more.
+1. *claim*: commit a mark with an epoch above all claims. Two writers may claim the same epoch. A writer that
+   finds, in the very version that it committed, another claim at least as high claims again.
+2. Read the newest version. If it holds a higher claim, give up.
+3. *begin*: commit a mark with the writer's first lsn (one after the last row that counts) and the epoch that
+   it takes over from, its *former*. If another commit came between 2 and 3, look for higher claims again.
 
-A writer acknowledges a commit whose version follows its last known one; otherwise it looks for higher
-claims first, and stops at one. The begin of the highest epoch is in force. Following its formers gives the
-chain; a row counts if its epoch is in the chain and its lsn is below the first one of the next link.
+A writer acknowledges a commit if its version follows the last known one. Otherwise it first looks for higher
+claims, and stops at one. The begin of the highest epoch is in force. Following the formers from there gives a
+chain; a row counts if its epoch is in the chain and its lsn is below the first lsn of the next link.
 
-Why nothing acknowledged is lost: it was committed before the claim of whoever came next (else its writer
-would have seen the claim), so it was there at step 2, below the begin. Why nothing late counts: lsns of a
-writer only grow, and at step 2 the last row that counts is the former's own last one (if it has any, they are
-above all that it took over); so what the former commits later is at or above the new first lsn. A begin that
-lands late (its writer was overtaken between 2 and 3) is no one's former, or in force only until the higher
-claim begins; its writer has acknowledged nothing. None of this depends on where rows stand in the dataset.
+Nothing acknowledged is lost: it was committed before the next writer's claim (else its writer would have seen
+the claim), so it was visible in step 2 and is below the begin. Nothing late counts: the lsns of a writer only
+grow, and in step 2 the last row that counts is the former's own last row (if it has any, they are above all
+that it took over). So whatever the former commits later is at or above the new first lsn. A begin that lands
+late (its writer was overtaken between 2 and 3) is nobody's former, or is in force only until the higher claim
+begins; its writer has acknowledged nothing. None of this depends on the order of rows in the dataset.
 
-A writer that starts again by itself may belong to a *life*: one shard of one cluster, through all its
-restarts. A life that another has taken the log from never takes it back, or the two would do so for ever.
+A writer that restarts by itself may have an *owner*: one shard of one cluster, through all its restarts. An
+owner that was displaced by another owner never takes the log back; otherwise the two would displace each
+other for ever.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import orjson
 from numpy.typing import NDArray
 
 UNBOUNDED = np.iinfo(np.int64).max
-# of every mark: it is no part of the log
+# The lsn of every mark. Marks are no part of the log.
 MARK_LSN = -1
 
 
@@ -42,7 +43,7 @@ MARK_LSN = -1
 class FenceMark:
     """A claim, or with `first_lsn` a begin. `former`: the epoch taken over from, 0 for none.
 
-    `writer` is of one opening; what stands before a dot in it is the life that it belongs to.
+    `writer` identifies one opening, as OWNER.TOKEN or TOKEN.
     """
 
     epoch: int
@@ -55,8 +56,8 @@ class FenceMark:
         return orjson.dumps({"writer": self.writer, "first_lsn": self.first_lsn, "former": self.former})
 
     @property
-    def life(self) -> str:
-        """Empty for a writer that belongs to none."""
+    def owner(self) -> str:
+        """Empty for a writer without an owner."""
         return self.writer.rpartition(".")[0]
 
     @classmethod
@@ -65,7 +66,7 @@ class FenceMark:
 
 
 class Fences:
-    """What the marks of one version of a journal say."""
+    """The chain of writers that the marks in one version of a journal define."""
 
     def __init__(self, marks: Iterable[FenceMark]) -> None:
         self.marks: Sequence[FenceMark] = list(marks)
@@ -75,7 +76,7 @@ class Fences:
         while epoch:
             chain.insert(0, begun[epoch])
             epoch = begun[epoch].former
-        self._lives = [mark.life for mark in chain if mark.life]
+        self._owners = [mark.owner for mark in chain if mark.owner]
         firsts = [mark.first_lsn or 0 for mark in chain]
         self.first_lsn = (firsts or [0])[-1]
         self._epochs = np.array([mark.epoch for mark in chain], np.int64)
@@ -83,12 +84,12 @@ class Fences:
 
     @property
     def claimed(self) -> int:
-        """The highest epoch that anyone has claimed; 0 for none."""
+        """The highest claimed epoch; 0 for none."""
         return max((mark.epoch for mark in self.marks), default=0)
 
     @property
     def in_force(self) -> int:
-        """The epoch of the last writer that has begun; 0 for none."""
+        """The epoch of the last begin; 0 for none."""
         return int(self._epochs[-1]) if len(self._epochs) else 0
 
     @property
@@ -100,12 +101,12 @@ class Fences:
         """Whether another writer has claimed this epoch or a higher one."""
         return any(mark.epoch >= epoch and mark.writer != writer for mark in self.marks)
 
-    def is_over(self, life: str) -> bool:
-        """Whether another life has taken the log over from this one."""
-        return life in self._lives and self._lives[-1] != life
+    def has_displaced(self, owner: str) -> bool:
+        """Whether another owner has taken the log over from this one."""
+        return owner in self._owners and self._owners[-1] != owner
 
     def ends(self, epochs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each epoch the lsn from which on its rows are stale: int64 of the same shape."""
+        """For each epoch, the lsn from which its rows are stale: int64 of the same shape."""
         if not len(self._epochs):
             return np.zeros_like(epochs)
         link = np.searchsorted(self._epochs, epochs).clip(max=len(self._epochs) - 1)

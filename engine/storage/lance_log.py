@@ -1,7 +1,7 @@
-"""One Lance dataset as a log: atomic appends, made durable where asked, compacted, and cleaned up.
+"""One Lance dataset as a log: atomic and optionally durable appends, compaction, and cleanup.
 
-What the rows mean is engine/storage/journal.py's business. Errors of Lance pass through as they are
-(OSError, ValueError, RuntimeError); the journal puts them into words.
+engine/storage/journal.py defines the rows. Errors of Lance pass through (OSError, ValueError, RuntimeError);
+the journal adds messages.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from lance.optimize import Compaction, CompactionOptions, RewriteResult
 
 from undertow.engine.storage.location import Location, fsync_path, make_folder
 
-# Fragments of this many rows are left alone by compaction, so each row is rewritten O(log) times. As many
-# rows may be outside the index: a scan of their keys takes no longer than a look into it.
+# Compaction leaves fragments of this many rows alone, so each row is rewritten O(log) times. As many rows may
+# be outside the index: scanning their keys takes no longer than an index lookup.
 ROWS_PER_FRAGMENT = 32_768
-# Lance reserves ids for the new fragments, then puts them in the place of the old ones.
+# Lance first reserves ids for the new fragments, then replaces the old ones.
 VERSIONS_PER_MERGE = 2
-# Versions younger than this may still be open in a reader, files younger than this in an append.
+# Versions younger than this may be open in a reader, and files younger than this in an append.
 READER_GRACE = timedelta(minutes=10)
-# What Lance keeps in memory of a dataset's files. By itself it goes up to 1 GiB and 6 GiB, about 80 KB a
-# commit, most of it of versions and fragments that are not read again.
+# Lance's caches of a dataset's files. Its defaults are 1 GiB and 6 GiB, and a commit adds about 80 KB, mostly
+# of versions and fragments that are not read again.
 METADATA_CACHE_BYTES = 32 << 20
 INDEX_CACHE_BYTES = 256 << 20
 INDEXED = "tenant_key"
-# how Lance says that the disk, the store or another writer refused
+# Raised by Lance if the disk, the store or another writer refuses.
 LANCE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 class LanceLog:
-    """An open dataset. `version` is that of this handle: what others commit is seen after `reload`."""
+    """An open dataset. `version` is that of this handle; `reload` shows the commits of others."""
 
     def __init__(self, location: Location, *, fsync: bool = False) -> None:
-        """Open the dataset at `location`. `fsync` is ignored on an object store, whose puts are durable."""
+        """Open the dataset at `location`. `fsync` has no effect on an object store: puts are durable."""
         self._location = location
         self._folder = location.folder
         self._fsync = fsync and self._folder is not None
@@ -54,18 +54,20 @@ class LanceLog:
 
     @classmethod
     def make(cls, location: Location, schema: pa.Schema) -> None:
-        """An empty dataset at `location`, unless there is a whole one. OSError."""
+        """Create an empty dataset at `location`, unless there is a complete one. OSError."""
         if _is_whole(location):
             return
         if location.folder is not None:
-            make_folder(location.folder.parent)  # ours: Lance's would not be durable in the folders above
+            make_folder(
+                location.folder.parent
+            )  # not by Lance, which would not make the parent folders durable
         empty = lance.LanceOperation.Overwrite(schema, [])
         try:
-            # without retries, only the first version will do: a late creator must never replace what is there
+            # Without retries only the first version can succeed: a late creator must not replace a dataset.
             dataset = lance.LanceDataset.commit(location.uri, empty, read_version=0, max_retries=0)
         except OSError:
             if _is_whole(location):
-                return  # another process was quicker
+                return  # another process was faster
             raise
         dataset.create_scalar_index(INDEXED, "BTREE")
 
@@ -74,7 +76,7 @@ class LanceLog:
         return int(self._dataset.version)
 
     def reload(self) -> None:
-        """Go to the newest version."""
+        """Switch to the newest version."""
         self._dataset.checkout_latest()  # type: ignore[no-untyped-call]
 
     # ---- reading
@@ -89,14 +91,14 @@ class LanceLog:
     # ---- writing
 
     def append(self, table: pa.Table) -> None:
-        """Add all rows as one version."""
+        """Append all rows as one version."""
         if self._fsync:
             self.append_stream(table.to_reader())
         else:
             self._dataset.insert(table)
 
     def append_stream(self, batches: pa.RecordBatchReader) -> None:
-        """Add all rows of a stream as one version, with no more than a few batches in memory."""
+        """Append all rows of a stream as one version, with a few batches in memory."""
         fragments = lance.fragment.write_fragments(
             batches, self._dataset, mode="append", max_rows_per_file=ROWS_PER_FRAGMENT
         )
@@ -111,25 +113,25 @@ class LanceLog:
             _sync_manifest(Path(self._location.uri), self._dataset)
 
     def sync(self) -> None:
-        """Have the version we are at on the disk, with all that it rests on, `fsync` or not. OSError."""
+        """Flush the current version and all its files to the disk, whether or not `fsync` is set. OSError."""
         if self._folder is None:
             return
         self._sync_files(fragment.metadata for fragment in self._dataset.get_fragments())
         _sync_version(self._folder, self._dataset)
 
     def delete(self, filter: str) -> None:
-        """Delete rows; their bytes stay until they are compacted away and old versions dropped."""
+        """Delete rows. Their bytes stay until compaction and the removal of old versions."""
         self._dataset.delete(filter)
         self._sync()
 
     # ---- tidying
 
     def tidy(self) -> int:
-        """Merge the newest fragments; returns how many versions that has made, 0 for none or many.
+        """Merge the newest fragments. Returns the number of versions that this made; 0 for none or many.
 
-        In the thread that writes, as Lance puts merged rows behind whatever was appended meanwhile. So it is
-        to be quick: the index, which covers no fragment that is merged here, is refreshed only when what it
-        lacks has come to a whole fragment.
+        It runs on the writer's thread, since Lance puts merged rows after concurrent appends. So it must be
+        quick: the index, which covers no fragment merged here, is refreshed only when the rows outside it
+        fill a whole fragment.
         """
         segments = chain.from_iterable(index.segments for index in self._dataset.describe_indices())
         indexed = {i for segment in segments for i in segment.fragment_ids}
@@ -142,7 +144,7 @@ class LanceLog:
         merged = self._merge_fragments({"excluded_fragment_ids": sorted(others)})
         if self._fsync:
             _sync_manifest(Path(self._location.uri), self._dataset)
-        # where no row is left there is no fragment to reserve an id for
+        # Without any remaining row there is no fragment to reserve an id for.
         return VERSIONS_PER_MERGE if [bool(m.new_fragments) for m in merged] == [True] else 0
 
     def compact(self) -> None:
@@ -150,28 +152,28 @@ class LanceLog:
         self._merge_fragments()
         if self._dataset.describe_indices():
             self._dataset.optimize.optimize_indices()
-        else:  # who made the store was killed before the index
+        else:  # the process that created the store was killed before it made the index
             self._dataset.create_scalar_index(INDEXED, "BTREE")
         self._sync()
 
     def drop_old_versions(self) -> None:
-        """Remove versions that no reader can still hold, through a handle of its own: from any thread.
+        """Remove versions that no reader can still hold. Callable from any thread; uses its own handle.
 
-        Commits may go on meanwhile: what they write stands in no version that this looks at.
+        Commits may go on: this does not touch the versions that they write.
         """
         lance.dataset(self._location.uri, session=self._session).cleanup_old_versions(older_than=READER_GRACE)
 
     def rewrite_deleted(self) -> None:
-        """Rewrite what deletions touched, and the index, so that the newest version has none of it."""
+        """Rewrite fragments with deletions, and the index, so that the newest version has no deleted rows."""
         self._merge_fragments({"materialize_deletions_threshold": 0.0})
         self._dataset.create_scalar_index(INDEXED, "BTREE", replace=True)
         self._sync()
 
     def drop_history(self, *, alone: bool) -> None:
-        """Remove every version but the newest, and what appends that never ended left behind.
+        """Remove every version but the newest, and files of interrupted appends.
 
-        Unless `alone`, such an append may be under way in another process, so that files of the last
-        `READER_GRACE` are left to a later call.
+        Unless `alone`, another process may have an append in flight, so files of the last `READER_GRACE` are
+        left to a later call.
         """
         self._dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=alone)
         if not alone:
@@ -186,7 +188,7 @@ class LanceLog:
                 self._location.remove(name)
 
     def _merge_fragments(self, options: CompactionOptions | None = None) -> list[RewriteResult]:
-        """Rewrite small fragments as large ones, in their order."""
+        """Merge small fragments into large ones, in order."""
         chosen: CompactionOptions = {"target_rows_per_fragment": ROWS_PER_FRAGMENT, **(options or {})}
         plan = Compaction.plan(self._dataset, chosen)
         rewritten = [task.execute(self._dataset) for task in plan.tasks]
@@ -213,9 +215,10 @@ class LanceLog:
 
 
 def _worth_merging(rows: dict[int, int]) -> set[int]:
-    """Of fragments and their rows, oldest first, the last ones: up to one larger than all behind it.
+    """The newest fragments, back to the first one with more rows than all newer ones together.
 
-    What is merged has then doubled at least, so that a row is rewritten O(log) times.
+    `rows`: row counts by fragment, oldest first. Merging then at least doubles a fragment, so that a row is
+    rewritten O(log) times.
     """
     chosen: set[int] = set()
     behind = 0
@@ -232,11 +235,11 @@ def _is_whole(location: Location) -> bool:
 
 
 def _sync_version(uri: Path, dataset: lance.LanceDataset) -> None:
-    """What a version holds beside data files must be on the disk: index, deletions, manifest."""
+    """Flush a version's files besides data: index, deletions, manifest."""
     for folder in (uri / "_indices", uri / "_deletions"):
         for parent, _, names in os.walk(folder):
             for path in (*(Path(parent, name) for name in names), Path(parent)):
-                with suppress(FileNotFoundError):  # of a version that is being dropped
+                with suppress(FileNotFoundError):  # of a version that is being removed
                     fsync_path(path)
     _sync_manifest(uri, dataset)
     fsync_path(uri)

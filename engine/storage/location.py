@@ -1,7 +1,7 @@
-"""Where a store lies: a folder (of this machine, or a shared disk) or a prefix of an S3 bucket.
+"""The location of a store: a folder (of this machine, or a shared disk) or a prefix of an S3 bucket.
 
-Small files are read, replaced and created here; Lance reads and writes its datasets itself, at `uri`.
-Credentials, region and endpoint of S3 come from the AWS_* variables, which both sides read.
+This module reads, replaces and creates small files; Lance accesses its datasets itself, at `uri`. Both take
+credentials, region and endpoint of S3 from the AWS_* variables.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ DRAFT = ".draft"
 
 
 class StoreError(UndertowError):
-    """The store cannot be opened or written; the text names the cure."""
+    """The store cannot be opened or written; the message names the cure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A folder or a prefix of a bucket, whether or not anything is there; can be pickled and compared.
+    """A folder or a prefix of a bucket, whether or not it exists. Picklable and comparable.
 
-    Names are relative and use slashes. StoreError where the disk or the object store refuses.
+    Names are relative and use slashes. Methods raise StoreError if the disk or the object store refuses.
     """
 
     uri: str
 
     @classmethod
     def of(cls, where: Location | Path | str) -> Location:
-        """A place of its text; a folder is made absolute, so that other processes mean the same one.
+        """Parse a location. A folder becomes absolute, so that it is valid in other processes.
 
         ValueError: the text is an address of another kind.
         """
@@ -68,8 +68,8 @@ class Location:
         return None if self.uri.startswith(S3) else Path(self.uri)
 
     def read(self, name: str) -> bytes | None:
-        """The whole file; None where there is none."""
-        with _telling("read", self / name):
+        """The whole file; None if there is none."""
+        with _store_errors("read", self / name):
             try:
                 if self.folder is not None:
                     return (self.folder / name).read_bytes()
@@ -79,8 +79,8 @@ class Location:
                 return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a file there, or others' contents in its place: atomic, and durable on return."""
-        with _telling("write", self / name):
+        """Create or replace a file, atomically and durably."""
+        with _store_errors("write", self / name):
             if self.folder is None:
                 client, key = self._at(name)
                 obstore.put(client, key, data, mode="overwrite", use_multipart=False)
@@ -88,8 +88,8 @@ class Location:
             replace_file(self.folder / name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Like `write`, but only where there is no such file; False: there is, and it stays as it is."""
-        with _telling("write", self / name):
+        """Like `write`, only if there is no such file. Returns whether it was created."""
+        with _store_errors("write", self / name):
             if self.folder is None:
                 client, key = self._at(name)
                 try:
@@ -107,8 +107,8 @@ class Location:
             return True
 
     def exists(self, name: str = "") -> bool:
-        """Whether there is a file of this name, or a folder (on an object store: anything below it)."""
-        with _telling("read", self / name):
+        """Whether there is a file or folder of this name (on an object store: anything below it)."""
+        with _store_errors("read", self / name):
             if self.folder is not None:
                 return (self.folder / name).exists()
             client, key = self._at(name)
@@ -119,8 +119,8 @@ class Location:
             return any(map(len, obstore.list(client, _below(key), chunk_size=1)))
 
     def children(self, prefix: str = "") -> list[str]:
-        """Names of the files and folders that lie in the folder `prefix` itself, sorted; relative to it."""
-        with _telling("read", self / prefix):
+        """The names of the files and folders directly in the folder `prefix`, sorted, relative to it."""
+        with _store_errors("read", self / prefix):
             if self.folder is not None:
                 folder = self.folder / prefix
                 return (
@@ -132,12 +132,12 @@ class Location:
             return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def list(self, prefix: str = "", *, before: datetime | None = None) -> list[str]:
-        """Names of all files in the folder `prefix` and below it, sorted; relative to this place.
+        """The names of all files in the folder `prefix` and below, sorted, relative to this location.
 
-        `before`, zoned: only those last written earlier than that.
+        `before`, zoned: only files last written earlier.
         """
         bound = datetime.max.replace(tzinfo=UTC) if before is None else before
-        with _telling("read", self / prefix):
+        with _store_errors("read", self / prefix):
             if self.folder is not None:
                 return sorted(name for name, moment in _files(self.folder, prefix) if moment < bound)
             client, key = self._at(prefix)
@@ -145,8 +145,8 @@ class Location:
             return sorted(self._name(entry["path"]) for entry in found if entry["last_modified"] < bound)
 
     def remove(self, prefix: str) -> None:
-        """Remove the file or folder of this name with all that is in it; nothing there is no error."""
-        with _telling("remove", self / prefix):
+        """Remove a file or a folder with its contents, if it exists."""
+        with _store_errors("remove", self / prefix):
             if self.folder is None:
                 client, key = self._at(prefix)
                 below = [entry["path"] for entry in chain.from_iterable(obstore.list(client, _below(key)))]
@@ -169,27 +169,27 @@ class Location:
 
 
 def _below(key: str) -> str | None:
-    """The prefix of all keys below one."""
+    """The prefix of all keys below a key."""
     return f"{key}/" if key else None
 
 
 @lru_cache
 def s3_client(bucket: str) -> S3Store:
-    """The client of a bucket; credentials, region and endpoint come from the AWS_* variables."""
+    """The client of a bucket, configured by the AWS_* variables."""
     return S3Store(bucket)
 
 
 def _files(root: Path, prefix: str) -> Iterator[tuple[str, datetime]]:
-    """Name and time of the last change of every file."""
+    """The name and modification time of every file."""
     for path in (root / prefix).rglob("*"):
         if path.suffix != DRAFT and path.is_file():
             yield path.relative_to(root).as_posix(), datetime.fromtimestamp(path.stat().st_mtime, UTC)
 
 
 def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Put a file there, or others' contents in its place: atomic, and durable on return. OSError.
+    """Create or replace a file, atomically and durably. OSError.
 
-    `mode`: its rights from the first byte on, less what the umask takes away.
+    `mode`: its permissions from the start, reduced by the umask.
     """
     with _draft(target, data, mode) as draft:
         draft.replace(target)
@@ -197,14 +197,14 @@ def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def remove_drafts(target: Path) -> None:
-    """Remove what killed writers of a file have left. Only for who keeps other writers out. OSError."""
+    """Remove the drafts of killed writers of a file. The caller must exclude other writers. OSError."""
     for draft in target.parent.glob(f".{target.name}.*{DRAFT}"):
         draft.unlink(missing_ok=True)
 
 
 @contextmanager
 def _draft(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
-    """A durable file with `data` beside `target`, of a name that no other writer has."""
+    """A durable file with `data` beside `target`, with a unique name."""
     make_folder(target.parent)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}{DRAFT}")
     try:
@@ -218,7 +218,7 @@ def _draft(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, durably. OSError."""
+    """Create a folder and its parents durably. OSError."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -235,12 +235,12 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
-def _telling(verb: str, location: Location) -> Iterator[None]:
+def _store_errors(verb: str, location: Location) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError) as error:
         if location.folder is None:
-            why = str(error).partition("\n")[0]  # what follows is for those who mend the client
+            why = str(error).partition("\n")[0]  # the rest is for developers of the client
             cure = "Check the bucket, the AWS_* variables and the network"
         else:
             why = str(getattr(error, "strerror", error))

@@ -1,4 +1,4 @@
-"""What the journal's payloads hold, by kind of row, and the codecs between them and engine/base/model.py."""
+"""The payloads of journal rows by kind, and their conversion from and to engine/base/model.py."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ControlKind = Literal["settings", "flush", "delete", "update", "replay", "policy
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A record of the log that is no turn: what a user did to the tenant's memories, or asked of them.
+    """A record of the log that is no turn, such as a deletion, an update, or feedback from an answer.
 
-    `settings` and `policy` with seq -1 are those the tenant began with and take no place in the log.
+    `settings` and `policy` with seq -1 are the tenant's initial ones and have no place in the log.
     """
 
     kind: ControlKind
@@ -31,7 +31,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class LlmJob:
-    """An LLM job as `undertow jobs` shows it. `cluster` holds the seqs it will consolidate."""
+    """An LLM job as listed by `undertow jobs`. `cluster` holds the seqs of its turns."""
 
     id: str
     seq: int
@@ -44,7 +44,7 @@ class LlmJob:
 def turn_row(
     tenant: str, tenant_key: str, generation: int, seq: int, turn: Turn | PackedTurn, timestamp: str | None
 ) -> Row:
-    """The row of a turn; its vector is set once it is encoded. `timestamp` is the effective one."""
+    """The row of a turn, without its vector. `timestamp` is the effective one."""
     if isinstance(turn, Turn):
         payload = turn_payload(turn, timestamp)
     else:
@@ -53,20 +53,20 @@ def turn_row(
 
 
 def turn_payload(turn: Turn, timestamp: str | None) -> bytes:
-    """What the journal stores of a turn, as JSON. JSONEncodeError (a TypeError) for what JSON cannot hold."""
+    """The JSON payload of a turn. JSONEncodeError (a TypeError) for values that JSON cannot represent."""
     messages = [_message_body(m) for m in turn.messages]
     body: dict[str, Any] = {"key": turn.dedupe_key, "session": turn.session_id, "messages": messages}
     if timestamp is not None:
         body["timestamp"] = timestamp
     if turn.metadata:
         body["metadata"] = dict(turn.metadata)
-    # The copy has its exact size: orjson's own buffer is cut short in place, which leaves about 4 KB of heap
-    # that nothing else fits into for each of the payloads that stay in memory.
+    # A copy of exact size: orjson truncates its buffer in place, which would fragment the heap by about 4 KB
+    # for each payload in memory.
     return bytes(memoryview(orjson.dumps(body)))
 
 
 def _stamped(payload: bytes, timestamp: str | None) -> bytes:
-    """The payload of a turn without a time of its own, with its session's; fields in their usual order."""
+    """The payload of an undated turn with its session's timestamp, fields in their usual order."""
     body = orjson.loads(payload)
     metadata = body.pop("metadata", None)
     body["timestamp"] = timestamp
@@ -93,12 +93,12 @@ def messages_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def key_hash(dedupe_key: str) -> int:
-    """64-bit hash of a dedupe key: a tenant's set of them is small enough to keep in memory."""
+    """The 64-bit hash of a dedupe key; small enough to keep all of a tenant's in memory."""
     return int.from_bytes(hashlib.blake2b(dedupe_key.encode(errors="surrogatepass"), digest_size=8).digest())
 
 
 def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | None) -> Row:
-    """The row of one version of an episode or a fact; a deleted version has no vector."""
+    """The row of one version of an episode or a fact. A deleted version has no vector."""
     body: dict[str, Any] = {
         "text": memory.text,
         "version": memory.version,
@@ -159,19 +159,19 @@ def control_of(row: Row) -> Control:
     return Control(body["kind"], row.seq, body["body"])
 
 
-def without_words(control: Control) -> Control:
-    """An update whose text has to go with a deleted turn's words; its place in the log stays."""
+def without_text(control: Control) -> Control:
+    """The update without its text, which holds a deleted turn's words. Its place in the log stays."""
     return Control(control.kind, control.seq, {k: v for k, v in control.body.items() if k != "text"})
 
 
 def outdated_updates(rows: Iterable[Row]) -> list[int]:
-    """Lsns of the updates among `rows` (oldest first) that a later row, `without_words`, stands for."""
+    """The lsns of the updates among `rows` (oldest first) that a later row, made `without_text`, replaces."""
     newest: dict[tuple[str, int, str], int] = {}
     outdated = []
     for row in rows:
         if row.kind != "control" or (control := control_of(row)).kind != "update":
             continue
-        # with the id, which no other life of the tenant has
+        # The id tells the incarnations of the tenant apart.
         place = (row.tenant_key, row.seq, control.body["memory_id"])
         if place in newest:
             outdated.append(newest[place])

@@ -1,7 +1,7 @@
-"""What makes a place a store: its description (`store.json`), its format version, its writer's lock.
+"""The description of a store (`store.json`), its format version, and its writer's lock.
 
 store/store.json      format version, encoder fingerprint, key of the tenant hashes, journal in force
-store/writer.lock     in a folder: held by the one process that may append
+store/writer.lock     only in a folder: held by the process that may append
 store/journal.lance   the journal (after a reindex journal-EPOCH.lance)
 """
 
@@ -35,10 +35,10 @@ class StoreLocked(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """What `store.json` holds.
+    """The contents of `store.json`.
 
-    `journal` names the dataset in force, so that replacing this one file puts another in its place.
-    `policy` has made the memories; stores from before there was a second one do not name it.
+    `journal` names the dataset in force, so that replacing this file switches to another. `policy` made the
+    memories; old stores do not name it.
     """
 
     format_version: int
@@ -52,7 +52,7 @@ class StoreInfo:
     def new(
         cls, dim: int, encoder: dict[str, Any], hash_key: str | None = None, policy: str = "recmem"
     ) -> Self:
-        """A description with this key, or a new one. ValueError: the key is not 64 hexadecimal digits."""
+        """A new description, by default with a new key. ValueError: the key is not 64 hexadecimal digits."""
         if hash_key is not None and not HASH_KEY.fullmatch(hash_key):
             raise ValueError(f"hash_key is {hash_key!r:.80}; it must be 64 hexadecimal digits in lower case")
         return cls(FORMAT_VERSION, dim, encoder, hash_key or secrets.token_hex(32), policy=policy)
@@ -62,19 +62,19 @@ class StoreInfo:
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2)
 
     def tenant_key(self, tenant: str) -> str:
-        """Keyed 128-bit hash of a tenant's name: what the index and deletions name it by."""
+        """The keyed 128-bit hash of a tenant's name, for the index and for deletions."""
         key = bytes.fromhex(self.hash_key)
         return hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=key, digest_size=16).hexdigest()
 
 
 def is_store(where: Location | Path | str) -> bool:
-    """Whether the place holds a description and a journal, whatever is in them."""
+    """Whether the location has a description and a journal, whatever their contents."""
     names = Location.of(where).children()
     return DESCRIPTION in names and any(JOURNAL_NAME.fullmatch(name) for name in names)
 
 
 def read_info(where: Location | Path | str) -> StoreInfo:
-    """Read `store.json`; StoreError when it is missing, damaged, no description or of another format."""
+    """Read `store.json`. StoreError if it is missing, damaged, no description, or of another format."""
     location = Location.of(where)
     data = location.read(DESCRIPTION)
     if data is None:
@@ -105,14 +105,14 @@ def _no_description(location: Location, flaw: str) -> StoreError:
 
 
 def _flaw(raw: dict[str, Any]) -> str | None:
-    """What keeps a JSON object from being a description of this format; None for nothing."""
+    """Why a JSON object is no description of this format; None if it is one."""
     types = {"encoder": dict} | {n: t for n, t in get_type_hints(StoreInfo).items() if n != "encoder"}
     needed = [f.name for f in fields(StoreInfo) if f.default is MISSING]
     if missing := [name for name in needed if name not in raw]:
         return f"it lacks {', '.join(missing)}"
     if unknown := sorted(raw.keys() - types):
         return f"it has the unknown field {unknown[0]!r}"
-    # JSON's true would pass for an int
+    # JSON's true would pass as an int.
     wrong = [n for n, v in raw.items() if isinstance(v, bool) or not isinstance(v, types[n])]
     if wrong:
         return f"{wrong[0]} is {raw[wrong[0]]!r:.60}"
@@ -129,7 +129,7 @@ def write_info(location: Location, info: StoreInfo) -> None:
 
 
 class WriterLock:
-    """The right to append to one store: held by one process at a time, until closed or killed."""
+    """The exclusive right to append to a store, held by one process until closed or killed."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "writer.lock"

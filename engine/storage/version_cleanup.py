@@ -1,7 +1,7 @@
-"""Old versions of a table are removed on a thread of its own, beside the one that serves.
+"""Removes old versions of a table on a background thread.
 
-All versions of the last `READER_GRACE` are looked through each time: 0.3 ms each, and at twenty commits a
-second there are thousands of them. So it is done a few times in that span, however many commits there are.
+Each removal inspects all versions of the last `READER_GRACE`, at 0.3 ms each. Twenty commits a second make
+thousands of them, so removals run only a few times in that span, however many commits there are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUNS_PER_GRACE = 5
 
 
 class VersionCleaner:
-    """At most one removal at a time. `start` and `wait` belong to the table's writer."""
+    """Runs at most one removal at a time. The table's writer calls `start` and `wait`."""
 
     def __init__(self, table: LanceLog) -> None:
         self._table = table
@@ -27,23 +27,23 @@ class VersionCleaner:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin a removal, unless one is under way or has begun lately. RuntimeError: there is no thread."""
+        """Start a removal unless one is running or began recently. RuntimeError: no thread can be started."""
         now_s = time.monotonic()
         if now_s < self._due_s or (self._thread is not None and self._thread.is_alive()):
             return
-        # no daemon: Python's end waits for it, who forgets to close a journal included
+        # No daemon: the interpreter waits for it at exit, even if the journal was not closed.
         thread = threading.Thread(target=self._run, name="tidier")
         thread.start()
         self._thread = thread
         self._due_s = now_s + log_table.READER_GRACE.total_seconds() / RUNS_PER_GRACE
 
     def wait(self) -> None:
-        """Return once no removal is under way."""
+        """Wait for a running removal to end."""
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
         try:
             self._table.drop_old_versions()
-        except LANCE_ERRORS as error:  # nothing rests on it, and the next one removes what this one left
+        except LANCE_ERRORS as error:  # harmless: the next removal removes what this one left
             log.warning("cannot remove old versions of %s: %s. The next try follows.", self._table, error)

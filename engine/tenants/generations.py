@@ -1,7 +1,7 @@
-"""Generations of memories: what one policy has made of a tenant's log, from its start.
+"""Generations of memories: those that one policy has made from a tenant's log.
 
-The first begins with the log. A change of policy begins another: the log is read again, while searches go
-on in the one before, until the new one has come to the record of the change.
+The first generation begins with the log. A change of policy begins another one: the log is read again from
+its start, while searches use the previous generation, until the new one reaches the record of the change.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import Control, control_of
 from undertow.kernels.arena.arena import Arena
 
-# in the place of a tier's segment: its memories are no longer searched
+# The segment of a tier whose memories are no longer searched.
 NO_SEGMENT = -1
-# where the decision stands that begins to read a log anew: before all records
+# The seq of a decision that starts a reread of the log: before all records.
 BEFORE_LOG = -1
 
 
 @dataclass(slots=True)
 class Tier:
-    """The episodes or the facts of a generation: one arena row each, in order of birth.
+    """The episodes or the facts of a generation: one arena row each, in order of creation.
 
-    `ended`: the last versions of those that were deleted, by id; what they said before is in the journal.
+    `ended`: the last versions of deleted memories, by id; the journal has the earlier versions.
     """
 
     segment: int
@@ -42,13 +42,13 @@ class Tier:
         return [m for m in self.rows if m is not None]
 
     def find(self, memory_id: str) -> Memory | None:
-        """A memory as it stands, or the last version of a deleted one; None: there never was one."""
+        """The current version of a memory, or the last version of a deleted one. None: unknown id."""
         row = self.row_of.get(memory_id)
         current = None if row is None else self.rows[row]
         return current or self.ended.get(memory_id)
 
     def set(self, memory: Memory, vector: NDArray[np.float16] | None, arena: Arena) -> None:
-        """A new version takes its memory's row; a first version gets a row of its own."""
+        """Store a version. A first version gets a new row; later ones replace it."""
         row = self.row_of.get(memory.id)
         if memory.deleted:
             self.ended[memory.id] = memory
@@ -70,26 +70,26 @@ class Tier:
 
 
 Missed = tuple[str, frozenset[str]]
-"""A question that facts did not cover, and the ids of the episodes that did."""
+"""A question that facts did not cover, and the ids of the episodes that covered it."""
 
 
 def missed_of(body: Mapping[str, Any]) -> Missed:
-    """What a `reconsolidate` record is about."""
+    """The question and episodes of a `reconsolidate` record."""
     return body["question"], frozenset(body["episode_ids"])
 
 
 class Generation:
-    """What `policy` (None: the store's) has made of a tenant's log. `number`: 1 for the first."""
+    """The memories that `policy` (None: the store's) has made from a log. `number` counts from 1."""
 
     def __init__(self, number: int, policy: str | None, arena: Arena) -> None:
         self.number = number
         self.policy = policy
-        # behind the last turn of the log that it has settled
+        # One after the last settled turn.
         self.settled_end = 0
-        # by id of a fact: the answers that were given it, as far as the log is decided
+        # By id of a fact: the number of answers that used it, as far as the log is decided.
         self.uses: Counter[str] = Counter()
-        # what questions have taught since anything but a question changed its memories: once more would teach
-        # nothing. No more than there are such records in the log
+        # Questions already learned from since anything but a question changed the memories. Bounded by the
+        # number of such records in the log.
         self.learned: set[Missed] = set()
         self.tiers: dict[MemoryKind, Tier] = {
             "episode": Tier(arena.new_segment()),
@@ -97,7 +97,7 @@ class Generation:
         }
 
     def note(self, record: Control | bytes | None, body: Mapping[str, Any]) -> None:
-        """A record was decided, as `body` says."""
+        """Note a decided record; `body` is its decision."""
         match record:
             case Control(kind="used"):
                 self.uses.update(record.body["fact_ids"])
@@ -112,7 +112,7 @@ class Generation:
         return [tier.segment for tier in self.tiers.values() if tier.segment != NO_SEGMENT]
 
     def retire(self, arena: Arena) -> None:
-        """Give the arena its rows back. What rests on which turns stays known; words are in the journal."""
+        """Release its arena rows and texts. Provenance stays in memory; the journal has the texts."""
         for tier in self.tiers.values():
             arena.release(tier.segment)
             tier.segment = NO_SEGMENT
@@ -120,7 +120,7 @@ class Generation:
 
 
 def shown_generation(rows: Iterable[Row]) -> int:
-    """Which generation is searched. `rows`: a tenant's control and decision rows, oldest first."""
+    """The number of the searched generation. `rows`: a tenant's control and decision rows, oldest first."""
     rows = list(rows)
     changes = sorted(row.seq for row in rows if row.kind == "control" and is_change(row))
     shown, target = 1, None
@@ -135,12 +135,12 @@ def shown_generation(rows: Iterable[Row]) -> int:
 
 
 def is_change(row: Row) -> bool:
-    """Whether a control row is a change of policy with a place in the log."""
+    """Whether a control row is a change of policy within the log."""
     return row.seq >= 0 and control_of(row).kind == "policy"
 
 
 def since_reread(rows: Iterable[Row]) -> list[Row]:
-    """Of a tenant's rows, oldest first, without those of earlier generations' decisions and jobs."""
+    """A tenant's rows, oldest first, without decisions and jobs of earlier generations."""
     rows = list(rows)
     begun = max((row.lsn for row in rows if row.kind == "decision" and row.seq == BEFORE_LOG), default=-1)
     return [row for row in rows if row.kind not in ("decision", "job") or row.lsn > begun]

@@ -1,7 +1,8 @@
-"""Tenants that leave a shard or have come to it: what the `move` rows of its journal say of them.
+"""The `move` rows of a journal: tenants that leave a shard or have arrived at it.
 
-While a resharding goes on, such a row stands for a tenant by its key alone. At the shard that it leaves:
-`sealed` (nothing more is written for it here), then `released` (it has arrived). At the other: `arrived`.
+During a resharding such a row names a tenant by its key alone. On the source shard it is `sealed` (nothing
+more is written for the tenant here), then `released` (the tenant has arrived). On the target shard it is
+`arrived`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from undertow.engine.storage.journal import Row
 
 
 class Moved(UndertowError):
-    """The tenant lives at the shard `to`: ask there."""
+    """The tenant is on the shard `to`. Ask there."""
 
     def __init__(self, tenant: str, to: str) -> None:
         super().__init__(tenant, to)
@@ -27,7 +28,7 @@ class Moved(UndertowError):
 
 
 class InTransit(UndertowError):
-    """The tenant is on its way to the shard `to`: nothing was done; ask the same shard again shortly."""
+    """The tenant is moving to the shard `to`. Nothing was done; ask the same shard again shortly."""
 
     def __init__(self, tenant: str, to: str) -> None:
         super().__init__(tenant, to)
@@ -38,18 +39,18 @@ class InTransit(UndertowError):
 
 
 class MoveError(UndertowError):
-    """A step of a move cannot be taken; nothing has changed by it."""
+    """A step of a move is impossible; nothing changed."""
 
 
 class NotYet(MoveError):
-    """The other shard's journal cannot be read now: it is being taken over or purged. Try again."""
+    """The other shard's journal is being taken over or purged. Try again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One move of a tenant, as one of the two journals has it. `peer`: the shard at the other end.
+    """One move of a tenant in one of the two journals. `peer` is the other shard.
 
-    `map_version`: of the shard map that asked for it.
+    `map_version` is that of the shard map that requires the move.
     """
 
     state: Literal["sealed", "released", "arrived"]
@@ -57,7 +58,7 @@ class Move:
     map_version: int
 
     def refusal(self, tenant: str) -> Moved | InTransit:
-        """What a shard answers for a tenant that leaves it."""
+        """The error for calls to a tenant that leaves this shard."""
         return (Moved if self.state == "released" else InTransit)(tenant, self.peer)
 
 

@@ -1,4 +1,4 @@
-"""Rebuilds a tenant from its rows of the journal."""
+"""Replay: rebuilds a tenant's live state from its journal rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena
 
 
-def fold(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
-    """Rebuild a tenant from its rows: first the log in seq order, then decisions, then memories.
+def replay(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
+    """Rebuild a tenant: first the log in seq order, then decisions, then memories.
 
-    Decisions say which generations there are, and so where each memory belongs.
-
-    A turn whose row was purged after its deletion is filled in from the delete record. Of two records with
-    one place in the log the later one counts: that is the one without words.
+    Decisions define the generations, and so the place of each memory. A turn whose row was purged after its
+    deletion is restored from the delete record. Of two records with one seq the later counts: it is redacted.
     """
-    _fold_log(tenant, rows, arena)
+    _replay_log(tenant, rows, arena)
     memories: dict[str, tuple[Memory, NDArray[np.float16] | None]] = {}
     for row in rows:
         if row.kind in ("episode", "fact"):
@@ -42,7 +40,7 @@ def fold(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
         tenant.set_memory(memory, vector)
 
 
-def _fold_log(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
+def _replay_log(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
     turns = {row.seq: row for row in rows if row.kind == "turn"}
     controls = [control_of(row) for row in rows if row.kind == "control"]
     deletions = {c.body["turn_seq"]: c for c in controls if c.kind == "delete" and "turn_seq" in c.body}

@@ -1,111 +1,79 @@
-"""One tenant's live state, as a fold over its journal rows: the same code runs live and at replay.
+"""One tenant's live state. The same methods build it live and at replay from the journal.
 
-Row numbers of the arena are positions: the turn segment holds one row a turn in seq order, the
-episode and fact segments one row a memory in order of birth (a new version overwrites its row). So
-"lower row" is "lower seq, then lower ordinal", which is how ties are settled everywhere.
+Arena rows are positions: the turn segment has one row per turn in seq order, the episode and fact segments
+one row per memory in order of creation (a new version overwrites its row). So a lower row means a lower seq,
+then a lower ordinal, and that is how ties are broken everywhere.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import Decision, Memory, MemoryKind, Usage, lines_of
-from undertow.engine.policies.base import Thresholds, TurnView
-from undertow.engine.storage.row_codec import Control, LlmJob, messages_of, usage_from_json, without_words
+from undertow.engine.base.model import Decision, Memory, MemoryKind, Usage
+from undertow.engine.policies.base import Thresholds
+from undertow.engine.storage.row_codec import Control, LlmJob, usage_from_json
 from undertow.engine.tenants.generations import Generation, Tier
+from undertow.engine.tenants.log import NO_ROW, RecordLog
 from undertow.kernels.arena.arena import Arena
 
-# what `counts` has of the decisions of the generation that the cursor makes
+# The entries of `counts` that belong to the generation that the cursor builds.
 DECISION_COUNTS = ("merges", "merge_refusals", "consolidations", "partition_repairs")
-NO_ROW = -1
 NO_SEQ = -1
 
 
-class Tenant:
-    """Log, cursor, marks and memories of one tenant.
+class Tenant(RecordLog):
+    """Log, cursor, live flags, jobs and memories of one tenant.
 
-    Marks and jobs are those of `making`, the generation that the cursor makes; searches see `shown`. They
-    are two only while the log is read again for a change of policy.
+    The cursor builds the generation `making`, to which flags and jobs belong; searches see `shown`. The two
+    differ only while the log is read again after a change of policy.
     """
 
     def __init__(self, name: str, key: str, arena: Arena) -> None:
+        super().__init__()
         self.name = name
         self.key = key
-        # which life of its name: 1, and one more with each that was erased
-        self.life = 1
+        # 1, and higher with each earlier incarnation of the name that was erased
+        self.incarnation = 1
         self.cursor = 0
         self.turns_segment = arena.new_segment()
         self.making = self.shown = Generation(1, None, arena)
         self.retired: list[Generation] = []
-        # changes of policy in the log, (seq, name), oldest first
+        # Changes of policy in the log, (seq, name), oldest first.
         self.changes: list[tuple[int, str]] = []
-        # the change for which the log is being read again
+        # The seq of the change for which the log is being read again.
         self.reread_to: int | None = None
-        # meanwhile: of the turns at its beginning, bool [rows], those that `shown` had made nothing of
+        # Meanwhile, for the turns before the reread, bool [rows]: not consolidated in `shown`.
         self.unconsolidated: NDArray[np.bool_] | None = None
-        # By seq: the payload of a turn (None once deleted), or the control record.
-        self.records: list[bytes | Control | None] = []
-        self.row_by_seq = array("q")
-        self.seq_by_row = array("q")
-        # By hash of a turn's dedupe key: its seq, also of a deleted one. About 100 bytes a turn.
-        self.keys: dict[int, int] = {}
-        self.last_timestamp: dict[str, str] = {}
-        self.thresholds_from: list[tuple[int, Thresholds]] = []
-        # by id of an episode or fact: the last record that deletes or updates it
+        # By id of an episode or fact: the seq of the last record that deletes or updates it.
         self._changes: dict[str, int] = {}
         self.jobs: dict[str, LlmJob] = {}
         self.counts: Counter[str] = Counter()
         self.meter: dict[str, Usage] = {}
         self._arena = arena
 
-    # ---- the log
-
-    def thresholds_at(self, seq: int) -> Thresholds:
-        return next(t for since, t in reversed(self.thresholds_from) if since <= seq)
-
-    def turn(self, seq: int) -> TurnView:
-        record = self.records[seq]
-        if record is None:
-            return TurnView(seq, "", None)
-        if isinstance(record, Control):
-            raise ValueError(f"record {seq} of the log is no turn")
-        body = orjson.loads(record)
-        lines = lines_of(messages_of(body))
-        return TurnView(seq, "\n".join(lines), body.get("timestamp"), lines, body["session"])
-
-    def exists(self, seq: int) -> bool:
-        return isinstance(self.records[seq], bytes)
-
-    def controls_after(self, seq: int) -> Iterator[Control]:
-        """The control records behind record `seq`."""
-        return (record for record in self.records[seq + 1 :] if isinstance(record, Control))
-
     @property
     def tiers(self) -> Mapping[MemoryKind, Tier]:
-        """What is searched."""
+        """The tiers that searches see."""
         return self.shown.tiers
 
     def current(self, kind: MemoryKind) -> list[Memory]:
         return self.tiers[kind].current()
 
     def episode_of(self, fact: Memory) -> Memory | None:
-        """The episode that the fact was written in sight of, or its last version where it was deleted."""
+        """The episode shown when the fact was written; its last version if it was deleted."""
         if fact.episode_id is None:
             return None
         return self.tiers["episode"].find(fact.episode_id)
 
     def is_changing(self, memory: Memory) -> bool:
-        """Whether a user has deleted or updated the memory, and the cursor has yet to come to it.
+        """Whether a user's deletion or update of the memory is still undecided.
 
-        While the log is read again, that is so of none: no memory can be edited then.
+        Always False while the log is read again: no memory can be edited then.
         """
         return self.reread_to is None and self._changes.get(memory.id, NO_SEQ) >= self.cursor
 
@@ -113,23 +81,23 @@ class Tenant:
 
     @property
     def generation(self) -> int:
-        """What the ids of memories and jobs are made with; no other life of the name has it."""
-        return self.life + self.making.number - 1
+        """The number that ids of memories and jobs contain; unique over all incarnations of the name."""
+        return self.incarnation + self.making.number - 1
 
     @property
     def change_ahead(self) -> tuple[int, str] | None:
-        """The newest change of policy, while searches do not see what it makes."""
+        """The newest change of policy, until searches see its memories."""
         return self.changes[-1] if self.shown.number <= len(self.changes) else None
 
     def begins_reread(self, seq: int) -> bool:
-        """Whether to decide this record is to read the log again."""
+        """Whether deciding this record starts a reread of the log."""
         is_change = any(seq == change for change, _ in self.changes)
         return is_change and (self.reread_to is None or seq > self.reread_to)
 
     def upcoming(self, count: int) -> range:
-        """The next records to be decided, `count` at most; a change of policy ends them.
+        """The next records to decide, at most `count`, up to a change of policy.
 
-        While the log is read again a newer change comes first: what was begun is of no use any more.
+        During a reread, a newer change comes first: it makes the reread obsolete.
         """
         target = self.reread_to
         if target is not None and (newest := self.changes[-1][0]) > target:
@@ -138,7 +106,7 @@ class Tenant:
         return range(self.cursor, min(self.cursor + count, self.next_seq, *(seq + 1 for seq in ends)))
 
     def _reread(self, target: int) -> None:
-        """Begin to read the log again, up to the change of policy at record `target`."""
+        """Start to read the log again, up to the change of policy at record `target`."""
         if self.reread_to is None:
             self.unconsolidated = self._not_consolidated()
         else:
@@ -151,7 +119,7 @@ class Tenant:
         self._arena.set_live(self._turn_handles(s for s in self.seq_by_row if self.exists(s)), True)
 
     def _switch(self) -> None:
-        """The log was read again: from here on searches see what came of it."""
+        """The reread is complete: searches see the new generation."""
         self._retire(self.shown)
         self.shown = self.making
         self.reread_to = self.unconsolidated = None
@@ -168,7 +136,7 @@ class Tenant:
         return kept
 
     def not_consolidated(self) -> NDArray[np.bool_]:
-        """The turns that no memory in `shown` was made of, bool [rows]: live, or of a job that is parked."""
+        """bool [rows]: turns that `shown` has not consolidated; they are live, or wait in a parked job."""
         if self.unconsolidated is None:
             return self._not_consolidated()
         later = np.ones(len(self.seq_by_row) - len(self.unconsolidated), dtype=bool)
@@ -176,14 +144,10 @@ class Tenant:
 
     @property
     def may_change(self) -> bool:
-        """Whether `is_changing` can be true of any memory."""
+        """Whether `is_changing` may be True for some memory."""
         return bool(self._changes) and self.cursor < self.next_seq
 
     # ---- sizes
-
-    @property
-    def next_seq(self) -> int:
-        return len(self.records)
 
     @property
     def undecided_count(self) -> int:
@@ -191,34 +155,20 @@ class Tenant:
 
     @property
     def waiting_count(self) -> int:
-        """Decided turns that still count in gates."""
+        """The number of decided turns that still count in gates."""
         live = self._arena.flags(self.turns_segment)[: self.rows_before(self.cursor)] & Arena.LIVE
         return int(np.count_nonzero(live))
 
-    def rows_before(self, seq: int) -> int:
-        """How many turn rows stand before record `seq`: the causal mask of its gate."""
-        return int(np.searchsorted(np.frombuffer(self.seq_by_row, dtype=np.int64), seq))
-
-    # ---- the fold
+    # ---- replay
 
     def add_turn(self, payload: bytes | None, key: int, session: str, timestamp: str | None) -> int:
-        """The next record of the log is a turn (None: a deleted one). Returns its arena row.
-
-        The caller appends the turn's vector to `turns_segment`, in the same order.
-        """
-        row = len(self.seq_by_row)
-        self.keys[key] = len(self.records)
-        self.row_by_seq.append(row)
-        self.seq_by_row.append(len(self.records))
-        self.records.append(payload)
+        """As RecordLog.add_turn; counts deleted turns."""
         if payload is None:
             self.counts["deleted"] += 1
-        if timestamp is not None:
-            self.last_timestamp[session] = timestamp
-        return row
+        return super().add_turn(payload, key, session, timestamp)
 
     def add_control(self, control: Control) -> None:
-        """The next record of the log is a control record (or, with seq -1, stands before it)."""
+        """Append a control record. One with seq -1 stands before the log."""
         if control.kind == "settings":
             self.thresholds_from.append((control.seq + 1, Thresholds(**control.body)))
         if control.kind == "policy":
@@ -234,22 +184,11 @@ class Tenant:
         self.row_by_seq.append(NO_ROW)
 
     def redact_turn(self, seq: int) -> None:
-        """A deleted turn is gone from every answer at once, before the cursor reaches its record."""
+        """Remove a deleted turn from every answer at once, before the cursor reaches the deletion."""
         if self.records[seq] is not None:
             self.records[seq] = None
             self.counts["deleted"] += 1
         self._arena.redact(self._turn_handles([seq]))
-
-    def redact_updates(self, before: int, memory_ids: Collection[str]) -> list[Control]:
-        """Take the words out of these memories' updates in front of record `before`; what is left of them."""
-        redacted = []
-        for seq, record in enumerate(self.records[:before]):
-            if not isinstance(record, Control) or record.kind != "update" or "text" not in record.body:
-                continue
-            if record.body["memory_id"] in memory_ids:
-                redacted.append(without_words(record))
-                self.records[seq] = redacted[-1]
-        return redacted
 
     def set_memory(self, memory: Memory, vector: NDArray[np.float16] | None) -> None:
         """See Tier.set."""
@@ -257,9 +196,9 @@ class Tenant:
         made.tiers[memory.kind].set(memory, vector, self._arena)
 
     def add_decision(self, seq: int, body: Mapping[str, Any]) -> None:
-        """Move the cursor past `seq` and mark what the decision settled.
+        """Move the cursor past `seq`, and update the flags, jobs and counts.
 
-        One before the log, with the change of policy that it is for (`reread`), begins to read it again.
+        A body with `reread`, the seq of a change of policy, starts a reread of the log instead.
         """
         if (target := body.get("reread")) is not None:
             self._reread(target)
@@ -307,18 +246,18 @@ class Tenant:
 
     @property
     def segments(self) -> list[int]:
-        """Where the arena has this tenant's rows."""
+        """The arena segments of this tenant."""
         shown = [] if self.shown is self.making else self.shown.segments
         return [self.turns_segment, *self.making.segments, *shown]
 
     @property
     def generations(self) -> list[Generation]:
-        """All of them, the one that the cursor makes first."""
+        """All generations, `making` first."""
         shown = [] if self.shown is self.making else [self.shown]
         return [self.making, *shown, *self.retired]
 
     def make_place(self, memories: Iterable[Memory]) -> bool:
-        """Room in the arena for those that are new; False where there is none, and nothing has changed."""
+        """Reserve arena memory for the new memories. False: there is none, and nothing changed."""
         tiers = [(self.making.tiers[m.kind], m.id) for m in memories if not m.deleted]
         new = [tier.segment for tier, memory_id in tiers if memory_id not in tier.row_of]
         try:
@@ -328,45 +267,6 @@ class Tenant:
         return True
 
     def release(self) -> None:
-        """Give the arena back what this tenant holds there."""
+        """Release the tenant's arena segments."""
         for segment in self.segments:
             self._arena.release(segment)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A generation of a tenant's memories as record `seq` sees them: the `MemoryView` of policies."""
-
-    of: Tenant
-    seq: int
-    made: Generation
-
-    @property
-    def tenant(self) -> str:
-        return self.of.name
-
-    @property
-    def generation(self) -> int:
-        return self.of.life + self.made.number - 1
-
-    @property
-    def thresholds(self) -> Thresholds:
-        return self.of.thresholds_at(self.seq)
-
-    def turn(self, seq: int) -> TurnView:
-        return self.of.turn(seq)
-
-    def exists(self, seq: int) -> bool:
-        return self.of.exists(seq)
-
-    def open_turns(self) -> list[int]:
-        return [seq for seq in range(self.made.settled_end, self.seq) if self.of.exists(seq)]
-
-    def uses(self) -> Mapping[str, int]:
-        return self.made.uses
-
-    def current(self, kind: MemoryKind) -> list[Memory]:
-        return self.made.tiers[kind].current()
-
-    def ended(self, kind: MemoryKind) -> list[Memory]:
-        return list(self.made.tiers[kind].ended.values())

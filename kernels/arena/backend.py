@@ -1,4 +1,4 @@
-"""What an arena asks of the memory that holds its slabs."""
+"""The protocol of the memory that holds an arena's slabs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Held = TypeVar("Held")
 
 
 class ArenaBackend(Protocol[Slab, Held]):
-    """Slabs of rows, and access to rows and flags by address. An address is an int64, of host or device.
+    """Slabs of rows, and access to rows and flags by address: an int64, of the host or the device.
 
-    A slab is room for the rows of one segment; every row of it that was never written, and every
-    flag, is zero. `Held` is the form in which checked vectors wait to be written.
+    A slab has room for the rows of one segment. Rows and flags that were never written are zero. `Held` is
+    the form of checked vectors before they are written.
     """
 
     dim: int
@@ -26,40 +26,40 @@ class ArenaBackend(Protocol[Slab, Held]):
 
     @property
     def device(self) -> str:
-        """Where kernels find the rows: "cpu" or "cuda"."""
+        """The device of the rows: "cpu" or "cuda"."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs that are out, their room for growth included."""
+        """Bytes of all allocated slabs, including their room for growth."""
 
     @property
     def capacity_bytes(self) -> int | None:
-        """The most that slabs can have in all; None where only the system bounds it."""
+        """The upper bound of `nbytes`; None if only the system bounds it."""
 
     # -- slabs
 
     def resize(self, slab: Slab | None, rows: int, length: int) -> Slab:
-        """Room for `rows` rows, the first `length` rows of `slab` in it; the old slab is given back.
+        """A slab for `rows` rows with the first `length` rows of `slab`, which is freed.
 
-        MemoryError: there is none, and nothing has changed.
+        MemoryError: there is no room, and nothing changed.
         """
 
     def spare(self, slab: Slab, rows: int) -> int:
-        """Bytes that resizing a slab to `rows` rows would free."""
+        """The bytes that resizing a slab to `rows` rows would free."""
 
     def give(self, slab: Slab) -> None:
-        """Zero a slab and take it back."""
+        """Zero a slab and free it."""
 
     def pack(self, rows: int) -> bool:
-        """Move slabs together where that makes room for `rows` more rows; whether any was moved."""
+        """Compact the slabs if that makes room for `rows` more rows. Returns whether any was moved."""
 
     def place(self, slab: Slab) -> tuple[int, int, int]:
-        """(address of its first row, address of its first flag, how many rows it holds)."""
+        """(address of its first row, address of its first flag, its capacity in rows)."""
 
     # -- rows and flags
 
     def accept(self, vectors: Vectors) -> Held:
-        """The vectors, checked, in the form that `write` takes. ValueError."""
+        """The checked vectors in the form that `write` takes. ValueError."""
 
     def write(self, addresses: Int64s, held: Held) -> None:
         """Write vector i to the row at addresses[i]; the addresses are distinct."""
@@ -86,4 +86,4 @@ class ArenaBackend(Protocol[Slab, Held]):
         """A view of the first `length` flags, on the host."""
 
     def held_flags(self, slab: Slab | None, length: int) -> Any:
-        """A view of the first `length` flags where kernels read them: NumPy, or a tensor on a device."""
+        """A view of the first `length` flags for kernels: NumPy, or a tensor on a device."""

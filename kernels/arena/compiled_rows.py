@@ -1,7 +1,7 @@
-"""Compiled access to the rows of slabs by address: how numba compiles for us, views, copies, flags.
+"""Compiled access to slab rows by address: numba options, views, copies, flags.
 
-Compiled by numba on first use and cached on disk: beside the source, or where that is read-only in
-the user's cache folder; NUMBA_CACHE_DIR overrides both. All release the GIL.
+numba compiles on first use and caches on disk: beside the source, or in the user's cache folder if that is
+read-only; NUMBA_CACHE_DIR overrides both. All functions release the GIL.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ CACHE_LINE = 64
 
 
 def jit(function: F, **options: Any) -> F:
-    """numba's nopython compiler with our options; uncached where no folder can be written."""
+    """numba's nopython compiler with our options; uncached if no folder is writable."""
     try:
         return cast(F, njit(function, cache=True, nogil=True, error_model="numpy", **options))
-    except RuntimeError:  # numba finds no place for its cache
+    except RuntimeError:  # no folder for the cache
         return cast(F, njit(function, nogil=True, error_model="numpy", **options))
 
 
 def sums(function: F) -> F:
-    """As `jit`, and the compiler may reorder sums: harmless in fp64, bounded by slack in fp32."""
+    """As `jit`; the compiler may reorder sums, which is harmless in fp64 and bounded by slack in fp32."""
     return jit(function, _nrt=False, fastmath={"reassoc", "contract"})
 
 
 def lean(function: F) -> F:
-    """As `jit`, without reference counts: for functions that neither make nor return arrays.
+    """As `jit`, without reference counting: for functions that neither create nor return arrays.
 
-    Threads share the arrays of one plan, and would contend for the cache lines of their counts.
+    Threads share the arrays of a plan, and would contend for the cache lines of their reference counts.
     """
     return jit(function, _nrt=False)
 
@@ -75,7 +75,7 @@ _prefetch: Any = intrinsic(_prefetch_at)
 
 @jit
 def floats_at(address: int, shape: tuple[int, ...]) -> Float32s:
-    """The float32 at an address, as an array; not checked, and good only while its slab is held."""
+    """An array over the float32 values at an address. Unchecked; valid while the slab is allocated."""
     return carray(_pointer(address), shape, np.float32)
 
 
@@ -120,7 +120,7 @@ def read_flags(addresses: Int64s, flags: Bytes) -> None:
 
 @lean
 def prefetch_rows(rows: Float32s, begin: int, end: int) -> None:
-    """Have rows [begin, end) on their way to the cache before they are read."""
+    """Prefetch rows [begin, end) into the cache."""
     row_bytes = rows.shape[1] * rows.itemsize
     for line in range(rows.ctypes.data + begin * row_bytes, rows.ctypes.data + end * row_bytes, CACHE_LINE):
         _prefetch(line)

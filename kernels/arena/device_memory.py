@@ -1,10 +1,9 @@
-"""Slabs on a device: one pool of fp16 rows and one of flags, reserved at the start and never returned.
+"""Slabs on a device: one pool of fp16 rows and one of flags, allocated at the start and never freed.
 
-Row r of the pool has flag r, so a slab is a range of rows. The host keeps a copy of all flags, on
-which checks rest; the device's copy, which kernels read, follows by the same operations. Everything
-is queued on torch's current stream. Tensors that are appended are not copied to the host; their check
-waits for the device once a batch. NumPy arrays are checked on the host, and then nothing waits; nor
-does `take`, whose rows are not checked again.
+Row r of the pool has flag r, so a slab is a range of rows. The host keeps a copy of all flags for checks; the
+device's copy, for kernels, is updated by the same operations. Everything is queued on torch's current stream.
+Appended tensors are not copied to the host; checking them synchronises with the device once per batch. NumPy
+arrays are checked on the host without synchronisation, and rows from `take` are not checked again.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from undertow.kernels.arena.vector_checks import (
 
 _ALIGN_BYTES = 16
 _BOUNCE_BYTES = 16 << 20
-# at most this share of the pool is kept free for moving rows
+# 1 / the largest share of the pool that is reserved for moving rows.
 _BOUNCE_SHARE = 64
 
 
 class DeviceMemory:
     """`nbytes` of a torch device for rows of `dim` float16, padded with zeros to multiples of 16 bytes.
 
-    `device` is what torch takes; "cpu" serves machines without a card, in tests. Raises ValueError for
-    a pool that holds not even one small slab, MemoryError when the device does not have the bytes.
+    `device` is a torch device; tests use "cpu" on machines without a GPU. Raises ValueError for a pool too
+    small for a single slab, MemoryError if the device has too little memory.
     """
 
     def __init__(self, dim: int, device: str | torch.device, nbytes: int) -> None:
@@ -117,7 +116,7 @@ class DeviceMemory:
         if self._ranges.free < size or self._ranges.free == self._ranges.largest_free:
             return False
         first, sources = self._ranges.pack()
-        # in ascending order no row is overwritten before it has moved: sources[i] >= first + i
+        # In ascending order no row is overwritten before it has moved: sources[i] >= first + i.
         for start in range(0, len(sources), len(self._bounce)):
             some = sources[start : start + len(self._bounce)]
             passing = self._bounce[: len(some)]
@@ -141,7 +140,7 @@ class DeviceMemory:
     # -- rows and flags
 
     def accept(self, vectors: Vectors) -> torch.Tensor:
-        # each is checked where it lies: then an array makes nobody wait for the device
+        # Each is checked where it lies, so that an array needs no synchronisation.
         if not isinstance(vectors, torch.Tensor):
             return self._upload(check_array(vectors, self.dim))
         if vectors.device.type != self._device.type:
@@ -166,7 +165,7 @@ class DeviceMemory:
         rows = addresses - self._flags_address
         changed = self._mirror[rows] & keep | add
         self._mirror[rows] = changed
-        # a row that is named twice gets the same flag twice
+        # A repeated row gets the same flag twice.
         self._flags.index_copy_(0, self._upload(rows), self._upload(changed))
 
     def read_flags(self, addresses: Int64s) -> NDArray[np.uint8]:
@@ -191,15 +190,15 @@ class DeviceMemory:
         return self._upload((addresses - self._address) // self.row_bytes)
 
     def _upload(self, values: NDArray[Any]) -> torch.Tensor:
-        # from pageable memory this returns once the values are staged, so they may go at once
+        # From pageable memory this returns once the values are staged, so they may be freed at once.
         return to_tensor(values).to(self._device, non_blocking=True)
 
 
 def share_pool() -> None:
-    """Have CuPy allocate through torch's caching allocator: one pool a process, no memory idle in two.
+    """Let CuPy allocate through torch's caching allocator, so that the process has a single memory pool.
 
-    A block belongs to the stream that is CuPy's when it is asked for: use it on no other. ImportError
-    without CuPy.
+    A block belongs to CuPy's stream at its allocation and must be used on that one only. ImportError without
+    CuPy.
     """
     cuda = importlib.import_module("cupy").cuda
 

@@ -1,7 +1,7 @@
-"""Slabs in the host's memory, read and written by compiled loops.
+"""Slabs in host memory, read and written by compiled loops.
 
-The values are fp16; they are held as fp32, because decoding fp16 inside the scan costs far more on a
-CPU than reading twice the bytes. A slab holds its rows, then its flags.
+fp16 values are stored as fp32: decoding fp16 inside the scan costs a CPU far more than reading twice the
+bytes. A slab contains its rows, then its flags.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_ROWS = (1 << 32) - 1
 
 
 class HostMemory:
-    """Rows of `dim` float32 in slabs that grow on demand, as far as the system gives memory."""
+    """Rows of `dim` float32 in slabs that grow on demand, bounded only by the system."""
 
     device = "cpu"
     capacity_bytes = None

@@ -1,7 +1,6 @@
-"""Which rows of one fixed pool are free: ranges of size classes, neighbours joined when they are given back.
+"""Allocates ranges of rows in a fixed pool: size classes, with adjacent free ranges coalesced.
 
-Pure bookkeeping: the memory itself is somebody else's. Rows that are free are zero, and whoever gives
-rows back has zeroed them.
+Pure bookkeeping without memory of its own. Free rows are zero: the caller zeroes rows before it frees them.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-# classes are multiples of this
+# Classes are multiples of this.
 SMALLEST_ROWS = 4
-# up to this, ranges double; beyond it they grow by a quarter
+# Up to this, classes double; beyond it they grow by a quarter.
 DOUBLING_ROWS = 256
 GROWTH = 1.25
 
@@ -42,9 +41,9 @@ class Range:
 
 
 class RangeAllocator:
-    """Takes and gives back ranges of a pool of `total` rows; the smallest free range that fits is used.
+    """Allocates and frees ranges in a pool of `total` rows, best fit.
 
-    `take` serves any request for which `free` rows are there, after `pack` where they are scattered.
+    `take` can serve any request up to `free` rows, after `pack` if they are fragmented.
     """
 
     def __init__(self, total: int) -> None:
@@ -65,7 +64,7 @@ class RangeAllocator:
         return self._by_size[-1][0] if self._by_size else 0
 
     def take(self, rows: int) -> Range | None:
-        """A range of exactly `rows` rows; None where no free range has so many."""
+        """A range of exactly `rows` rows; None if no free range is large enough."""
         at = bisect_left(self._by_size, (rows, -1))
         if at == len(self._by_size):
             return None
@@ -75,7 +74,7 @@ class RangeAllocator:
         return held
 
     def stretch(self, held: Range, rows: int) -> bool:
-        """Make a range longer in place, or shorter. False: what follows it is not free so far."""
+        """Grow or shrink a range in place. False: too little free space follows it."""
         more = rows - held.rows
         if more > 0:
             if self._sizes.get(held.end, 0) < more:
@@ -87,7 +86,7 @@ class RangeAllocator:
         return True
 
     def give(self, held: Range) -> None:
-        """Take a range back."""
+        """Free a range."""
         del self._held[held.start]
         self._join(held.start, held.rows)
 
@@ -116,14 +115,14 @@ class RangeAllocator:
     # -- free ranges
 
     def _cut(self, start: int, rows: int) -> None:
-        """The first `rows` rows of the free range at `start` are free no more."""
+        """Mark the first `rows` rows of the free range at `start` as used."""
         size = self._remove(start)
         if size > rows:
             self._add(start + rows, size - rows)
         self.free -= rows
 
     def _join(self, start: int, rows: int) -> None:
-        """These rows are free again, one range with what is free beside them."""
+        """Mark these rows as free, coalesced with adjacent free ranges."""
         self.free += rows
         if start + rows in self._sizes:
             rows += self._remove(start + rows)

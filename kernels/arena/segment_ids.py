@@ -1,8 +1,8 @@
-"""Segment ids: each is given once, while the slot behind it, its place in the arena's tables, is used again.
+"""Segment ids are never reused; their slots, the positions in the arena's tables, are.
 
-An id is `life << slot bits | slot`, so one comparison an id tells whether its segment is still there. Slots
-follow the segments that are there at one time, not all that ever were. A slot whose lives are used up is
-not given again: an id of a released segment never comes to mean another's rows.
+An id is `generation << slot bits | slot`, so one comparison tells whether an id's segment still exists. The
+number of slots follows the segments that exist at one time. A slot that has used up its generations is
+retired: the id of a released segment never refers to another's rows.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from numpy.typing import ArrayLike, NDArray
 
 Int64s = NDArray[np.int64]
 
-# an id and a row's number make one handle, a non-negative int64
+# An id and a row number form a handle, a non-negative int64.
 ID_BITS = 31
-# 8.4 million segments at a time, 256 lives each
+# 8.4 million segments at a time, 256 generations each.
 SLOT_BITS = 23
 
 
 class SegmentIds:
-    """Gives ids and takes them back. While none came back they are 0, 1, 2, ..."""
+    """Allocates and frees ids. They are 0, 1, 2, ... until the first is freed."""
 
     def __init__(self, slot_bits: int = SLOT_BITS, id_bits: int = ID_BITS) -> None:
         self._slot_bits = slot_bits
         self._slot_mask = (1 << slot_bits) - 1
         self._end = 1 << id_bits
-        # by slot: the id of its segment; where it has none, the bitwise complement of the next id
+        # By slot: the id of its segment; if it has none, the bitwise complement of the next id.
         self._ids = ~np.arange(16, dtype=np.int64)
         self._free: list[int] = []
         self._slots = 0
 
     @property
     def slots(self) -> int:
-        """How many slots there are: those in use, those to be used again, and the used up."""
+        """The number of slots: used, free and retired."""
         return self._slots
 
     def take(self) -> int:
-        """An id that was never given before. MemoryError: there is none left."""
+        """A new id. MemoryError: none is left."""
         slot = self._free.pop() if self._free else self._new_slot()
         segment = ~int(self._ids[slot])
         self._ids[slot] = segment
         return segment
 
     def give(self, segment: int) -> int:
-        """Take an id back for good; its slot. ValueError."""
+        """Free an id for good. Returns its slot. ValueError."""
         slot = int(self.slots_of(segment)[0])
         following = segment + (1 << self._slot_bits)
         self._ids[slot] = ~following
@@ -52,10 +52,10 @@ class SegmentIds:
         return slot
 
     def slots_of(self, segments: ArrayLike) -> Int64s:
-        """The slots of segments that are there, int64 [n]. ValueError names one that is not."""
+        """The slots of existing segments, int64 [n]. ValueError names one that does not exist."""
         ids = np.atleast_1d(np.asarray(segments, np.int64))
         slots = ids & self._slot_mask
-        # a slot beyond the table is compared with the last, whose id is another
+        # A slot beyond the table is compared with the last, which has another id.
         held = self._ids[np.minimum(slots, len(self._ids) - 1)]
         if len(gone := np.flatnonzero((held != ids) | (ids < 0))):
             raise ValueError(self._refusal(int(ids[gone[0]])))

@@ -1,9 +1,8 @@
-"""Where slabs come from: page-aligned slots of size classes, carved from large anonymous mappings.
+"""Allocates slabs: page-aligned slots of size classes, carved from large anonymous mappings.
 
-A chunk serves one size class. A slot that is given back returns its pages to the system at once, so
-a free slot, and the part of a slot that was never written, costs address space and no memory. That
-keeps many segments that grow a row at a time (each leaving a trail of outgrown slabs) within the
-memory that their rows need, without moving anyone else's slab.
+A chunk serves one size class. A freed slot returns its pages to the system at once. So free slots, and the
+unwritten part of a slot, use address space and no memory. Many segments that grow a row at a time, each
+freeing outgrown slabs, thus stay within the memory that their rows need, without moving other slabs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 CHUNK_BYTES = 32 << 20
 GROWTH = 1.25
-# below this, slabs double: small segments are many, move often, and their slack is not resident
+# Below this, slabs double: small segments are many and move often, and their slack is not resident.
 DOUBLING_PAGES = 64
 LARGEST_SLAB_BYTES = 1 << 42
 
@@ -53,7 +52,7 @@ class Chunk:
         self.free = list(range(slots - 1, -1, -1))
 
     def clear(self, slot: int) -> None:
-        """Zero a slot. On Linux its pages go back to the system and read as zeros when next touched."""
+        """Zero a slot. On Linux its pages return to the system and read as zeros on the next access."""
         start = slot * self.slot_bytes
         if sys.platform == "linux":
             self._memory.madvise(mmap.MADV_DONTNEED, start, self.slot_bytes)
@@ -63,7 +62,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One slot of a chunk, held by one segment. Its bytes are zero when it is taken."""
+    """One slot of a chunk, used by one segment. Its bytes are zero at first."""
 
     chunk: Chunk
     slot: int
@@ -84,10 +83,10 @@ class Slab:
 
 @dataclass(slots=True)
 class SlabPool:
-    """Takes and gives back slabs. `nbytes` counts what is out; free slots hold no memory."""
+    """Allocates and frees slabs. `nbytes` counts allocated ones; free slots use no memory."""
 
     nbytes: int = 0
-    # chunks of a class that have a free slot; full chunks are kept alive by their slabs
+    # Chunks with a free slot, by class; full chunks are referenced by their slabs.
     _open: dict[int, list[Chunk]] = field(default_factory=dict)
 
     def take(self, nbytes: int) -> Slab:
@@ -104,7 +103,7 @@ class SlabPool:
         return Slab(chunk, slot)
 
     def give(self, slab: Slab) -> None:
-        """Zero a slab and take it back; a chunk without slabs is unmapped."""
+        """Zero and free a slab. A chunk without slabs is unmapped."""
         chunk = slab.chunk
         chunk.clear(slab.slot)
         chunk.free.append(slab.slot)

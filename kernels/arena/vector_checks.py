@@ -1,4 +1,4 @@
-"""What every vector must be before a kernel meets it: float16, of the arena's width, finite, not too long."""
+"""Checks of vectors before kernels read them: float16, the arena's dimension, finite, norm at most 4."""
 
 from __future__ import annotations
 
@@ -17,22 +17,19 @@ BLOCK_ROWS = 4096
 
 
 class CheckedRows(torch.Tensor):
-    """Rows of an arena, which has checked them: `check_tensor` does not wait for the device again.
+    """Rows of an arena, already checked, so that `check_tensor` needs no synchronisation.
 
-    What is computed from one is a plain tensor; one must not be changed in place.
+    Results computed from one are plain tensors. It must not be changed in place.
     """
 
-    # otherwise results of torch's functions would be Taken too
+    # Otherwise results of torch functions would be CheckedRows too.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def check_form(
     vectors: NDArray[Any] | torch.Tensor, dim: int, *dtypes: type[np.floating[Any]]
 ) -> NDArray[Any]:
-    """The vectors, after refusing (ValueError) all but NumPy arrays [n, dim] of one of the dtypes.
-
-    dtypes: float16 where none is named.
-    """
+    """The vectors, if a NumPy array [n, dim] of one of the dtypes, by default float16. ValueError."""
     names = [np.dtype(dtype).name for dtype in dtypes or (np.float16,)]
     if not isinstance(vectors, np.ndarray) or vectors.dtype.name not in names:
         found = getattr(vectors, "dtype", type(vectors).__name__)
@@ -45,14 +42,13 @@ def check_form(
 def widened(
     vectors: NDArray[Any], dim: int, *dtypes: type[np.floating[Any]], first: int = 0
 ) -> NDArray[np.float32]:
-    """The vectors as float32 [n, dim], after refusing (ValueError) what no kernel may meet.
+    """The checked vectors as float32 [n, dim]. Values must be finite, norms at most 4. ValueError.
 
-    dtypes: what is taken; float16 where none is named. Values must be finite, norms at most 4.
-    first: the number of the first vector in error texts.
+    dtypes: accepted dtypes, by default float16. first: the number of the first vector, for error messages.
     """
     check_form(vectors, dim, *dtypes)
     wide = to_float32(vectors)
-    # written so that NaN fails it
+    # Written so that NaN fails it.
     bad = np.flatnonzero(~(np.einsum("nd,nd->n", wide, wide) <= MAX_NORM * MAX_NORM))
     if len(bad):
         raise ValueError(_refusal(first + int(bad[0]), bool(np.isfinite(wide[bad[0]]).all())))
@@ -60,18 +56,18 @@ def widened(
 
 
 def check_array(vectors: Vectors, dim: int) -> Float16s:
-    """The vectors, NumPy float16 [n, dim], refused as by `widened`."""
+    """The vectors, NumPy float16 [n, dim], checked as by `widened`."""
     checked = check_form(vectors, dim)
-    # block by block, and again when they are written: a bulk load must not exist twice in fp32
+    # Converted by blocks here, and again when written: a bulk load must not exist twice in fp32.
     for start in range(0, len(checked), BLOCK_ROWS):
         widened(checked[start : start + BLOCK_ROWS], dim, first=start)
     return checked
 
 
 def check_tensor(vectors: torch.Tensor, dim: int) -> None:
-    """As `widened`, for a tensor where it lies.
+    """Check a tensor as `widened` does, on its device.
 
-    Waits for the device once, for the verdict on all rows; not at all for rows `CheckedRows` from an arena.
+    Synchronises with the device once for all rows, and not at all for `CheckedRows`.
     """
     if vectors.dtype != torch.float16:
         raise ValueError(
@@ -94,12 +90,12 @@ def _refusal(row: int, finite: bool) -> str:
 
 
 def to_float32(vectors: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    """The same values as float32, contiguous; by torch, as numpy takes fp16 one value at a time (20x)."""
+    """The same values as contiguous float32; by torch, which converts fp16 20 times as fast as NumPy."""
     return to_tensor(vectors).float().numpy()
 
 
 def to_tensor(vectors: NDArray[Any]) -> torch.Tensor:
-    """The array as a tensor: of the same memory where it is contiguous and may be written."""
+    """The array as a tensor, which shares memory if the array is contiguous and writable."""
     values = np.ascontiguousarray(vectors)
-    # torch warns of memory that it may not write
+    # torch warns about read-only memory
     return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -15,7 +15,7 @@ from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
 from undertow.kernels.gate.plan import Cells, GateHits, Plan, TaskLimits, shares_of, starts_of
 
 _SHARES_PER_THREAD = 8
-# a task reads about this much or more, so that splitting costs little beside the work
+# A task reads at least about this much, so that splitting is cheap compared with reading.
 _TASK_BYTES = 256 << 10
 
 

@@ -1,7 +1,7 @@
-"""The gate on a CUDA device: plans on the host, everything else in gate.cu, on torch's current stream.
+"""The gate on a CUDA device: planned on the host, executed by gate.cu on torch's current stream.
 
-Needs CuPy, which compiles gate.cu for the card on first use and keeps the result in its cache. All
-memory is torch's.
+Needs CuPy, which compiles gate.cu for the GPU on first use and caches the result. All memory is allocated by
+torch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ STEP_ROWS = 32
 BLOCK_THREADS = 128
 BLOCKS_PER_SM = 4
 
-# so many a warp that the last ones to finish leave the card idle for little of the time
+# Tasks per warp: enough that the last ones to finish leave the GPU idle only briefly.
 _TASKS_PER_WARP = 8
-# a task for each of the four schedulers of an SM, which runs 16 warps
+# One task for each of the four schedulers of an SM, which runs 16 warps.
 _ENOUGH_OF_WARPS = 1 / 4
 
 
@@ -52,12 +52,12 @@ _FOUND = _struct("count", "kept", "starts", "rows", "scores")
 
 
 class Kernels(Protocol):
-    """The kernels of gate.cu, compiled for one dim."""
+    """The kernels of gate.cu, compiled for one vector dimension."""
 
-    warps: int  # that the device runs at a time
+    warps: int  # the number that the device runs at a time
 
     def launch(self, kernel: str, warps: int, *structs: NDArray[Any]) -> None:
-        """Queue a kernel on torch's current stream, with at least so many warps; structs by value."""
+        """Queue a kernel with at least `warps` warps on torch's current stream; structs go by value."""
 
 
 class CupyKernels:
@@ -83,7 +83,7 @@ def _cupy_kernels(dim: int, device: int) -> CupyKernels:
 
 @dataclass(frozen=True)
 class PreparedLaunch:
-    """One batch on the device, ready to be launched any number of times. Good until the arena changes."""
+    """One batch on the device, which can be launched repeatedly. Valid until the arena changes."""
 
     probes: Probes
     plan: NDArray[Any]  # structs of gate.cu
@@ -92,16 +92,15 @@ class PreparedLaunch:
     counted: torch.Tensor  # int64 [3 p + 1]: starts, count, kept
     rows: torch.Tensor  # int64, room for all lists
     scores: torch.Tensor  # float64
-    memory: tuple[torch.Tensor, ...]  # what else the structs point to
-    scanned_bytes: int  # rows that the batch asks for, each once
+    memory: tuple[torch.Tensor, ...]  # other memory that the structs point to
+    scanned_bytes: int  # bytes of the rows that the batch reads, each counted once
 
 
 class CudaGate(PlannedGate):
-    """Three kernels over rows as they lie on the device; results come back as compact lists.
+    """Three kernels over rows on the device. Results return as compact lists.
 
-    `read` is `collect` of a batch that was `prepare`d and `launch`ed, or of its parts where the whole
-    would take too much space. `launch` alone neither copies nor waits, so that it can be timed by CUDA
-    events.
+    `read` is `prepare`, `launch` and `collect`, in parts if the batch would take too much space. `launch`
+    alone neither copies nor synchronises, so that CUDA events can time it.
     """
 
     def __init__(self, arena: Arena, kernels: Kernels | None = None) -> None:
@@ -125,17 +124,17 @@ class CudaGate(PlannedGate):
         return self.collect(prepared)
 
     def prepare(self, **asked: Any) -> PreparedLaunch:
-        """Check, plan and upload one batch, arguments as in `read`; the whole, whatever space it takes."""
+        """Check, plan and upload one batch, with the arguments of `read`. It is not split."""
         probes = self._check(**asked)
         return self._prepare(probes, self._plan(probes, self._cut()))
 
     def launch(self, prepared: PreparedLaunch) -> None:
-        """Queue all that the device does for a batch on torch's current stream."""
+        """Queue the kernels of a batch on torch's current stream."""
         plan, cells, found = prepared.plan, prepared.cells, prepared.found
         count = int(plan["probes"])
         if count == 0:
             return
-        # a grid of no blocks is an error, and segments without rows make no tasks
+        # An empty grid is an error, and segments without rows have no tasks.
         self._kernels.launch("scan", max(1, min(self._kernels.warps, int(plan["tasks"]))), plan, cells)
         self._kernels.launch("tally", count, plan, cells, found)
         starts, kept = prepared.counted[: count + 1], prepared.counted[2 * count + 1 :]
@@ -143,7 +142,7 @@ class CudaGate(PlannedGate):
         self._kernels.launch("merge", count, plan, cells, found)
 
     def collect(self, prepared: PreparedLaunch) -> GateReadings:
-        """Wait for a launched batch; what it found."""
+        """Wait for a launched batch. Returns its readings."""
         count = int(prepared.plan["probes"])
         if count == 0:  # nothing was launched
             counted = np.zeros(1, np.int64)
@@ -154,7 +153,7 @@ class CudaGate(PlannedGate):
         return self._readings(prepared.probes, GateHits(counted[count + 1 :], starts, rows, scores))
 
     def _admit(self, queries: Vectors) -> torch.Tensor:
-        """float16 on the device, laid out as the arena's rows are."""
+        """The queries as float16 on the device, in the layout of the arena's rows."""
         if isinstance(queries, torch.Tensor):
             if queries.device.type != self._device.type:
                 raise ValueError(f"queries are on {queries.device}, and the arena is on {self._device}")
@@ -216,12 +215,12 @@ class CudaGate(PlannedGate):
 
 
 def _host_buffer(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory that a device copies from and to by itself, where there is one."""
+    """Host memory, pinned for a CUDA device."""
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def _to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
-    """Copies of the tensors on the host, once all that was queued before is done."""
+    """Copies of the tensors on the host, after synchronising with earlier work."""
     copies = [_host_buffer(len(tensor), tensor.dtype, tensor.device) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)

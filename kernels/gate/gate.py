@@ -1,8 +1,8 @@
-"""The recurrence gate's arithmetic (RecMem, section 3.2, equation 5), for a ragged batch of queries.
+"""The recurrence gate's arithmetic (RecMem, section 3.2, equation 5) for a ragged batch of queries.
 
-One call answers, for each query: which episode is nearest, how many live earlier turns are at least
-theta similar, and which k of those are nearest. Answers are exact (see `kernels/error_bounds.py`), so they
-do not depend on the batch, the device or the number of threads.
+For each query, one call returns the nearest episode, the number of live earlier turns with a similarity of at
+least theta, and the k nearest of those. Results are exact (see `kernels/error_bounds.py`), so they do not
+depend on the batch, the device or the number of threads.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _BLOCK_ROWS = 4096
 
 @dataclass(frozen=True)
 class GateReadings:
-    """What the gate reads for q queries. Scores are exact dot products.
+    """The result for q queries. Scores are exact dot products.
 
-    nearest_row: int64 [q], row of the nearest PRESENT episode, -1 if there is none
-    nearest_score: float64 [q], its score, -inf if there is none
-    count: int64 [q], all LIVE visible turns with score >= theta, also beyond the k nearest
+    nearest_row: int64 [q], row of the nearest PRESENT episode, -1 for none
+    nearest_score: float64 [q], its score, -inf for none
+    count: int64 [q], number of LIVE visible turns with score >= theta, including those beyond the k nearest
     offsets: int64 [q + 1]; rows, scores: int64, float64 [offsets[-1]]: of query i, in
         [offsets[i], offsets[i + 1]), the k nearest of the counted turns, by score descending,
         then row ascending
@@ -47,13 +47,13 @@ class GateReadings:
 
     @property
     def cut_bound(self) -> NDArray[np.bool_]:
-        """bool [q]: more turns were relevant than the k that are listed."""
+        """bool [q]: whether more turns were relevant than the k listed ones."""
         return self.count > np.diff(self.offsets)
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of one segment's rows, made for one call: uint8 [n] where the arena's rows lie."""
+    """Flags of one segment's rows for one call: uint8 [n] on the arena's device."""
 
     held: torch.Tensor
 
@@ -63,14 +63,14 @@ class Flags:
 
     @property
     def host(self) -> NDArray[np.uint8]:
-        """A copy for the reference."""
+        """A copy on the host, for the reference gate."""
         flags: NDArray[np.uint8] = self.held.cpu().numpy()
         return flags
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Checked input of one call, as in `Gate.read`; `visible` and `k` are cut to the segment's rows."""
+    """Checked input of one call; see `Gate.read`. `visible` and `k` are capped at the segment's rows."""
 
     queries: Any  # [q, dim], as `Gate._admit` gives them
     turn_segments: Int64s
@@ -78,15 +78,15 @@ class Probes:
     visible: Int64s
     theta: Float64s
     k: Int64s
-    turn_flag: int = LIVE  # only turn rows with it are seen
-    turn_flags: Flags | None = None  # in place of the arena's, where all turns are of one segment
+    turn_flag: int = LIVE  # only turn rows with this flag are read
+    turn_flags: Flags | None = None  # replaces the arena's flags if all turns are of one segment
 
     def __len__(self) -> int:
-        """How many queries these are."""
+        """The number of queries."""
         return len(self.turn_segments)
 
     def part(self, start: int, stop: int) -> Probes:
-        """The probes of some of the queries."""
+        """The probes of queries [start, stop)."""
         some = slice(start, stop)
         return Probes(
             self.queries[some],
@@ -101,7 +101,7 @@ class Probes:
 
 
 class Gate:
-    """The reference, in NumPy: fp64 scores of every row. Subclasses make `_read` faster, not different."""
+    """The reference, in NumPy: fp64 scores of every row. Subclasses make `_read` faster."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -118,11 +118,11 @@ class Gate:
     ) -> GateReadings:
         """Read the gate for q queries.
 
-        queries: float16 [q, dim], for a gate on a device also a tensor there, which is checked unless
-        it is what `Arena.take` gave;
+        queries: float16 [q, dim]; a gate on a device also takes a tensor there, which is checked unless
+        it comes from `Arena.take`;
         turn_segments, episode_segments: int64 [q] (episodes: -1 for none);
-        visible: int64 [q], only turn rows below it are seen (the causal mask); theta: float64 [q];
-        k: int64 [q], how many relevant turns to list. Raises ValueError for wrong shapes or dtypes,
+        visible: int64 [q], only turn rows below it are read (the causal mask); theta: float64 [q];
+        k: int64 [q], the number of relevant turns to list. Raises ValueError for wrong shapes or dtypes,
         vectors that are not finite, unknown or released segments, negative visible or k, NaN theta.
         """
         return self._read(self._check(queries, turn_segments, episode_segments, visible, theta, k))
@@ -135,11 +135,11 @@ class Gate:
         k: ArrayLike,
         wanted: NDArray[np.bool_] | torch.Tensor | None = None,
     ) -> tuple[Int64s, Int64s, Float64s]:
-        """The k nearest PRESENT rows of each query's segment, live or not: the same pass, without a gate.
+        """The k nearest PRESENT rows of each query's segment, live or not: the same scan without threshold.
 
-        queries as in `read`; segments, k: int64 [q]; wanted: bool [rows], for a gate on a device also a
-        tensor there; only these rows are read, and all segments must be one. Returns offsets [q + 1], rows
-        and scores as GateReadings has them. Raises ValueError as `read` does.
+        queries as in `read`; segments, k: int64 [q]; wanted: bool [rows], on a device also a tensor there;
+        only these rows are read, and all segments must be the same. Returns offsets [q + 1], rows and scores
+        as in GateReadings. Raises ValueError as `read` does.
         """
         count = len(queries)
         probes = self._check(
@@ -156,12 +156,12 @@ class Gate:
 
     def _flags(self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor) -> Flags:
         present = self.arena.held_flags(int(segments[0]))
-        is_bool = str(wanted.dtype) in ("bool", "torch.bool")  # other numbers would alter the flags
+        is_bool = str(wanted.dtype) in ("bool", "torch.bool")  # other dtypes would change the flags
         if (segments != segments[0]).any() or not is_bool or tuple(wanted.shape) != tuple(present.shape):
             raise ValueError(f"wanted must be bool [{len(present)}], one entry a row of the only segment")
         if not isinstance(present, torch.Tensor):
             return Flags(to_tensor(np.where(np.asarray(wanted), present & PRESENT, np.uint8(0))))
-        # what the host knows goes up; the rows' own flags are read where they are
+        # Upload what the host knows. The rows' own flags are read on the device.
         held = wanted if isinstance(wanted, torch.Tensor) else to_tensor(wanted).to(present.device)
         return Flags((present & PRESENT) * held)
 
@@ -189,7 +189,7 @@ class Gate:
         return Probes(admitted, turns, episodes, limits, thetas, np.minimum(cuts, limits))
 
     def _admit(self, queries: Vectors) -> Any:
-        """The queries, checked, in the form that `_read` wants: float32 [q, dim] here."""
+        """The checked queries in the form that `_read` takes: here float32 [q, dim]."""
         return widened(queries, self.arena.dim)  # type: ignore[arg-type]
 
     def _read(self, probes: Probes) -> GateReadings:
@@ -227,7 +227,7 @@ class Gate:
     def _scores(
         self, segment: int, query: Float64s, limit: int | None, flag: int, flags: Flags | None = None
     ) -> tuple[Int64s, Float64s]:
-        """Rows below `limit` that have the flag, and their exact scores."""
+        """Rows below `limit` with the flag, and their exact scores."""
         vectors = self.arena.vectors(segment)[:limit]
         rows = np.flatnonzero((self.arena.flags(segment) if flags is None else flags.host)[:limit] & flag)
         scores = np.empty(len(rows), np.float64)
@@ -240,23 +240,23 @@ class Gate:
 
 
 class PlannedGate(Gate, ABC):
-    """What gates with a compiled scan share: a batch becomes a plan, and what is found the readings.
+    """Base of gates with a compiled scan: plans a batch, and converts the hits to readings.
 
-    The nearest episode is the same scan with k = 1 and no threshold. Subclasses say how their device
-    wants its tasks, and run a plan.
+    The nearest episode is the same scan with k = 1 and no threshold. Subclasses set the limits of tasks on
+    their device, and run a plan.
     """
 
     @abstractmethod
     def _cut(self) -> TaskLimits:
-        """How this device wants its tasks."""
+        """The limits of tasks on this device."""
 
     @abstractmethod
     def _run(self, probes: Probes, plan: Plan) -> GateReadings:
-        """What the plan's probes find."""
+        """Run the plan."""
 
     def _read(self, probes: Probes) -> GateReadings:
         count, cut = len(probes), self._cut()
-        # one query cannot be read in parts: then space goes before speed
+        # A single query cannot be split further: then less space matters more than speed.
         plan = self._plan(probes, cut if count > 1 else cut._replace(enough=1))
         if plan.space_bytes <= MAX_SPACE_BYTES or count == 1:
             return self._run(probes, plan)
@@ -299,7 +299,7 @@ class PlannedGate(Gate, ABC):
 
 
 def _joined(one: GateReadings, two: GateReadings) -> GateReadings:
-    """The readings of two parts of a batch as those of the whole."""
+    """Concatenate the readings of two parts of a batch."""
     return GateReadings(
         np.concatenate((one.nearest_row, two.nearest_row)),
         np.concatenate((one.nearest_score, two.nearest_score)),
@@ -315,15 +315,3 @@ def _column(name: str, values: ArrayLike, count: int) -> Int64s:
     if column.shape != (count,) or (count and column.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be {count} integers, not {column.dtype} of shape {list(column.shape)}")
     return column.astype(np.int64)
-
-
-def make_gate(arena: Arena) -> Gate:
-    """The fastest gate for where an arena's rows lie."""
-    # imported where it is used: a machine with a card may lack numba, one without it lacks CuPy
-    if arena.device == "cuda":
-        from undertow.kernels.gate.cuda_gate import CudaGate
-
-        return CudaGate(arena)
-    from undertow.kernels.gate.cpu_gate import NumbaGate
-
-    return NumbaGate(arena)

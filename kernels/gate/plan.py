@@ -1,8 +1,8 @@
-"""How one batch of gate queries becomes tasks: grouped by segment, cut by rows.
+"""Plans a batch of gate queries as tasks: grouped by segment, split by rows.
 
-A probe puts one query to one segment; the probes of a segment are a group. A task is a range of a
-group's rows, and a cell is what one task finds for one probe. All of it is prefix sums over probes and
-groups; nothing is laid out for each task or cell, so that planning costs little beside the scan.
+A probe is one query against one segment; the probes of a segment form a group. A task is a range of a group's
+rows, and a cell holds what one task finds for one probe. Plans consist of prefix sums over probes and groups,
+with nothing stored per task or cell, so that planning is cheap compared with the scan.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 Float64s = NDArray[np.float64]
 
-# tasks of a group, so cells of a probe: joining their lists takes time with each of them
+# The most tasks of a group, and so cells of a probe: merging their lists costs time for each.
 MAX_TASKS = 1024
-# bytes of the cells and lists of one batch: beside them the card holds the arena and the encoder
+# Bytes for the cells and lists of one batch: GPU memory also holds the arena and the encoder.
 MAX_SPACE_BYTES = 256 << 20
-# of a cell (count and size), and of a row in its list (score and number)
+# Bytes of a cell (count and size), and of a row in its list (score and number).
 _ENTRY_BYTES = 16
 
 
@@ -28,10 +28,10 @@ class ProbeBatch(NamedTuple):
 
     query: Int64s  # row of the queries
     segment: Int64s
-    limit: Int64s  # only rows below it, at most the segment's rows
+    limit: Int64s  # only rows below it; at most the segment's rows
     flag: Int64s  # only rows with this flag
     theta: Float64s
-    k: Int64s  # how many of the rows found to list, at most `limit`
+    k: Int64s  # number of hits to list, at most `limit`
 
 
 class Plan(NamedTuple):
@@ -47,24 +47,24 @@ class Plan(NamedTuple):
     probe_flag: Int64s  # [p]
     probe_theta: Float64s  # [p]
     probe_k: Int64s  # [p]
-    probe_room: Int64s  # [p]: how many rows a cell keeps
+    probe_room: Int64s  # [p]: the most rows that a cell keeps
     probe_cell: Int64s  # [p + 1]: its first cell
     probe_list: Int64s  # [p + 1]: where the lists of its cells start
     group_first: Int64s  # [g + 1]: its first probe
     group_vectors: Int64s  # [g]: address of the segment's rows
     group_flags: Int64s  # [g]: address of the segment's flags
-    group_rows: Int64s  # [g]: rows that some probe of it asks for
+    group_rows: Int64s  # [g]: the largest limit of its probes
     group_stride: Int64s  # [g]
     group_task: Int64s  # [g + 1]: its first task
 
     @property
     def space_bytes(self) -> int:
-        """What the cells and their lists take."""
+        """Bytes of the cells and their lists."""
         return _ENTRY_BYTES * int(self.probe_cell[-1] + self.probe_list[-1])
 
 
 class Cells(NamedTuple):
-    """What tasks find: rows at or above theta (all counted, the best kept), one list a cell."""
+    """What tasks find: rows at or above theta, all counted and the best listed, one list per cell."""
 
     counts: Int64s  # [cells]
     sizes: Int64s  # [cells]
@@ -73,7 +73,7 @@ class Cells(NamedTuple):
 
 
 class GateHits(NamedTuple):
-    """What all tasks found, for the probes in the caller's order."""
+    """The merged results of all tasks, for the probes in the caller's order."""
 
     counts: Int64s  # [p]
     starts: Int64s  # [p + 1]: the list of probe i is rows, scores[starts[i] : starts[i + 1]]
@@ -82,18 +82,18 @@ class GateHits(NamedTuple):
 
 
 class TaskLimits(NamedTuple):
-    """How a device wants its tasks."""
+    """The limits of tasks on a device."""
 
-    tasks: int  # about so many in all, when there is enough work
-    least_work: int  # and none with less, in rows times passes
-    abreast: int  # probes that one pass over rows serves
-    step_rows: int  # rows are read so many at a time
-    enough: int  # fewer tasks than these, though there is work for more, leave much of the device idle
+    tasks: int  # target number in all, if there is enough work
+    least_work: int  # the least work of a task, in rows times passes
+    abreast: int  # probes served by one pass over rows
+    step_rows: int  # rows read at a time
+    enough: int  # with fewer tasks, much of the device is idle
 
 
 def group(asked: ProbeBatch) -> tuple[Int64s, Int64s]:
     """(order [p], first [g + 1]): probes by segment; group g is order[first[g] : first[g + 1]]."""
-    # one number for segment and place: sorting numbers is several times faster than sorting places by them
+    # Segment and position in one number: np.sort is several times faster than np.argsort.
     keys = np.sort(asked.segment << 32 | np.arange(len(asked.segment)))
     order, segment = keys & 0xFFFFFFFF, keys >> 32
     edges = np.flatnonzero(segment[1:] != segment[:-1]) + 1
@@ -105,15 +105,14 @@ def lay_out(
 ) -> Plan:
     """Plan the groups that `group` formed. addresses: of the rows and of the flags of each, int64 [g].
 
-    Tasks are made larger than wanted where that keeps the plan within MAX_SPACE_BYTES, but not far
-    fewer than are enough for the device: then the plan takes more space,
-    and its batch is better read in parts.
+    Tasks grow beyond the target if that keeps the plan within MAX_SPACE_BYTES, but their number does not fall
+    far below what keeps the device busy. Then the plan takes more space, and the batch is better split.
     """
     limit, k, probes = asked.limit[order], asked.k[order], np.diff(first)
     rows = np.maximum.reduceat(limit, first[:-1]) if len(probes) else np.zeros(0, np.int64)
     pieces = _pieces(rows, -(-probes // cut.abreast), cut)
     while True:
-        # whole steps, so there may be fewer tasks than pieces
+        # Whole steps, so there may be fewer tasks than pieces.
         stride = np.maximum(_ceil(rows, pieces * cut.step_rows), 1) * cut.step_rows
         tasks = _ceil(rows, stride)
         cells, room = np.repeat(tasks, probes), np.minimum(k, np.repeat(stride, probes))
@@ -141,7 +140,7 @@ def lay_out(
 
 
 def _pieces(rows: Int64s, passes: Int64s, cut: TaskLimits) -> Int64s:
-    """Into how many tasks of equal work, near the target, each group is cut."""
+    """The number of tasks of each group, so that their work is about equal and near the target."""
     work = rows * passes
     target = max(-(-int(work.sum()) // cut.tasks), cut.least_work, 1)
     pieces: Int64s = np.clip(-(-work // target), 1, MAX_TASKS)
@@ -149,12 +148,12 @@ def _pieces(rows: Int64s, passes: Int64s, cut: TaskLimits) -> Int64s:
 
 
 def _ceil(a: Int64s, b: Int64s) -> Int64s:
-    """a / b, rounded up; in fp64, which is exact enough below 2**52 and far faster than integers."""
+    """ceil(a / b), in fp64: exact enough below 2**52, and much faster than integer division."""
     return np.ceil(a / b).astype(np.int64)
 
 
 def shares_of(plan: Plan, count: int) -> Int64s:
-    """int64 [s + 1]: about `count` runs of consecutive tasks with about equal rows times probes."""
+    """int64 [s + 1]: bounds of about `count` runs of consecutive tasks with about equal rows times probes."""
     tasks = np.diff(plan.group_task)
     owner = np.repeat(np.arange(len(tasks)), tasks)
     begin = (np.arange(len(owner)) - plan.group_task[owner]) * plan.group_stride[owner]
@@ -166,7 +165,7 @@ def shares_of(plan: Plan, count: int) -> Int64s:
 
 
 def starts_of(sizes: Int64s) -> Int64s:
-    """[n + 1]: where each of n consecutive runs starts, and the total."""
+    """int64 [n + 1]: the start of each of n consecutive runs, and the total."""
     starts = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=starts[1:])
     return starts

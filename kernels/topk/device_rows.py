@@ -1,9 +1,9 @@
 """Search over rows on a device: float16 rows, candidates by FAISS's GPU part or by torch.
 
-FAISS's brute-force search takes the slab's memory as it lies: rows without gaps between them, which
-padded rows are when their zeros count as values. It ignores selectors, so filtered rows are gathered
-first. It returns at most 2,048 rows; beyond that, and where it is not installed, a matrix product and
-torch's top-k do the same work. Everything runs on torch's current stream.
+FAISS's brute-force search reads the slab in place. It needs rows without gaps; padded rows qualify if their
+zeros count as values. It ignores selectors, so filtered rows are gathered first. It returns at most 2,048
+rows; beyond that, and without FAISS, a matrix product and torch's top-k do the same work. Everything runs on
+torch's current stream.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 
-# FAISS's limit of k on a GPU
+# FAISS's limit of k on a GPU.
 MAX_FAISS_K = 2048
-# by default FAISS would reserve 1.5 GiB of the card for itself
+# By default FAISS would reserve 1.5 GiB of GPU memory.
 _TEMP_BYTES = 64 << 20
-# gathered rows of a block: 100 MB at 384 dimensions
+# Gathered rows of a block: 100 MB at 384 dimensions.
 _BLOCK_ROWS = 131_072
-# FAISS and torch hold the scores of a block: 16 MiB of fp32, twice within FAISS's temporary memory
+# FAISS and torch hold the scores of a block: 16 MiB of fp32, which fit twice into FAISS's temporary memory.
 _BLOCK_SCORES = 4 << 20
-# values that are widened to fp64 at a time
+# Values converted to fp64 at a time.
 _WIDE_VALUES = 4 << 20
-# FAISS's resources serve one search at a time
+# FAISS's resources serve one search at a time.
 _faiss_lock = threading.Lock()
 
 
@@ -46,7 +46,7 @@ class DeviceRows:
 
     @classmethod
     def of(cls, vectors: torch.Tensor) -> Self:
-        """Of an arena's view float16 [n, dim], whose rows may lie further apart than `dim` values."""
+        """From an arena's view float16 [n, dim], whose row stride may exceed `dim`."""
         count, dim = vectors.shape
         width = max(vectors.stride(0), dim)
         return cls(vectors.as_strided((count, width), (width, 1)), dim)
@@ -64,7 +64,7 @@ class DeviceRows:
         return type(self)(self._rows.index_select(0, self._tensor(rows)), self._dim)
 
     def slack(self, queries: Float32s) -> Float64s:
-        # candidates are found for the queries as fp16 holds them
+        # Candidates are found for queries rounded to fp16.
         lost = np.linalg.norm(queries - queries.astype(np.float16).astype(np.float32), axis=1)
         slack: Float64s = tensor_core_slack(self._dim) + MAX_NORM * lost.astype(np.float64)
         return slack
@@ -80,7 +80,7 @@ class DeviceRows:
         return near.cpu().numpy(), found.cpu().numpy()
 
     def scores(self, queries: Float32s, rows: Int64s | None) -> Float64s:
-        # products and their sums, not a matrix product: BLAS may emulate fp64 by narrower arithmetic
+        # Products and sums, no matrix product: BLAS may emulate fp64 with narrower arithmetic.
         asked = self._tensor(queries).double()
         scores = self._scores_of_all(asked) if rows is None else self._scores_of(asked, self._tensor(rows))
         found: Float64s = scores.cpu().numpy()
@@ -111,7 +111,7 @@ def search_by_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scores float32, rows int64) [q, take] of float16 rows [n, d] and queries [q, d], best first.
 
-    In fp32, also where torch may use TF32 for it: that keeps all bits of fp16 values.
+    In fp32. TF32, which torch may use for it, also keeps all bits of fp16 values.
     """
     near, found = torch.topk(queries.float() @ rows.float().T, take, dim=1)
     return near, found
@@ -120,7 +120,7 @@ def search_by_torch(
 def search_by_faiss(
     faiss: Any, rows: torch.Tensor, queries: torch.Tensor, take: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `search_by_torch`, by FAISS on the rows where they lie; they must be contiguous."""
+    """As `search_by_torch`, by FAISS in place; the rows must be contiguous."""
     device = rows.device.index or 0
     with _faiss_lock:
         near, found = faiss.knn_gpu(
@@ -131,8 +131,8 @@ def search_by_faiss(
 
 @cache
 def _resources(faiss: Any, device: int) -> Any:
-    """FAISS's memory, handles and streams of one device, made once; `knn_gpu` puts it on torch's stream."""
+    """FAISS's memory, handles and streams of one device, made once; `knn_gpu` uses torch's stream."""
     resources = faiss.StandardGpuResources()
     resources.setTempMemory(_TEMP_BYTES)
-    resources.setPinnedMemory(0)  # for copies from the host, of which there are none
+    resources.setPinnedMemory(0)  # for copies from the host, which do not occur
     return resources

@@ -14,7 +14,7 @@ Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 
-# rows that are searched, and where a filter demands it copied, at a time
+# Rows searched at a time; with a filter they are copied.
 _BLOCK_ROWS = 32_768
 
 
@@ -48,7 +48,7 @@ class HostRows:
         if rows is None:
             rows = np.broadcast_to(np.arange(len(self)), (len(queries), len(self)))
         scores = np.empty(rows.shape)
-        # query by query: the fp64 copies of all candidates at once could be large
+        # One query at a time: fp64 copies of all candidates could be large.
         for i, query in enumerate(queries.astype(np.float64)):
             scores[i] = self._vectors[rows[i]].astype(np.float64) @ query
         return scores

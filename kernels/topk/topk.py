@@ -1,12 +1,12 @@
 """Exact top-k by inner product over arena slabs.
 
-With a gate at hand its scan answers, which is exact by itself and reads many segments, or some rows of
-one, in one pass. What it is not made for (queries finer than fp16, more rows than a scan keeps) goes by
-blocks of one segment: fast arithmetic finds candidates, fp64 orders them. The fast sums are fp32, in an
-order that depends on the machine and on the number of queries, so near-equal scores may come in any
-order. The candidates are therefore scored again in fp64 (exact for fp16-valued vectors, see
-`kernels/error_bounds.py`), and more are fetched until nothing left out can belong to the k best. FAISS finds
-the candidates on the host (`topk_host.py`), FAISS or torch on a device (`topk_device.py`).
+A gate's scan, if given, is exact by itself and reads many segments, or some rows of one, in one pass. Other
+searches (float32 queries, k above the scan's limit) go through one segment block by block: fast arithmetic
+finds candidates, and fp64 orders them. The fast sums are fp32 in an order that depends on the machine and the
+number of queries, so near-equal scores may come in any order. The candidates are therefore scored again in
+fp64 (exact for fp16-valued vectors, see `kernels/error_bounds.py`), and more are fetched until no other row
+can belong to the k best. FAISS finds the candidates on the host (`host_rows.py`), FAISS or torch on a device
+(`device_rows.py`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 Queries = NDArray[np.float16] | Float32s
 
-# a scan keeps its best rows by insertion, which costs more than the reading where it keeps many
+# A scan keeps its best rows by insertion, which for a large k costs more than reading.
 _SCAN_K = 256
-# candidates fetched beyond k: enough that rounding alone rarely forces a second fetch
+# Candidates fetched beyond k, so that rounding rarely forces a second fetch.
 _SPARE = 16
 
 
 class Rows(Protocol):
-    """Some rows of one segment, where its memory holds them."""
+    """Some rows of one segment, in the memory that holds them."""
 
     def __len__(self) -> int:
-        """How many rows these are."""
+        """The number of rows."""
 
     def block_rows(self, queries: int) -> int:
-        """How many rows to search at a time for so many queries."""
+        """The number of rows to search at a time for this many queries."""
 
     def part(self, start: int, stop: int) -> Self:
         """A view of some of these rows."""
@@ -47,17 +47,17 @@ class Rows(Protocol):
         """A copy of some of these rows."""
 
     def slack(self, queries: Float32s) -> Float64s:
-        """[q]: how far a score of `nearest` can be from the exact one."""
+        """float64 [q]: the maximum error of the scores of `nearest`."""
 
     def nearest(self, queries: Float32s, take: int) -> tuple[Float32s, Int64s]:
-        """The `take` nearest rows and their scores in fast arithmetic, [q, take], by score descending."""
+        """The `take` nearest rows by fast arithmetic, and their scores, [q, take], by score descending."""
 
     def scores(self, queries: Float32s, rows: Int64s | None) -> Float64s:
         """[q, c]: exact scores of rows [q, c], or of all rows."""
 
 
 class Scan(Protocol):
-    """One pass over many segments, or over some rows of one, as a gate makes it (`kernels/gate/gate.py`)."""
+    """One pass over many segments, or over some rows of one; see `Gate.nearest` in `kernels/gate/gate.py`."""
 
     def nearest(
         self,
@@ -80,13 +80,12 @@ def top_k(
 ) -> tuple[Float64s, Int64s]:
     """The k rows of a segment nearest to each query, among PRESENT (and `allowed`) rows.
 
-    queries: float16 or float32 [q, dim], norms at most 4; allowed: bool [rows of the segment].
-    scan: a gate over the same arena; it serves float16 queries and k up to 256, in one pass that copies
-    nothing and reads only the rows that may be found.
-    Returns scores float64 [q, k] and rows int64 [q, k], by score descending, then row ascending, the
-    cut at k included; where there are fewer rows, the rest is -inf and -1. Scores are exact for
-    fp16-valued queries; for other float32 queries they are fp64 sums. Raises ValueError for wrong
-    shapes, dtypes or segments, ImportError where the host's search misses FAISS.
+    queries: float16 or float32 [q, dim], norms at most 4; allowed: bool [rows of the segment]. scan: a gate
+    over the same arena, used for float16 queries and k up to 256. It makes one pass, copies nothing, and
+    reads only allowed rows. Returns scores float64 [q, k] and rows int64 [q, k], by score descending, then
+    row ascending, also at the cut at k. Missing rows are -inf and -1. Scores are exact for fp16-valued
+    queries; for other float32 queries they are fp64 sums. Raises ValueError for wrong shapes, dtypes or
+    segments, ImportError if the host lacks FAISS.
     """
     wide = widened(queries, arena.dim, np.float16, np.float32)
     if allowed is not None:
@@ -103,9 +102,9 @@ def top_k(
 def top_k_many(
     arena: Arena, segments: ArrayLike, queries: Queries, k: int, scan: Scan | None = None
 ) -> tuple[Float64s, Int64s]:
-    """`top_k` of queries[i] in segments[i]: segments int64 [q], queries [q, dim]; results as there.
+    """`top_k` of queries[i] in segments[i]: segments int64 [q], queries [q, dim]. Same results as `top_k`.
 
-    With a scan all segments are read in one pass; otherwise each is searched by itself.
+    With a scan all segments are read in one pass; otherwise one after the other.
     """
     wide = widened(queries, arena.dim, np.float16, np.float32)
     owners = np.asarray(segments)
@@ -133,7 +132,7 @@ def scanned(
     k: int,
     allowed: NDArray[np.bool_] | torch.Tensor | None = None,
 ) -> tuple[Float64s, Int64s]:
-    """`top_k_many` by one scan, of float16 queries; allowed: as `wanted` of `Scan.nearest`."""
+    """`top_k_many` of float16 queries by one scan; `allowed` is `wanted` of `Scan.nearest`."""
     halves = queries.astype(np.float16, copy=False)
     offsets, found, near = scan.nearest(
         queries=halves, segments=segments, k=np.full(len(halves), k), wanted=allowed
@@ -146,9 +145,9 @@ def scanned(
 
 
 def rows_of(arena: Arena, segment: int) -> Rows:
-    """A segment's rows, with the search that fits their memory."""
+    """A segment's rows, with the search for their memory."""
     vectors = arena.vectors(segment)
-    # what searches one kind of memory is not imported for the other: the host's needs FAISS
+    # Imported only for the memory at hand: the host's search needs FAISS.
     if isinstance(vectors, torch.Tensor):
         from undertow.kernels.topk.device_rows import DeviceRows
 
@@ -175,7 +174,7 @@ def _search(rows: Rows, wanted: Int64s, queries: Float32s, k: int) -> tuple[Floa
         near, found = _block(block, queries, min(k, len(ids)))
         joined = np.concatenate((scores, near), axis=1)
         rows_found = np.concatenate((places, ids[found]), axis=1)
-        # a stable sort keeps the rows of equal scores ascending, as earlier blocks come first
+        # A stable sort keeps rows of equal scores ascending, since earlier blocks come first.
         order = np.argsort(-joined, axis=1, kind="stable")[:, :k]
         scores, places = np.take_along_axis(joined, order, 1), np.take_along_axis(rows_found, order, 1)
     return scores, places
@@ -189,7 +188,7 @@ def _block(block: Rows, queries: Float32s, k: int) -> tuple[Float64s, Int64s]:
     while len(pending) and take * 4 < len(block):
         near, found = block.nearest(queries[pending], take)
         scores[pending], rows[pending] = _best(block, queries[pending], np.sort(found, axis=1), k)
-        # a row left out has a fast score of at most near[:, -1], so an exact one of at most slack more
+        # Any other row has a fast score of at most near[:, -1], so its exact score is at most slack higher.
         pending = pending[near[:, -1] + slack[pending] >= scores[pending, -1]]
         take *= 4
     if len(pending):

@@ -74,7 +74,7 @@ def settings_of(*, llm: str | None = None, model: str | None = None, **flags: An
 
 def check_settings(settings: Settings) -> None:
     """WrongUsage for an encoder's or a server's name that is malformed. Loads and connects nothing."""
-    from undertow.engine.encoders.base import make_encoder
+    from undertow.engine.encoders.factory import make_encoder
     from undertow.engine.llm.client import OpenAILLM
 
     with wrong_usage():
@@ -114,7 +114,7 @@ def open_engine(
     from undertow.engine.api.engine import Engine, make_llm
     from undertow.engine.base.process_tuning import settle_in
     from undertow.engine.base.trace import Trace
-    from undertow.engine.encoders.base import make_encoder
+    from undertow.engine.encoders.factory import make_encoder
     from undertow.engine.storage.store_info import DESCRIPTION, read_info
     from undertow.serving.cli.output import say
     from undertow.serving.cli.unloaded_encoder import UnloadedEncoder, stored_fingerprint

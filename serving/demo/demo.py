@@ -22,7 +22,7 @@ from undertow.engine.api.ingest_files import Ingest, obstacles
 from undertow.engine.api.views.stats import store_usage
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Memory, UndertowError, Usage
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.llm.client import Completion, LLMClient, OnCall, OnText
 from undertow.engine.readers import read
 from undertow.engine.step.scheduler import StepReport

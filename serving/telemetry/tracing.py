@@ -47,7 +47,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.trace import LLMRequest, Observer, Phase, ShardCall
-from undertow.engine.base.trace_context import cause, caused_by
+from undertow.engine.base.trace_context import current_traceparent, use_traceparent
 from undertow.prompts.builders import QUERY_OPERATIONS
 
 SERVICE = "undertow"
@@ -117,7 +117,7 @@ class Tracing:
         span = self._tracer.start_span(
             method, _W3C.extract(headers), SpanKind.SERVER, {"http.request.method": method}
         )
-        with caused_by(_traceparent(span)):
+        with use_traceparent(_traceparent(span)):
             try:
                 yield RequestSpan(span)
             finally:
@@ -178,7 +178,7 @@ class _Node:
     """A phase that has begun: what was in it, and for whom."""
 
     inner: list[tuple[Phase, _Node]] = field(default_factory=list)
-    causes: set[str] = field(default_factory=set)
+    traceparents: set[str] = field(default_factory=set)
 
 
 class SpanObserver:
@@ -192,29 +192,29 @@ class SpanObserver:
     def began(self, name: str) -> None:
         self._under_way.append(_Node())
 
-    def linked(self, causes: Iterable[str]) -> None:
+    def linked(self, traceparents: Iterable[str]) -> None:
         for node in self._under_way:
-            node.causes.update(causes)
+            node.traceparents.update(traceparents)
 
     def ended(self, phase: Phase) -> None:
         node = self._under_way.pop()
         if self._under_way:
             self._under_way[-1].inner.append((phase, node))
-        elif node.causes or cause() is not None:
-            self._draw(phase, node, _context_of(cause()), _links(node.causes))
+        elif node.traceparents or current_traceparent() is not None:
+            self._draw(phase, node, _context_of(current_traceparent()), _links(node.traceparents))
 
     def called(self, call: ShardCall) -> None:
-        if cause() is None:
+        if current_traceparent() is None:
             return
         span = self._tracer.start_span(
-            f"shard {call.method}", _context_of(cause()), start_time=_wall_ns(call.began_s)
+            f"shard {call.method}", _context_of(current_traceparent()), start_time=_wall_ns(call.began_s)
         )
         _fail(span, call.error)
         span.end(_wall_ns(call.ended_s))
 
     def requested(self, request: LLMRequest) -> None:
         """As OpenTelemetry's conventions for generative AI have it, without any message."""
-        asked_by = cause()
+        asked_by = current_traceparent()
         if asked_by is None:
             return
         waits = request.operation in QUERY_OPERATIONS
@@ -273,8 +273,8 @@ def _span_context(traceparent: str) -> SpanContext:
     return get_current_span(_context_of(traceparent)).get_span_context()
 
 
-def _links(causes: Iterable[str]) -> list[Link]:
-    return [Link(_span_context(cause)) for cause in sorted(causes)]
+def _links(traceparents: Iterable[str]) -> list[Link]:
+    return [Link(_span_context(traceparent)) for traceparent in sorted(traceparents)]
 
 
 def _fail(span: Span, error: str | None) -> None:

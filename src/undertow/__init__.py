@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from undertow.engine.cluster.ray.actors import connect as connect
     from undertow.engine.cluster.ray.cluster import Cluster as Cluster
     from undertow.engine.cluster.settings import ClusterSettings as ClusterSettings
-    from undertow.engine.encoders.base import make_encoder as make_encoder
+    from undertow.engine.encoders.factory import make_encoder as make_encoder
     from undertow.serving.client import AsyncClient as AsyncClient
     from undertow.serving.client import Client as Client
 
@@ -37,7 +37,7 @@ _HOMES = {
     "Turn": "engine.base.model",
     "UndertowError": "engine.base.model",
     "connect": "engine.cluster.ray.actors",
-    "make_encoder": "engine.encoders.base",
+    "make_encoder": "engine.encoders.factory",
     "make_llm": "engine.api.engine",
 }
 

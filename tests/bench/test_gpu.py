@@ -37,7 +37,8 @@ from undertow.bench.gpu.figures import (
 from undertow.bench.gpu.load import World, equal_sizes, exchanges, zipf_sizes
 from undertow.bench.gpu.rig import FULL, QUICK, Limits, Rig, Scale, measure_limits
 from undertow.kernels import device
-from undertow.kernels.gate.gate import Gate, make_gate
+from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.gate.gate import Gate
 
 from ..support.gate_worlds import shim_arena, shim_gate
 

@@ -20,7 +20,7 @@ from undertow.bench.quality.systems.base import Material, Means
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn, Usage
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 
 # keeps what it is told in a file, and counts 10 tokens a call
 RUNNER = """

@@ -23,7 +23,7 @@ from undertow.bench.quality.systems.base import Means
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 
 from ..support.llm_servers import completion, odd_server
 

@@ -19,7 +19,7 @@ from undertow.bench.system.throughput_load import copies, salted
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import LINKED_PAIRS, Turn, UndertowError
 from undertow.engine.base.trace import Phase
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.llm.client import ServerRefused
 
 from ..support.cli import conversation, run, turn_line, write_log

@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray")
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
 from undertow.serving.cli import on_ray, output
 from undertow.serving.cli.commands import cluster as clustering

@@ -24,7 +24,8 @@ from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.wire import pack
-from undertow.engine.encoders.base import Float16, HashingEncoder
+from undertow.engine.encoders.base import Float16
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.journal import Fenced, Journal
 from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.storage.store_info import StoreLocked, read_info
@@ -93,7 +94,7 @@ def test_what_was_left_undecided_is_decided_by_the_next(store: Path, tmp_path: P
 LOCKS = """
 import sys
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.api.engine import Engine
 with Engine(sys.argv[1], Settings(encoder="hash:384", device="cpu"), HashingEncoder(384)):
     print("open", flush=True)

@@ -76,7 +76,7 @@ def test_an_index_made_in_slices_is_the_index_made_at_once(tmp_path: Path, seed:
         engine.add_batch(said)
         engine.drain()
         sliced = everything(engine, "ann")
-        engine.retrieval._lexicons.clear()
+        engine.retrieval._keyword_indexes.clear()
         assert everything(engine, "ann") == sliced
 
 

@@ -30,7 +30,8 @@ from undertow.engine.cluster.resharding.coordinator import reshard
 from undertow.engine.cluster.settings import ClusterSettings, ResourcesLacking
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.shard_map import Removed
-from undertow.engine.encoders.base import Encoder, Float16, HashingEncoder
+from undertow.engine.encoders.base import Encoder, Float16
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
 
 from ..support.cluster.in_process import cluster_state, settings

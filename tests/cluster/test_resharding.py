@@ -26,7 +26,7 @@ from undertow.engine.cluster.resharding.coordinator import batches, reshard, res
 from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant, StaleMap
 from undertow.engine.cluster.resharding.transfer import TenantTransfer
 from undertow.engine.cluster.shard_map import ShardMap, publish
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.lance_log import LanceLog
@@ -393,7 +393,7 @@ def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn
         while running is None or not running.usage:  # until a job that has had a reply waits for the next
             held.release()
             engine.step(0.001)
-            running = engine.scheduler._running.get(name)
+            running = engine.scheduler.decisions.running(name)
         spent = {operation: usage.prompt_tokens for operation, usage in running.usage.items()}
         before = {operation: usage.prompt_tokens for operation, usage in running.tenant.meter.items()}
         publish(shards.root, shards.map.toward(["a", "b", "c"]))

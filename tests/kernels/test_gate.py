@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from undertow.kernels.gate.gate import Gate, GateReadings, make_gate
+from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.gate.gate import Gate, GateReadings
 
 from ..support.gate_worlds import (
     EACH,

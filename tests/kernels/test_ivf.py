@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import PRESENT, Arena
 from undertow.kernels.arena.device_memory import DeviceMemory
-from undertow.kernels.gate.gate import Gate, make_gate
+from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk import ivf
 from undertow.kernels.topk.ivf import IvfIndex
 from undertow.kernels.topk.topk import top_k

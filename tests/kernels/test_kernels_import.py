@@ -118,12 +118,13 @@ class Without(MetaPathFinder):
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 import importlib
 
-# what only a CPU's search and scan need, and what wraps CuPy, may miss it
+# These need numba, which a machine with a GPU may lack.
 CPU_ONLY = {"cpu_scan", "compiled_rows", "slab_pool", "host_memory", "cpu_gate"}
-root = Path(sys.argv[1])
-for file in sorted((root / "kernels").rglob("*.py")):
+folder = Path(sys.argv[1], "kernels")
+for file in sorted(folder.rglob("*.py")):
     if file.stem not in CPU_ONLY:
-        importlib.import_module("undertow." + ".".join(file.relative_to(root).with_suffix("").parts))
+        parts = file.relative_to(folder).with_suffix("").parts
+        importlib.import_module(".".join(("undertow", "kernels", *parts)))
 
 import numpy as np
 import torch

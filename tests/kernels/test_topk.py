@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.device_memory import DeviceMemory
-from undertow.kernels.gate.gate import Gate, make_gate
+from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk import device_rows as topk_device
 from undertow.kernels.topk import host_rows as topk_host
 from undertow.kernels.topk.topk import scanned, top_k, top_k_many

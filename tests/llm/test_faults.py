@@ -18,7 +18,7 @@ from undertow.bench.mock.server import MockServer, spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import ServerRefused
 
 from ..support.engine import turn_of
@@ -315,8 +315,8 @@ def test_a_refusal_surfaces_and_parks_nothing(
         with opened(tmp_path, url, policy=policy, **values) as engine:
             add_all(engine, log)
             assert not engine.drain()
-            assert isinstance(engine.scheduler.refused, ServerRefused)
-            assert named in str(engine.scheduler.refused)
+            assert isinstance(engine.scheduler.llm_calls.refused, ServerRefused)
+            assert named in str(engine.scheduler.llm_calls.refused)
             assert_all_searchable_and_pending(engine, log)
             with pytest.raises(ServerRefused, match=named):
                 engine.answer("ann", "Who sails?")

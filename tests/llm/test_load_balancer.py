@@ -21,7 +21,7 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.bench.mock.server import MockServer, spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm import discovery as llm_address
 from undertow.engine.llm import load_balancer as llm_servers
 from undertow.engine.llm import server as llm_server
@@ -90,33 +90,33 @@ def servers(*handlers: Handler, models: tuple[str, ...] = ("a", "b")) -> Iterato
 def test_an_outage_ends_by_a_knock_and_one_request_on_trial() -> None:
     slots = CircuitBreaker(limit=4, timeout_s=300.0)
     for _ in range(12):
-        assert slots.free == 4 and not slots.out
+        assert slots.free == 4 and not slots.is_open
         slots.began()
         slots.failed()
         slots.active -= 1
-    assert slots.out and slots.free == 0
-    slots.knocked(answered=False)
+    assert slots.is_open and slots.free == 0
+    slots.probed(answered=False)
     assert slots.free == 0
-    slots.knocked(answered=True)
+    slots.probed(answered=True)
     assert slots.free == 1, "one request tries it"
     slots.began()
     assert slots.free == 0
     slots.failed()
     slots.active -= 1
     assert slots.free == 0, "the trial failed: it is knocked at again"
-    slots.knocked(answered=True)
+    slots.probed(answered=True)
     slots.answered()
-    slots.knocked(answered=True)  # a knock that was on its way when the request was answered
-    assert (slots.free, slots.out, slots.on_trial, slots.silent_s) == (4, False, False, None)
+    slots.probed(answered=True)  # a knock that was on its way when the request was answered
+    assert (slots.free, slots.is_open, slots.half_open, slots.silent_s) == (4, False, False, None)
 
 
 def test_pauses_grow_up_to_a_quarter_of_a_minute() -> None:
     slots = CircuitBreaker(limit=1, timeout_s=300.0)
     slots.lost()
-    assert slots.out
+    assert slots.is_open
     first_s = slots.pause_s
     for _ in range(20):
-        slots.knocked(answered=False)
+        slots.probed(answered=False)
     assert first_s < 0.1 < 7 < slots.pause_s <= 15
 
 
@@ -134,7 +134,7 @@ def test_a_failure_beside_a_slow_reply_proves_no_silence(monkeypatch: pytest.Mon
     slots.failed()
     assert slots.silent_s == 11.0, "it has timed out by now"
     slots.refused(ServerRefused("no"))
-    assert slots.silent_s is None and slots.out, "a refusal is an answer"
+    assert slots.silent_s is None and slots.is_open, "a refusal is an answer"
 
 
 @pytest.mark.parametrize(

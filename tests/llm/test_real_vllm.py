@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Usage
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import BadReply, OpenAILLM
 from undertow.prompts.builders import (
     Prompt,

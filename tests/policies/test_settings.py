@@ -18,7 +18,7 @@ from undertow.engine.policies.base import Learns, Tiers
 from undertow.engine.policies.registry import policy_of, tiers_of
 from undertow.engine.search.ranking import Window
 from undertow.engine.storage.store_info import DESCRIPTION, StoreError, read_info
-from undertow.engine.tenants.tenant import View
+from undertow.engine.tenants.view import View
 
 from ..support.engine import (
     ALONE,

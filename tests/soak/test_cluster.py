@@ -36,7 +36,7 @@ from undertow.engine.cluster.ray.cluster import Cluster
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import STORES, load
 from undertow.engine.cluster.wire import pack
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import find_logs
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location

@@ -20,7 +20,7 @@ from undertow.bench.mock.server import spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 
 from ..support.faults.harness import (
     PARKING,

@@ -19,7 +19,8 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, PolicyName, Turn
-from undertow.engine.encoders.base import Encoder, Fingerprint, HashingEncoder
+from undertow.engine.encoders.base import Encoder, Fingerprint
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import Completion, LLMClient
 from undertow.engine.step.admission import Ticket
 from undertow.engine.step.batch_size import MOST_TURNS

@@ -28,7 +28,7 @@ from undertow.bench.quality.run.summary import (
 from undertow.bench.quality.systems.base import Counting, Means, OnProgress, System
 from undertow.bench.quality.systems.choice import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 
 VECTORS = "vectors.npz"
 ANSWERS, VERDICTS = "answers.jsonl", "verdicts.jsonl"

@@ -22,7 +22,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
 from undertow.engine.base.process_tuning import settle_in
 from undertow.engine.llm.client import LLMClient
-from undertow.kernels.gate.gate import make_gate
+from undertow.kernels.gate.factory import make_gate
 from undertow.prompts.builders import Operation
 
 REFUSAL_RATE = 0.3  # of the mock's merges

@@ -19,7 +19,8 @@ from undertow.bench.quality.datasets import Sample, load
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.bench.system.estimates.check import logs_of, metered, put
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import Encoder, make_encoder
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.encoders.token_count import TokenCount, token_count
 from undertow.engine.estimate.calibrate import PairCosines, simulate
 from undertow.engine.estimate.estimate import TOTAL, TenantLog, expected_usage

@@ -29,7 +29,8 @@ from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName, Usage, as_embedded
-from undertow.engine.encoders.base import Encoder, make_encoder
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.encoders.token_count import TokenCount, token_count
 from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, TenantLog, estimate
 from undertow.engine.estimate.guessed_replies import MESSAGES_PER_TURN, shown_in

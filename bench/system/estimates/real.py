@@ -23,7 +23,8 @@ from undertow.bench.quality.vectors import KeptVectors
 from undertow.bench.system.estimates.check import compare, logs_of, put
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName, Usage
-from undertow.engine.encoders.base import Encoder, make_encoder
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.encoders.token_count import TokenCount, token_count
 from undertow.engine.estimate.estimate import estimate
 

@@ -22,7 +22,7 @@ def turns_by_key(tenant: Tenant, keys: Collection[str]) -> dict[str, Report]:
         seq = tenant.keys.get(key_hash(key))
         if seq is None:
             continue
-        place = {"id": turn_id(tenant.name, tenant.life, seq), "seq": seq}
+        place = {"id": turn_id(tenant.name, tenant.incarnation, seq), "seq": seq}
         record = tenant.records[seq]
         if not isinstance(record, bytes):  # deleted: its key is known by the hash alone
             found[key] = place

@@ -93,7 +93,7 @@ def _turns(tenant: Tenant, start: Place, passing: Rows | None, within: Rows | No
 
 
 def _turn(tenant: Tenant, seq: int, payload: bytes) -> Report:
-    identity = turn_id(tenant.name, tenant.life, seq)
+    identity = turn_id(tenant.name, tenant.incarnation, seq)
     timestamp = orjson.loads(payload).get("timestamp")
     return turn_report(Row("turn", tenant.name, tenant.key, seq, payload, identity, timestamp))
 

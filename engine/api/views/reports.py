@@ -286,7 +286,7 @@ class Reports:
         return sorted((row for row in rows if self._is_alive(row)), key=lambda row: row.lsn)
 
     def _is_alive(self, row: Row) -> bool:
-        return row.tenant_key not in self.tenants.departed and not self.tenants.buried(row)
+        return row.tenant_key not in self.tenants.departed and not self.tenants.is_erased(row)
 
 
 def _explanation(seq: int, body: Mapping[str, Any], consolidated_at_seq: int | None) -> Report:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.trace_context import cause
+from undertow.engine.base.trace_context import current_traceparent
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.shard_actor import ShardActor
 from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
@@ -62,7 +62,7 @@ class RayShard:
                 self._actor = await asyncio.to_thread(self._start, self.shard)
             pieces = to_pieces(args[0]) if args and isinstance(args[0], pa.Table) else []
             rest = args[1:] if pieces else args
-            answer = await self._actor.call.remote(method, rest, kwargs, cause(), *pieces)
+            answer = await self._actor.call.remote(method, rest, kwargs, current_traceparent(), *pieces)
             return from_buffer(answer) if isinstance(answer, pa.Buffer) else answer
         except PendingCallsLimitExceeded:
             raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None

@@ -69,16 +69,16 @@ class ShardActor:
         method: str,
         args: Sequence[Any] = (),
         how: Mapping[str, Any] | None = None,
-        cause: str | None = None,
+        traceparent: str | None = None,
         *pieces: bytes,
     ) -> Any:
         """The shard's answer; its errors as they are. `pieces`: of a table, the method's first argument.
 
-        `cause`: see engine/base/trace_context.py.
+        `traceparent`: see engine/base/trace_context.py.
         """
         import pyarrow as pa
 
-        from undertow.engine.base.trace_context import caused_by
+        from undertow.engine.base.trace_context import use_traceparent
         from undertow.engine.cluster.routing.errors import ShardExited
         from undertow.engine.cluster.shard.supervisor import EngineUnusable
         from undertow.engine.cluster.shard_map import Removed
@@ -89,7 +89,7 @@ class ShardActor:
             raise ShardExited(f"shard {self._shard.id} is being restarted")
         try:
             tables = [from_pieces(pieces)] if pieces else []
-            with caused_by(cause):
+            with use_traceparent(traceparent):
                 answered = self._shard.call(method, *tables, *args, **(how or {}))
             answer = await asyncio.wrap_future(answered)
             return to_buffer(answer) if isinstance(answer, pa.Table) else answer

@@ -189,7 +189,7 @@ class ReshardingParticipant:
             buried = [Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in stones.items()]
             journal.append_stream(chain(buried, transfer.rows(), records))
         self._note(records)
-        tenants.arrive(transfer.names, stones)
+        tenants.add(transfer.names, stones)
         self._engine.take_up(transfer.behind())
         return transfer.row_count
 

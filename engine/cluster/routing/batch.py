@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from undertow.engine.base.trace_context import cause
+from undertow.engine.base.trace_context import current_traceparent
 from undertow.engine.cluster.wire import RETURNED, Status, receipts_table
 
 Key = TypeVar("Key", bound=Hashable)
@@ -27,7 +27,7 @@ class PendingAdd:
     def __init__(self, count: int) -> None:
         """`count`: its turns."""
         self.future: Future[pa.Table] = Future()
-        self.cause = cause()
+        self.traceparent = current_traceparent()
         self._missing = count
         self._parts: list[tuple[Rows, pa.Table]] = []
         if not count:

@@ -22,7 +22,7 @@ from contextlib import suppress
 import pyarrow as pa
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.trace_context import caused_by
+from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.cluster.routing.batch import ShardBatch
 from undertow.engine.cluster.routing.errors import (
     Backoff,
@@ -267,7 +267,7 @@ class ShardClient:
     async def _send(self, number: int, parcel: ShardBatch, trial: str) -> None:
         stamp = CallStamp(self._client, self._token or "", number, self._map_version(), trial)
         try:
-            with caused_by(parcel.delivery.cause):
+            with use_traceparent(parcel.delivery.traceparent):
                 receipts = await self._sent(parcel.table, stamp)
         except (ShardGone, StaleSession) as error:
             parcel.tried_in = self._process if trial and _is_silent(error) else ""

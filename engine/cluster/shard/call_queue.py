@@ -13,7 +13,7 @@ from functools import cached_property
 import pyarrow as pa
 
 from undertow.engine.base.model import PackedTurn, UndertowError
-from undertow.engine.base.trace_context import cause
+from undertow.engine.base.trace_context import current_traceparent
 from undertow.engine.cluster.wire import Status, check_turns, receipts_table, unpack
 from undertow.engine.step.admission import Inbox, QueueFull, Receipt, Ticket
 
@@ -69,7 +69,7 @@ class TurnCall:
         self.alone = False
         self.future: Future[pa.Table] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        self._cause = cause()
+        self._traceparent = current_traceparent()
         self._table: pa.Table | None = table
         self._outcomes: list[Outcome | None] = [None] * len(table)
         self._tickets: list[tuple[int, Ticket]] = []
@@ -100,7 +100,7 @@ class TurnCall:
             place = pending.popleft()
             outcome = None if refuse is None else refuse(turns[place])
             if outcome is None:
-                self._tickets.append((place, inbox.put(turns[place], self._cause)))
+                self._tickets.append((place, inbox.put(turns[place], self._traceparent)))
                 room -= 1
             else:
                 self._outcomes[place] = outcome

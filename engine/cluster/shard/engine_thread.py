@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PackedTurn, UndertowError
-from undertow.engine.base.trace_context import cause, caused_by
+from undertow.engine.base.trace_context import current_traceparent, use_traceparent
 from undertow.engine.cluster.resharding.participant import ReshardingParticipant
 from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, Outcome, TurnCall
 from undertow.engine.cluster.shard.quarantine import reason_of
@@ -50,7 +50,7 @@ class _Command:
     run: Callable[[], Any]
     future: Future[Any]
     wait: bool = False
-    cause: str | None = field(default_factory=cause)
+    traceparent: str | None = field(default_factory=current_traceparent)
 
 
 class EngineThread:
@@ -183,7 +183,7 @@ class EngineThread:
     def _run_command(self, command: _Command) -> None:
         """Its error is the caller's."""
         try:
-            with caused_by(command.cause):
+            with use_traceparent(command.traceparent):
                 value = command.run()
         except Exception as error:  # noqa: BLE001 - the boundary between callers and the thread
             command.future.set_exception(error)

@@ -22,10 +22,12 @@ from undertow.engine.cluster.shard.call_queue import TurnCall, outcome_of
 from undertow.engine.cluster.shard.quarantine import Quarantine, reason_of
 from undertow.engine.cluster.shard_map import Removed, ShardMap
 from undertow.engine.cluster.wire import Status
-from undertow.engine.encoders.base import Encoder, make_encoder
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.step.admission import Ticket
-from undertow.engine.step.scheduler import StepReport, TenantFault
+from undertow.engine.step.decision_queue import TenantFault
+from undertow.engine.step.scheduler import StepReport
 from undertow.engine.step.shard_metrics import ShardMetrics
 from undertow.engine.step.warm_up import warm_up
 from undertow.engine.storage.journal import Fenced
@@ -144,7 +146,7 @@ class ShardSupervisor:
             self._moving = ReshardingParticipant(engine, self._shard, self.site.stores, newest)
             engine.resume()
             for tenant, why in self._faults.items():
-                engine.scheduler.block(tenant, why)
+                engine.scheduler.decisions.block(tenant, why)
         except BaseException:
             engine.close()
             raise

@@ -1,4 +1,4 @@
-"""HiMem's episodes: one pass cuts a dialogue window, and each piece is kept verbatim (section 2.2.1)."""
+"""HiMem's episodes: one pass segments a dialogue window; each segment is kept verbatim (section 2.2.1)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from undertow.engine.policies.work import Steps, Work, apart
 from undertow.prompts.builders import UNDATED, ShownTurn, prompt_version, segment_prompt
 from undertow.prompts.reply_schemas import SegmentDraft, SegmentReply
 
-# of the room that a prompt has for material, how much one window may take
+# The largest share of a prompt's room for one window.
 WINDOW_SHARE = 0.5
 
 
 def has_room(turns: Sequence[ShownTurn], budget: PromptBudget) -> bool:
-    """Whether these may be one window.
+    """Whether these turns may be one window.
 
-    On one topic it becomes one episode, with all of its words: the prompts that judge it, answer from it and
-    add to the notes by it must have room for it, the question, and what else was found.
+    A window on one topic becomes one verbatim episode. Later prompts must have room for it, the question, and
+    the other results.
     """
     fixed_tokens = segment_prompt(()).size_tokens
     taken_tokens = segment_prompt(turns).size_tokens - fixed_tokens
@@ -27,7 +27,7 @@ def has_room(turns: Sequence[ShownTurn], budget: PromptBudget) -> bool:
 
 
 def write_episodes(work: Work, window: Sequence[int], *, align: bool) -> Steps:
-    """The episodes of these turns, in parts where one prompt does not hold them. PromptTooLong."""
+    """Write the episodes of these turns, in parts if one prompt is too short. PromptTooLong."""
     for part in work.parts(window, lambda seqs: segment_prompt(work.turns(seqs))):
         prompt = segment_prompt(work.turns(part))
         reply: SegmentReply = yield Complete(prompt)
@@ -40,16 +40,17 @@ def write_episodes(work: Work, window: Sequence[int], *, align: bool) -> Steps:
             texts.append("\n".join([f"{draft.topic} ({span(work, seqs)})", draft.summary, *said]))
         vectors = yield Embed(tuple(texts))
         for (seqs, _), text, vector in zip(pieces, texts, vectors, strict=True):
-            # topic and summary were written in sight of all of the window
+            # Topic and summary were written with the whole window in the prompt.
             beside = apart(part, seqs)
             work.new("episode", text, vector, tuple(seqs), prompt.version, shown_seqs=beside)
 
 
 def cut(drafts: Sequence[SegmentDraft], count: int) -> list[tuple[range, SegmentDraft]]:
-    """Where a window of `count` turns is cut: contiguous places from 0 that hold each turn once, in order.
+    """The segments of a window of `count` turns: contiguous ranges from 0 that cover each turn once.
 
-    An episode ends where the next begins, so any reply gives such a cut: of two with one beginning the first
-    counts, numbers that name no turn are left out, and the earliest episode reaches back to the first turn.
+    An episode ends where the next begins, so any reply gives a segmentation. Of two drafts with the same
+    first turn the first counts, invalid numbers are ignored, and the earliest episode starts at the first
+    turn.
     """
     named = {d.first: d for d in reversed(drafts) if 1 <= d.first <= count} or {1: drafts[0]}
     starts = [0, *sorted(first - 1 for first in named)[1:]]
@@ -58,14 +59,14 @@ def cut(drafts: Sequence[SegmentDraft], count: int) -> list[tuple[range, Segment
 
 
 def span(work: Work, seqs: Sequence[int]) -> str:
-    """From when to when these turns were said."""
+    """The time span of these turns, for an episode's header."""
     times = [time for s in work.by_time(seqs) if (time := work.view.turn(s).timestamp) is not None]
     ends = dict.fromkeys((times[0], times[-1])) if times else {UNDATED: None}
     return " to ".join(ends)
 
 
 def _aligned(work: Work, seqs: Sequence[int], said: Sequence[str]) -> Generator[Effect, Any, list[str]]:
-    """The turns' words with names and dates settled: an ablation, which the paper found to do harm."""
+    """The turns' text after knowledge alignment: an ablation that the paper found harmful (table 3)."""
     version = prompt_version("align")
     notes = [Note(text, "", (seq,), version) for seq, text in zip(seqs, said, strict=True)]
     aligned = yield from aligned_notes(work, (), notes)

@@ -1,7 +1,7 @@
-"""HiMem's notes: what is said outright, what it implies, and both put into lasting form (section 2.2.2).
+"""HiMem's notes in three stages: explicit facts, implied traits, and their alignment (section 2.2.2).
 
-A note is stored as a fact whose `fact_kind` is fact, preference or profile. Its episodes are those that hold
-its source turns: as no two episodes share a turn, that is one answer; the first stands in `episode_id`.
+A note is stored as a fact whose `fact_kind` is fact, preference or profile. Its episodes are those that
+contain its source turns. No two episodes share a turn, so they are unambiguous; `episode_id` holds the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A note on its way through the stages. `sources`, and `shown` beside them: seqs of turns, ascending."""
+    """A note between the stages. `sources`, and the turns also `shown`, are seqs, ascending."""
 
     text: str
     kind: str
@@ -38,17 +38,17 @@ class Note:
 
 
 def write_notes(work: Work, turns: Sequence[int], *, align: bool) -> Steps:
-    """The notes of these turns; `align`: with stage 3. PromptTooLong."""
+    """Write the notes of these turns; `align` adds stage 3. PromptTooLong."""
     for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
         notes = yield from _written(work, part, align=align)
         yield from _store(work, notes)
 
 
 def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], *, align: bool) -> Steps:
-    """Of the notes of these turns those again that were `lost`; the others stand. PromptTooLong.
+    """Write those notes of these turns again that were `lost`; the others stay. PromptTooLong.
 
-    Without a lost note to tell by (its words are gone, where its deletion was parked) nothing is written of
-    turns that have notes: it would double them.
+    Without lost notes to compare with (a parked deletion has removed their text), turns that have notes get
+    no new ones: they would be duplicates.
     """
     if not lost and any(note.reach.intersection(turns) for note in living_notes(work)):
         return
@@ -63,7 +63,7 @@ def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], *, a
 def _in_place_of(
     work: Work, lost: Sequence[Memory], notes: Sequence[Note]
 ) -> Generator[Effect, Any, list[Note]]:
-    """For each lost note the one that is nearest to it, but none to which a note that stands is nearer."""
+    """The nearest new note for each lost one, unless a remaining note is nearer to the new one."""
     wanted = yield Embed(tuple(note.text for note in lost))
     vectors = yield Embed(tuple(note.text for note in notes))
     said = {note.text for note in living_notes(work)}
@@ -78,7 +78,7 @@ def _in_place_of(
 
 
 def _written(work: Work, part: Sequence[int], *, align: bool) -> Generator[Effect, Any, list[Note]]:
-    """What the stages make of turns that one prompt holds."""
+    """All stages for turns that fit into one prompt."""
     notes = yield from _stated(work, part)
     notes += yield from _implied(work, part, notes)
     if align and notes:
@@ -87,12 +87,14 @@ def _written(work: Work, part: Sequence[int], *, align: bool) -> Generator[Effec
 
 
 def _stated(work: Work, part: Sequence[int]) -> Generator[Effect, Any, list[Note]]:
+    """Stage 1: what the turns say explicitly."""
     prompt = notes_prompt(work.turns(part))
     reply: NotesReply = yield Complete(prompt)
     return [_note(draft, part, prompt) for draft in reply.notes]
 
 
 def _implied(work: Work, part: Sequence[int], stated: Sequence[Note]) -> Generator[Effect, Any, list[Note]]:
+    """Stage 2: traits that the turns imply."""
     prompt = shortened(work, stated, lambda notes: traits_prompt(work.turns(part), _shown(work, notes)))
     reply: TraitsReply = yield Complete(prompt)
     return [_note(draft, part, prompt) for draft in reply.notes]
@@ -101,17 +103,17 @@ def _implied(work: Work, part: Sequence[int], stated: Sequence[Note]) -> Generat
 def aligned_notes(
     work: Work, part: Sequence[int], notes: Sequence[Note]
 ) -> Generator[Effect, Any, list[Note]]:
-    """Stage 3, in sight of as many of the turns in `part` as there is room for."""
+    """Stage 3: alignment, with as many of the turns in `part` as fit into the prompt."""
     prompt = shortened(work, part, lambda seqs: align_prompt(work.turns(seqs), _shown(work, notes)))
     reply: AlignReply = yield Complete(prompt)
     return settled(notes, reply.changes, prompt.version)
 
 
 def settled(notes: Sequence[Note], changes: Sequence[NoteChange], version: str) -> list[Note]:
-    """The notes with the changes made; those that no change names, or only a wrong number, as they were.
+    """The notes after the changes. Notes without a valid change stay as they are.
 
-    A note that says what another says goes, and the other rests on its turns too. Of several changes of one
-    note the first counts, and of notes that are said to be each other one stays.
+    A duplicate note is dropped, and the other gains its sources. Of several changes of one note the first
+    counts, and of notes that are duplicates of each other one stays.
     """
     kept = dict(enumerate(notes, 1))
     first = {change.note: change for change in reversed(changes) if change.note in kept}
@@ -127,7 +129,7 @@ def settled(notes: Sequence[Note], changes: Sequence[NoteChange], version: str) 
 
 
 def _store(work: Work, notes: Sequence[Note]) -> Steps:
-    """Each note as a memory; one that is stored word for word is said again."""
+    """Store each note as a memory. A verbatim repeat only adds sources."""
     if not notes:
         return
     vectors = yield Embed(tuple(note.text for note in notes))
@@ -140,7 +142,7 @@ def _store(work: Work, notes: Sequence[Note]) -> Steps:
 
 
 def add_note(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...] = ()) -> Draft:
-    """A note that was not there before."""
+    """Add a new note."""
     return work.new(
         "fact",
         note.text,
@@ -155,17 +157,17 @@ def add_note(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...]
 
 
 def living_notes(work: Work) -> list[Memory]:
-    """The notes as they stand after what this job has made and deleted."""
+    """The notes after this job's own drafts."""
     notes = {memory.id: memory for memory in work.view.current("fact")}
     notes |= {d.memory.id: d.memory for d in work.drafts if d.memory.kind == "fact"}
     return [memory for memory in notes.values() if not memory.deleted]
 
 
 def forget_least_used(work: Work, most: int) -> int:
-    """Delete notes until there are `most`; how many. Their history stays, and turns and episodes all stay.
+    """Delete the least used notes above `most`. Returns their number. History, turns and episodes stay.
 
-    Those that fewest answers were given go first, of equal ones the oldest; what this job has made is not yet
-    known to be of no use, and goes last.
+    Notes used by the fewest answers go first, the oldest first among equals. Notes of this job go last: they
+    have had no chance to be used.
     """
     uses = work.view.uses()
     notes = sorted(
@@ -178,7 +180,7 @@ def forget_least_used(work: Work, most: int) -> int:
 
 
 def episode_of(work: Work, seq: int) -> str | None:
-    """The episode that holds a turn. None: a user has deleted it."""
+    """The episode that contains a turn. None: a user has deleted it."""
     mine = [d.memory for d in work.drafts if d.memory.kind == "episode"]
     gone = {memory.id for memory in mine if memory.deleted}
     for memory in (*mine, *work.view.current("episode")):
@@ -188,14 +190,14 @@ def episode_of(work: Work, seq: int) -> str | None:
 
 
 def shortened(work: Work, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> Prompt:
-    """The prompt with as many of the items as fit, the first ones left out. PromptTooLong: with none, too."""
+    """The prompt with as many of the last items as fit. PromptTooLong: too long even without items."""
     while items and not work.fits(prompt_of(items)):
         items = items[1:]
     return work.checked(prompt_of(items))
 
 
 def named(numbers: Sequence[int], shown: Sequence[T]) -> list[T]:
-    """What a reply names by number; all that was shown where it names none, or what is not there."""
+    """The shown items that a reply names by number; all of them if it names none or an invalid number."""
     if not numbers or any(not 1 <= n <= len(shown) for n in numbers):
         return list(shown)
     return [shown[n - 1] for n in dict.fromkeys(numbers)]

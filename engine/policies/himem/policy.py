@@ -1,9 +1,9 @@
-"""HiMem: a session becomes immutable episodes, and notes of what stays true (paper, section 2).
+"""HiMem: a session becomes immutable episodes, and notes of lasting facts (paper, section 2).
 
-The dialogue window is a session: it is closed by the first turn of another one, by a flush, or by the turn
-that would make it take more than half of what a prompt has room for. Turns of an open window wait; they are
-searchable. Episodes are in `himem_episodes`, the three stages of notes in `himem_notes`, what a question that
-found no notes brings about in `himem_revision`.
+The dialogue window is a session. The first turn of another session closes it, or a flush, or the turn that
+would make it exceed half of a prompt's room. Turns of an open window wait; they are searchable. `episodes.py`
+writes episodes, `notes.py` has the three stages of notes, and `reconsolidation.py` revises notes after a
+question that they did not cover.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Alignment:
 
 
 class HiMem:
-    """Stateless, as all policies: what it knows comes through the MemoryView and the effects."""
+    """The paper's policy. Stateless: its only input is the MemoryView and the results of effects."""
 
     name = "himem"
-    # section 3: ten of each. Its episodes hold their turns word for word, so these are not shown once more
+    # Section 3: ten of each. Episodes contain their turns verbatim, so these are not shown again.
     tiers = Tiers(k_epi=10, k_sem=10, consolidated=False)
 
     def __init__(
@@ -53,9 +53,9 @@ class HiMem:
         *,
         self_evolution: bool = True,
     ) -> None:
-        """`max_notes`: of more than these, the ones least used are forgotten (section 2.5); None: none.
+        """`max_notes`: the least used notes above this number are deleted (section 2.5); None: no bound.
 
-        `self_evolution`: questions that the notes did not cover change them (section 2.4).
+        `self_evolution`: questions that the notes did not cover revise them (section 2.4).
         """
         self.learns = Learns(used=max_notes is not None, missed=self_evolution)
         self._budget = budget
@@ -75,9 +75,9 @@ class HiMem:
         return (yield from self._close(window, seq, memory))
 
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
-        """What a parked window, or the rest of one, could not be made into.
+        """Process a parked window, or the rest of one, again.
 
-        Of turns that an episode holds already, or one that a user has deleted, only the notes.
+        Turns that an episode contains, or one that a user deleted, get only notes.
         """
         turns = [s for s in job.cluster if memory.exists(s)]
         if not turns:
@@ -93,18 +93,18 @@ class HiMem:
         return self._done(work, PolicyResult(Decision.FIRED, cluster=tuple(turns)))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remove all that was made of the deleted turn's window, and make it anew of its other turns.
+        """Delete everything made from the deleted turn's window, and remake it from the other turns.
 
-        One pass cut the window and its notes were written in sight of all of it, so the turn's words may be
-        in any of that. A note that rests on other windows too is written anew of their turns; their own notes
-        stand.
+        One pass segmented the window, and its notes were written with all of it in the prompt, so the turn's
+        words may be in any of them. A note with sources in other windows too is written again from their
+        turns; the notes of those windows stay.
         """
         every = [*memory.current("episode"), *memory.ended("episode")]
         windows = {e.born_at_seq for e in every if turn_seq in e.source_seqs}
         reach = {turn_seq, *(s for e in every if e.born_at_seq in windows for s in e.source_seqs)}
         shaken = [e for e in memory.current("episode") if e.born_at_seq in windows]
         notes = [n for n in memory.current("fact") if reach & n.reach]
-        # of those deleted before, the history still has the words: a version of this record ends it
+        # The history of memories deleted before still has the words: another deletion redacts it.
         ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if reach & m.reach]
         dead = [forgotten(m, seq) for m in (*shaken, *notes)] + [deletion(m, seq) for m in ended]
         gone = tuple(Draft(m, None) for m in dead)
@@ -116,7 +116,7 @@ class HiMem:
             yield from self._remember(work, rest)
             yield from self._note(work, others, notes)
         except Failed as error:
-            # They must go even where nothing takes their place yet.
+            # They must go even if they cannot be remade yet.
             outcome = PolicyResult(Decision.PARKED, drafts=gone)
             return parked(error, "segment", (*rest, *others), outcome)
         return self._done(work, PolicyResult(Decision.FIRED))
@@ -124,13 +124,13 @@ class HiMem:
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
     ) -> Decide:
-        """Section 2.4, after a question that the notes did not cover, and these episodes did.
+        """Revise the notes (section 2.4) after a question that only these episodes covered.
 
-        Nothing is lost where it fails, so that is not parked: the next such question does it again.
+        A failure loses nothing, so it is not parked: the next such question tries again.
         """
         current = {e.id: e for e in memory.current("episode")}
         episodes = [current[i] for i in dict.fromkeys(episode_ids) if i in current]
-        # one whose turn was deleted since is made anew by a record that is still to come
+        # An episode with a turn deleted since will be remade by a later record.
         episodes = [e for e in episodes if all(memory.exists(s) for s in e.reach)]
         if not episodes:
             return PolicyResult(Decision.WAITS, reason="the episodes that supported it are gone")
@@ -173,7 +173,7 @@ class HiMem:
         yield from write_notes(work, window, align=self._alignment.notes)
 
     def _done(self, work: Work, outcome: PolicyResult) -> PolicyResult:
-        """With all that the job has made; and with what is forgotten, so that the notes stay bounded."""
+        """The result with all drafts, after deleting the least used notes above the bound (section 2.5)."""
         forgotten = 0 if self._max_notes is None else forget_least_used(work, self._max_notes)
         reason = f"{forgotten} notes forgotten, which answers used least" if forgotten else None
         return replace(outcome, drafts=tuple(work.drafts), reason=reason)

@@ -1,9 +1,9 @@
-"""HiMem's reconsolidation: what a question missed among the notes is taken over from episodes (section 2.4).
+"""HiMem's reconsolidation: notes that a question missed are extracted from episodes (section 2.4).
 
-The relation of what is found to the stored notes decides: independent adds a note, extendable makes a new
-version of one, contradictory deletes one, whose history stays, and adds its successor. What was said last
-holds, by the turns of the episodes that say it: these are its sources. The turns of the other episodes that
-were shown are beside those, as any of their words may be in it, and must go with them.
+The relation of a candidate to the stored notes decides: independent adds a note; extendable makes a new
+version of one; contradictory deletes one, whose history stays, and adds its successor. The statement said
+last wins, by the turns of the episodes that say it, which are its sources. The turns of the other shown
+episodes are recorded too: their words may be in the note, which must then be deleted with them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from undertow.engine.policies.work import Steps, Work, apart, as_shown
 from undertow.prompts.builders import Prompt, ShownMemory, prompt_version, revise_prompt, supplement_prompt
 from undertow.prompts.reply_schemas import ReviseReply, Revision, SupplementDraft, SupplementReply
 
-# of each candidate, as many as the eager policy shows
+# For each candidate, as many as the eager policy shows.
 SIMILAR_NOTES = 10
 
 _INDEPENDENT = Revision(candidate=1, relation="independent", note=None, text="")
 
 
 def revise_notes(work: Work, question: str, episodes: Sequence[Memory]) -> Steps:
-    """Extract what the question missed, compare it with the notes, and change those. PromptTooLong.
+    """Extract what the question missed, compare it with the notes, and revise them. PromptTooLong.
 
-    `episodes`: most relevant first; those that the model's context has no room for are left out.
+    `episodes`: most relevant first; those that do not fit into the context are left out.
     """
     shown = work.fitting(episodes, lambda some: _prompt(question, some)) or list(episodes[:1])
     prompt = work.checked(_prompt(question, shown))
@@ -46,7 +46,7 @@ def revise_notes(work: Work, question: str, episodes: Sequence[Memory]) -> Steps
 
 
 def _compare(work: Work, candidates: Sequence[Note], given: dict[str, Vector]) -> Steps:
-    """By halves where the prompt is too long for all of them."""
+    """Compare the candidates with the nearest notes, in halves if the prompt is too long for all."""
     known = yield from work.near_facts((given[note.text] for note in candidates), SIMILAR_NOTES)
     decisions: Sequence[Revision] = ()
     if known:
@@ -71,11 +71,11 @@ def _apply(
     decisions: Sequence[Revision],
     given: dict[str, Vector],
 ) -> Steps:
-    """Carry the decisions out in the candidates' order.
+    """Carry out the decisions in the candidates' order.
 
-    A candidate without one is added, and so is one whose decision names no shown note, or one that an earlier
-    decision has changed. One that contradicts a note of later words than its own is left: it holds no more,
-    and stays told by its episode.
+    A candidate is added if it has no decision, or if its decision names no shown note or one that an earlier
+    decision has changed. One that contradicts a later statement is dropped: it is outdated, and its episode
+    still has it.
     """
     first = {decision.candidate: decision for decision in reversed(decisions)}
     left = dict(enumerate(known, 1))
@@ -100,7 +100,7 @@ def _apply(
 
 
 def _note(draft: SupplementDraft, shown: Sequence[Memory], version: str) -> Note:
-    """Said by the episodes that the draft names; where it names none, or what is not there, by the oldest."""
+    """The note with the episodes that the draft names; the oldest if it names none or an invalid number."""
     numbers = dict.fromkeys(draft.episodes)
     right = numbers and all(1 <= n <= len(shown) for n in numbers)
     oldest = min(shown, key=lambda episode: max(episode.source_seqs))

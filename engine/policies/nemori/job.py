@@ -1,4 +1,4 @@
-"""One job of NEMORI: what is made of a window of messages, and what is made again (algorithm 1)."""
+"""One job of NEMORI (algorithm 1): makes episodes and facts of a window, and remakes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from undertow.engine.policies.base import (
     Vector,
     forgotten,
 )
-from undertow.engine.policies.nemori.knowledge import Management, NemoriWork, Origin, Statement
+from undertow.engine.policies.nemori.knowledge import AskingJob, Management, Origin, Statement
 from undertow.engine.policies.nemori.partition import MessageRef, messages_of, partition_of
 from undertow.engine.policies.work import Steps, as_shown, parked
 from undertow.prompts.builders import (
@@ -49,8 +49,8 @@ CANDIDATE_EPISODES = 5
 PromptOf = Callable[[Sequence[ShownTurn]], Prompt]
 
 
-class NemoriJob(NemoriWork):
-    """One job's steps."""
+class WindowJob(AskingJob):
+    """The steps of one job."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class NemoriJob(NemoriWork):
         super().__init__(seq, view, budget)
         self._management = management
         self._ablation = ablation
-        # how many numbers of partitions had to be put right; and in which way
+        # Corrected numbers in partitions: how many, and by kind.
         self.repairs = 0
         self._repaired: Counter[str] = Counter()
-        # as they were when the job began: what is deleted meanwhile is forgotten afterwards
+        # The turns at the job's start. Turns deleted meanwhile are forgotten by their own records.
         self._turns: dict[int, TurnView] = {}
 
     def outcome(self, cluster: tuple[int, ...], settled: tuple[int, ...] = ()) -> PolicyResult:
-        """What was made; with the count of what a reply's partition had to be repaired by."""
+        """The result, with the number of repairs of partitions."""
         counts = ", ".join(f"{count} {what}" for what, count in self._repaired.items() if count)
         reason = f"the partition was repaired: {counts}" if counts else None
         return PolicyResult(
@@ -85,14 +85,14 @@ class NemoriJob(NemoriWork):
     def parked(
         self, error: Exception, cluster: tuple[int, ...], gone: tuple[Draft, ...] = ()
     ) -> PolicyResult:
-        """What failed, with the repairs until then; `gone`: what must go all the same."""
+        """The result of a failed job. `gone` are deletions that must be made nevertheless."""
         outcome = PolicyResult(Decision.PARKED, drafts=gone, repairs=self.repairs)
         return parked(error, self.operation, cluster, outcome)
 
     # ---- episodes (section 3.2)
 
     def take(self, window: Sequence[MessageRef]) -> Steps:
-        """Algorithm 1 on a window: the groups one after the other, each seeing what the one before made."""
+        """Algorithm 1 for a window: the groups in order, each with the results of those before it."""
         for seq, _ in window:
             self._turns.setdefault(seq, self.view.turn(seq))
         for group in (yield from self._partition(window)):
@@ -116,7 +116,7 @@ class NemoriJob(NemoriWork):
         return groups
 
     def _remember(self, group: tuple[MessageRef, ...]) -> Steps:
-        """Narrate a group, join it to the episode that it continues, and learn from what comes of it."""
+        """Narrate a group, integrate it into the episode that it continues, and distil facts."""
         told, version = yield from self._narrate(group)
         (vector,) = yield Embed((told,))
         sources = _turns_of(group)
@@ -133,7 +133,7 @@ class NemoriJob(NemoriWork):
         yield from self._learn(draft, group)
 
     def _narrate(self, group: Sequence[MessageRef]) -> Generator[Effect, Any, tuple[str, str]]:
-        """Cue and narrative of messages, as one text, and the prompt's version; of many, part by part."""
+        """Cue and narrative of messages as one text, and the prompt's version; in parts if needed."""
         told = version = ""
         for part in self._message_parts(group, narrate_prompt):
             prompt = narrate_prompt(self._lines(part))
@@ -148,7 +148,7 @@ class NemoriJob(NemoriWork):
     def _continued(
         self, told: str, vector: Vector, sources: tuple[int, ...]
     ) -> Generator[Effect, Any, Memory | None]:
-        """The stored episode that a new one continues, if the LLM names one of the nearest."""
+        """The stored episode that a new one continues, if the LLM selects one of the nearest."""
         found = yield from self.known("episode", vector, CANDIDATE_EPISODES)
         new = ShownMemory(1, self.latest(sources), told)
         prompt, candidates = self.that_fit([s.memory for s in found], lambda shown: select_prompt(new, shown))
@@ -168,11 +168,11 @@ class NemoriJob(NemoriWork):
     # ---- facts (section 3.3)
 
     def _learn(self, episode: Draft, messages: Sequence[MessageRef]) -> Steps:
-        """Predict the episode from what is known, and distil what its raw messages tell beyond that."""
+        """Predict the episode from known facts, then distil what its raw messages add (section 3.3)."""
         held = self._present(messages)
         if self._ablation == "without-facts" or not held:
             return
-        assert episode.vector is not None, "only living episodes are learnt from"
+        assert episode.vector is not None, "only episodes that exist are learned from"
         known = yield from self._management.evoke(self, episode.vector)
         cue, _, _ = episode.memory.text.partition("\n")
         shown = ShownMemory(1, episode.memory.timestamp, cue)
@@ -182,7 +182,7 @@ class NemoriJob(NemoriWork):
         yield from self._distil(held, lambda lines: distil_prompt(lines, prediction), episode.memory.id)
 
     def distil_direct(self, messages: Sequence[MessageRef]) -> Steps:
-        """NEMORI-s, section 4.4: facts of raw messages without a prediction."""
+        """NEMORI-s (section 4.4): distil raw messages without a prediction."""
         if self._ablation != "without-facts":
             yield from self._distil(self._present(messages), distil_direct_prompt, None)
 
@@ -197,17 +197,17 @@ class NemoriJob(NemoriWork):
                 origin = Origin(_turns_of(part), episode_id, prompt.version)
                 yield from self._management.consolidate(self, tuple(found.values()), origin)
 
-    # ---- what is made again
+    # ---- remaking
 
     def relearn(self, episode: Memory, turns: Sequence[int]) -> Steps:
-        """Distil again what an episode holds of these turns."""
+        """Distil the messages of these turns in an episode again."""
         messages = [ref for ref in _messages_in(episode, self.view) if ref[0] in turns]
         if messages:
             (vector,) = yield Embed((episode.text,))
             yield from self._learn(Draft(episode, vector), messages)
 
     def retell(self, episode: Memory, lost: Sequence[int]) -> Steps:
-        """An episode without its deleted turns, distilled again where facts of it were `lost`."""
+        """Narrate an episode again without its deleted turns, and distil its `lost` turns again."""
         group = self._present(_messages_in(episode, self.view))
         if not group:
             self.drafts.append(Draft(forgotten(episode, self.seq), None))
@@ -218,7 +218,7 @@ class NemoriJob(NemoriWork):
         yield from self._learn(draft, [ref for ref in group if ref[0] in lost])
 
     def unheld(self, turns: Sequence[int]) -> tuple[MessageRef, ...]:
-        """The messages of these turns that are in no episode."""
+        """The messages of these turns that no episode contains."""
         held = {ref for e in self.view.current("episode") for ref in _messages_in(e, self.view)}
         return tuple(ref for ref in messages_of(turns, self.view) if ref not in held)
 
@@ -232,7 +232,7 @@ class NemoriJob(NemoriWork):
         return self._turns.get(seq) or self.view.turn(seq)
 
     def _present(self, messages: Sequence[MessageRef]) -> tuple[MessageRef, ...]:
-        """Those that were not deleted."""
+        """The messages that were not deleted."""
         kept = [ref for ref in messages if ref[0] in self._turns or self.view.exists(ref[0])]
         return tuple((seq, line) for seq, line in kept if line < len(self._turn(seq).messages))
 
@@ -243,7 +243,7 @@ class NemoriJob(NemoriWork):
     def _message_parts(
         self, messages: Sequence[MessageRef], prompt_of: PromptOf
     ) -> list[Sequence[MessageRef]]:
-        """The messages in as few prompts as hold them, oldest first. PromptTooLong if one is too long."""
+        """The messages split into as few prompts as possible, in order. PromptTooLong if one is too long."""
         parts = self.parts(
             range(len(messages)), lambda places: prompt_of(self._lines([messages[n] for n in places]))
         )
@@ -251,7 +251,7 @@ class NemoriJob(NemoriWork):
 
 
 def _messages_in(episode: Memory, view: MemoryView) -> tuple[MessageRef, ...]:
-    """The raw episode; all messages of its turns where it does not say which."""
+    """The messages of an episode; all messages of its turns if it does not name them."""
     return episode.source_messages or messages_of(episode.source_seqs, view)
 
 

@@ -1,7 +1,7 @@
-"""What NEMORI's facts are kept by: its `management`, a plug with two ends (section 3.3, appendix A).
+"""NEMORI's management of facts, which is exchangeable (section 3.3, appendix A).
 
-`evoke` gives what is known of an episode, from which a prediction of it is made; `consolidate` takes what the
-prediction missed.
+`evoke` returns the known facts from which an episode is predicted; `consolidate` stores what the prediction
+missed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ EVOKED_FACTS = 10
 SIMILAR_FACTS = 5
 
 
-class NemoriWork(Work):
-    """A job of NEMORI. `operation`: the LLM call that it made last."""
+class AskingJob(Work):
+    """A job of NEMORI that makes LLM calls. `operation` names the last one."""
 
     operation = "partition"
 
     def ask(self, prompt: Prompt) -> Generator[Effect, Any, Any]:
-        """The reply to a prompt. PromptTooLong, BadReply."""
+        """Make an LLM call; returns the validated reply. PromptTooLong, BadReply."""
         self.operation = prompt.operation
         return (yield Complete(self.checked(prompt)))
 
     def that_fit(
         self, memories: Sequence[Memory], prompt_of: Callable[[Sequence[ShownMemory]], Prompt]
     ) -> tuple[Prompt, Sequence[Memory]]:
-        """The prompt with those of these that the model's context has room for, see `fitting`; and they."""
+        """The prompt with the memories that fit into the context (see `fitting`), and these memories."""
 
         def prompt_with(some: Sequence[Memory]) -> Prompt:
             return prompt_of([as_shown(n, memory) for n, memory in enumerate(some, 1)])
@@ -46,10 +46,10 @@ class NemoriWork(Work):
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A fact on its way, and the turns that say it, ascending.
+    """A fact before it is stored, and the turns that say it, ascending.
 
-    Of two facts in conflict the later words hold, so these are its sources. What else was shown is beside
-    them: an episode that goes on is read as a whole, with all that was said long before.
+    Of two facts in conflict the later said one wins, so only these turns are its sources. Other shown turns
+    are kept apart: a continued episode is read as a whole, with all that was said long before.
     """
 
     text: str
@@ -58,7 +58,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where facts come from: the turns whose messages were shown, their episode, and the prompt's version."""
+    """The origin of facts: the shown turns, their episode, and the prompt's version."""
 
     turns: tuple[int, ...]
     episode_id: str | None
@@ -66,28 +66,28 @@ class Origin:
 
 
 class Management(Protocol):
-    """Evoke and Consolidate of section 3.3."""
+    """Evoke and Consolidate (section 3.3)."""
 
-    def evoke(self, job: NemoriWork, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
-        """What is known of the episode with this vector, nearest first."""
+    def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+        """The known facts about the episode with this vector, nearest first."""
         ...
 
-    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
-        """Take in facts, each text once."""
+    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
+        """Store facts with distinct texts."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Appendix A.2: facts are added as they come, and nothing is done about them."""
+    """Appendix A.2: facts are added without comparison."""
 
     theta_evoke: float
 
-    def evoke(self, job: NemoriWork, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+    def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
         found = yield from job.known("fact", vector, EVOKED_FACTS)
         return [s.memory for s in found if s.score > self.theta_evoke]
 
-    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
         vectors = yield Embed(tuple(fact.text for fact in facts))
         for fact, vector in zip(facts, vectors, strict=True):
             _add(job, fact, vector, origin)
@@ -95,14 +95,14 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Native(Append):
-    """Section 3.3.3: each fact is compared with those most like it, and is new, a merge or a conflict."""
+    """Section 3.3.3: each fact is compared with the most similar ones: new, merge, or conflict."""
 
-    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
         vectors = yield Embed(tuple(fact.text for fact in facts))
         for fact, vector in zip(facts, vectors, strict=True):
             yield from self._consolidate(job, fact, vector, origin)
 
-    def _consolidate(self, job: NemoriWork, fact: Statement, vector: Vector, origin: Origin) -> Steps:
+    def _consolidate(self, job: AskingJob, fact: Statement, vector: Vector, origin: Origin) -> Steps:
         found = yield from job.known_facts(vector, SIMILAR_FACTS)
         new = ShownMemory(1, job.latest(fact.said), fact.text)
         prompt, similar = job.that_fit(found, lambda known: consolidate_prompt(new, known))
@@ -123,13 +123,13 @@ class Native(Append):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Appendix A.1: one summary, kept as one fact that is told anew each time."""
+    """Appendix A.1: one summary, stored as a single fact that is rewritten each time."""
 
-    def evoke(self, job: NemoriWork, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+    def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
         return _summary(job)
         yield
 
-    def consolidate(self, job: NemoriWork, facts: Sequence[Statement], origin: Origin) -> Steps:
+    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
         stored = _summary(job)
         lines = [ShownMemory(n, job.latest(fact.said), fact.text) for n, fact in enumerate(facts, 1)]
         prompt = summarise_prompt(lines, [as_shown(1, memory) for memory in stored])
@@ -146,7 +146,7 @@ class Summary:
 
 
 def management_of(name: ManagementName, theta_evoke: float) -> Management:
-    """The plug of this name."""
+    """The management of this name."""
     match name:
         case "native":
             return Native(theta_evoke)
@@ -156,15 +156,15 @@ def management_of(name: ManagementName, theta_evoke: float) -> Management:
             return Summary()
 
 
-def _summary(job: NemoriWork) -> list[Memory]:
-    """The one summary, as this job has it; [] where there is none yet."""
+def _summary(job: AskingJob) -> list[Memory]:
+    """The summary as of this job; [] if there is none yet."""
     made = (d.memory for d in job.drafts if d.memory.kind == "fact")
     newest = {memory.id: memory for memory in (*job.view.current("fact"), *made)}
     return [memory for memory in newest.values() if not memory.deleted][:1]
 
 
 def _add(
-    job: NemoriWork, fact: Statement, vector: Vector, origin: Origin, replaced: tuple[str, ...] = ()
+    job: AskingJob, fact: Statement, vector: Vector, origin: Origin, replaced: tuple[str, ...] = ()
 ) -> None:
     job.new(
         "fact",
@@ -179,9 +179,9 @@ def _add(
 
 
 def _merge(
-    job: NemoriWork, targets: Sequence[Memory], merged: Statement, origin: Origin, version: str
+    job: AskingJob, targets: Sequence[Memory], merged: Statement, origin: Origin, version: str
 ) -> Steps:
-    """One canonical text in the place of the targets: a version of the first; the others give way."""
+    """Merge the targets into a new version of the first with one text; the others are deleted."""
     kept, *others = targets
     (vector,) = yield Embed((merged.text,))
     sources = tuple(sorted({*merged.said, *(seq for fact in targets for seq in fact.source_seqs)}))
@@ -192,11 +192,11 @@ def _merge(
 
 
 def _replace(
-    job: NemoriWork, targets: Sequence[Memory], fact: Statement, vector: Vector, origin: Origin
+    job: AskingJob, targets: Sequence[Memory], fact: Statement, vector: Vector, origin: Origin
 ) -> None:
-    """The fact in the place of those that it makes untrue: they keep their history, out of search.
+    """Replace the facts that this one contradicts. They leave the search and keep their history.
 
-    What later words told stays, and then the fact itself holds no more: its episode alone tells it.
+    A target that was said later stays; then this fact is outdated and not stored: only its episode has it.
     """
     untrue = [target for target in targets if max(target.source_seqs) <= max(fact.said)]
     job.drafts += [Draft(deletion(target, job.seq), None) for target in untrue]

@@ -1,4 +1,4 @@
-"""NEMORI's windows of messages, and how they come apart into groups (section 3.2.1)."""
+"""NEMORI's windows of messages and their partition into groups (section 3.2.1)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from undertow.engine.policies.base import MemoryView
 
-# a message: the seq of its turn, and which of the turn's lines it is, from 0
+# A message: the seq of its turn, and the index of its line in the turn.
 MessageRef = tuple[int, int]
 
 
@@ -18,7 +18,7 @@ def messages_of(turns: Sequence[int], view: MemoryView) -> tuple[MessageRef, ...
 
 
 def window(turns: Sequence[int], size: int, view: MemoryView) -> tuple[int, ...] | None:
-    """The shortest beginning of `turns` with at least `size` messages; None: there are fewer."""
+    """The shortest prefix of `turns` with at least `size` messages. None: there are fewer."""
     count = 0
     for taken, seq in enumerate(turns, 1):
         count += len(view.turn(seq).messages)
@@ -29,7 +29,7 @@ def window(turns: Sequence[int], size: int, view: MemoryView) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Groups of the numbers 1 to n, each number in exactly one; and what had to be repaired for that."""
+    """Groups of the numbers 1 to n, each number in exactly one, and the repairs that this took."""
 
     groups: tuple[tuple[int, ...], ...]
     missing: int = 0
@@ -42,10 +42,10 @@ class Partition:
 
 
 def partition_of(named: Sequence[Sequence[int]], count: int) -> Partition:
-    """A partition of 1 to `count` from what an LLM has named; groups in its order, each ascending.
+    """A partition of 1 to `count` from the groups in an LLM's reply, in their order, each ascending.
 
-    A repeated number keeps its first place, an invented one is dropped, and a missing one joins the group of
-    the nearest number that was named, of two the one before it. With none named, all are one group.
+    A repeated number keeps its first group and an invented one is dropped. A missing one joins the group of
+    the nearest named number, or of the lower of two. Without any named number, all are one group.
     """
     place: dict[int, int] = {}
     repeated = invented = 0

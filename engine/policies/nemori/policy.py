@@ -1,8 +1,8 @@
-"""NEMORI: windows of messages become episodes, and what those tell unexpectedly becomes facts.
+"""NEMORI: windows of messages become episodes, and what was not predicted of them becomes facts.
 
-After Ma et al., "What Deserves Memory", algorithm 1: a window is partitioned, each group is narrated and
-joined to the episode that it continues, a prediction is made from what is known, and what that missed is
-distilled. What the paper leaves open is in docs/decisions.md.
+After Ma et al., "What Deserves Memory", algorithm 1: a window is partitioned; each group is narrated and
+integrated into the episode that it continues; the episode is predicted from known facts; and what the
+prediction missed is distilled. docs/decisions.md lists our choices where the paper is silent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from undertow.engine.policies.base import (
     forgotten,
     nothing_to_decide,
 )
-from undertow.engine.policies.nemori.job import NemoriJob
+from undertow.engine.policies.nemori.job import WindowJob
 from undertow.engine.policies.nemori.knowledge import Management
 from undertow.engine.policies.nemori.partition import messages_of, window
 from undertow.engine.policies.work import Failed
@@ -33,10 +33,10 @@ from undertow.engine.storage.row_codec import LlmJob
 
 @dataclass(frozen=True, slots=True)
 class Nemori:
-    """The paper's policy. Stateless: all it knows comes through the MemoryView and the effects.
+    """The paper's policy. Stateless: its only input is the MemoryView and the results of effects.
 
-    `window_messages` is w. `ablation`: "direct-extraction" is NEMORI-s, "without-facts" makes no facts,
-    "fixed-chunks" takes a window as one group (section 4.4).
+    `window_messages` is w. `ablation` (section 4.4): "direct-extraction" is NEMORI-s, "without-facts" makes
+    no facts, "fixed-chunks" takes a window as one group.
     """
 
     budget: PromptBudget
@@ -45,7 +45,7 @@ class Nemori:
     ablation: Ablation | None = None
 
     name = "nemori"
-    # section 4.1: k, m and r. Turns that no episode holds yet are in none of those
+    # Section 4.1: k, m and r. Turns without an episode are found by none of these.
     tiers = Tiers(k_epi=10, k_sem=20, raw_of_best=2, consolidated=False)
     learns = Learns()
 
@@ -64,7 +64,7 @@ class Nemori:
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
     ) -> Decide:
-        return nothing_to_decide()  # no question teaches it anything
+        return nothing_to_decide()  # NEMORI does not learn from questions
 
     def _take(self, seq: int, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         work = self._job(seq, memory)
@@ -75,10 +75,10 @@ class Nemori:
         return work.outcome(turns, settled=turns)
 
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
-        """What episodes hold of these turns is distilled again, the rest is a window of its own.
+        """Distil the turns that episodes contain again, and process the rest as a window.
 
-        Where a deletion was parked, its turns may be of an episode that a user has deleted: that stays away,
-        and only facts come back.
+        After a parked deletion, the turns may belong to an episode that a user deleted: only their facts are
+        made again.
         """
         turns = tuple(s for s in job.cluster if memory.exists(s))
         if not turns:
@@ -95,15 +95,15 @@ class Nemori:
         return work.outcome(turns)
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
-        """Remake what rests on a deleted turn from its other turns, or remove it where none is left.
+        """Remake what was derived from a deleted turn from its other turns; delete it if none is left.
 
-        What a merge or a conflict on the turn's account has taken away does not come back: the history of
-        those facts tells of it.
+        What a merge or a conflict because of the turn removed is not restored; the history of those facts
+        has it.
         """
         work = self._job(seq, memory)
         shaken = [e for e in memory.current("episode") if turn_seq in e.source_seqs]
         loose = [f for f in memory.current("fact") if turn_seq in f.reach]
-        # of those deleted before, the history still has the words: a version of this record ends it
+        # The history of memories deleted before still has the words: another deletion redacts it.
         ended = [m for m in (*memory.ended("episode"), *memory.ended("fact")) if turn_seq in m.reach]
         work.drafts += [Draft(forgotten(f, seq), None) for f in loose]
         work.drafts += [Draft(deletion(m, seq), None) for m in ended]
@@ -116,17 +116,17 @@ class Nemori:
                     yield from work.relearn(episode, lost)
             yield from work.distil_direct(work.unheld(lost))
         except Failed as error:
-            # What rested on the deleted turn must go even where nothing takes its place yet.
+            # What was derived from the deleted turn must go even if it cannot be remade yet.
             gone = [forgotten(m, seq) for m in (*loose, *shaken)] + [deletion(m, seq) for m in ended]
             rest = tuple(sorted({*lost, *_others(shaken, turn_seq, memory)}))
             return work.parked(error, rest, tuple(Draft(m, None) for m in gone))
         return work.outcome(())
 
-    def _job(self, seq: int, memory: MemoryView) -> NemoriJob:
-        return NemoriJob(seq, memory, self.budget, self.management, self.ablation)
+    def _job(self, seq: int, memory: MemoryView) -> WindowJob:
+        return WindowJob(seq, memory, self.budget, self.management, self.ablation)
 
 
 def _others(memories: Sequence[Memory], turn_seq: int, view: MemoryView) -> tuple[int, ...]:
-    """The turns whose words these may hold beside those of a deleted one."""
+    """The other turns, besides a deleted one, whose words these memories may contain."""
     turns = {s for m in memories for s in m.reach if s != turn_seq and view.exists(s)}
     return tuple(sorted(turns))

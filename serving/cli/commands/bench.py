@@ -85,7 +85,7 @@ def sweep(
     from undertow.bench.quality.sweeps import RUNS
     from undertow.bench.quality.sweeps import sweep as run
     from undertow.bench.quality.vectors import KeptVectors
-    from undertow.engine.encoders.base import make_encoder
+    from undertow.engine.encoders.factory import make_encoder
     from undertow.serving.cli.progress import Bar
 
     # RecMem's, whatever policy the environment names

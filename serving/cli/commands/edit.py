@@ -290,7 +290,7 @@ def reindex(
 def _reindex(stores: Sequence[Location], settings: Settings) -> int:
     """Give the stores vectors of the settings' encoder; how many they then have of those made here."""
     from undertow.engine.api.transfer.reindex import reindex as embed_again
-    from undertow.engine.encoders.base import make_encoder
+    from undertow.engine.encoders.factory import make_encoder
     from undertow.engine.storage.store_info import read_info
 
     for store in stores:

@@ -76,7 +76,7 @@ def estimate(
     if (price_in is None) != (price_out is None):
         raise WrongUsage("a price needs both: give --price-in and --price-out.")
     from undertow.bench.quality.vectors import KeptVectors
-    from undertow.engine.encoders.base import make_encoder
+    from undertow.engine.encoders.factory import make_encoder
     from undertow.engine.encoders.token_count import token_count
     from undertow.engine.estimate.estimate import assumptions, price
     from undertow.engine.estimate.estimate import estimate as measure

@@ -233,7 +233,7 @@ def tell_pending(engine: Engine) -> bool:
     for line in obstacles(engine):
         say(f"pending: {line}")
     say(PENDING)
-    return engine.server_lost or engine.scheduler.refused is not None
+    return engine.server_lost or engine.scheduler.llm_calls.refused is not None
 
 
 def summary_of(counts: Mapping[str, int], report: IngestReport, elapsed_s: float) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from undertow.bench.quality.datasets import load
 from undertow.bench.quality.scoring import Score, score, summary
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.model import InputError, UndertowError
-from undertow.engine.encoders.base import Float16, HashingEncoder
+from undertow.engine.encoders.base import Float16
+from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cli import Ran, run
 from ...support.eval import conversation, haystack, only, question, said, written

@@ -23,7 +23,7 @@ from undertow.bench.mock.replies import Messages
 from undertow.bench.quality.poisoning import Attack, Outcome, attacks, run, settings_for, summary, verdict
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Message, Turn
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.row_codec import memory_of
 from undertow.prompts.builders import Operation, Prompt, prompt_version, quoted
 from undertow.prompts.reply_schemas import EPISODE_CHARS, FACT_CHARS

@@ -15,7 +15,7 @@ from undertow.bench.quality.variants import ABLATIONS, ablated, varied
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cli import TOPICS, run
 

@@ -19,7 +19,7 @@ from undertow.bench.quality.systems.choice import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import ServerRefused
 
 from ...support.eval import conversation, haystack, only, said, written

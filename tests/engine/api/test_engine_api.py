@@ -14,7 +14,8 @@ from undertow.bench.mock.llm import MockLLM
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, Message, Turn, UndertowError
-from undertow.engine.encoders.base import Encoder, HashingEncoder
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.store_info import StoreError
 
 CAKE = "the birthday cake for Mia at SweetLeaf with lemon cream"

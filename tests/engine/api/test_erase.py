@@ -27,7 +27,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.erasure import Certificate
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, PolicyName, Turn, UndertowError
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage.row_codec import memory_of

@@ -24,7 +24,7 @@ from undertow.engine.base.model import InputError, Message, PolicyName, Turn
 from undertow.engine.cluster.routing.errors import ShardGone
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.row_codec import usage_from_json
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.prompts.builders import QUERY_OPERATIONS
@@ -226,7 +226,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
             act(engine, "ann", what, n)
             assert engine.drain()
         act(engine, "ann", "flush", 0)
-        engine._llm = engine.scheduler._llm = None  # what comes now waits
+        engine._llm = engine.scheduler.llm_calls.llm = None  # what comes now waits
         engine.add_batch([said("ann", n) for n in range(60, 70)])
         act(engine, "ann", "update memory", 3)
         return exported(engine, "ann")

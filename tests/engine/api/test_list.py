@@ -148,7 +148,7 @@ def test_what_a_search_may_not_find_is_not_listed(tmp_path: Path) -> None:
     with open_engine(tmp_path, MockLLM(MockReplies(1)), **THETA) as engine:
         engine.add_batch(read_turns(write_log(tmp_path / "log.jsonl", ["ann"], 40))["ann"])
         assert engine.drain()
-        engine._llm = engine.scheduler._llm = None
+        engine._llm = engine.scheduler.llm_calls.llm = None
         every = {m.id: m for m in engine.get_all("ann")}
 
         def apart_from(seq: int) -> list[Memory]:

@@ -19,7 +19,7 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.api.views.stats import store_stats, store_usage, tenant_stats
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.estimate.calibrate import PairCosines, simulate
 from undertow.engine.storage.journal import Journal, JournalError
 from undertow.engine.tenants.registry import UnknownTenant
@@ -91,7 +91,7 @@ def test_replaying_a_parked_job_consolidates_its_turns_at_the_replay_s_seq(engin
     parked = before.jobs()
     turns = len(before.turns("ada"))
     assert parked
-    engine._llm = engine.scheduler._llm = MockLLM(MockReplies(3))
+    engine._llm = engine.scheduler.llm_calls.llm = MockLLM(MockReplies(3))
     assert engine.replay_jobs() == len(parked)
     assert engine.drain()
     after = reports_of(engine)
@@ -147,7 +147,7 @@ def test_what_a_crash_left_of_a_deleted_turn_is_never_shown(
 ) -> None:
     """The rows stay, as after a kill between the deletion and the removal of what it deletes."""
     monkeypatch.setattr(engine.journal, "delete_rows", lambda lsns: None)
-    engine._llm = engine.scheduler._llm = MockLLM(MockReplies(3))
+    engine._llm = engine.scheduler.llm_calls.llm = MockLLM(MockReplies(3))
     before = reports_of(engine)
     seq = next(m["source_seqs"][0] for m in before.memories("ada", "episode") if m["version"] > 1)
     turn = before.turns("ada")[seq]
@@ -176,7 +176,7 @@ def test_a_parked_deletion_consolidates_nothing(engine: Engine) -> None:
     before = reports_of(engine)
     why = before.explain("ada")
     spoilt = MockReplies(3, malformed_rate=1.0, malformed_sticky=True)
-    engine._llm = engine.scheduler._llm = MockLLM(spoilt)
+    engine._llm = engine.scheduler.llm_calls.llm = MockLLM(spoilt)
     episode = next(m for m in before.memories("ada", "episode") if len(m["source_seqs"]) > 2)
     deleted = episode["source_seqs"][0]
     engine.delete(before.turns("ada")[deleted]["id"])

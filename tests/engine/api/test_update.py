@@ -24,7 +24,7 @@ from undertow.engine.base.model import (
     Turn,
     UndertowError,
 )
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.engine import (
     ALONE,
@@ -185,7 +185,7 @@ def test_what_a_user_has_changed_is_out_of_search_before_the_cursor_reaches_it(
     fact = one(engine, "fact")
     engine.add_batch([turn_of("ann", 50, fact.text)])
     assert engine.drain()
-    engine._llm = engine.scheduler._llm = None
+    engine._llm = engine.scheduler.llm_calls.llm = None
     engine.add_batch([turn_of("ann", n, f"{GARDEN} {n % 2}") for n in range(60, 64)])
     assert not engine.drain(), "an undecided turn stands in front of the change"
     assert fact.id in [hit.id for hit in engine.search("ann", fact.text, k_sem=50).facts]
@@ -195,7 +195,7 @@ def test_what_a_user_has_changed_is_out_of_search_before_the_cursor_reaches_it(
         engine.delete(fact.id)
     after = engine.search("ann", fact.text, k_sem=50)
     assert fact.id not in [hit.id for hit in after.facts] and after.facts and after.turns
-    engine._llm = engine.scheduler._llm = MockLLM(MockReplies(2))
+    engine._llm = engine.scheduler.llm_calls.llm = MockLLM(MockReplies(2))
     engine.resume()
     assert engine.drain()
     left = [hit.memory for hit in engine.search("ann", NEW, k_sem=50).facts if hit.id == fact.id]

@@ -24,10 +24,11 @@ from transformers import BertConfig, BertModel
 
 import undertow.engine.encoders.cpu as sentence_encoder
 import undertow.engine.encoders.cuda as cuda_encoder
-from undertow.engine.encoders.base import DeviceEncoder, Float16, make_encoder
+from undertow.engine.encoders.base import DeviceEncoder, Float16
 from undertow.engine.encoders.cpu import Batch, SentenceEncoder
 from undertow.engine.encoders.cuda import Backlog, CudaSentenceEncoder
 from undertow.engine.encoders.cuda_graphs import FixedShape, GraphSpace
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, EncoderError, model_folder
 from undertow.engine.encoders.tokenizer import Windows
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from undertow.engine.encoders.base import DeviceEncoder, Encoded, Encoder, Float16, HashingEncoder
+from undertow.engine.encoders.base import DeviceEncoder, Encoded, Encoder, Float16
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
+from undertow.engine.encoders.hashing import HashingEncoder
 
 
 class _Counting:

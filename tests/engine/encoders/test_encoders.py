@@ -21,8 +21,10 @@ from sentence_transformers import SentenceTransformer
 
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders import cpu as sentence_encoder
-from undertow.engine.encoders.base import Fingerprint, Float16, HashingEncoder, make_encoder
+from undertow.engine.encoders.base import Fingerprint, Float16
 from undertow.engine.encoders.cpu import SentenceEncoder
+from undertow.engine.encoders.factory import make_encoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.model_files import (
     DEFAULT_MODEL,
     Dtype,
@@ -236,7 +238,7 @@ def test_lone_surrogates_are_taken(encoder: SentenceEncoder) -> None:
 
 
 def test_importing_loads_no_torch() -> None:
-    module = "undertow.engine.encoders.base"
+    module = "undertow.engine.encoders.factory"
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

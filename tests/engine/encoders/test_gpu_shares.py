@@ -13,7 +13,7 @@ from undertow.engine.api import engine as engine_module
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.gpu_shares import GpuShares, GpuTooFull
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.step import eviction as residence_module
 from undertow.engine.storage.store_info import StoreError
 from undertow.kernels.arena.arena import Arena

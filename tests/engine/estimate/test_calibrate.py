@@ -13,7 +13,7 @@ from undertow.bench.system.estimates.calibrate_check import PAPER_MESSAGES, PAPE
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.token_count import TokenCount
 from undertow.engine.estimate.calibrate import PairCosines, Step, Vectors, walk
 

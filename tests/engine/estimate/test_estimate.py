@@ -19,7 +19,8 @@ from undertow.bench.system.estimates.check import Run, compare, metered
 from undertow.bench.system.estimates.real import usage_in
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, PolicyName, Turn, UndertowError
-from undertow.engine.encoders.base import Float16, HashingEncoder
+from undertow.engine.encoders.base import Float16
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.token_count import TokenCount, token_count
 from undertow.engine.estimate.eager import EagerShape, eager_usage
 from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, TenantLog, estimate, price
@@ -370,7 +371,7 @@ def test_a_date_is_inherited_within_a_session_as_ingestion_does(
             given.extend(texts)
             return super().encode(texts)
 
-    monkeypatch.setattr("undertow.engine.encoders.base.make_encoder", lambda settings: Heard(384))
+    monkeypatch.setattr("undertow.engine.encoders.factory.make_encoder", lambda settings: Heard(384))
     monkeypatch.setenv("UNDERTOW_EMBED_TIMESTAMP", "1")
     estimated, inherited = (run("estimate", log, *THETAS, "--json").doc["policies"] for log in logs)
     assert inherited == estimated

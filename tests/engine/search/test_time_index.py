@@ -20,7 +20,7 @@ from undertow.engine.search import time_index as times_module
 from undertow.engine.search.ranking import Ranker, Window
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena, make_arena
-from undertow.kernels.gate.gate import make_gate
+from undertow.kernels.gate.factory import make_gate
 
 from ...support.engine import ENCODER, NEVER, open_engine, turn_of
 

@@ -53,7 +53,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempts = self.failures = self.steps = 0
         self.put_out: list[str] = []
-        admit, step, put_out = Admission.admit, Scheduler.step, Scheduler._put_out
+        admit, step, put_out = Admission.admit, Scheduler.step, Scheduler._evict
 
         def watched_admit(admission: Admission, tickets: list[Ticket]) -> object:
             self.attempts += 1
@@ -73,7 +73,7 @@ class Watched:
 
         monkeypatch.setattr(Admission, "admit", watched_admit)
         monkeypatch.setattr(Scheduler, "step", watched_step)
-        monkeypatch.setattr(Scheduler, "_put_out", watched_put_out)
+        monkeypatch.setattr(Scheduler, "_evict", watched_put_out)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def streamed(folder: Path, log: dict[str, list[Turn]], chunk: int) -> Run:
             tickets = put(engine, line[start : start + chunk])
             while any(ticket.receipt is None for ticket in tickets):
                 engine.step(0.001)
-                if engine.scheduler.holds_back:
+                if engine.scheduler.admission_paused:
                     llm.release()
         while not engine.idle:
             llm.release()
@@ -119,7 +119,7 @@ def test_the_queue_keeps_its_order_while_it_waits_and_nobody_spins(
     with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
         names = [f"t{n}" for n in range(60)]
         tickets = put(engine, [turn for name in names for turn in turns_of(name, 2)])
-        while not engine.scheduler.holds_back:
+        while not engine.scheduler.admission_paused:
             engine.step(0.01)
         stored = [ticket for ticket in tickets if ticket.receipt is not None]
         assert 8 < len(stored) < 100
@@ -153,7 +153,7 @@ def test_turns_that_wait_for_room_get_it_before_tenants_who_are_behind(
     with Engine(tmp_path, Settings(device="cpu", **ALONE), ENCODER, llm=llm) as engine:
         engine.add_batch(turns_of("big", 33))
         tickets = put(engine, [turn for n in range(40) for turn in turns_of(f"new{n}", 1)])
-        while not engine.scheduler.holds_back:
+        while not engine.scheduler.admission_paused:
             engine.step(0.01)
         engine.take_up(behind)
         while tickets[0].receipt is None:
@@ -173,10 +173,10 @@ def test_room_that_nobody_waits_for_any_more_is_not_waited_for(
     with open_engine(tmp_path, HeldLLM(), **ALONE) as engine:
         engine.add_batch(turns_of("big", 33))
         put(engine, [turn for n in range(40) for turn in turns_of(f"new{n}", 1)])
-        while not engine.scheduler.holds_back:
+        while not engine.scheduler.admission_paused:
             engine.step(0.01)
         for n in range(40):
-            engine.scheduler.forget(f"new{n}")
+            engine.scheduler.drop_tenant(f"new{n}")
         engine.step()
         assert [receipt.seq for receipt in engine.add_batch(turns_of("late", 1))] == [0]
 
@@ -196,7 +196,7 @@ def test_tenants_at_rest_stay_while_others_are_taken_up(
             assert engine.search(f"read{n}", "word0").turns
         evicted = note_evictions(monkeypatch)
         engine.take_up(["old"])
-        assert engine.scheduler.at_work("old")
+        assert engine.scheduler.decisions.is_active("old")
         assert not evicted
 
 
@@ -283,7 +283,7 @@ def test_flush_and_erase_of_tenants_that_wait_to_be_taken_up(
     with open_engine(tmp_path, RecordingLLM(REPLIES, latency_s=0.05), **THETA) as engine:
         ingest(engine, interleaved(log, seed=5), 6)
         watched.put_out.clear()
-        engine.scheduler.put_off()
+        engine.scheduler.suspend()
         gone, waiting = watched.put_out[:2]
         assert engine.erase(gone) is None
         assert engine.flush(waiting), "the barrier finds a tenant that is not in memory"
@@ -317,7 +317,7 @@ def test_a_note_is_committed_with_the_last_of_the_turns_before_it(
     with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
         engine.note(Row("source_offset", "", "", -1, b"{}"))
         put(engine, [turn for n in range(60) for turn in turns_of(f"t{n}", 1)])
-        while not engine.scheduler.holds_back:
+        while not engine.scheduler.admission_paused:
             engine.step()
         engine.step()
         assert not rows_of(tmp_path, "source_offset")

@@ -21,7 +21,7 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, UndertowError
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import read
 
 from ...support.engine import RecordingLLM, Run, assert_same, ingest, opened, read_back

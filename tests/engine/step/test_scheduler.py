@@ -12,7 +12,7 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.store_info import StoreError, StoreLocked
 from undertow.engine.tenants.registry import UnknownTenant

@@ -12,7 +12,8 @@ import pytest
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster.shard.supervisor import EngineParts
-from undertow.engine.encoders.base import Encoder, Float16, HashingEncoder
+from undertow.engine.encoders.base import Encoder, Float16
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.step.warm_up import TEXTS, warm_up
 from undertow.kernels.arena.arena import Arena
 from undertow.serving.async_memories import open_memories

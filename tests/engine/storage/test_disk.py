@@ -15,7 +15,7 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.bench.mock.server import MockServer
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.store_info import StoreError
 

@@ -23,7 +23,8 @@ from lance.optimize import Compaction
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.fencing import MARK_LSN, FenceMark, Fences
-from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row, _to_rows, _to_table
+from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row
+from undertow.engine.storage.journal_rows import to_rows, to_table
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import StoreLocked
@@ -218,9 +219,7 @@ def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(store: P
 def raw_texts(store: Path) -> list[str]:
     table = LanceLog(Location.of(store) / "journal.lance")
     return [
-        r.payload.decode()
-        for b in table.scanner(_to_table([]).schema.names).to_batches()
-        for r in _to_rows(b)
+        r.payload.decode() for b in table.scanner(to_table([]).schema.names).to_batches() for r in to_rows(b)
     ]
 
 
@@ -258,7 +257,7 @@ def test_rows_that_land_before_the_begin_count_though_nobody_was_told(
     other = LanceLog(Location.of(store) / "journal.lance")
 
     def late(text: str, lsn: int) -> None:
-        other.append(_to_table([Row("turn", "ann", "ann", 0, text.encode(), lsn=lsn, epoch=old.epoch)]))
+        other.append(to_table([Row("turn", "ann", "ann", 0, text.encode(), lsn=lsn, epoch=old.epoch)]))
 
     reload, look = LanceLog.reload, Journal._look
 
@@ -288,10 +287,10 @@ def test_a_begin_that_lands_late_changes_nothing(store: Path) -> None:
     table = LanceLog(Location.of(store) / "journal.lance")
 
     def mark(m: FenceMark) -> None:
-        table.append(_to_table([Row("epoch", "", "", -1, m.payload, lsn=MARK_LSN, epoch=m.epoch)]))
+        table.append(to_table([Row("epoch", "", "", -1, m.payload, lsn=MARK_LSN, epoch=m.epoch)]))
 
     mark(FenceMark(2, "overtaken"))
-    table.append(_to_table([Row("turn", "ann", "ann", 0, b"b", lsn=1, epoch=1)]))
+    table.append(to_table([Row("turn", "ann", "ann", 0, b"b", lsn=1, epoch=1)]))
     third = taken_over(store)
     assert (third.epoch, texts(third)) == (3, ["a", "b"])
     mark(FenceMark(2, "overtaken", 1, 1))
@@ -303,7 +302,7 @@ def test_a_settled_reader_waits_for_a_takeover_to_end(store: Path) -> None:
     journal = Journal.open(store, writable=True)
     journal.append([row("first")])
     table = LanceLog(Location.of(store) / "journal.lance")
-    table.append(_to_table([Row("epoch", "", "", -1, FenceMark(2, "w").payload, lsn=MARK_LSN, epoch=2)]))
+    table.append(to_table([Row("epoch", "", "", -1, FenceMark(2, "w").payload, lsn=MARK_LSN, epoch=2)]))
     assert stored(store) == ["first"]
     with pytest.raises(JournalError, match="taking over"):
         Journal.open(store, writable=False, settled=True)
@@ -425,7 +424,7 @@ def test_a_merge_that_leaves_nothing_hides_no_claim(store: Path, monkeypatch: py
         old.append([row(f"r{n}")])
 
     def commit(dataset: Any, *_: Any) -> None:
-        LanceLog(Location.of(store) / "journal.lance").append(_to_table([claim_of(2)]))
+        LanceLog(Location.of(store) / "journal.lance").append(to_table([claim_of(2)]))
         dataset.delete("lsn = 0")
 
     with monkeypatch.context() as patched:
@@ -545,7 +544,7 @@ def test_files_of_an_append_under_way_survive_a_purge_without_the_lock(
 def test_a_stream_is_one_version_with_lsns_in_order(store: Path) -> None:
     journal = Journal.open(store, writable=True)
     journal.append([row("before")])
-    batch = _to_table([row("in a batch 0"), row("in a batch 1")]).to_batches()[0]
+    batch = to_table([row("in a batch 0"), row("in a batch 1")]).to_batches()[0]
     version = journal._table.version
     rows: list[Row | pa.RecordBatch] = [*(row(f"r{n}") for n in range(5_000)), batch, row("last")]
     assert journal.append_stream(iter(rows)) == 5_003

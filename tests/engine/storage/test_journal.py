@@ -21,6 +21,7 @@ from lance.file import LanceFileReader
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.journal import SCHEMA, Journal, JournalError, Kind, Row
+from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog, _worth_merging
 from undertow.engine.storage.store_info import FORMAT_VERSION, StoreError, StoreLocked, read_info
 
@@ -129,7 +130,7 @@ def test_a_crash_between_data_file_and_commit_leaves_the_journal_readable(store:
     journal.append([row(journal, "ann", 0)])
     journal.close()
     dataset = lance.dataset(str(store / "journal.lance"))
-    orphan = journal_module._to_table([row(journal, "ann", 1)])
+    orphan = to_table([row(journal, "ann", 1)])
     lance.fragment.write_fragments(orphan, dataset, mode="append")
     whole = max((store / "journal.lance" / "data").iterdir(), key=lambda p: p.stat().st_mtime_ns)
     (store / "journal.lance" / "data" / "half.lance").write_bytes(whole.read_bytes()[:100])

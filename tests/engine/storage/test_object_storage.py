@@ -18,7 +18,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.transfer.reindex import reindex
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.journal import Fenced, Journal, Row

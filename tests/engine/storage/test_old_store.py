@@ -17,7 +17,7 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cli import run
 

@@ -15,7 +15,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.cluster.shard.supervisor import EngineParts
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cluster.in_process import settings
 from ...support.faults.harness import TOPICS

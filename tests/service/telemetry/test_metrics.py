@@ -172,7 +172,7 @@ def test_lag_is_told_by_the_oldest_undecided_record() -> None:
     lag_tracker.note("bob", 0)
     now_s[0] = 7
     assert lag_tracker.oldest_s == 7
-    assert [lag_tracker.cause_of("ann", seq) for seq in range(5)] == [
+    assert [lag_tracker.traceparent_of("ann", seq) for seq in range(5)] == [
         "first",
         "first",
         "second",
@@ -181,7 +181,7 @@ def test_lag_is_told_by_the_oldest_undecided_record() -> None:
     ]
     lag_tracker.decided("ann", 2)
     assert lag_tracker.oldest_s == 2
-    assert lag_tracker.cause_of("ann", 2) == "second"
+    assert lag_tracker.traceparent_of("ann", 2) == "second"
     lag_tracker.decided("ann", 4)
     lag_tracker.forget("bob")
     assert lag_tracker.oldest_s == 0

@@ -27,7 +27,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.base.config import Settings
 from undertow.engine.base.trace import Observer, Phase
-from undertow.engine.base.trace_context import caused_by
+from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.client import LLMClient
 from undertow.serving.auth.principal import Scope
@@ -181,7 +181,7 @@ def test_a_step_is_drawn_with_its_phases_at_their_times(spans: InMemorySpanExpor
     assert admit.start_time - step.start_time == 250_000_000
     assert admit.end_time - admit.start_time == 250_000_000
     assert len(step.links) == 2
-    with caused_by(SAMPLED["traceparent"]):  # a commit of a call, outside of any step
+    with use_traceparent(SAMPLED["traceparent"]):  # a commit of a call, outside of any step
         observer.began("commit")
         observer.ended(Phase("commit", 1, 3.0, 3.5))
     commit = spans.get_finished_spans()[-1]

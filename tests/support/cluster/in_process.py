@@ -17,7 +17,8 @@ from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.cluster.shard_map import STORES, ShardMap
-from undertow.engine.encoders.base import Float16, HashingEncoder
+from undertow.engine.encoders.base import Float16
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.storage.journal import Fenced
 from undertow.engine.storage.location import Location

@@ -22,7 +22,7 @@ from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn, UndertowError
-from undertow.engine.encoders.base import make_encoder
+from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog

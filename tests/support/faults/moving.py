@@ -18,7 +18,7 @@ from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.cluster.resharding.coordinator import ReshardingCalls
 from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant
 from undertow.engine.cluster.shard_map import ShardMap, exists, load, publish
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
@@ -271,4 +271,4 @@ def ids_of(shards: Shards, tenant: str) -> set[str]:
     engine = shards.holder(tenant)
     key = engine.journal.info.tenant_key(tenant)
     rows = engine.journal.read(tenant_keys=[key], kinds=["turn", "episode", "fact"], vectors=False)
-    return {row.id for row in rows if row.id is not None and not engine.tenants.buried(row)}
+    return {row.id for row in rows if row.id is not None and not engine.tenants.is_erased(row)}

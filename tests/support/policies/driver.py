@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import Memory, MemoryKind, Usage, memory_id
-from undertow.engine.encoders.base import HashingEncoder
+from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import (
     Complete,

@@ -32,7 +32,7 @@ def measure_evidence(
     from undertow.bench.quality.run.report import write_evidence
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.api.engine import Engine
-    from undertow.engine.encoders.base import make_encoder
+    from undertow.engine.encoders.factory import make_encoder
     from undertow.serving.cli.progress import Bar
 
     began_s = time.perf_counter()

@@ -1,0 +1,36 @@
+"""Makes the encoder that the settings name. It stands above the implementations, so that none imports it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from undertow.engine.encoders.base import Encoder
+from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.kernels.device import resolve
+
+if TYPE_CHECKING:
+    from undertow.engine.base.config import Settings
+
+
+def make_encoder(settings: Settings) -> Encoder:
+    """The encoder that `settings.encoder` names: a model's name or folder, or `hash:DIM`.
+
+    A model runs on `settings.device`. Raises ValueError for a malformed `hash:` name or a device that is
+    not there, EncoderError for a model that cannot be loaded.
+    """
+    kind, _, size = settings.encoder.partition(":")
+    if kind != "hash":
+        return _model_encoder(settings.encoder, resolve(settings.device))
+    if not (size.isascii() and size.isdigit()):
+        raise ValueError(f"encoder {settings.encoder!r}: write the size after the colon, as in hash:384")
+    return HashingEncoder(int(size))
+
+
+def _model_encoder(model: str, device: str) -> Encoder:
+    if device == "cuda":
+        from undertow.engine.encoders.cuda import CudaSentenceEncoder
+
+        return CudaSentenceEncoder(model)
+    from undertow.engine.encoders.cpu import SentenceEncoder
+
+    return SentenceEncoder(model)

@@ -1,0 +1,171 @@
+"""The order of decisions: a tenant's log in seq order, one LLM job at a time, and tenants in turn."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from undertow.engine.base.model import UndertowError, Usage
+from undertow.engine.base.trace_context import current_traceparent
+from undertow.engine.llm.client import BadReply, Completion
+from undertow.engine.policies.base import Decide, Effect, PolicyResult, ReadGate
+from undertow.engine.step.lag import LagTracker
+from undertow.engine.storage.row_codec import Control
+from undertow.engine.tenants.tenant import Tenant
+
+# Gate queries of one step: enough to fill the kernel, few enough to keep the step short.
+LOOKAHEAD_PER_STEP = 8_192
+
+
+class TenantFault(UndertowError):
+    """An unexpected exception while deciding a record of one tenant."""
+
+    def __init__(self, tenant: str, seq: int, reason: str) -> None:
+        super().__init__(tenant, seq, reason)
+        self.tenant, self.seq, self.reason = tenant, seq, reason
+
+    def __str__(self) -> str:
+        return (
+            f"deciding record {self.seq} of tenant {self.tenant!r} failed: {self.reason}. Please report it."
+        )
+
+
+@dataclass(slots=True)
+class DecisionRun:
+    """A policy coroutine that decides one record of one tenant's log.
+
+    `operation` names the last LLM call, `usage` holds the tokens so far by operation, and `call` is the
+    call in flight. `traceparent` belongs to the request that brought the record.
+    """
+
+    tenant: Tenant
+    seq: int
+    steps: Decide
+    operation: str = ""
+    usage: dict[str, Usage] = field(default_factory=dict)
+    model: str | None = None
+    call: Future[Completion] | None = None
+    traceparent: str | None = None
+
+    def resume(self, value: Any) -> Effect | PolicyResult:
+        """Send a result to the coroutine. Returns its next effect or its decision. TenantFault."""
+        try:
+            if isinstance(value, BadReply):
+                return self.steps.throw(value)
+            return self.steps.send(value)
+        except StopIteration as stop:
+            outcome: PolicyResult = stop.value
+            return outcome
+        except Exception as error:
+            raise TenantFault(self.tenant.name, self.seq, repr(error)) from error
+
+    def add_usage(self, usage: Usage) -> None:
+        """Count the tokens of a reply to the last call."""
+        self.usage[self.operation] = self.usage.get(self.operation, Usage()) + usage
+
+
+Begun = tuple[DecisionRun, Effect | PolicyResult]
+
+
+class DecisionQueue:
+    """Owns the ready, running and blocked tenants. A tenant is in at most one of the three."""
+
+    def __init__(self, begin: Callable[[Tenant, int], Decide]) -> None:
+        """`begin` returns the coroutine that decides record `seq` of a tenant."""
+        self._begin = begin
+        self.lag_tracker = LagTracker()
+        # By tenant, why nothing of it is decided.
+        self.blocked: dict[str, str] = {}
+        self._ready: OrderedDict[str, Tenant] = OrderedDict()
+        self._running: dict[str, DecisionRun] = {}
+
+    @property
+    def ready_count(self) -> int:
+        return len(self._ready)
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def active_count(self) -> int:
+        return len(self._ready) + len(self._running)
+
+    def active_tenants(self) -> list[Tenant]:
+        """Ready and running tenants. Their live state must stay in memory."""
+        return [*self._ready.values(), *(run.tenant for run in self._running.values())]
+
+    def is_active(self, name: str) -> bool:
+        """Whether the tenant is ready or running."""
+        return name in self._running or name in self._ready
+
+    def running(self, name: str) -> DecisionRun | None:
+        """The tenant's running decision."""
+        return self._running.get(name)
+
+    def is_running(self, run: DecisionRun) -> bool:
+        """Whether this run was neither finished nor removed."""
+        return self._running.get(run.tenant.name) is run
+
+    def add(self, tenant: Tenant) -> None:
+        """Make a tenant with undecided records ready, unless it is running or blocked."""
+        if tenant.cursor >= tenant.next_seq:
+            return
+        self.lag_tracker.note(tenant.name, tenant.next_seq - 1, current_traceparent())
+        if tenant.name not in self._running and tenant.name not in self.blocked:
+            self._ready[tenant.name] = tenant
+
+    def begin_ahead(self, most_per_tenant: int) -> list[Begun]:
+        """Begin the next records of all ready tenants, an equal share each, in log order.
+
+        Returns each run with its first effect or decision. The ready tenants leave the queue.
+        """
+        begun: list[Begun] = []
+        budget = max(len(self._ready), LOOKAHEAD_PER_STEP)
+        share = min(most_per_tenant, budget // len(self._ready))
+        while self._ready:
+            _, tenant = self._ready.popitem(last=False)
+            for seq in tenant.upcoming(share):
+                run = DecisionRun(tenant, seq, self._begin(tenant, seq))
+                effect = run.resume(None)
+                begun.append((run, effect))
+                if not isinstance(effect, ReadGate | PolicyResult) or isinstance(
+                    tenant.records[seq], Control
+                ):
+                    break  # a control record may change what later records see
+        return begun
+
+    def start(self, runs: Iterable[DecisionRun]) -> None:
+        """Mark decisions as running: they wait for more than the gate."""
+        for run in runs:
+            self._running[run.tenant.name] = run
+            self._ready.pop(run.tenant.name, None)  # settling earlier records has made the tenant ready
+
+    def finish(self, run: DecisionRun) -> None:
+        """Remove a run. The caller adds the tenant again, or evicts it."""
+        self._running.pop(run.tenant.name, None)
+
+    def finish_all(self) -> list[DecisionRun]:
+        """Remove all runs and return them."""
+        runs = list(self._running.values())
+        self._running.clear()
+        return runs
+
+    def block(self, name: str, reason: str) -> None:
+        """Decide nothing of a tenant until the engine is opened again. Its turns are still stored."""
+        self._ready.pop(name, None)
+        self.blocked[name] = reason
+
+    def unready(self, name: str) -> None:
+        """Take a tenant out of the ready queue."""
+        self._ready.pop(name, None)
+
+    def remove(self, name: str) -> DecisionRun | None:
+        """Remove a tenant from every queue. Returns its run, which the caller closes."""
+        self._ready.pop(name, None)
+        self.blocked.pop(name, None)
+        self.lag_tracker.forget(name)
+        return self._running.pop(name, None)

@@ -1,0 +1,154 @@
+"""The rows of the journal: their schema, their form in Arrow, and SQL filters over their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+Kind = Literal[
+    "turn",
+    "episode",
+    "fact",
+    "note",
+    "decision",
+    "job",
+    "control",
+    "usage",
+    "source_offset",
+    "tombstone",
+    "move",
+    "epoch",
+]
+
+SCHEMA = pa.schema(
+    [
+        ("kind", pa.string()),
+        ("tenant", pa.string()),
+        ("tenant_key", pa.string()),
+        ("seq", pa.int64()),
+        ("lsn", pa.int64()),
+        ("epoch", pa.int64()),
+        ("id", pa.string()),
+        ("timestamp", pa.string()),
+        ("vector", pa.binary()),
+        ("payload", pa.binary()),
+    ]
+)
+
+KEYS_PER_FILTER = 512
+ROWS_PER_BATCH = 4_096
+
+
+@dataclass(slots=True)
+class Row:
+    """One row. `vector` is fp16 [dim] or None; `payload` is JSON bytes; `lsn` is set on append."""
+
+    kind: Kind
+    tenant: str
+    tenant_key: str
+    seq: int
+    payload: bytes
+    id: str | None = None
+    timestamp: str | None = None
+    vector: NDArray[np.float16] | None = None
+    lsn: int = -1
+    epoch: int = 0
+
+
+class RowStream:
+    """Record batches of rows with lsns and an epoch added; `error` is what their source raised."""
+
+    def __init__(self, rows: Iterable[Row | pa.RecordBatch], next_lsn: int, epoch: int) -> None:
+        self.next_lsn = next_lsn
+        self.error: BaseException | None = None
+        self._epoch = epoch
+        self._batches = in_batches(rows)
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error  # Arrow, between here and the caller, keeps the message alone
+            raise
+        lsns = np.arange(self.next_lsn, self.next_lsn + batch.num_rows)
+        self.next_lsn += batch.num_rows
+        columns = {name: batch.column(name) for name in SCHEMA.names}
+        columns |= {"lsn": pa.array(lsns), "epoch": pa.array(np.full_like(lsns, self._epoch))}
+        return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+
+
+def in_batches(rows: Iterable[Row | pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Single rows gathered into record batches of at most ROWS_PER_BATCH; given batches pass as they are."""
+    waiting: list[Row] = []
+    for row in rows:
+        if isinstance(row, Row):
+            waiting.append(row)
+        if waiting and (len(waiting) == ROWS_PER_BATCH or not isinstance(row, Row)):
+            yield from to_table(waiting).to_batches()
+            waiting = []
+        if not isinstance(row, Row):
+            yield row
+    if waiting:
+        yield from to_table(waiting).to_batches()
+
+
+def to_table(rows: Sequence[Row]) -> pa.Table:
+    """The rows as a table with SCHEMA."""
+    return pa.table(
+        [
+            [r.kind for r in rows],
+            [r.tenant for r in rows],
+            [r.tenant_key for r in rows],
+            pa.array([r.seq for r in rows], pa.int64()),
+            pa.array([r.lsn for r in rows], pa.int64()),
+            pa.array([r.epoch for r in rows], pa.int64()),
+            pa.array([r.id for r in rows], pa.string()),
+            pa.array([r.timestamp for r in rows], pa.string()),
+            pa.array([None if r.vector is None else r.vector.tobytes() for r in rows], pa.binary()),
+            pa.array([r.payload for r in rows], pa.binary()),
+        ],
+        schema=SCHEMA,
+    )
+
+
+def to_rows(batch: pa.RecordBatch) -> Iterator[Row]:
+    """The rows of a batch, which may lack the column `vector`."""
+    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+    vectors = columns.pop("vector", None)
+    for i, values in enumerate(zip(*columns.values(), strict=True)):
+        row = Row(**dict(zip(columns, values, strict=True)))
+        if vectors is not None and vectors[i] is not None:
+            row.vector = np.frombuffer(vectors[i], dtype="<f2")
+        yield row
+
+
+def key_groups(tenant_keys: Sequence[str] | None) -> Iterator[Sequence[str] | None]:
+    """The keys in groups small enough for a filter. None, which means all tenants, is one group."""
+    if tenant_keys is None:
+        yield None
+        return
+    for i in range(0, len(tenant_keys), KEYS_PER_FILTER):
+        yield tenant_keys[i : i + KEYS_PER_FILTER]
+
+
+def any_of(column: str, values: Sequence[str] | None) -> str | None:
+    """SQL filter for `column IN values`; None when there is nothing to filter by."""
+    if values is None:
+        return None
+    quoted = ", ".join("'" + v.replace("'", "''") + "'" for v in values)
+    return f"{column} IN ({quoted})" if quoted else "false"
+
+
+def all_of(*terms: str | None) -> str | None:
+    """SQL filter for all terms; None when there is none."""
+    return " AND ".join(term for term in terms if term) or None

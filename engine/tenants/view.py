@@ -1,0 +1,50 @@
+"""What a policy sees of a tenant while it decides a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from undertow.engine.base.model import Memory, MemoryKind
+from undertow.engine.policies.base import Thresholds, TurnView
+from undertow.engine.tenants.generations import Generation
+from undertow.engine.tenants.tenant import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One generation of a tenant's memories as of record `seq`; implements `MemoryView`."""
+
+    of: Tenant
+    seq: int
+    made: Generation
+
+    @property
+    def tenant(self) -> str:
+        return self.of.name
+
+    @property
+    def generation(self) -> int:
+        return self.of.incarnation + self.made.number - 1
+
+    @property
+    def thresholds(self) -> Thresholds:
+        return self.of.thresholds_at(self.seq)
+
+    def turn(self, seq: int) -> TurnView:
+        return self.of.turn(seq)
+
+    def exists(self, seq: int) -> bool:
+        return self.of.exists(seq)
+
+    def open_turns(self) -> list[int]:
+        return [seq for seq in range(self.made.settled_end, self.seq) if self.of.exists(seq)]
+
+    def uses(self) -> Mapping[str, int]:
+        return self.made.uses
+
+    def current(self, kind: MemoryKind) -> list[Memory]:
+        return self.made.tiers[kind].current()
+
+    def ended(self, kind: MemoryKind) -> list[Memory]:
+        return list(self.made.tiers[kind].ended.values())
