@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 Float64s = NDArray[np.float64]
 Int32s = NDArray[np.int32]
-Uint32s = NDArray[np.uint32]
 
 # Saturation of term frequency, and length normalisation: the usual values.
 K1, B = 1.2, 0.75

@@ -265,7 +265,7 @@ class PromptBudget:
     def fits(self, prompt: Prompt) -> bool:
         return prompt.size_tokens <= self.prompt_tokens
 
-    def that_fit(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[T]:
+    def select_fitting(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[T]:
         """The items that fit, chosen greedily in order. An item that is too long is skipped."""
         if self.fits(prompt_of(items)):
             return list(items)

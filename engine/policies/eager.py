@@ -48,6 +48,7 @@ class Eager:
         self._budget = budget
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
+        """Extraction and update (section 2.1) of the turn, at once."""
         work = _Extraction(seq, memory, self._budget)
         try:
             yield from work.read(seq)
@@ -65,6 +66,7 @@ class Eager:
         return nothing_to_decide()  # this policy does not learn from questions
 
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
+        """Read the turns of a parked job again, without those deleted since."""
         turns = tuple(s for s in job.cluster if memory.exists(s))
         if not turns:
             return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
@@ -142,7 +144,7 @@ class _Extraction(Work):
         known = yield from self.near_facts([c.vector for c in candidates], SIMILAR_FACTS)
         given = {c.text: c.vector for c in candidates}
         known = [
-            self.said_again(fact, (turn_seq,), given[fact.text]) if fact.text in given else fact
+            self.add_sources(fact, (turn_seq,), given[fact.text]) if fact.text in given else fact
             for fact in known
         ]
         said = {fact.text for fact in known}
@@ -202,7 +204,7 @@ class _Extraction(Work):
             return
         vectors = yield Embed(texts)
         for fact, vector in zip(again, vectors[len(writes) :], strict=True):
-            self.said_again(fact, (turn_seq,), vector)
+            self.add_sources(fact, (turn_seq,), vector)
         for (fact, text), vector in zip(writes, vectors[: len(writes)], strict=True):
             if fact is None:
                 self.new("fact", text, vector, (turn_seq,), prompt_version("extract"))

@@ -28,7 +28,7 @@ from undertow.engine.policies.base import (
     deletion,
     nothing_to_decide,
 )
-from undertow.engine.policies.work import Failed, Steps, Work, apart, as_shown, parked
+from undertow.engine.policies.work import Failed, Steps, Work, as_shown, only_shown, parked
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import (
     Prompt,
@@ -179,7 +179,7 @@ class _Consolidation(Work):
             vectors = yield Embed(tuple(e.text for e in reply.episodes))
             for written, vector in zip(reply.episodes, vectors, strict=True):
                 sources = _named(written.turns, part)
-                beside = apart(part, sources)
+                beside = only_shown(part, sources)
                 draft = self.new("episode", written.text, vector, sources, prompt.version, shown_seqs=beside)
                 made.append((draft, tuple(part)))
         for draft, part_seqs in made:

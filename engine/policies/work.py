@@ -60,7 +60,7 @@ class Work:
             near |= {fact.id: fact for fact in found}
         return sorted(near.values(), key=lambda fact: (fact.born_at_seq, fact.ordinal))
 
-    def said_again(self, fact: Memory, turns: Iterable[int], vector: Vector) -> Memory:
+    def add_sources(self, fact: Memory, turns: Iterable[int], vector: Vector) -> Memory:
         """The same fact with these turns as more sources, so that it survives the others' deletion."""
         sources = tuple(sorted({*fact.source_seqs, *turns}))
         if sources == fact.source_seqs:
@@ -71,7 +71,7 @@ class Work:
             made_at_seq=self.seq,
             source_seqs=sources,
             timestamp=self.latest(sources),
-            shown_seqs=apart(fact.shown_seqs, sources),
+            shown_seqs=only_shown(fact.shown_seqs, sources),
         )
         self.drafts.append(Draft(again, vector))
         return again
@@ -143,8 +143,8 @@ class Work:
         return self._budget.fits(prompt)
 
     def fitting(self, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> list[T]:
-        """As PromptBudget.that_fit."""
-        return self._budget.that_fit(items, prompt_of)
+        """As PromptBudget.select_fitting."""
+        return self._budget.select_fitting(items, prompt_of)
 
     def checked(self, prompt: Prompt) -> Prompt:
         """The prompt itself. PromptTooLong."""
@@ -163,7 +163,7 @@ class Work:
         return [ShownTurn(n, v.timestamp, v.text) for n, v in enumerate(views, 1)]
 
 
-def apart(shown: Iterable[int], sources: Iterable[int]) -> tuple[int, ...]:
+def only_shown(shown: Iterable[int], sources: Iterable[int]) -> tuple[int, ...]:
     """The turns that were shown but are no sources, ascending: see Memory.shown_seqs."""
     return tuple(sorted(set(shown) - set(sources)))
 

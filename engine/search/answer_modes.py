@@ -104,7 +104,7 @@ def _judged(
 def _fitting(question: Question, heading: str, hits: Sequence[Hit]) -> Sequence[Hit]:
     """The hits that fit into one prompt, nearest first."""
     ranked = sorted(hits, key=lambda hit: -hit.score)
-    return question.budget.that_fit(ranked, lambda shown: _judging(question, heading, shown))
+    return question.budget.select_fitting(ranked, lambda shown: _judging(question, heading, shown))
 
 
 def _judging(question: Question, heading: str, hits: Sequence[Hit]) -> Prompt:

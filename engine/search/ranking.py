@@ -416,7 +416,7 @@ def question_prompt(question: str, found: SearchResult, as_of: str | None, budge
         return answer_prompt(question, episodes, facts, turns, as_of)
 
     ranked = sorted(found.ranked(), key=lambda hit: hit.kind == "turn" and hit.source_seqs[0] in found.quoted)
-    prompt = prompt_of(budget.that_fit(ranked, prompt_of))
+    prompt = prompt_of(budget.select_fitting(ranked, prompt_of))
     if not budget.fits(prompt):
         raise PromptTooLong(f"the question alone needs about {prompt.size_tokens} tokens")
     return prompt

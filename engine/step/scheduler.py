@@ -362,7 +362,7 @@ class Scheduler:
         self._rows.append(Row("decision", tenant.name, tenant.key, seq, orjson.dumps(body)))
         self._report.made += [memory for memory, _ in made]
         self._report.decisions[outcome.decision] += 1
-        if fits := not made or tenant.make_place([memory for memory, _ in made]):
+        if fits := not made or tenant.reserve_rows([memory for memory, _ in made]):
             for memory, vector in made:
                 tenant.set_memory(memory, vector)
             tenant.add_decision(seq, body)

@@ -256,7 +256,7 @@ class Tenant(RecordLog):
         shown = [] if self.shown is self.making else [self.shown]
         return [self.making, *shown, *self.retired]
 
-    def make_place(self, memories: Iterable[Memory]) -> bool:
+    def reserve_rows(self, memories: Iterable[Memory]) -> bool:
         """Reserve arena memory for the new memories. False: there is none, and nothing changed."""
         tiers = [(self.making.tiers[m.kind], m.id) for m in memories if not m.deleted]
         new = [tier.segment for tier, memory_id in tiers if memory_id not in tier.row_of]

@@ -7,7 +7,7 @@ from typing import Any
 
 from undertow.engine.policies.base import Complete, Effect, Embed, PromptBudget
 from undertow.engine.policies.himem.notes import Note, aligned_notes
-from undertow.engine.policies.work import Steps, Work, apart
+from undertow.engine.policies.work import Steps, Work, only_shown
 from undertow.prompts.builders import UNDATED, ShownTurn, prompt_version, segment_prompt
 from undertow.prompts.reply_schemas import SegmentDraft, SegmentReply
 
@@ -41,7 +41,7 @@ def write_episodes(work: Work, window: Sequence[int], *, align: bool) -> Steps:
         vectors = yield Embed(tuple(texts))
         for (seqs, _), text, vector in zip(pieces, texts, vectors, strict=True):
             # Topic and summary were written with the whole window in the prompt.
-            beside = apart(part, seqs)
+            beside = only_shown(part, seqs)
             work.new("episode", text, vector, tuple(seqs), prompt.version, shown_seqs=beside)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, cosine, deletion
-from undertow.engine.policies.work import Steps, Work, apart
+from undertow.engine.policies.work import Steps, Work, only_shown
 from undertow.prompts.builders import Prompt, ShownMemory, align_prompt, notes_prompt, traits_prompt
 from undertow.prompts.reply_schemas import (
     AlignReply,
@@ -50,7 +50,7 @@ def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], *, a
     Without lost notes to compare with (a parked deletion has removed their text), turns that have notes get
     no new ones: they would be duplicates.
     """
-    if not lost and any(note.reach.intersection(turns) for note in living_notes(work)):
+    if not lost and any(note.reach.intersection(turns) for note in current_notes(work)):
         return
     notes: list[Note] = []
     for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
@@ -66,7 +66,7 @@ def _in_place_of(
     """The nearest new note for each lost one, unless a remaining note is nearer to the new one."""
     wanted = yield Embed(tuple(note.text for note in lost))
     vectors = yield Embed(tuple(note.text for note in notes))
-    said = {note.text for note in living_notes(work)}
+    said = {note.text for note in current_notes(work)}
     found: dict[int, Note] = {}
     for vector in wanted:
         nth = max(range(len(notes)), key=lambda n: cosine(vector, vectors[n]))
@@ -83,7 +83,7 @@ def _written(work: Work, part: Sequence[int], *, align: bool) -> Generator[Effec
     notes += yield from _implied(work, part, notes)
     if align and notes:
         notes = yield from aligned_notes(work, part, notes)
-    return [replace(note, shown=apart(part, note.sources)) for note in notes]
+    return [replace(note, shown=only_shown(part, note.sources)) for note in notes]
 
 
 def _stated(work: Work, part: Sequence[int]) -> Generator[Effect, Any, list[Note]]:
@@ -133,10 +133,10 @@ def _store(work: Work, notes: Sequence[Note]) -> Steps:
     if not notes:
         return
     vectors = yield Embed(tuple(note.text for note in notes))
-    known = {memory.text: memory for memory in living_notes(work)}
+    known = {memory.text: memory for memory in current_notes(work)}
     for note, vector in zip(notes, vectors, strict=True):
         if (same := known.get(note.text)) is not None:
-            known[note.text] = work.said_again(same, note.sources, vector)
+            known[note.text] = work.add_sources(same, note.sources, vector)
             continue
         known[note.text] = add_note(work, note, vector).memory
 
@@ -156,7 +156,7 @@ def add_note(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...]
     )
 
 
-def living_notes(work: Work) -> list[Memory]:
+def current_notes(work: Work) -> list[Memory]:
     """The notes after this job's own drafts."""
     notes = {memory.id: memory for memory in work.view.current("fact")}
     notes |= {d.memory.id: d.memory for d in work.drafts if d.memory.kind == "fact"}
@@ -171,7 +171,7 @@ def forget_least_used(work: Work, most: int) -> int:
     """
     uses = work.view.uses()
     notes = sorted(
-        living_notes(work),
+        current_notes(work),
         key=lambda n: (n.made_at_seq == work.seq, uses.get(n.id, 0), n.born_at_seq, n.ordinal),
     )
     gone = notes[: max(0, len(notes) - most)]

@@ -63,12 +63,14 @@ class HiMem:
         self._max_notes = max_notes
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
+        """Close the dialogue window if the turn does not belong to it (section 2.2.1)."""
         window = memory.open_turns()
         if not window or self._goes_on(window, seq, memory):
             return PolicyResult(Decision.WAITS)
         return (yield from self._close(window, seq, memory))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
+        """Close the open window."""
         window = memory.open_turns()
         if not window:
             return PolicyResult(Decision.WAITS)
@@ -142,12 +144,13 @@ class HiMem:
         return self._done(work, PolicyResult(Decision.FIRED))
 
     def _goes_on(self, window: Sequence[int], seq: int, memory: MemoryView) -> bool:
-        """Whether the turn belongs to the open window, and the window has room for it."""
+        """Whether the turn belongs to the open window, and fits into it."""
         if memory.turn(window[-1]).session != memory.turn(seq).session:
             return False
         return has_room(Work(seq, memory, self._budget).turns([*window, seq]), self._budget)
 
     def _close(self, window: Sequence[int], seq: int, memory: MemoryView) -> Decide:
+        """Process a window; its turns are settled, or parked after a failure."""
         cluster = tuple(window)
         work = Work(seq, memory, self._budget)
         try:
@@ -157,7 +160,7 @@ class HiMem:
         return self._done(work, PolicyResult(Decision.FIRED, cluster=cluster, settled=cluster))
 
     def _note(self, work: Work, turns: Sequence[int], lost: Sequence[Memory] = ()) -> Steps:
-        """Lost notes of turns that have their episodes: a window at a time, as deletions go by windows."""
+        """Restore lost notes of turns with episodes, one window at a time, as deletions work by windows."""
         episodes = [*work.view.ended("episode"), *work.view.current("episode")]
         born = {s: e.born_at_seq for e in episodes for s in e.source_seqs}
         windows: dict[int | None, list[int]] = {}
@@ -168,7 +171,7 @@ class HiMem:
             yield from restore_notes(work, window, of_window, align=self._alignment.notes)
 
     def _remember(self, work: Work, window: Sequence[int]) -> Steps:
-        """Episodes of a window, and then its notes."""
+        """Write the episodes of a window (section 2.2.1), then its notes (section 2.2.2)."""
         yield from write_episodes(work, window, align=self._alignment.episodes)
         yield from write_notes(work, window, align=self._alignment.notes)
 

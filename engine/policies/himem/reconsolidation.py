@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Embed, Vector, deletion
-from undertow.engine.policies.himem.notes import Note, add_note, living_notes
-from undertow.engine.policies.work import Steps, Work, apart, as_shown
+from undertow.engine.policies.himem.notes import Note, add_note, current_notes
+from undertow.engine.policies.work import Steps, Work, as_shown, only_shown
 from undertow.prompts.builders import Prompt, ShownMemory, prompt_version, revise_prompt, supplement_prompt
 from undertow.prompts.reply_schemas import ReviseReply, Revision, SupplementDraft, SupplementReply
 
@@ -38,9 +38,9 @@ def revise_notes(work: Work, question: str, episodes: Sequence[Memory]) -> Steps
         return
     vectors = yield Embed(tuple(found))
     given = dict(zip(found, vectors, strict=True))
-    for memory in living_notes(work):
+    for memory in current_notes(work):
         if memory.text in found:
-            work.said_again(memory, found.pop(memory.text).sources, given[memory.text])
+            work.add_sources(memory, found.pop(memory.text).sources, given[memory.text])
     if found:
         yield from _compare(work, list(found.values()), given)
 
@@ -87,7 +87,7 @@ def _apply(
             text = decision.text or note.text
             (vector,) = yield Embed((text,))
             sources = tuple(sorted({*old.source_seqs, *note.sources}))
-            beside = apart({*old.shown_seqs, *note.shown}, sources)
+            beside = only_shown({*old.shown_seqs, *note.shown}, sources)
             work.revise(old, text, vector, sources, prompt_version("revise"), shown_seqs=beside)
         elif old is not None:
             if max(old.source_seqs) > max(note.sources):
@@ -106,7 +106,7 @@ def _note(draft: SupplementDraft, shown: Sequence[Memory], version: str) -> Note
     oldest = min(shown, key=lambda episode: max(episode.source_seqs))
     saying = [shown[n - 1] for n in numbers] if right else [oldest]
     sources = tuple(sorted({s for episode in saying for s in episode.source_seqs}))
-    beside = apart((s for episode in shown for s in episode.reach), sources)
+    beside = only_shown((s for episode in shown for s in episode.reach), sources)
     return Note(draft.text, draft.kind, sources, version, beside)
 
 

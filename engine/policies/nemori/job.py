@@ -104,6 +104,7 @@ class WindowJob(AskingJob):
     def _partition(
         self, window: Sequence[MessageRef]
     ) -> Generator[Effect, Any, list[tuple[MessageRef, ...]]]:
+        """The groups of a window (section 3.2.1)."""
         if self._ablation == "fixed-chunks" or len(window) < 2:
             return [tuple(window)] if window else []
         groups: list[tuple[MessageRef, ...]] = []
@@ -151,7 +152,9 @@ class WindowJob(AskingJob):
         """The stored episode that a new one continues, if the LLM selects one of the nearest."""
         found = yield from self.known("episode", vector, CANDIDATE_EPISODES)
         new = ShownMemory(1, self.latest(sources), told)
-        prompt, candidates = self.that_fit([s.memory for s in found], lambda shown: select_prompt(new, shown))
+        prompt, candidates = self.select_fitting(
+            [s.memory for s in found], lambda shown: select_prompt(new, shown)
+        )
         if not candidates:
             return None
         reply: SelectReply = yield from self.ask(prompt)
@@ -161,6 +164,7 @@ class WindowJob(AskingJob):
     def _integrate(
         self, older: ShownMemory, told: str, sources: tuple[int, ...]
     ) -> Generator[Effect, Any, tuple[str, str]]:
+        """Two narratives as one text, and the prompt's version."""
         prompt = integrate_prompt([older, ShownMemory(2, self.latest(sources), told)])
         reply: NarrativeReply = yield from self.ask(prompt)
         return _text_of(reply), prompt.version
@@ -176,7 +180,7 @@ class WindowJob(AskingJob):
         known = yield from self._management.evoke(self, episode.vector)
         cue, _, _ = episode.memory.text.partition("\n")
         shown = ShownMemory(1, episode.memory.timestamp, cue)
-        prompt, _ = self.that_fit(known, lambda facts: predict_prompt(shown, facts))
+        prompt, _ = self.select_fitting(known, lambda facts: predict_prompt(shown, facts))
         guess: PredictionReply = yield from self.ask(prompt)
         prediction = ShownMemory(1, episode.memory.timestamp, guess.prediction)
         yield from self._distil(held, lambda lines: distil_prompt(lines, prediction), episode.memory.id)
@@ -187,6 +191,7 @@ class WindowJob(AskingJob):
             yield from self._distil(self._present(messages), distil_direct_prompt, None)
 
     def _distil(self, messages: Sequence[MessageRef], prompt_of: PromptOf, episode_id: str | None) -> Steps:
+        """Facts of raw messages, handed to the management (section 3.3)."""
         for part in self._message_parts(messages, prompt_of):
             prompt = prompt_of(self._lines(part))
             reply: StatementsReply = yield from self.ask(prompt)
@@ -199,14 +204,14 @@ class WindowJob(AskingJob):
 
     # ---- remaking
 
-    def relearn(self, episode: Memory, turns: Sequence[int]) -> Steps:
+    def distil_again(self, episode: Memory, turns: Sequence[int]) -> Steps:
         """Distil the messages of these turns in an episode again."""
         messages = [ref for ref in _messages_in(episode, self.view) if ref[0] in turns]
         if messages:
             (vector,) = yield Embed((episode.text,))
             yield from self._learn(Draft(episode, vector), messages)
 
-    def retell(self, episode: Memory, lost: Sequence[int]) -> Steps:
+    def remake_episode(self, episode: Memory, lost: Sequence[int]) -> Steps:
         """Narrate an episode again without its deleted turns, and distil its `lost` turns again."""
         group = self._present(_messages_in(episode, self.view))
         if not group:
@@ -217,12 +222,12 @@ class WindowJob(AskingJob):
         draft = self.revise(episode, told, vector, _turns_of(group), version, source_messages=group)
         yield from self._learn(draft, [ref for ref in group if ref[0] in lost])
 
-    def unheld(self, turns: Sequence[int]) -> tuple[MessageRef, ...]:
+    def messages_without_episode(self, turns: Sequence[int]) -> tuple[MessageRef, ...]:
         """The messages of these turns that no episode contains."""
         held = {ref for e in self.view.current("episode") for ref in _messages_in(e, self.view)}
         return tuple(ref for ref in messages_of(turns, self.view) if ref not in held)
 
-    def dropped(self) -> frozenset[MessageRef]:
+    def deleted_messages(self) -> frozenset[MessageRef]:
         """The messages of the episodes that a user has deleted."""
         return frozenset(ref for e in self.view.ended("episode") for ref in _messages_in(e, self.view))
 

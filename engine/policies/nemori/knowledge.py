@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from undertow.engine.base.config import ManagementName
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, deletion
-from undertow.engine.policies.work import Steps, Work, apart, as_shown
+from undertow.engine.policies.work import Steps, Work, as_shown, only_shown
 from undertow.prompts.builders import Prompt, ShownMemory, consolidate_prompt, summarise_prompt
 from undertow.prompts.reply_schemas import ConsolidateReply, SummaryReply
 
@@ -32,7 +32,7 @@ class AskingJob(Work):
         self.operation = prompt.operation
         return (yield Complete(self.checked(prompt)))
 
-    def that_fit(
+    def select_fitting(
         self, memories: Sequence[Memory], prompt_of: Callable[[Sequence[ShownMemory]], Prompt]
     ) -> tuple[Prompt, Sequence[Memory]]:
         """The prompt with the memories that fit into the context (see `fitting`), and these memories."""
@@ -49,7 +49,7 @@ class Statement:
     """A fact before it is stored, and the turns that say it, ascending.
 
     Of two facts in conflict the later said one wins, so only these turns are its sources. Other shown turns
-    are kept apart: a continued episode is read as a whole, with all that was said long before.
+    are kept only_shown: a continued episode is read as a whole, with all that was said long before.
     """
 
     text: str
@@ -105,7 +105,7 @@ class Native(Append):
     def _consolidate(self, job: AskingJob, fact: Statement, vector: Vector, origin: Origin) -> Steps:
         found = yield from job.known_facts(vector, SIMILAR_FACTS)
         new = ShownMemory(1, job.latest(fact.said), fact.text)
-        prompt, similar = job.that_fit(found, lambda known: consolidate_prompt(new, known))
+        prompt, similar = job.select_fitting(found, lambda known: consolidate_prompt(new, known))
         if not similar:
             _add(job, fact, vector, origin)
             return
@@ -138,7 +138,7 @@ class Summary:
         told = {seq for memory in stored for seq in memory.source_seqs}
         sources = tuple(sorted(told.union(*(fact.said for fact in facts))))
         seen = {seq for memory in stored for seq in memory.shown_seqs}
-        beside = apart(seen.union(origin.turns), sources)
+        beside = only_shown(seen.union(origin.turns), sources)
         if stored:
             job.revise(stored[0], reply.summary, vector, sources, prompt.version, shown_seqs=beside)
         else:
@@ -174,7 +174,7 @@ def _add(
         origin.version,
         episode_id=origin.episode_id,
         supersedes=replaced,
-        shown_seqs=apart(origin.turns, fact.said),
+        shown_seqs=only_shown(origin.turns, fact.said),
     )
 
 
@@ -185,7 +185,7 @@ def _merge(
     kept, *others = targets
     (vector,) = yield Embed((merged.text,))
     sources = tuple(sorted({*merged.said, *(seq for fact in targets for seq in fact.source_seqs)}))
-    beside = apart({*origin.turns, *(seq for fact in targets for seq in fact.shown_seqs)}, sources)
+    beside = only_shown({*origin.turns, *(seq for fact in targets for seq in fact.shown_seqs)}, sources)
     replaced = tuple(dict.fromkeys((*kept.supersedes, *(fact.id for fact in others))))
     job.drafts += [Draft(deletion(fact, job.seq), None) for fact in others]
     job.revise(kept, merged.text, vector, sources, version, supersedes=replaced, shown_seqs=beside)

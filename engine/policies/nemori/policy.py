@@ -50,12 +50,14 @@ class Nemori:
     learns = Learns()
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
+        """Algorithm 1, once the open turns have at least w messages (section 3.2.1)."""
         turns = window((*memory.open_turns(), seq), self.window_messages, memory)
         if turns is None:
             return PolicyResult(Decision.WAITS)
         return (yield from self._take(seq, turns, memory))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
+        """Algorithm 1 on the open turns, however few."""
         turns = tuple(memory.open_turns())
         if not turns:
             return PolicyResult(Decision.WAITS)
@@ -67,6 +69,7 @@ class Nemori:
         return nothing_to_decide()  # NEMORI does not learn from questions
 
     def _take(self, seq: int, turns: tuple[int, ...], memory: MemoryView) -> Decide:
+        """Process a window; its turns are settled, or parked after a failure."""
         work = self._job(seq, memory)
         try:
             yield from work.take(messages_of(turns, memory))
@@ -86,10 +89,12 @@ class Nemori:
         work = self._job(seq, memory)
         try:
             for episode in memory.current("episode"):
-                yield from work.relearn(episode, turns)
-            dropped = work.dropped()
-            yield from work.distil_direct([ref for ref in work.unheld(turns) if ref in dropped])
-            yield from work.take([ref for ref in work.unheld(turns) if ref not in dropped])
+                yield from work.distil_again(episode, turns)
+            dropped = work.deleted_messages()
+            yield from work.distil_direct(
+                [ref for ref in work.messages_without_episode(turns) if ref in dropped]
+            )
+            yield from work.take([ref for ref in work.messages_without_episode(turns) if ref not in dropped])
         except Failed as error:
             return work.parked(error, turns)
         return work.outcome(turns)
@@ -111,10 +116,10 @@ class Nemori:
         try:
             for episode in memory.current("episode"):
                 if turn_seq in episode.source_seqs:
-                    yield from work.retell(episode, lost)
+                    yield from work.remake_episode(episode, lost)
                 else:
-                    yield from work.relearn(episode, lost)
-            yield from work.distil_direct(work.unheld(lost))
+                    yield from work.distil_again(episode, lost)
+            yield from work.distil_direct(work.messages_without_episode(lost))
         except Failed as error:
             # What was derived from the deleted turn must go even if it cannot be remade yet.
             gone = [forgotten(m, seq) for m in (*loose, *shaken)] + [deletion(m, seq) for m in ended]
