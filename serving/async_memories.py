@@ -309,7 +309,7 @@ def open_memories(
     location = Location.of(store)
     stack = ExitStack()
     if ray is not None:
-        from undertow.serving.cli.on_ray import open_cluster
+        from undertow.serving.cli.ray_session import open_cluster
 
         router: Router = stack.enter_context(
             open_cluster(location, settings, ray, shards=shards, parts=parts)

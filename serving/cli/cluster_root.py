@@ -1,4 +1,4 @@
-"""Reading a cluster's root as if it were one store: which shard's journal to open, or all of them."""
+"""Reads a store, or a cluster's root as if it were one store, while others write."""
 
 from __future__ import annotations
 
@@ -8,23 +8,35 @@ from typing import TYPE_CHECKING
 
 from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage
-from undertow.serving.cli.open_store import open_reports
 
 if TYPE_CHECKING:
     from undertow.engine.api.views.reports import Reports
 
 
+@contextmanager
+def open_reports(store: Location) -> Iterator[Reports]:
+    """The reports of a store, while others may be writing it."""
+    from undertow.engine.api.views.reports import Reports
+    from undertow.engine.storage.journal import Journal
+
+    journal = Journal.open(store, writable=False)
+    try:
+        yield Reports(journal)
+    finally:
+        journal.close()
+
+
 def is_root(store: Location) -> bool:
-    """Whether a cluster's root lies there."""
+    """Whether the location is a cluster's root."""
     from undertow.engine.cluster.shard_map import exists
 
     return exists(store)
 
 
 def store_of(store: Location, tenant: str) -> Location:
-    """The store that holds the tenant: the one named, or on a cluster's root its shard's.
+    """The store that holds the tenant: the given one or, in a cluster, its shard's.
 
-    While tenants move, the one that has it at this moment.
+    During resharding this is the shard that has the tenant now.
     """
     if not is_root(store):
         return store
@@ -51,7 +63,7 @@ def every_reports(store: Location) -> Iterator[list[Reports]]:
 
 
 def stores_of(store: Location) -> list[Location]:
-    """The store named, or those of all shards of a cluster's root that have stored anything."""
+    """The given store or, in a cluster, the stores of all shards that have one."""
     if not is_root(store):
         return [store]
     from undertow.engine.cluster.shard_map import load
@@ -62,7 +74,7 @@ def stores_of(store: Location) -> list[Location]:
 
 
 def refuse_root(store: Location, command: str) -> None:
-    """WrongUsage where a command that writes one store is given the root of a cluster."""
+    """WrongUsage: the location is a cluster's root, but the command writes a single store."""
     if is_root(store):
         raise WrongUsage(
             f"{store} is the root of a cluster, whose journals its running shards write: {command}."

@@ -19,7 +19,7 @@ from undertow.engine.base.model import Message, Turn
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
-from undertow.serving.cli import on_ray, output
+from undertow.serving.cli import output, ray_session
 from undertow.serving.cli.commands import cluster as clustering
 
 from ..support.cli import run
@@ -84,7 +84,7 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
         assert answer.told is not None, "this would wait"
         return answer.told
 
-    for module in (clustering, on_ray):
+    for module in (clustering, ray_session):
         monkeypatch.setattr(module, "on_ray", joined)
         monkeypatch.setattr(module, "actors", lambda _: found)
     monkeypatch.setattr(ray, "wait", wait)
@@ -167,7 +167,7 @@ def test_ray_is_told_to_be_silent_about_what_is_restarted_and_about_nothing_else
         "             '1 worker(s) were killed due to the node running low on memory.'):\n"
         "    print_to_stdstream({'lines': [line], 'pid': 'raylet', 'is_err': False}, ignore_prefix=False)\n"
     )
-    env = {**os.environ, "RAY_DEDUP_LOGS_SKIP_REGEX": on_ray.RESTARTED}
+    env = {**os.environ, "RAY_DEDUP_LOGS_SKIP_REGEX": ray_session.RESTARTED}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "low on memory" in done.stdout and "A worker died" not in done.stdout

@@ -10,8 +10,9 @@ import typer
 
 from undertow.serving.cli.commands.eval.eval import Only, chosen_samples
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.open_store import AsJson, EncoderName, KeptIn, Model, check_settings, settings_of
+from undertow.serving.cli.options import AsJson, EncoderName, KeptIn, Model
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
+from undertow.serving.cli.settings import check_settings, settings_of
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings

@@ -8,20 +8,11 @@ import typer
 
 from undertow.engine.base.model import LINKED_PAIRS
 from undertow.engine.storage.location import Location
-from undertow.serving.cli.commands.ingest import ProfileName
+from undertow.serving.cli.cluster_root import open_reports
 from undertow.serving.cli.errors import Exit, WrongUsage
-from undertow.serving.cli.open_store import (
-    AsJson,
-    EncoderName,
-    Llm,
-    Model,
-    Store,
-    check_settings,
-    location_of,
-    open_reports,
-    settings_of,
-)
+from undertow.serving.cli.options import AsJson, EncoderName, Llm, Model, ProfileName, Store, location_of
 from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
+from undertow.serving.cli.settings import check_settings, settings_of
 
 PROPOSAL_FIELDS = (
     "share",

@@ -11,20 +11,14 @@ import typer
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.storage.location import Location
-from undertow.serving.cli.commands.ingest import Ray
+from undertow.serving.cli.cluster_root import open_reports
 from undertow.serving.cli.errors import Exit, in_words
-from undertow.serving.cli.on_ray import actors, decided, on_ray, open_cluster
-from undertow.serving.cli.open_store import (
-    AsJson,
-    EncoderName,
-    Llm,
-    Model,
-    Store,
-    open_reports,
-    settings_of,
-)
+from undertow.serving.cli.options import AsJson, EncoderName, Llm, Model, Ray, Store
 from undertow.serving.cli.output import put_json, put_pairs, put_table, put_text, say
 from undertow.serving.cli.progress import Bar
+from undertow.serving.cli.ray_session import actors, on_ray, open_cluster
+from undertow.serving.cli.settings import settings_of
+from undertow.serving.cli.settling import settle
 
 RayAddress = Annotated[
     str,
@@ -181,7 +175,7 @@ def drain(
     settings = settings_of(llm=llm, model=model, encoder=encoder)
     with open_cluster(store, settings, ray) as opened:
         try:
-            settled, code = decided(opened)
+            settled, code = settle(opened)
         except UndertowError:  # shards that cannot decide anything are ended all the same
             if stop and ray != "local":
                 opened.stop()

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.serving.cli.auditing import audited, forget_names
 from undertow.serving.cli.cluster_root import every_reports, refuse_root, stores_of
-from undertow.serving.cli.commands.ingest import REPLAYED, Ray, tell_pending
-from undertow.serving.cli.commands.keys import audited, forget_names
 from undertow.serving.cli.errors import Exit, WrongUsage
-from undertow.serving.cli.open_store import (
+from undertow.serving.cli.open_store import ADD_RAY, open_engine, open_memory
+from undertow.serving.cli.options import (
     AsJson,
     EncoderName,
     Llm,
+    MemoryId,
     Model,
+    OfTenant,
+    Ray,
     Store,
     Tenant,
-    check_settings,
-    open_engine,
-    settings_of,
 )
 from undertow.serving.cli.output import (
     console,
@@ -33,31 +33,26 @@ from undertow.serving.cli.output import (
     put_text,
     say,
 )
+from undertow.serving.cli.settings import check_settings, settings_of
+from undertow.serving.cli.settling import settle
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from undertow.engine.api.engine import Engine
     from undertow.engine.api.erasure import Certificate
-    from undertow.engine.api.memory_updates import Updated
     from undertow.engine.base.config import Settings
     from undertow.engine.storage.location import Location
 
-# what to do instead, where a command that writes one store was given a cluster's root
-ADD_RAY = "add --ray local, or --ray ADDRESS"
+REPLAYED = "{} parked jobs run again."
+# what to do where `reindex` is given a cluster's root
 STOP_FIRST = (
     "end them (`undertow cluster drain --stop`), then add --ray with the same address, which makes sure "
     "that none runs; --ray local where there is no Ray cluster"
 )
 
-OfTenant = Annotated[
-    str | None,
-    typer.Option("--tenant", help="Only if it is this tenant's. On a cluster, one shard is asked, not all."),
-]
-
 
 def update(
-    memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
+    memory_id: MemoryId,
     text: Annotated[str, typer.Argument(help="The new words.")],
     store: Store,
     tenant: OfTenant = None,
@@ -76,13 +71,9 @@ def update(
     if not text.strip():
         raise WrongUsage("the text is empty. Give the memory some words, or delete it.")
     settings = settings_of(llm=llm, model=model, encoder=encoder)
-    if ray is None:
-        refuse_root(store, ADD_RAY)
-        updated, settled, code = _update(store, settings, memory_id, text, tenant)
-    else:
-        from undertow.serving.cli.on_ray import update_on_ray
-
-        updated, settled, code = update_on_ray(store, settings, ray, memory_id, text, tenant)
+    with open_memory(store, settings, ray) as memory:
+        updated = memory.update(memory_id, text, tenant=tenant)
+        settled, code = settle(memory)
     if as_json:
         put_json({**asdict(updated), "updated": True, "settled": settled})
     elif updated.id == memory_id:
@@ -92,16 +83,8 @@ def update(
     raise typer.Exit(code)
 
 
-def _update(
-    store: Location, settings: Settings, memory_id: str, text: str, tenant: str | None
-) -> tuple[Updated, bool, Exit]:
-    with open_engine(store, settings) as engine:
-        updated = engine.update(memory_id, text, tenant=tenant)
-        return updated, *settle(engine)
-
-
 def delete(
-    memory_id: Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")],
+    memory_id: MemoryId,
     store: Store,
     tenant: OfTenant = None,
     llm: Llm = None,
@@ -116,34 +99,14 @@ def delete(
     which needs an LLM: without one that work stays pending. An episode or fact goes alone.
     """
     settings = settings_of(llm=llm, model=model, encoder=encoder)
-    if ray is None:
-        refuse_root(store, ADD_RAY)
-        kind, settled, code = _delete(store, settings, memory_id, tenant)
-    else:
-        from undertow.serving.cli.on_ray import delete_on_ray
-
-        kind, settled, code = delete_on_ray(store, settings, ray, memory_id, tenant)
+    with open_memory(store, settings, ray) as memory:  # without an LLM too, facts may be embedded again
+        kind = memory.delete(memory_id, tenant=tenant)
+        settled, code = settle(memory)
     if as_json:
         put_json({"id": memory_id, "kind": kind, "deleted": True, "settled": settled})
     else:
         put_text(f"Deleted {kind} {memory_id}.")
     raise typer.Exit(code)
-
-
-def _delete(
-    store: Location, settings: Settings, memory_id: str, tenant: str | None
-) -> tuple[str, bool, Exit]:
-    with open_engine(store, settings) as engine:  # facts may be embedded anew even without an LLM
-        kind = engine.delete(memory_id, tenant=tenant)
-        return kind, *settle(engine)
-
-
-def settle(engine: Engine) -> tuple[bool, Exit]:
-    """Decide what can be decided; whether that was all, and the exit code that says so."""
-    if engine.drain():
-        return True, Exit.DONE
-    unusable = tell_pending(engine)
-    return False, Exit.LLM if unusable else Exit.DONE
 
 
 def erase(
@@ -165,14 +128,9 @@ def erase(
             typer.confirm(f"Erase all memories of {tenant!r} in {store}?", abort=True, err=True)
 
     if ray is None:
-        refuse_root(store, ADD_RAY)
-        certificate, others = _erase(store, tenant, ask, now=now)
+        certificate, others = _erase_in_store(store, tenant, ask, now=now)
     else:
-        from undertow.serving.cli.on_ray import erase_on_ray
-
-        certificate, others = erase_on_ray(store, tenant, ray, ask, now=now), []
-        if certificate is not None:
-            forget_names(store, lambda name: name == tenant)
+        certificate, others = _erase_in_cluster(store, tenant, ray, ask, now=now), []
     if as_json:
         document = {"erased": True, "purged": now}
         put_json(
@@ -188,10 +146,11 @@ def erase(
             put_pairs(issued, title="Certificate of erasure")
 
 
-def _erase(
+def _erase_in_store(
     store: Location, tenant: str, ask: Callable[[], None], *, now: bool
 ) -> tuple[Certificate | None, list[dict[str, Any]]]:
-    """The tenant's certificate, with `now`, and those of others that were purged with it."""
+    """With `now`, the tenant's certificate and those of other tenants that were purged with it."""
+    refuse_root(store, ADD_RAY)
     with open_engine(store, settings_of(llm="off"), encodes=False) as engine:
         key = engine.journal.info.tenant_key(tenant)
         buried = (
@@ -209,6 +168,28 @@ def _erase(
         forget_names(store, lambda name: tenant_key(name) in certificates and name not in living)
     certificate = certificates.pop(key, None)
     return certificate, [asdict(c) for c in certificates.values()]
+
+
+def _erase_in_cluster(
+    root: Location, tenant: str, ray: str, ask: Callable[[], None], *, now: bool
+) -> Certificate | None:
+    """The tenant's certificate; None until its bytes are removed. Asks before it starts any shard."""
+    from undertow.engine.api.erasure import NotCertified
+    from undertow.engine.cluster.shard_map import load
+
+    ask()
+    certificate = None
+    with (
+        open_memory(root, settings_of(), ray) as memory,
+        audited(root.folder, "erase", tenant_key=load(root).tenant_key(tenant)),
+    ):
+        try:
+            certificate = memory.erase(tenant, now=now)
+        except NotCertified as later:
+            say(str(later))
+    if certificate is not None:
+        forget_names(root, lambda name: name == tenant)
+    return certificate
 
 
 def jobs(
@@ -242,15 +223,9 @@ def _replay(store: Location, settings: Settings, ray: str | None) -> Exit:
     """Run the parked jobs again, until all that follows is decided."""
     if settings.llm_url is None:
         raise typer.BadParameter("--replay needs an LLM server: give --llm URL or set UNDERTOW_LLM_URL")
-    if ray is not None:
-        from undertow.serving.cli.on_ray import replay_on_ray
-
-        return replay_on_ray(store, settings, ray)
-    refuse_root(store, ADD_RAY)
-    with open_engine(store, settings) as engine:
-        engine.resume()
-        say(REPLAYED.format(engine.replay_jobs()))
-        _, code = settle(engine)
+    with open_memory(store, settings, ray, resume=True) as memory:
+        say(REPLAYED.format(memory.replay_jobs()))
+        _, code = settle(memory)
         return code
 
 
@@ -275,7 +250,7 @@ def reindex(
     if ray is None:
         refuse_root(store, STOP_FIRST)
     else:
-        from undertow.serving.cli.on_ray import refuse_running
+        from undertow.serving.cli.ray_session import refuse_running
 
         refuse_running(store, ray)
     count = _reindex(stores_of(store), settings_of(llm="off", encoder=encoder))

@@ -10,20 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from undertow.engine.base.model import InputError, PolicyName, as_embedded
-from undertow.serving.cli.commands.ingest import (
+from undertow.serving.cli.errors import Exit, WrongUsage
+from undertow.serving.cli.options import (
+    AsJson,
+    EncoderName,
+    KeptIn,
     LogFormat,
     LogFormatName,
     Paths,
-    Problems,
     Profile,
     ThetaCount,
     ThetaMerge,
     ThetaSim,
 )
-from undertow.serving.cli.errors import Exit, WrongUsage
-from undertow.serving.cli.open_store import AsJson, EncoderName, KeptIn, check_settings, settings_of
 from undertow.serving.cli.output import put_json, put_table, put_text
 from undertow.serving.cli.progress import Bar
+from undertow.serving.cli.settings import check_settings, settings_of
+from undertow.serving.cli.summaries import Problems
 
 if TYPE_CHECKING:
     from undertow.engine.api.ingest_files import IngestReport

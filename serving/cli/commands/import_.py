@@ -4,33 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from undertow.engine.storage.location import Location
-from undertow.serving.cli.cluster_root import refuse_root
-from undertow.serving.cli.commands.edit import ADD_RAY, settle
-from undertow.serving.cli.commands.ingest import Ray
-from undertow.serving.cli.errors import Exit
-from undertow.serving.cli.open_store import (
-    AsJson,
-    EncoderName,
-    Llm,
-    Model,
-    Store,
-    Tenant,
-    open_engine,
-    settings_of,
-)
+from undertow.serving.cli.open_store import open_memory
+from undertow.serving.cli.options import AsJson, EncoderName, Llm, Model, Ray, Store, Tenant
 from undertow.serving.cli.output import put_json, put_pairs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from undertow.engine.api.transfer.import_ import ImportReport
-    from undertow.engine.api.views.reports import Report
-    from undertow.engine.base.config import Settings
+from undertow.serving.cli.settings import settings_of
+from undertow.serving.cli.settling import settle
 
 
 def import_(
@@ -54,27 +36,14 @@ def import_(
     from undertow.engine.api.transfer.import_ import read_records
 
     settings = settings_of(llm=llm, model=model, encoder=encoder)
-    if ray is None:
-        refuse_root(store, ADD_RAY)
     with file.open("rb") as lines:
         records = read_records(lines, settings.max_import_bytes)
-    if ray is None:
-        imported, settled, code = _import(store, settings, tenant, records)
-    else:
-        from undertow.serving.cli.on_ray import import_on_ray
-
-        imported, settled, code = import_on_ray(store, settings, ray, tenant, records)
+    with open_memory(store, settings, ray, create=True) as memory:
+        imported = memory.import_(tenant, records)
+        settled, code = settle(memory)
     counts = {"tenant": tenant, **asdict(imported), "settled": settled}
     if as_json:
         put_json(counts)
     else:
         put_pairs(counts, title=f"{file} in {store}")
     raise typer.Exit(code)
-
-
-def _import(
-    store: Location, settings: Settings, tenant: str, records: Sequence[Report]
-) -> tuple[ImportReport, bool, Exit]:
-    with open_engine(store, settings, create=True) as engine:
-        imported = engine.import_(tenant, records)
-        return imported, *settle(engine)

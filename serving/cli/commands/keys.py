@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,12 +11,13 @@ import typer
 
 from undertow.engine.storage.location import Location
 from undertow.serving.auth.principal import KeyLimits, Scope, TenantScope
+from undertow.serving.cli.auditing import audited
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.open_store import AsJson, location_of, settings_of
+from undertow.serving.cli.options import AsJson, location_of
 from undertow.serving.cli.output import put_json, put_json_lines, put_table, put_text, say
+from undertow.serving.cli.settings import settings_of
 
 if TYPE_CHECKING:
-    from undertow.serving.auth.audit import Entry
     from undertow.serving.auth.key_file import KeyFile, NewSecret
 
 StoreOfKeys = Annotated[
@@ -182,38 +182,6 @@ def _warn_of_budget(limits: KeyLimits, scopes: Iterable[Scope]) -> None:
             f"warning: {limits.tokens_per_day:,} tokens a day are too few for any answer: each sets "
             f"{least:,} aside first, by UNDERTOW_CONTEXT_TOKENS as it is here. Make another key with more."
         )
-
-
-@contextmanager
-def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
-    """Around what a command does to keys or tenants: the audit log in the folder tells of it. AuditError.
-
-    None, of a store that is no folder: nothing is written.
-    """
-    from undertow.serving.auth.audit import FILE_NAME, AuditLog, Entry, local_user
-
-    if folder is None:
-        yield Entry(act, local_user(), **known)
-        return
-    log = AuditLog(folder / FILE_NAME)
-    try:
-        with log.act(act, local_user(), **known) as entry:
-            yield entry
-    finally:
-        log.close()
-
-
-def forget_names(store: Location, erased: Callable[[str], bool]) -> None:
-    """Take the names of erased tenants out of the keys in a store's folder, and say which keys had one."""
-    from undertow.serving.auth.key_file import FILE_NAME, KeyFile, KeyFileError
-
-    if not store.folder or not (store.folder / FILE_NAME).exists():
-        return
-    try:
-        for key_id in KeyFile(store.folder / FILE_NAME).forget(erased):
-            say(f"Key {key_id} names an erased tenant no more; if it named no other, it is gone.")
-    except KeyFileError as error:  # the tenant is erased all the same
-        say(f"warning: the keys may still name the tenant: {error}")
 
 
 def put_secret(key_file: KeyFile, made: NewSecret, *, as_json: bool) -> None:

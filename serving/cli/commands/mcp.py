@@ -14,7 +14,8 @@ from undertow.engine.storage.location import Location
 from undertow.serving.auth.principal import check_name
 from undertow.serving.cli.cluster_root import is_root
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.open_store import EncoderName, Llm, Model, check_settings, location_of, settings_of
+from undertow.serving.cli.options import EncoderName, Llm, Model, location_of
+from undertow.serving.cli.settings import check_settings, settings_of
 
 KEY_VARIABLE = "UNDERTOW_API_KEY"
 

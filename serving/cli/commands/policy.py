@@ -6,26 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from undertow.serving.cli.cluster_root import every_reports, refuse_root, store_of
-from undertow.serving.cli.commands.edit import ADD_RAY, settle
-from undertow.serving.cli.commands.ingest import Ray
+from undertow.serving.cli.cluster_root import every_reports, open_reports, refuse_root, store_of
 from undertow.serving.cli.errors import Exit
-from undertow.serving.cli.open_store import (
-    AsJson,
-    EncoderName,
-    Llm,
-    Model,
-    Store,
-    Tenant,
-    open_engine,
-    open_reports,
-    settings_of,
-)
+from undertow.serving.cli.open_store import ADD_RAY, open_memory
+from undertow.serving.cli.options import AsJson, EncoderName, Llm, Model, Ray, Store, Tenant
 from undertow.serving.cli.output import put_json, put_pairs
+from undertow.serving.cli.settings import settings_of
+from undertow.serving.cli.settling import flush_all, settle
 
 if TYPE_CHECKING:
     from undertow.engine.api.views.reports import Report
-    from undertow.engine.base.config import Settings
     from undertow.engine.storage.location import Location
 
 
@@ -58,13 +48,10 @@ def policy(
         told = _read(store, tenant)
     else:
         settings = settings_of(llm=llm, model=model, encoder=encoder)
-        if ray is None:
-            refuse_root(store, ADD_RAY)
-            told, code = _set(store, settings, tenant, name, drop_edits=drop_edits)
-        else:
-            from undertow.serving.cli.on_ray import set_policy_on_ray
-
-            told, _, code = set_policy_on_ray(store, settings, ray, tenant, name, drop_edits=drop_edits)
+        with open_memory(store, settings, ray, resume=True) as memory:
+            memory.set_policy(tenant, name, drop_edits=drop_edits)
+            _, code = settle(memory)
+            told = memory.policy(tenant)
     if as_json:
         put_json(told)
     else:
@@ -79,16 +66,6 @@ def policy(
 def _read(store: Location, tenant: str) -> Report:
     with open_reports(store_of(store, tenant)) as reports:
         return reports.policy(tenant)
-
-
-def _set(
-    store: Location, settings: Settings, tenant: str, name: str, *, drop_edits: bool
-) -> tuple[Report, Exit]:
-    with open_engine(store, settings) as engine:
-        engine.resume()
-        engine.set_policy(tenant, name, drop_edits=drop_edits)
-        _, code = settle(engine)
-        return engine.policy(tenant), code
 
 
 def flush(
@@ -111,12 +88,8 @@ def flush(
     if ray is None:
         refuse_root(store, ADD_RAY)
     names = [tenant] if tenant is not None else _tenants(store)
-    if ray is None:
-        settled, code = _flush(store, settings, names)
-    else:
-        from undertow.serving.cli.on_ray import flush_on_ray
-
-        settled, code = flush_on_ray(store, settings, ray, names)
+    with open_memory(store, settings, ray, resume=True) as memory:
+        settled, code = flush_all(memory, names)
     if as_json:
         put_json({"tenants": len(names), "settled": settled})
     else:
@@ -127,11 +100,3 @@ def flush(
 def _tenants(store: Location) -> list[str]:
     with every_reports(store) as shards:
         return sorted({name for reports in shards for name in reports.tenants.names()})
-
-
-def _flush(store: Location, settings: Settings, tenants: list[str]) -> tuple[bool, Exit]:
-    with open_engine(store, settings) as engine:
-        engine.resume()
-        for tenant in tenants:
-            engine.log_flush(tenant)
-        return settle(engine)

@@ -13,20 +13,12 @@ import typer
 
 from undertow.engine.base.model import AnswerMode
 from undertow.engine.storage.location import Location
-from undertow.serving.cli.cluster_root import every_reports, is_root, store_of
+from undertow.serving.cli.cluster_root import every_reports, is_root, open_reports, store_of
 from undertow.serving.cli.errors import Exit, WrongUsage, wrong_usage
-from undertow.serving.cli.open_store import (
-    AsJson,
-    EncoderName,
-    Llm,
-    Model,
-    Store,
-    Tenant,
-    open_engine,
-    open_reports,
-    settings_of,
-)
+from undertow.serving.cli.open_store import open_engine
+from undertow.serving.cli.options import AsJson, EncoderName, Llm, Model, Store, Tenant
 from undertow.serving.cli.output import put_json, put_json_lines, put_pairs, put_table, put_text, say
+from undertow.serving.cli.settings import settings_of
 
 if TYPE_CHECKING:
     from undertow.engine.api.engine import Engine

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from undertow.serving.cli.cluster_root import is_root
-from undertow.serving.cli.commands.ingest import Ray, Shards
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.open_store import EncoderName, Llm, Model, Store, check_settings, settings_of
+from undertow.serving.cli.options import EncoderName, Llm, Model, Ray, Shards, Store
 from undertow.serving.cli.output import say
+from undertow.serving.cli.settings import check_settings, settings_of
 
 
 def serve(

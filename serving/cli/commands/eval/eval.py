@@ -10,9 +10,18 @@ import typer
 from undertow.bench.quality import Benchmark
 from undertow.serving.cli.commands.eval.answers import measure_answers
 from undertow.serving.cli.commands.eval.evidence import measure_evidence
-from undertow.serving.cli.commands.ingest import Profile, ThetaCount, ThetaMerge, ThetaSim
 from undertow.serving.cli.errors import WrongUsage
-from undertow.serving.cli.open_store import AsJson, EncoderName, KeptIn, Llm, check_settings, settings_of
+from undertow.serving.cli.options import (
+    AsJson,
+    EncoderName,
+    KeptIn,
+    Llm,
+    Profile,
+    ThetaCount,
+    ThetaMerge,
+    ThetaSim,
+)
+from undertow.serving.cli.settings import check_settings, settings_of
 
 if TYPE_CHECKING:
     from undertow.bench.quality.datasets import Sample

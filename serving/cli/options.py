@@ -1,0 +1,102 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from undertow.engine.storage.location import Location
+from undertow.serving.cli.errors import wrong_usage
+
+
+def location_of(text: str) -> Location:
+    """Parse the value of --store. WrongUsage: it names no valid location."""
+    with wrong_usage("--store"):
+        return Location.of(text)
+
+
+Store = Annotated[
+    Location,
+    typer.Option(
+        "--store",
+        parser=location_of,
+        metavar="PLACE",
+        help="The store: a folder, or s3://BUCKET/PREFIX.",
+        show_default=False,
+    ),
+]
+Tenant = Annotated[str, typer.Option("--tenant", help="Whose memories.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output and nothing else.")]
+Llm = Annotated[
+    str | None,
+    typer.Option(
+        "--llm",
+        metavar="URL|off",
+        help="OpenAI-compatible server; left out: UNDERTOW_LLM_URL. Several with commas between. "
+        "ray:NAME: one that a vLLM actor keeps.",
+    ),
+]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Model at the server; left out: its first.")
+]
+EncoderName = Annotated[
+    str | None,
+    typer.Option("--encoder", metavar="NAME", help="Embedding model; left out: UNDERTOW_ENCODER, or MiniLM."),
+]
+KeptIn = Annotated[
+    Path | None,
+    typer.Option("--vectors", metavar="FILE", help="Keep the vectors here: the next run takes seconds."),
+]
+OfTenant = Annotated[
+    str | None,
+    typer.Option("--tenant", help="Only if it is this tenant's. On a cluster, one shard is asked, not all."),
+]
+MemoryId = Annotated[str, typer.Argument(metavar="ID", help="A turn, an episode or a fact.")]
+
+
+class LogFormatName(StrEnum):
+    AUTO = "auto"
+    MESSAGES = "messages"
+    PARQUET = "parquet"
+    LOCOMO = "locomo"
+    LONGMEMEVAL = "longmemeval"
+
+
+class ProfileName(StrEnum):
+    COMPANION = "companion"
+    ASSISTANT = "assistant"
+
+
+Paths = Annotated[
+    list[str],
+    typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX."),
+]
+LogFormat = Annotated[LogFormatName, typer.Option("--format")]
+Profile = Annotated[ProfileName | None, typer.Option("--profile", help="Set of thresholds.")]
+ThetaSim = Annotated[float | None, typer.Option("--theta-sim", help="Cosine that links turns.")]
+ThetaMerge = Annotated[
+    float | None, typer.Option("--theta-merge", help="Cosine to an episode that asks for a merge.")
+]
+ThetaCount = Annotated[
+    int | None, typer.Option("--theta-count", help="Linked turns that make a topic recur.")
+]
+BatchTurns = Annotated[
+    int | None, typer.Option("--batch-turns", help="Turns a commit; default: by the encoder's pace.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first refused input.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Start each file where the last run left it.")]
+TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace here.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS|local",
+        help="Work on a cluster's shards: Ray's address (auto: the running one), or this machine.",
+    ),
+]
+Shards = Annotated[
+    int | None, typer.Option("--shards", min=1, help="With --ray: how many a new cluster begins with.")
+]

@@ -1,0 +1,143 @@
+"""Connects to Ray, or starts it on this machine, and opens a cluster there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+from undertow.engine.storage.location import Location
+from undertow.serving.cli.cluster_root import is_root
+from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.output import say
+from undertow.serving.cli.settings import check_settings
+
+if TYPE_CHECKING:
+    from undertow.engine.base.config import Settings
+    from undertow.engine.cluster.ray.cluster import Cluster
+    from undertow.engine.cluster.shard.supervisor import EngineParts
+
+# with --ray local, Ray's object store gets one part in STORE_SHARE of the machine's free memory
+STORE_SHARE = 8
+MAX_STORE_BYTES = 4 << 30
+MIN_STORE_BYTES = 100 << 20
+# Hide this message of Ray: shards and workers that die are restarted, and their calls are repeated. Ray
+# reports a lack of memory or a lost node in other messages, which stay.
+RESTARTED = "^A worker died or was killed while executing a task"
+
+
+@contextmanager
+def open_cluster(
+    root: Location,
+    settings: Settings,
+    address: str,
+    *,
+    shards: int | None = None,
+    grow_to: int = 0,
+    parts: EngineParts | None = None,
+) -> Iterator[Cluster]:
+    """The cluster of a root, with its shards running. With "local" they stop with this command.
+
+    `shards`: how many a new root starts with. `grow_to`: how many shards a local Ray must have room for.
+    `parts`: engine parts of the shards started now. WrongUsage, UndertowError.
+    """
+    from undertow.engine.cluster.settings import ClusterSettings
+    from undertow.engine.storage.store_info import is_store
+
+    if is_store(root):
+        raise WrongUsage(f"{root} is the store of one process, no root of a cluster. Name another folder.")
+    if shards is None and not is_root(root):
+        raise WrongUsage(f"{root} is no cluster's root yet: say with --shards how many it is to have.")
+    check_settings(settings)
+    with wrong_usage():
+        resources = ClusterSettings()
+    with on_ray(address, max(shards or _shard_count(root), grow_to), resources.num_cpus):
+        from undertow.engine.cluster.ray.cluster import Cluster
+
+        before = actors(root) if is_root(root) else {}
+        opened = Cluster.open(root, settings, shards=shards, resources=resources, parts=parts)
+        if before:
+            say(f"{len(before)} shards run already: they keep the settings that they were started with.")
+        try:
+            yield opened
+        finally:
+            (opened.stop if address == "local" else opened.close)()
+
+
+def _shard_count(root: Location) -> int:
+    from undertow.engine.cluster.shard_map import load
+
+    return len(load(root).everyone)
+
+
+@contextmanager
+def on_ray(address: str, shards: int, shard_cpus: float) -> Iterator[None]:
+    """Connect to Ray; "local" starts one with room for the shards and for their feeders. UndertowError."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", RESTARTED)  # read when Ray is imported
+    import ray
+    from ray.exceptions import RayError
+
+    from undertow.engine.base.model import UndertowError
+    from undertow.engine.cluster.ray.actors import connect
+
+    # Ray starts new processes; it does not fork this one
+    warnings.filterwarnings("ignore", message="lance is not fork-safe")
+    joined = not ray.is_initialized()
+    with redirect_stdout(sys.stderr):  # Ray logs there; standard output is for results
+        if joined:
+            connect(address, **_local_options(shards, shard_cpus) if address == "local" else {}, **_QUIET)
+        try:
+            yield
+        except RayError as error:
+            raise UndertowError(f"the Ray cluster failed: {error}") from error
+        finally:
+            if joined:
+                ray.shutdown()
+
+
+# logging level 40: errors only
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": 40}
+
+
+def _local_options(shards: int, shard_cpus: float) -> dict[str, Any]:
+    import math
+
+    import psutil
+
+    free_bytes = psutil.virtual_memory().available // STORE_SHARE
+    return {
+        "num_cpus": max(os.cpu_count() or 1, math.ceil(shards * shard_cpus) + 2),
+        "object_store_memory": max(MIN_STORE_BYTES, min(free_bytes, MAX_STORE_BYTES)),
+        "include_dashboard": False,
+    }
+
+
+def actors(root: Location) -> dict[str, Any]:
+    """The running actors of a root's shards, by shard."""
+    import ray
+
+    from undertow.engine.cluster.ray.actors import NAMESPACE, actor_name
+    from undertow.engine.cluster.shard_map import load
+
+    found = {}
+    for shard in load(root).everyone:
+        try:
+            found[shard] = ray.get_actor(actor_name(root, shard), namespace=NAMESPACE)
+        except ValueError:
+            continue
+    return found
+
+
+def refuse_running(root: Location, address: str) -> None:
+    """WrongUsage: shards of the root are running. With "local" none outlive their command."""
+    if address == "local":
+        return
+    with on_ray(address, 0, 0):
+        if running := actors(root):
+            raise WrongUsage(
+                f"{len(running)} shards of {root} are running. End them first: "
+                f"undertow cluster drain --stop --store {root} --ray {address}"
+            )
