@@ -21,7 +21,6 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import BadInput, InputError, Turn, UndertowError, dedupe_key
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
-from undertow.engine.cluster.shard.quarantine import forget as forget_parked
 from undertow.engine.encoders.base import Encoder, Fingerprint
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.llm.client import LLMClient, OpenAILLM
@@ -37,6 +36,7 @@ from undertow.engine.step.eviction import ArenaResidency, arena_of
 from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, JournalError, Row
 from undertow.engine.storage.location import Location
+from undertow.engine.storage.parked_turns import forget as forget_parked
 from undertow.engine.storage.row_codec import Control, ControlKind, control_row
 from undertow.engine.storage.store_info import StoreError
 from undertow.engine.tenants.registry import ArenaFull, TenantRegistry

@@ -90,7 +90,7 @@ def make_app(
     app.state.service = service
     for part in (adding, asking, memories_routes, tenants, admin, health):
         app.include_router(part.router)
-    app.add_middleware(Front, service=service)
+    app.add_middleware(Front, load=service.load, guard=service.guard)
     app.add_middleware(
         RequestObserver, metrics=service.metrics, tenant_key=memories.tenant_key, tracing=tracing
     )

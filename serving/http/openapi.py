@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from undertow.serving.http.problems import MEDIA_TYPE
-
-if TYPE_CHECKING:
-    from undertow.serving.http.routes.access import Access
+from undertow.serving.http.routes.access_rules import Access
 
 TITLE = "Undertow"
 SUMMARY = "Long-term memory for LLM agents."

@@ -20,9 +20,9 @@ import pyarrow as pa
 from undertow.engine.base.model import PackedTurn
 from undertow.engine.cluster.wire import TURNS
 from undertow.engine.storage.location import Location
+from undertow.engine.storage.parked_turns import FOLDER, forget
 from undertow.engine.storage.row_codec import key_hash
 
-FOLDER = "parked"
 REASON, ERROR, PARKED_AT = b"reason", b"error", b"parked_at"
 
 
@@ -92,12 +92,6 @@ class Quarantine:
 
     def _name(self, turn: PackedTurn) -> str:
         return f"{self._folder}/{self._tenant_key(turn.tenant)}/{key_hash(turn.dedupe_key):016x}.arrow"
-
-
-def forget(root: Location, tenant_key: str) -> None:
-    """Remove what was parked of a tenant in a cluster's root, or beside a plain store."""
-    for shard in root.children(FOLDER):
-        root.remove(f"{FOLDER}/{shard}/{tenant_key}")
 
 
 def reason_of(error: Exception) -> str:

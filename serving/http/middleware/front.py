@@ -10,18 +10,16 @@ import logging
 import re
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from undertow.serving.auth.principal import Principal
+from undertow.serving.http.middleware.guard import Guard
+from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.telemetry.exception_sites import tell
-
-if TYPE_CHECKING:
-    from undertow.serving.http.services import Service
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +47,10 @@ def asked_of(scope: Scope) -> RequestContext:
 class Front:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, load: LoadLimits, guard: Guard) -> None:
         self._app = app
-        self._service = service
+        self._load = load
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,8 +78,8 @@ class Front:
             scope[FRONT] = RequestContext(request_id, None)
             await self._app(scope, receive, send)
             return
-        with self._service.load.request():
-            scope[FRONT] = RequestContext(request_id, self._service.guard.admit(headers))
+        with self._load.request():
+            scope[FRONT] = RequestContext(request_id, self._guard.admit(headers))
             await self._app(scope, receive, send)
 
 

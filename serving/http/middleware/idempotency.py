@@ -14,19 +14,15 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import orjson
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from undertow.serving.auth.principal import Principal
 from undertow.serving.http.middleware.body_limits import read_all, replayed
 from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.state_db import StateDb
-
-if TYPE_CHECKING:
-    from undertow.serving.http.services import Service
 
 KEY_HEADER = "idempotency-key"
 LONGEST_KEY = 255
@@ -152,10 +148,17 @@ def _response(status: int, headers: str, body: bytes) -> Response:
     return Response(status, pairs, bytearray(body))
 
 
+class Sender(NamedTuple):
+    """Who sends a request: an API key's id; and the tenant in its path, by name and by keyed hash."""
+
+    key_id: str
+    tenant: str | None
+    tenant_key: str | None
+
+
 async def answer_once(
-    service: Service,
-    principal: Principal,
-    tenant: str | None,
+    once: IdempotencyStore,
+    sender: Sender,
     outlives_erasure: bool,
     handle: Callable[[Scope, Receive, Send], Awaitable[None]],
     scope: Scope,
@@ -171,13 +174,12 @@ async def answer_once(
     """
     headers = Headers(scope=scope)
     key = idempotency_key(headers)
-    tenant_key = None if tenant is None else service.memories.tenant_key(tenant)
     body = await read_all(receive)
-    mark = _digest(principal.key_id, scope["method"], scope["route"].path, tenant_key or "", key)
+    mark = _digest(sender.key_id, scope["method"], scope["route"].path, sender.tenant_key or "", key)
     asked = [headers.get(name, "") for name in ASKED_HEADERS]
-    root, rest = _parted(scope["path"], tenant)
+    root, rest = _parted(scope["path"], sender.tenant)
     request = _digest(rest, scope["query_string"].decode("latin-1"), *asked, body)
-    begun = await service.once.begin(mark, None if outlives_erasure else tenant_key, request)
+    begun = await once.begin(mark, None if outlives_erasure else sender.tenant_key, request)
     if isinstance(begun, Response):
         await begun.located(lambda place: root + place).give(send)
         return
@@ -187,15 +189,15 @@ async def answer_once(
         await handle(scope, replayed(body, receive), response.take)
     except Exception as error:
         problem = problem_of(error)
-        await _end_without(service.once, begun, problem.status_code)
+        await _end_without(once, begun, problem.status_code)
         raise problem from error
     except BaseException:
-        await service.once.leave(begun)
+        await once.leave(begun)
         raise
     if 200 <= response.status < 300:
-        await service.once.keep(begun, response.located(lambda place: place.removeprefix(root)))
+        await once.keep(begun, response.located(lambda place: place.removeprefix(root)))
     else:
-        await _end_without(service.once, begun, response.status)
+        await _end_without(once, begun, response.status)
     await response.give(send)
 
 

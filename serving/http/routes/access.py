@@ -11,8 +11,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -26,10 +24,11 @@ from starlette.types import Scope as Connection
 from undertow.serving.auth.principal import Principal, Scope, check_name
 from undertow.serving.http.middleware.body_limits import bounded
 from undertow.serving.http.middleware.front import TENANT, asked_of
-from undertow.serving.http.middleware.idempotency import KEY_HEADER, answer_once
+from undertow.serving.http.middleware.idempotency import KEY_HEADER, Sender, answer_once
 from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.openapi import IDEMPOTENCY_KEY, documented, told
 from undertow.serving.http.problems import Problem, bad_field
+from undertow.serving.http.routes.access_rules import TOLD, Access, TenantAccess
 from undertow.serving.http.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -39,43 +38,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "__undertow_access__"
 FORBIDDEN = "This key may not do this here: it takes the scope {scope}, for {reaches}. Ask for one that may."
-
-
-class TenantAccess(Enum):
-    """Which tenants a key must be for."""
-
-    TENANT = "the one in the path"
-    STORE = "all of them"
-    ANY = "some"
-
-
-TOLD = {TenantAccess.TENANT: "this tenant", TenantAccess.STORE: "all tenants", TenantAccess.ANY: "any tenant"}
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may use a route, and what it takes.
-
-    `once`: it takes an Idempotency-Key, and keeps its answer. `act`: what the audit log calls it, where
-    somebody who may not do it is to stand there. `imports`: its body may be as large as an import. `long`: it
-    may take as long as an LLM, or as whoever reads the answer.
-    """
-
-    scope: Scope | None
-    reaches: TenantAccess = TenantAccess.TENANT
-    once: bool = False
-    act: str | None = None
-    imports: bool = False
-    long: bool = False
-
-    def allows(self, principal: Principal, tenant: str | None) -> bool:
-        if self.scope is None:
-            return True
-        if self.reaches is TenantAccess.ANY:
-            return self.scope in principal.scopes
-        if self.reaches is TenantAccess.TENANT and tenant is None:
-            return False
-        return principal.may(self.scope, tenant)
 
 
 def needs(
@@ -142,7 +104,9 @@ class GuardedRoute(APIRoute):
             within = bounded(receive, headers, *self._bounds(service.settings))
             if self.access.once and KEY_HEADER in headers:
                 erases = self.access.scope is Scope.ERASE
-                await answer_once(service, principal, tenant, erases, super().handle, scope, within, send)
+                owner = None if tenant is None else service.memories.tenant_key(tenant)
+                sender = Sender(principal.key_id, tenant, owner)
+                await answer_once(service.once, sender, erases, super().handle, scope, within, send)
             else:
                 await super().handle(scope, within, send)
 

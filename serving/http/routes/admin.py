@@ -8,7 +8,8 @@ from fastapi import APIRouter, Query, Response
 
 from undertow.serving.auth.principal import Principal, Scope
 from undertow.serving.http.job_actions import certified
-from undertow.serving.http.routes.access import GuardedRoute, TenantAccess, needs
+from undertow.serving.http.routes.access import GuardedRoute, needs
+from undertow.serving.http.routes.access_rules import TenantAccess
 from undertow.serving.http.routes.audited import audited
 from undertow.serving.http.routes.dependencies import Sender, Served
 from undertow.serving.http.schemas.admin import Purged, Replayed, TenantList
