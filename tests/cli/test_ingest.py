@@ -1,0 +1,167 @@
+"""The ingest command: its summary, resuming, pending work and interrupts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from undertow.bench.mock.server import spawn_server
+from undertow.engine.api.views.reports import Reports
+from undertow.engine.storage.journal import Journal
+
+from ..support.cli import (
+    ENV,
+    PROGRAM,
+    SUMMARY_KEYS,
+    THETAS,
+    contents,
+    conversation,
+    run,
+    turn_line,
+    write_log,
+)
+
+LOCOMO = Path(__file__).resolve().parents[3] / "shared" / "data" / "locomo_dev.json"
+TURNS = 24
+
+
+def test_summary_has_the_contract_s_keys_and_stdout_nothing_else(tmp_path: Path, log: Path) -> None:
+    done = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    assert list(done.doc) == [*SUMMARY_KEYS, "errors", "warnings"]
+    assert done.out.count("\n") == 1
+    assert (done.code, done.doc["tenants"], done.doc["turns"], done.doc["llm_calls"]) == (0, 2, 2 * TURNS, 0)
+
+
+def test_the_same_log_twice_changes_nothing(store: Path, log: Path, server: str) -> None:
+    before = contents(store, "ada")
+    again = run("ingest", log, "--store", store, "--llm", server, *THETAS, "--json").doc
+    assert again["turns"] == 2 * TURNS
+    assert again["turns_per_s"] == 0
+    assert contents(store, "ada") == before
+
+
+def test_llm_off_then_a_server_is_as_if_it_had_always_been_there(
+    tmp_path: Path, log: Path, built: Path, server: str
+) -> None:
+    store = tmp_path / "s"
+    off = run("ingest", log, "--store", store, "--llm", "off", *THETAS, "--json")
+    assert (off.code, off.doc["pending_jobs"], off.doc["llm_calls"]) == (0, 2, 0)
+    assert "no LLM server" in off.err
+    why = run("explain", "--store", store, "--tenant", "ada", "--json").lines
+    decisions = [r["decision"] for r in why]
+    at = decisions.index("pending")
+    assert set(decisions[:at]) == {"waits"}
+    assert set(decisions[at + 1 :]) == {"undecided"}
+    waiting = run("jobs", "--store", store, "--json").lines
+    assert [(j["tenant"], j["seq"], j["state"]) for j in waiting if j["tenant"] == "ada"] == [
+        ("ada", at, "pending")
+    ]
+
+    on = run("ingest", log, "--store", store, "--llm", server, "--resume", *THETAS, "--json")
+    assert (on.code, on.doc["pending_jobs"], on.doc["undecided_turns"]) == (0, 0, 0)
+    for tenant in ("ada", "bo"):
+        assert contents(store, tenant) == contents(built, tenant)
+    assert run("jobs", "--store", store, "--json").lines == []
+
+
+def test_resume_reads_on_where_the_file_was_left(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", ["{broken", *conversation("ada", 5)])
+    first = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    assert (first.code, first.doc["errors"], first.doc["turns"]) == (3, 1, 5)
+    with log.open("a") as file:
+        file.write(json.dumps(turn_line("ada", 5, "one more turn")) + "\n")
+    resumed = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--resume", "--json")
+    assert (resumed.code, resumed.doc["errors"], resumed.doc["turns"]) == (0, 0, 6)
+    again = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    assert (again.code, again.doc["errors"], again.doc["turns"]) == (3, 1, 6)
+
+
+def test_resume_starts_over_when_the_file_is_another(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", conversation("ada", 3))
+    run("ingest", log, "--store", tmp_path / "s", "--llm", "off")
+    write_log(log, conversation("bo", 4))
+    done = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--resume", "--json")
+    assert "reading it from the start" in done.err
+    assert (done.doc["tenants"], done.doc["turns"], done.doc["warnings"]) == (2, 7, 1)
+
+
+def test_locomo_conversations_are_taken_whole(tmp_path: Path) -> None:
+    if not LOCOMO.exists():
+        pytest.skip("the LoCoMo development conversations are not here")
+    store = tmp_path / "s"
+    done = run("ingest", LOCOMO, "--store", store, "--llm", "off", "--batch-turns", "100", "--json")
+    assert (done.code, done.doc["tenants"], done.doc["turns"]) == (0, 5, 1414)
+    sizes = run("list", "--kind", "tenants", "--store", store, "--json").lines
+    assert [t["tenant"] for t in sizes] == ["conv-26", "conv-30", "conv-41", "conv-42", "conv-43"]
+    assert [t["turns"] for t in sizes] == [214, 188, 340, 323, 349]
+
+
+def test_a_server_that_is_gone_or_refuses_leaves_work_pending_with_exit_4(
+    tmp_path: Path, log: Path, built: Path, server: str
+) -> None:
+    gone = run("ingest", log, "--store", tmp_path / "s", "--llm", "http://127.0.0.1:9/v1", *THETAS, "--json")
+    assert (gone.code, gone.doc["turns"], gone.doc["pending_jobs"]) == (4, 2 * TURNS, 2)
+    assert "does not answer" in gone.err
+    refusing = ("--llm", server, "--model", "another")
+    refused = run("ingest", log, "--store", tmp_path / "s", *refusing, *THETAS, "--json")
+    assert (refused.code, refused.doc["pending_jobs"]) == (4, 2)
+    assert "UNDERTOW_LLM_MODEL" in refused.err
+    assert run("search", "boat", "--tenant", "ada", "--store", tmp_path / "s", "-k", "1", "--json").lines
+    fine = run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS)
+    assert fine.code == 0
+    assert contents(tmp_path / "s", "ada") == contents(built, "ada")
+
+
+def test_a_spent_budget_is_said_and_is_no_failure(tmp_path: Path, log: Path, server: str) -> None:
+    env = {"UNDERTOW_TENANT_TOKEN_BUDGET": "1"}
+    done = run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS, "--json", env=env)
+    assert (done.code, done.doc["pending_jobs"]) == (0, 2)
+    assert "budget of 1 tokens" in done.err
+
+
+def test_trace_holds_steps_and_calls(tmp_path: Path, log: Path, server: str) -> None:
+    trace = tmp_path / "trace.json"
+    run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS, "--trace", trace)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"admit", "decide", "gate", "commit", "episode", "merge", "refine"} <= {e["name"] for e in events}
+    assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
+
+
+def test_ctrl_c_ends_after_a_commit_and_resume_completes(tmp_path: Path, log: Path, built: Path) -> None:
+    store = tmp_path / "s"
+    with spawn_server(refusal_rate=0.2, latency_ms=150) as slow:
+        command = ["ingest", str(log), "--store", str(store), "--llm", slow, "--batch-turns", "8", *THETAS]
+        running = subprocess.Popen(
+            [*PROGRAM, *command, "--json"],
+            env=ENV | {"PATH": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        _wait_for_an_episode(store)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert "--resume" in err and "Traceback" not in err
+    assert json.loads(out)["undecided_turns"] > 0
+    with spawn_server(refusal_rate=0.2) as url:
+        done = run("ingest", log, "--store", store, "--llm", url, "--resume", *THETAS)
+    assert done.code == 0
+    for tenant in ("ada", "bo"):
+        assert contents(store, tenant) == contents(built, tenant)
+
+
+def _wait_for_an_episode(store: Path) -> None:
+    for _ in range(3600):
+        time.sleep(0.05)
+        if (store / "store.json").exists():
+            journal = Journal.open(store, writable=False)
+            reports = Reports(journal)
+            if "ada" in reports.tenants and reports.memories("ada", "episode"):
+                return
+    pytest.fail("no episode came within three minutes")

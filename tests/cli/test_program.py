@@ -1,0 +1,131 @@
+"""The program itself: help, version, wrong usage, and running as a process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from ..support.cli import (
+    ENV,
+    PROGRAM,
+    run,
+)
+
+TURNS = 24
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from undertow.serving.cli import app\n"
+        "heavy = {'torch', 'sentence_transformers', 'lance', 'pyarrow', 'numba', 'openai', 'pydantic'}\n"
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_says_which_version_it_is() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    shown = run("--version")
+    assert (shown.code, shown.out) == (0, f"undertow {project['version']}\n")
+
+
+def test_every_command_of_the_contract_exists() -> None:
+    shown = run("--help").out
+    for command in [
+        "ingest",
+        "search",
+        "ask",
+        "list",
+        "explain",
+        "get",
+        "history",
+        "export",
+        "update",
+        "delete",
+        "erase",
+        "jobs",
+        "stats",
+        "calibrate",
+        "reindex",
+        "doctor",
+    ]:
+        assert f" {command} " in shown
+    assert "Exit codes" in shown
+
+
+def test_readable_output_holds_no_escape_codes(built: Path) -> None:
+    for args in (
+        ("list", "--kind", "tenants"),
+        ("list", "--kind", "episodes", "--tenant", "ada", "--all"),
+        ("explain", "--tenant", "ada"),
+        ("stats",),
+        ("jobs",),
+        ("calibrate",),
+    ):
+        done = run(*args, "--store", built)
+        assert (done.code, "\x1b" in done.out) == (0, False)
+        assert done.out.strip()
+
+
+def test_calibrate_proposes_the_quantile_of_pair_cosines(built: Path) -> None:
+    wide = run("calibrate", "--store", built, "--share", "0.3", "--theta-count", "3", "--json").doc
+    tight = run("calibrate", "--store", built, "--share", "0.01", "--tenant", "bo", "--json").doc
+    assert wide["theta_sim"] < tight["theta_sim"]
+    assert (wide["tenants"], wide["turns"], wide["pairs"]) == (2, 2 * TURNS, TURNS * (TURNS - 1))
+    assert (tight["tenants"], tight["theta_count"]) == (1, 5)
+    assert all(p["triggers"] > 0 for p in wide["proposals"] if p["share"] >= 0.3)
+    assert run("calibrate", "--store", built, "--share", "2").code == 2
+
+
+def test_doctor_finds_what_is_wrong(built: Path, server: str) -> None:
+    def by_name(*args: str | Path) -> dict[str, bool]:
+        return {f["what"]: f["ok"] for f in run("doctor", *args, "--json").doc["findings"]}
+
+    fine = by_name("--store", built, "--llm", server)
+    assert fine["encoder"] and fine["store"] and fine["llm server"] and fine["python"]
+    wrong = run("doctor", "--store", built, "--llm", "http://127.0.0.1:9/v1", "--encoder", "hash:x", "--json")
+    found = {f["what"]: f for f in wrong.doc["findings"]}
+    assert wrong.code == 1
+    assert "cannot be reached" in found["llm server"]["text"]
+    assert "hash:384" in found["encoder"]["text"]
+    assert "attention" in run("doctor", "--llm", "off").out
+
+
+def test_wrong_usage_is_exit_2(tmp_path: Path, log: Path, built: Path) -> None:
+    for args in (
+        ("ingest", log, "--store", tmp_path / "s", "--theta-sim", "1.5"),
+        ("ingest", log, "--store", tmp_path / "s", "--llm", "not a url"),
+        ("ingest", tmp_path / "nothing.jsonl", "--store", tmp_path / "s"),
+        ("ingest", log, "--store", tmp_path / "s", "--format", "xml"),
+        ("list", "--kind", "turns", "--store", built),
+        ("list", "--kind", "tenants", "--tenant", "ada", "--store", built),
+        ("search", "boat", "--tenant", "ada", "--store", built, "--since", "yesterday"),
+        ("search", "  ", "--tenant", "ada", "--store", built),
+    ):
+        done = run(*args)
+        assert (done.code, done.out) == (2, ""), args
+        assert done.err.strip()
+    assert not (tmp_path / "s").exists()
+    bad_env = run("stats", "--store", built, env={"UNDERTOW_THETA_COUNT": "0"})
+    assert bad_env.code == 0  # reading needs no threshold
+    refused = run("ingest", log, "--store", tmp_path / "s", env={"UNDERTOW_THETA_COUNT": "0"})
+    assert (refused.code, "theta_count" in refused.err) == (2, True)
+
+
+def test_the_program_runs_as_a_process(tmp_path: Path, log: Path) -> None:
+    command = [*PROGRAM, "ingest", str(log), "--store", str(tmp_path / "s"), "--llm", "off", "--json"]
+    done = subprocess.run(command, env=ENV | {"PATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["turns"] == 2 * TURNS
+    closed = subprocess.run(
+        f"{' '.join(PROGRAM)} export --tenant ada --store {tmp_path / 's'} --vectors | head -c 10",
+        shell=True,
+        env=ENV | {"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (len(closed.stdout), closed.stderr) == (10, "")
