@@ -10,7 +10,7 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.scoring import DEPTHS, Score, score
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.api.engine import Engine
-from undertow.engine.search.ranking import Hit
+from undertow.engine.base.results import Hit
 
 
 @dataclass(frozen=True, slots=True)

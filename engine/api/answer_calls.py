@@ -1,4 +1,4 @@
-"""Calls that answer questions: they send what an answer mode asks for, and meter it."""
+"""The engine's answers: sends the LLM calls of an answer mode and meters them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from functools import partial
 import orjson
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import AnswerMode, BadInput, InputError, NoLLM, UndertowError, Usage
+from undertow.engine.base.model import BadInput, InputError, NoLLM, UndertowError, Usage
+from undertow.engine.base.queries import AnswerQuery
+from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.base.trace import Trace
 from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion, LLMClient, OnText
 from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
 from undertow.engine.search.answer_modes import Answering, Question, Say, answering
-from undertow.engine.search.ranking import SearchResult
 from undertow.engine.step.answer_feedback import Feedback, FeedbackQueue, new_ones
 from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import Journal, Row
@@ -28,22 +29,13 @@ from undertow.engine.tenants.migration_records import InTransit, Moved
 from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer, the memories it was given, and what the call cost."""
-
-    text: str
-    found: SearchResult
-    usage: Usage
-
-
 @dataclass(slots=True)
 class PendingAnswer:
-    """A question on its way: the mode that answers it, the LLM call that it waits for, and what it cost.
+    """A question under way: the mode that answers it, the LLM call that it waits for, and its cost.
 
-    `incarnation`: of the tenant that was asked; no other receives its feedback. `learns`: what its policy
-    learns from the answer. `due`: the part of the cost that is not metered yet, by operation. `given`: the
-    answer and its context, once the mode has ended.
+    `incarnation`: the tenant's; no other one receives the feedback. `learns`: what its policy learns from the
+    answer. `due`: the cost that is not metered yet, by operation. `given`: the answer and the memories it was
+    given, once the mode has ended.
     """
 
     tenant: str
@@ -59,7 +51,7 @@ class PendingAnswer:
     given: tuple[str, SearchResult] | None = None
 
     def spend(self, usage: Usage) -> None:
-        """What the last call has cost."""
+        """Add the cost of the last call."""
         assert self.say is not None, "there was a call"
         operation = self.say.prompt.operation
         self.spent += usage
@@ -67,7 +59,7 @@ class PendingAnswer:
 
 
 class AnswerCalls(ABC):
-    """What Engine is made of beside its steps; see there."""
+    """A part of Engine."""
 
     settings: Settings
     journal: Journal
@@ -92,48 +84,36 @@ class AnswerCalls(ABC):
     @abstractmethod
     def _settings_of(self, tenant: str) -> Settings: ...
 
-    def answer(
-        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
-    ) -> Answer:
-        """Answer from memory; metered as a query. As `ask` and `heard`."""
-        asked = self.ask(tenant, question, as_of=as_of, mode=mode)
+    def _answer(self, query: AnswerQuery) -> Answer:
+        asked = self.ask(query)
         while (answer := self.heard(asked)) is None:
             time.sleep(0.01)
         return answer
 
-    def ask(
-        self,
-        tenant: str,
-        question: str,
-        *,
-        as_of: str | None = None,
-        mode: AnswerMode | None = None,
-        on_text: OnText | None = None,
-    ) -> PendingAnswer:
-        """Send the LLM call of an answer, for a caller that has other work until `heard` gives it.
+    def ask(self, query: AnswerQuery, *, on_text: OnText | None = None) -> PendingAnswer:
+        """Send the LLM call of an answer, for a caller that polls `heard` for it.
 
-        `mode`: None for that of the setting `answer_mode`. InputError: the tenant's policy has no such mode.
-        `on_text` is told the answer's text piece by piece, on another thread, and then `heard` may raise
-        BrokenOff too. `let_go` gives the call up. NoLLM, UnknownTenant.
+        `on_text` gets the answer's text piece by piece, on another thread; `heard` may then raise BrokenOff
+        too. `let_go` cancels the call. InputError: the policy has no such mode; NoLLM; UnknownTenant.
         """
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
+        tenant, question = query.tenant, query.question
         recall = partial(self.recall, tenant, question)
         try:
-            answered_by = self._settings_of(tenant).mode_of(mode)
+            answered_by = self._settings_of(tenant).mode_of(query.mode)
         except ValueError as error:
             raise InputError(BadInput("answer", None, "mode", str(error), "Leave it out.")) from None
-        steps = answering(answered_by, Question(question, as_of, recall, self._budget))
+        steps = answering(answered_by, Question(question, query.as_of, recall, self._budget))
         incarnation, learns = self.tenants.incarnation(tenant), self._learns_of(tenant)
         asked = PendingAnswer(tenant, incarnation, question, learns, steps, on_text)
         self._go_on(asked)
         return asked
 
     def let_go(self, asked: PendingAnswer) -> None:
-        """Give the LLM call of an answer up, wherever it stands: nobody waits for it any more.
+        """Cancel the LLM call of an answer that nobody waits for any more.
 
-        What earlier calls for it have cost is metered, where the tenant is still here, in the life that was
-        asked, and may be written to.
+        Its earlier calls are metered, if the tenant is still here in the same incarnation and is writable.
         """
         if self._llm is not None and asked.call is not None:
             self._llm.cancel(asked.call)
@@ -142,11 +122,11 @@ class AnswerCalls(ABC):
                 self._meter_query(asked)
 
     def heard(self, asked: PendingAnswer) -> Answer | None:
-        """The answer to what was asked; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
+        """The answer; None: not yet. UndertowError, BadReply, BrokenOff, ServerRefused.
 
-        Metered, also where no answer came of it; what an answer teaches is logged in a later step.
-        UnknownTenant: it was erased meanwhile, and the LLM call is given up; what replies there were are
-        dropped, also where the name has begun anew.
+        The calls are metered even if no answer came of them. What the policy learns is logged in a later
+        step. UnknownTenant: the tenant was erased meanwhile; the LLM call is cancelled and replies are
+        dropped, even if a new tenant has the name.
         """
         self._check_lives(asked)
         try:
@@ -178,7 +158,7 @@ class AnswerCalls(ABC):
             raise UndertowError(f"the LLM server does not answer: {self._llm.last_error}. Is it running?")
 
     def _hear_call(self, asked: PendingAnswer, call: Future[Completion]) -> None:
-        """Hand the reply to the mode, or why there is none, with which some go on."""
+        """Hand the reply to the mode, or the error: some modes go on without a reply."""
         try:
             completion = call.result()
         except (BadReply, BrokenOff) as failed:  # it has cost what it has cost
@@ -191,7 +171,7 @@ class AnswerCalls(ABC):
     def _go_on(
         self, asked: PendingAnswer, reply: object = None, *, failed: UndertowError | None = None
     ) -> None:
-        """Send what the mode asks next, or take its answer."""
+        """Send the mode's next prompt, or take its answer."""
         assert self._llm is not None, "nothing is asked without one"
         try:
             say = asked.steps.send(reply) if failed is None else asked.steps.throw(failed)
@@ -211,7 +191,7 @@ class AnswerCalls(ABC):
             asked.call = self._llm.submit(say.prompt, tenant=asked.tenant)
 
     def _teach(self, asked: PendingAnswer, missed: Sequence[str], found: SearchResult) -> None:
-        """Queue what the policy learns from an answer. Who only reads changes nothing."""
+        """Queue what the policy learns from an answer; nothing on a store opened for reading."""
         if not self.journal.writable or self._failure is not None:
             return
         if asked.learns.missed and missed:
@@ -222,10 +202,9 @@ class AnswerCalls(ABC):
             self._feedback.put(Feedback(asked.tenant, asked.incarnation, "used", body))
 
     def _log_feedback(self, most: int) -> None:
-        """Have the oldest of what answers have taught logged, a commit for each tenant. JournalError.
+        """Log the oldest feedback from answers, one commit a tenant. JournalError.
 
-        Dropped are those of tenants that have gone, or whose memories are being made anew, or for which the
-        arena has no room.
+        Drops that of tenants that have gone, that change their policy, or that the arena has no room for.
         """
         for (name, incarnation), feedback in self._feedback.take(most).items():
             with suppress(UnknownTenant, Moved, InTransit, ArenaFull):

@@ -1,4 +1,4 @@
-"""Engine's calls by which users change what is remembered: other words for a memory, or none."""
+"""The engine's commands on single memories: update and delete. MemoryApi documents them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import orjson
 
-from undertow.engine.api.memory_updates import Updated, Wording, memory_text, replacement
+from undertow.engine.api.memory_updates import memory_text, replacement
 from undertow.engine.api.policy_change import check_editable
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import MemoryKind
+from undertow.engine.base.queries import DeleteCommand, UpdateCommand
+from undertow.engine.base.results import Updated, Wording
 from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import ControlKind, memory_of
@@ -22,7 +24,7 @@ from undertow.engine.tenants.tenant import Tenant
 
 
 class EditCalls(ABC):
-    """What Engine is made of beside its steps; see there."""
+    """A part of Engine."""
 
     settings: Settings
     journal: Journal
@@ -42,22 +44,15 @@ class EditCalls(ABC):
     @abstractmethod
     def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
 
-    def update(self, memory_id: str, text: Wording, *, tenant: str | None = None) -> Updated:
-        """Put other words in the place of a memory, if given only of one of this tenant's.
-
-        An episode or fact has a new version once the cursor reaches the record; until then it is out of
-        search. Its sources stay, and its history. A turn is deleted, and another one with its session, time
-        and metadata added at the log's end, in one commit: durable and searchable on return. `text` becomes
-        its one message; give messages, as to `add`, for an exchange. InputError; ArenaFull for a turn;
-        PolicyConflict for an episode or fact, see `set_policy`.
-        """
+    def _update(self, command: UpdateCommand) -> Updated:
         self._check_sound()
-        row = self._reports.row(memory_id, self._stored(memory_id, tenant).tenant_key)
+        memory_id = command.memory_id
+        row = self._reports.row(memory_id, self._stored(memory_id, command.tenant).tenant_key)
         if row.kind == "turn":
-            return self._replace_turn(row, text)
+            return self._replace_turn(row, command.text)
         self._check_editable(row)
         kind: MemoryKind = "episode" if row.kind == "episode" else "fact"
-        words = memory_text(kind, text)
+        words = memory_text(kind, command.text)
         self._log(row.tenant, "update", [{"memory_id": memory_id, "kind": kind, "text": words}])
         return Updated(memory_id, kind)
 
@@ -70,24 +65,18 @@ class EditCalls(ABC):
         assert receipt.id is not None, "no turn had its key, which is made of the old turn's id"
         return Updated(receipt.id, "turn")
 
-    def delete(self, memory_id: str, *, tenant: str | None = None) -> str:
-        """Delete a turn, an episode or a fact by id, if given only one of this tenant; returns its kind.
-
-        A turn's text and vector are gone from every answer at once; what rests on it is remade
-        when the cursor reaches the record. An episode or fact goes alone, out of search at once; its
-        history stays. PolicyConflict for one of these, see `set_policy`.
-        """
+    def _delete(self, command: DeleteCommand) -> str:
         self._check_sound()
-        row = self._stored(memory_id, tenant)
+        row = self._stored(command.memory_id, command.tenant)
         if row.kind == "turn":
             self._delete_turn(row)
         else:
             self._check_editable(row)
-            self._log(row.tenant, "delete", [{"memory_id": memory_id, "kind": row.kind}])
+            self._log(row.tenant, "delete", [{"memory_id": command.memory_id, "kind": row.kind}])
         return row.kind
 
     def _check_editable(self, row: Row) -> None:
-        """PolicyConflict for an episode or fact that a change of policy replaces, or has replaced."""
+        """PolicyConflict for an episode or fact that a change of policy replaces or has replaced."""
         try:
             tenant = self._tenant(row.tenant)
         except ArenaFull:
@@ -104,7 +93,7 @@ class EditCalls(ABC):
 
 
 def _deletion(row: Row) -> dict[str, Any]:
-    """What the log still needs of a deleted turn: its dedupe key, and the time that later ones inherit."""
+    """What the log keeps of a deleted turn: its dedupe key, and the time that later turns inherit."""
     turn = orjson.loads(row.payload)
     kept = {"key": turn["key"], "session": turn["session"], "timestamp": row.timestamp}
     return {"turn_seq": row.seq, "id": row.id, **kept}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,13 +12,43 @@ from typing import Any, Self
 
 from undertow.engine.api.answer_calls import AnswerCalls
 from undertow.engine.api.edit_calls import EditCalls
-from undertow.engine.api.erasure import Certificate, bury, left_behind, purge
+from undertow.engine.api.erasure import bury, left_behind, purge
 from undertow.engine.api.search_calls import SearchCalls
 from undertow.engine.api.tenant_calls import TenantCalls
 from undertow.engine.api.views.reports import Reports
-from undertow.engine.api.views.stats import store_stats
+from undertow.engine.api.views.stats import store_stats, store_usage
 from undertow.engine.base.config import Settings
+from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import BadInput, InputError, Turn, UndertowError, dedupe_key
+from undertow.engine.base.queries import (
+    AnswerQuery,
+    ApiCall,
+    DeleteCommand,
+    DrainCommand,
+    EraseCommand,
+    ExplainQuery,
+    ExportQuery,
+    FlushCommand,
+    GetQuery,
+    HistoryQuery,
+    ImportCommand,
+    ListQuery,
+    MemoriesQuery,
+    PolicyQuery,
+    PurgeCommand,
+    R,
+    ReplayJobsCommand,
+    SearchQuery,
+    SetPolicyCommand,
+    StatsQuery,
+    TenantsQuery,
+    TenantStatsQuery,
+    TenantUsageQuery,
+    TurnsByKeyQuery,
+    UpdateCommand,
+    UsageQuery,
+)
+from undertow.engine.base.results import Certificate, Receipt, UsageReport
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.base import Encoder, Fingerprint
@@ -28,7 +58,7 @@ from undertow.engine.policies.base import PromptBudget, Thresholds
 from undertow.engine.policies.registry import Policies
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.search.ranking import Ranker
-from undertow.engine.step.admission import Admission, Receipt, Ticket
+from undertow.engine.step.admission import Admission, Ticket
 from undertow.engine.step.answer_feedback import FEEDBACK_PER_STEP, FeedbackQueue
 from undertow.engine.step.batch_size import BatchSizer
 from undertow.engine.step.effects import EffectReader
@@ -60,7 +90,7 @@ class Lag:
     blocked_tenants: int
 
 
-class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
+class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
@@ -280,10 +310,10 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
             kind = JournalError if isinstance(self._failure, JournalError) else UndertowError
             raise kind(f"the engine must be opened again to go on: it stopped at an error ({self._failure}).")
 
-    def drain(self, *, until: str | None = None) -> bool:
-        """Step until everything (or one tenant's log) is decided. False: something is blocked.
+    def _drain(self, _: DrainCommand | None = None, *, until: str | None = None) -> bool:
+        """Step until everything, or all of one tenant's log, is decided. False: something is blocked.
 
-        Gives up when the server has shown no sign of life for `llm_patience_s`; the jobs stay pending.
+        Gives up once the LLM server has been silent for `llm_patience_s`; the jobs stay pending.
         """
         while not self.idle:
             if until is not None and self.at_rest(until):
@@ -333,10 +363,9 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         self._residency.load(behind)
         return len(behind)
 
-    def flush(self, tenant: str) -> bool:
-        """Barrier: returns when all earlier records are decided or parked (False: blocked)."""
-        self.log_flush(tenant)
-        return self.drain(until=tenant)
+    def _flush(self, command: FlushCommand) -> bool:
+        self.log_flush(command.tenant)
+        return self._drain(until=command.tenant)
 
     def log_flush(self, tenant: str) -> None:
         """Log a flush, for a caller that has other work until the tenant is `at_rest`."""
@@ -368,35 +397,26 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
 
     # ---- jobs and tenants
 
-    def replay_jobs(self) -> int:
-        """Log a replay of every parked job; returns their number. Drain to have them run.
-
-        Nothing is refused for want of room: tenants that the arena cannot hold now are replayed later.
-        """
+    def _replay_jobs(self, _: ReplayJobsCommand) -> int:
+        """Tenants that the arena has no room for now are replayed later."""
         self._check_sound()
         parked = self.tenants.parked_jobs()
         for name, jobs in parked.items():
             self._log(name, "replay", [{"job_id": job} for job in jobs])
         return sum(map(len, parked.values()))
 
-    def erase(self, tenant: str, *, now: bool = False) -> Certificate | None:
-        """Erase a tenant: gone from every answer at once; the bytes go with the next purge.
-
-        The certificate is issued after the purge, so only with `now`.
-        """
+    def _erase(self, command: EraseCommand) -> Certificate | None:
         self._check_sound()
+        tenant, key = command.tenant, self.journal.info.tenant_key(command.tenant)
         self.tenants.require(tenant)
         self.scheduler.drop_tenant(tenant)
         self._feedback.forget([tenant])
         self._texts.forget(tenant)
         bury(self.journal, self.tenants, tenant)
-        forget_parked(
-            self.journal.location, self.journal.info.tenant_key(tenant)
-        )  # a service's, of this store
-        return self.purge().get(self.journal.info.tenant_key(tenant)) if now else None
+        forget_parked(self.journal.location, key)  # quarantined by a service on this store
+        return self.purge().get(key) if command.now else None
 
-    def purge(self) -> dict[str, Certificate]:
-        """Remove the bytes of all erased tenants and deleted turns; certificates by tenant key."""
+    def _purge(self, _: PurgeCommand) -> dict[str, Certificate]:
         return purge(self.journal, self.tenants)
 
     # ---- moving to and from other shards (engine/cluster/resharding/participant.py)
@@ -422,11 +442,46 @@ class Engine(SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         """Have the undecided records of tenants that have arrived decided."""
         self._residency.load(tenants)
 
-    # ---- figures
+    # ---- queries and commands
 
-    def stats(self) -> dict[str, int]:
-        """Counts over all tenants of the store."""
+    def call(self, call: ApiCall[R]) -> R:
+        """Carry out one call of MemoryApi."""
+        result: R = HANDLERS[type(call)](self, call)
+        return result
+
+    def _stats(self, _: StatsQuery) -> dict[str, int]:
         return store_stats(self.tenants)
+
+    def _usage(self, _: UsageQuery) -> UsageReport:
+        return store_usage(self.tenants, None)
+
+
+HANDLERS: Mapping[type[ApiCall[Any]], Callable[[Engine, Any], Any]] = {
+    AnswerQuery: Engine._answer,
+    DeleteCommand: Engine._delete,
+    DrainCommand: Engine._drain,
+    EraseCommand: Engine._erase,
+    ExplainQuery: Engine._explain,
+    ExportQuery: Engine._export_page,
+    FlushCommand: Engine._flush,
+    GetQuery: Engine._get,
+    HistoryQuery: Engine._history,
+    ImportCommand: Engine._import,
+    ListQuery: Engine._list,
+    MemoriesQuery: Engine._get_all,
+    PolicyQuery: Engine._policy,
+    PurgeCommand: Engine._purge,
+    ReplayJobsCommand: Engine._replay_jobs,
+    SearchQuery: Engine._search,
+    SetPolicyCommand: Engine._set_policy,
+    StatsQuery: Engine._stats,
+    TenantsQuery: Engine._tenant_names,
+    TenantStatsQuery: Engine._tenant_stats,
+    TenantUsageQuery: Engine._tenant_usage,
+    TurnsByKeyQuery: Engine._turns_by_key,
+    UpdateCommand: Engine._update,
+    UsageQuery: Engine._usage,
+}
 
 
 def make_llm(settings: Settings) -> LLMClient | None:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
 from undertow.engine.base.model import Memory, UndertowError
+from undertow.engine.base.results import OUT_OF_REACH, Certificate
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import control_of, memory_of, outdated_updates
 from undertow.engine.tenants.generations import is_change
 from undertow.engine.tenants.registry import TenantRegistry
 
-OUT_OF_REACH = (
-    "caches and logs of the LLM server that has seen the prompts",
-    "backups, exports and trace files made before the erasure",
-    "blocks that the file system or the disk keeps of deleted files",
-)
 # where the purge could not be sure to be alone: without a lock, so on every object store
 ALSO_OUT_OF_REACH = (
     "files of appends that were cut off in the ten minutes before the purge, until the next one",
@@ -36,20 +31,6 @@ class NotCertified(UndertowError):
             "The tenant is erased. Its last bytes go with the end of the resharding that moved it: "
             "ask again then for the certificate."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """What an erasure removed. It names the tenant by its keyed hash alone."""
-
-    tenant_key: str
-    erased_at: str
-    purged_at: str
-    rows_removed: int
-    turns_removed: int
-    episodes_removed: int
-    facts_removed: int
-    out_of_reach: tuple[str, ...] = OUT_OF_REACH
 
 
 def bury(journal: Journal, tenants: TenantRegistry, name: str) -> None:

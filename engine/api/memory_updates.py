@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import orjson
@@ -17,24 +16,16 @@ from undertow.engine.base.model import (
     Turn,
     dedupe_key,
 )
+from undertow.engine.base.results import Wording
 from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import messages_of
 from undertow.prompts.reply_schemas import EPISODE_CHARS, FACT_CHARS
 
 # plain words, or for a turn the messages of one exchange
-Wording = str | Sequence[Mapping[str, Any]]
 
 # What the LLM may write; more would crowd out what its prompts show beside it.
 MAX_CHARS: Mapping[MemoryKind, int] = {"episode": EPISODE_CHARS, "fact": FACT_CHARS}
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """What an update has made: under `id` an episode or fact goes on; a turn has a new one."""
-
-    id: str
-    kind: str
 
 
 def memory_text(kind: MemoryKind, wording: Wording) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from undertow.engine.api.views.format import Report
 from undertow.engine.base.model import BadInput, InputError, Memory, PolicyName, UndertowError
+from undertow.engine.base.results import Report
 from undertow.engine.storage.row_codec import Control
 from undertow.engine.tenants.tenant import Tenant
 

@@ -1,9 +1,9 @@
-"""Engine's calls about a tenant as a whole: what it has, why, what it cost, out of a store and into one."""
+"""The engine's calls about a whole tenant: list, export, import, policy, explain, stats. See MemoryApi."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -13,13 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.api.policy_change import check_edits, check_name, newest_policy
-from undertow.engine.api.transfer.import_ import Import, ImportReport, TenantExists, earlier_import, note_row
-from undertow.engine.api.views.format import Page
-from undertow.engine.api.views.listing import kinds_of, list_page
-from undertow.engine.api.views.reports import Report, Reports
+from undertow.engine.api.transfer.import_ import Import, TenantExists, earlier_import, note_row
+from undertow.engine.api.views.listing import kinds_of, list_page, names_page
+from undertow.engine.api.views.reports import Reports
 from undertow.engine.api.views.stats import store_usage, tenant_stats
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
+from undertow.engine.base.queries import (
+    ExplainQuery,
+    ExportQuery,
+    ImportCommand,
+    ListQuery,
+    PolicyQuery,
+    SetPolicyCommand,
+    TenantsQuery,
+    TenantStatsQuery,
+    TenantUsageQuery,
+)
+from undertow.engine.base.results import ImportReport, Page, Report, UsageReport
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.search.metadata_index import Where
@@ -30,9 +41,6 @@ from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.row_codec import Control, ControlKind
 from undertow.engine.tenants.registry import TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
-
-# in a class with a method `list`, that name is no type
-Records = list[Report]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class PendingImport:
 
 
 class TenantCalls(ABC):
-    """What Engine is made of beside its steps; see there."""
+    """A part of Engine."""
 
     settings: Settings
     journal: Journal
@@ -64,53 +72,38 @@ class TenantCalls(ABC):
     @abstractmethod
     def take_up(self, tenants: Sequence[str]) -> None: ...
 
-    def list(
-        self,
-        tenant: str,
-        *,
-        kinds: Collection[str] | None = None,
-        since: str | None = None,
-        until: str | None = None,
-        where: Mapping[str, Any] | None = None,
-        limit: int = 100,
-        after: str | None = None,
-    ) -> Page:
-        """A page of the tenant's turns, episodes and facts (`kinds`; None: all) in order of birth.
+    def _list(self, query: ListQuery) -> Page:
+        where, kinds = Where.of(query.where), kinds_of(query.kinds)
+        window = Window(
+            query.since and parse_timestamp(query.since), query.until and parse_timestamp(query.until)
+        )
+        of = self.tenants.existing(query.tenant)
+        passing, within = self.retrieval.passing(of, where), self.retrieval.within(of, window)
+        return list_page(of, kinds, window, passing, within, limit=query.limit, after=query.after)
 
-        The filters, as those of `search`, are applied before the limit; what a search may not find is not
-        listed either. See listing.list_page. UnknownTenant; InputError; ValueError for a filter.
-        """
-        asked, among = Where.of(where), kinds_of(kinds)
-        window = Window(since and parse_timestamp(since), until and parse_timestamp(until))
-        of = self.tenants.existing(tenant)
-        passing, within = self.retrieval.passing(of, asked), self.retrieval.within(of, window)
-        return list_page(of, among, window, passing, within, limit=limit, after=after)
+    def _tenant_names(self, query: TenantsQuery) -> list[str]:
+        return names_page(self.tenants.names(), query.prefix, query.limit, query.after)
 
-    def export_page(
-        self, tenant: str, *, after: str | None = None, limit: int = 1000, vectors: bool = False
-    ) -> Page:
-        """As Reports.export_page."""
-        return self._reports.export_page(tenant, after=after, limit=limit, vectors=vectors)
+    def _export_page(self, query: ExportQuery) -> Page:
+        return self._reports.export_page(
+            query.tenant, after=query.after, limit=query.limit, vectors=query.vectors
+        )
 
-    def import_(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> ImportReport:
-        """Import an export (engine/api/transfer/export.py) as the memories of `tenant`, which must be empty.
-
-        In one commit: InputError for a record that cannot be taken, TenantExists, and nothing is stored.
-        `again`: the call is a repeat; that it was done already is no error.
-        """
-        work = self.begin_import(tenant, records, again=again)
+    def _import(self, command: ImportCommand) -> ImportReport:
+        work = self.begin_import(command)
         while (done := self.go_on_importing(work)) is None:
             pass
         return done
 
-    def begin_import(self, tenant: str, records: Sequence[Report], *, again: bool = False) -> PendingImport:
-        """For a caller that has other work until `go_on_importing` gives something. As `import_`."""
-        key = self.journal.info.tenant_key(tenant)
-        work = Import(tenant, key, self.tenants.incarnation_of(key), records, self.settings)
-        return PendingImport(work, work.steps(partial(self._vectors, tenant)), again)
+    def begin_import(self, command: ImportCommand) -> PendingImport:
+        """Begin an import, for a caller that works on it in parts with `go_on_importing`."""
+        key = self.journal.info.tenant_key(command.tenant)
+        incarnation = self.tenants.incarnation_of(key)
+        work = Import(command.tenant, key, incarnation, command.records, self.settings)
+        return PendingImport(work, work.steps(partial(self._vectors, command.tenant)), command.again)
 
     def go_on_importing(self, importing: PendingImport) -> ImportReport | None:
-        """Some of the work; what was stored, once that is all. As `import_`."""
+        """Do a part of an import. Returns the report once everything is stored."""
         self._check_sound()
         work = importing.work
         if (done := self._imported_before(importing)) is not None:
@@ -124,7 +117,7 @@ class TenantCalls(ABC):
         return work.imported
 
     def _imported_before(self, importing: PendingImport) -> ImportReport | None:
-        """What an earlier call of this one has stored; None if nothing is there. TenantExists."""
+        """What an earlier attempt of this call has stored; None if nothing is there. TenantExists."""
         work, tenants = importing.work, self.tenants
         tenants.require_here([work.tenant])
         # the name may have been used and erased since the import began: its ids are then of a former life
@@ -139,20 +132,12 @@ class TenantCalls(ABC):
     def _vectors(self, tenant: str, texts: Sequence[str]) -> NDArray[np.float16]:
         return self._texts.encode([tenant] * len(texts), texts)
 
-    def policy(self, tenant: str) -> Report:
-        """Which policy makes the tenant's memories, and how far a change of it is; as policy_report."""
-        return self._reports.policy(tenant)
+    def _policy(self, query: PolicyQuery) -> Report:
+        return self._reports.policy(query.tenant)
 
-    def set_policy(self, tenant: str, policy: str, *, drop_edits: bool = False) -> Report:
-        """Have `policy` make the tenant's memories, from a record of its log on; durable on return.
-
-        A tenant that has no log yet begins under it. Otherwise the log is read again from its start into a
-        new generation of memories; searches see the former one until the new one has come to the record, and
-        its history stays. A newer change takes the place of one under way. No effect where the tenant has the
-        policy, or is to have it. As `policy`. InputError; PolicyConflict, unless `drop_edits`: users have
-        reworded or deleted memories; ArenaFull: the tenant cannot be loaded now.
-        """
+    def _set_policy(self, command: SetPolicyCommand) -> Report:
         self._check_sound()
+        tenant, policy = command.tenant, command.policy
         check_name(policy)
         check_turn(Turn(tenant, (), ""))
         self.tenants.require_here([tenant])
@@ -162,19 +147,16 @@ class TenantCalls(ABC):
             if of.next_seq == 0:
                 self.scheduler.begin_log(of, Control("policy", -1, {"policy": policy}))
             else:
-                if not drop_edits:
+                if not command.drop_edits:
                     check_edits(of)
                 self._log(tenant, "policy", [{"policy": policy}])
-        return self.policy(tenant)
+        return self._reports.policy(tenant)
 
-    def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> Records:
-        """As Reports.explain."""
-        return self._reports.explain(tenant, limit=limit, after_seq=after_seq)
+    def _explain(self, query: ExplainQuery) -> list[Report]:
+        return self._reports.explain(query.tenant, limit=query.limit, after_seq=query.after_seq)
 
-    def tenant_stats(self, tenant: str) -> dict[str, int]:
-        """Counts and construction tokens of one tenant, by the names of `stats`. UnknownTenant."""
-        return tenant_stats(self.tenants.existing(tenant))
+    def _tenant_stats(self, query: TenantStatsQuery) -> dict[str, int]:
+        return tenant_stats(self.tenants.existing(query.tenant))
 
-    def usage(self, tenant: str | None = None) -> dict[str, dict[str, int]]:
-        """LLM calls and tokens by operation, of one tenant or of all. UnknownTenant."""
-        return store_usage(self.tenants, tenant)
+    def _tenant_usage(self, query: TenantUsageQuery) -> UsageReport:
+        return store_usage(self.tenants, query.tenant)

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from undertow.engine.base.model import BadInput, InputError, PackedTurn, Turn
-from undertow.engine.step.admission import Receipt, check_turn
+from undertow.engine.base.results import Receipt
+from undertow.engine.step.admission import check_turn
 from undertow.engine.storage.row_codec import turn_payload
 
 TURNS = pa.schema(

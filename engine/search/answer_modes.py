@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from undertow.engine.base.model import AnswerMode
+from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget
-from undertow.engine.search.ranking import Hit, SearchResult, question_prompt
+from undertow.engine.search.ranking import question_prompt
 from undertow.prompts.builders import Prompt, ShownMemory, sufficiency_prompt
 from undertow.prompts.reply_schemas import SufficiencyReply
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import Memory, time_key
+from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.policies.base import PromptBudget, PromptTooLong
 from undertow.engine.search.analyzer import Analyzer
@@ -29,7 +30,6 @@ from undertow.kernels.topk.ivf import IvfIndex, IvfReport
 from undertow.kernels.topk.topk import Int64s, rows_of, top_k
 from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
 
-HitKind = Literal["turn", "episode", "fact"]
 # A selection of a segment's rows: bool [rows].
 Rows = NDArray[np.bool_]
 
@@ -40,18 +40,6 @@ EVERYWHERE = Where()
 WORDS_WEIGHT = 3.0
 # The best candidates of each search method, which are then scored by both.
 CANDIDATES = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A search hit and its sources. `score` is that of `raised`; without keywords the exact cosine."""
-
-    id: str
-    kind: HitKind
-    memory: str
-    score: float
-    timestamp: str | None
-    source_seqs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +89,6 @@ class Query:
 
     vector: NDArray[np.float16]
     terms: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The hits of each tier, nearest first (ties: the older first).
-
-    `turn_recall`: the measured recall of the index that found the turns; 1.0 for an exact search.
-    `quoted`: seqs of turns that were not found themselves, but are quoted by episodes that were.
-    """
-
-    episodes: tuple[Hit, ...]
-    facts: tuple[Hit, ...]
-    turns: tuple[Hit, ...]
-    turn_recall: float = 1.0
-    quoted: frozenset[int] = frozenset()
-
-    def ranked(self, k: int | None = None) -> list[Hit]:
-        """All tiers as one list, nearest first."""
-        hits = sorted((*self.episodes, *self.facts, *self.turns), key=lambda h: -h.score)
-        return hits if k is None else hits[:k]
 
 
 class Ranker:

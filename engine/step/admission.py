@@ -12,6 +12,7 @@ import orjson
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput, InputError, PackedTurn, Turn, UndertowError, as_embedded
+from undertow.engine.base.results import Receipt
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import Control, control_row, key_hash, turn_id, turn_row
 
@@ -26,20 +27,6 @@ if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torc
 
 class QueueFull(UndertowError):
     """The queue of incoming turns is full. Try again after a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """Confirms that a turn is stored under `id`; `duplicate` if it was stored before.
-
-    `parked`: why a shard quarantined the turn instead (the turn alone made the engine fail).
-    """
-
-    tenant: str
-    id: str | None
-    seq: int | None
-    duplicate: bool
-    parked: str | None = None
 
 
 @dataclass(slots=True)

@@ -16,12 +16,13 @@ from typing import Any
 import orjson
 
 from undertow.engine.base.model import Decision, Memory, Turn
+from undertow.engine.base.results import Receipt
 from undertow.engine.base.trace import Trace
 from undertow.engine.llm.client import BadReply, Completions, ServerRefused
 from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGate
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
-from undertow.engine.step.admission import Admission, Inbox, Receipt, Ticket
+from undertow.engine.step.admission import Admission, Inbox, Ticket
 from undertow.engine.step.batch_size import BatchSizer
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from undertow.engine.api.erasure import Certificate, NotCertified
+from undertow.engine.api.erasure import NotCertified
 from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.base.queries import EraseCommand, FlushCommand, ImportCommand
+from undertow.engine.base.results import Certificate
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.auth.key_file import KeyFileError
 from undertow.serving.http.jobs import Operation, ServiceJob, Work
@@ -53,13 +55,14 @@ def _tenant(job: ServiceJob) -> str:
 
 async def flush(service: Service, tenant: str, *, again: bool = False) -> dict[str, Any]:
     """Wait until all that is stored of a tenant is decided."""
-    return {"decided": await service.memories.flush(tenant, again=again)}
+    return {"decided": await service.memories.call(FlushCommand(tenant, again=again))}
 
 
 async def import_(service: Service, tenant: str, body: bytes, *, again: bool = False) -> dict[str, Any]:
     """Take back an export, as it was sent. InputError names the line; Problem 409: there is something."""
     records = await asyncio.to_thread(parsed, body)
-    return asdict(await service.memories.import_(tenant, records, again=again))
+    imported = await service.memories.call(ImportCommand(tenant, records, again=again))
+    return asdict(imported)
 
 
 def parsed(body: bytes) -> list[dict[str, Any]]:
@@ -96,7 +99,7 @@ async def erase(service: Service, tenant: str, by: str) -> dict[str, Any]:
         # before the memories, as an import among them would bring some back
         entry.counts["jobs_dropped"] = await service.jobs.forget(key)
         try:
-            certificate = await memories.erase(tenant, now=True, again=True)
+            certificate = await memories.call(EraseCommand(tenant, now=True, again=True))
         except NotCertified:  # it is erased all the same, and the caller asks again
             await _forget(service, tenant, key)
             raise

@@ -14,6 +14,7 @@ import pytest
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.transfer.import_ import RECORDS_PER_STEP, ImportCancelled
 from undertow.engine.base.model import Turn, UndertowError
+from undertow.engine.base.queries import EraseCommand, ExportQuery, ImportCommand, SearchQuery, TenantsQuery
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.root import SINGLE, ClusterRoot, SingleStoreRoot
 from undertow.engine.cluster.routing.in_process import InProcess, LocalShards
@@ -228,7 +229,7 @@ def test_closed_means_closed(opened: InProcess) -> None:
     with pytest.raises(UndertowError, match="was closed"):
         opened.search("ann", "word1")
     with pytest.raises(UndertowError, match="was closed"):
-        opened.begin("search", "ann", "word1")
+        opened.begin(SearchQuery("ann", "word1"))
     opened.close()  # again is nothing
 
 
@@ -279,20 +280,20 @@ def test_an_import_that_an_erasure_overtakes_brings_nothing_back(store: Path, li
     try:
         stamp = CallStamp("test", shard.hello("test", 1).result(SOON_S).token, 0, 1)
         shard.add(pack(some("ann", *range(RECORDS_PER_STEP + 1))), stamp).result(SOON_S)
-        records = list(shard.export_page("ann", limit=10_000).result(SOON_S).items)
+        records = list(shard.ask(ExportQuery("ann", limit=10_000)).result(SOON_S).items)
         if lived:
-            shard.import_("bob", records).result(SOON_S)
-            shard.erase("bob", now=True).result(SOON_S)
+            shard.ask(ImportCommand("bob", records)).result(SOON_S)
+            shard.ask(EraseCommand("bob", now=True)).result(SOON_S)
         encoder.go.clear()
-        importing = shard.import_("bob", records)
+        importing = shard.ask(ImportCommand("bob", records))
         assert encoder.held.wait(SOON_S)
-        erasing = shard.erase("bob", now=True, again=True)
+        erasing = shard.ask(EraseCommand("bob", now=True, again=True))
         encoder.go.set()
         assert (erasing.result(SOON_S) is not None) == lived
         with pytest.raises(ImportCancelled):
             importing.result(SOON_S)
-        assert shard.tenants().result(SOON_S) == ["ann"]
-        assert shard.import_("bob", records).result(SOON_S).turns == RECORDS_PER_STEP + 1
+        assert shard.ask(TenantsQuery()).result(SOON_S) == ["ann"]
+        assert shard.ask(ImportCommand("bob", records)).result(SOON_S).turns == RECORDS_PER_STEP + 1
     finally:
         encoder.go.set()
         shard.close()

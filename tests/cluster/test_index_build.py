@@ -12,13 +12,15 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
+from undertow.engine.base.queries import AnswerQuery, SearchQuery
+from undertow.engine.base.results import SearchResult
 from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.index_build import AfterIndexBuild, IndexBuildQueue
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.cluster.wire import pack
 from undertow.engine.search import keyword_index as lexicon
-from undertow.engine.search.ranking import Ranker, SearchResult
+from undertow.engine.search.ranking import Ranker
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.engine.tenants.tenant import Tenant
 
@@ -37,7 +39,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(preparing: IndexBuildQueue, tenant: str, query: str = QUERIES[0]) -> AfterIndexBuild[SearchResult]:
-    return AfterIndexBuild(preparing, lambda: tenant, lambda engine: engine.search(tenant, query))
+    return AfterIndexBuild(preparing, tenant, lambda _: None, lambda engine: engine.search(tenant, query))
 
 
 def rounds(engine: Engine, *searches: AfterIndexBuild[SearchResult]) -> list[int]:
@@ -154,17 +156,17 @@ def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Sha
     for n, (tenant, count) in enumerate((("large", LARGE), ("small", SLICE))):
         shard.add(pack(turns(tenant, count)), CallStamp("client", token, n, 1)).result(SOON_S)
     order: list[str] = []
-    futures: dict[str, Any] = {"large": shard.search("large", QUERIES[0])}
-    futures["answer"] = shard.answer("large", QUERIES[0])
+    futures: dict[str, Any] = {"large": shard.ask(SearchQuery("large", QUERIES[0]))}
+    futures["answer"] = shard.ask(AnswerQuery("large", QUERIES[0]))
     for n in range(3):
-        futures[f"small {n}"] = shard.search("small", QUERIES[0])
+        futures[f"small {n}"] = shard.ask(SearchQuery("small", QUERIES[0]))
     for name, future in futures.items():
         future.add_done_callback(lambda _, name=name: order.append(name))
     assert futures["large"].result(SOON_S).turns
     with pytest.raises(Exception, match="needs an LLM server"):
         futures["answer"].result(SOON_S)
     assert order[:3] == ["small 0", "small 1", "small 2"]
-    assert shard.search("large", QUERIES[0]).result(SOON_S) == futures["large"].result()
+    assert shard.ask(SearchQuery("large", QUERIES[0])).result(SOON_S) == futures["large"].result()
 
 
 class Counting(MockLLM):
@@ -194,13 +196,13 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
     try:
         token = shard.hello("client", 1).result(SOON_S).token
         shard.add(pack(turns("ann", LARGE)), CallStamp("client", token, 0, 1)).result(SOON_S)
-        answer, search = shard.answer("ann", QUERIES[0]), shard.search("ann", QUERIES[0])
+        answer, search = shard.ask(AnswerQuery("ann", QUERIES[0])), shard.ask(SearchQuery("ann", QUERIES[0]))
         assert begun.wait(SOON_S)
         assert answer.cancel() and search.cancel()
         go.set()
-        assert shard.search("ann", QUERIES[1]).result(SOON_S).turns
+        assert shard.ask(SearchQuery("ann", QUERIES[1])).result(SOON_S).turns
         assert llm.asked == 0
-        assert shard.answer("ann", QUERIES[0]).result(SOON_S).text
+        assert shard.ask(AnswerQuery("ann", QUERIES[0])).result(SOON_S).text
         assert llm.asked == 1
     finally:
         shard.close()
@@ -227,8 +229,8 @@ def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
 
     monkeypatch.setattr(Ranker, "prepare", prepare)
     with pytest.raises(OSError, match="the disk is away"):
-        shard.search("ann", QUERIES[0]).result(SOON_S)
+        shard.ask(SearchQuery("ann", QUERIES[0])).result(SOON_S)
     monkeypatch.setattr(ShardSupervisor, "open", opened)
     monkeypatch.setattr(Ranker, "prepare", take_in)
-    assert shard.search("bob", QUERIES[0]).result(SOON_S).turns
-    assert shard.search("ann", QUERIES[0]).result(SOON_S).turns
+    assert shard.ask(SearchQuery("bob", QUERIES[0])).result(SOON_S).turns
+    assert shard.ask(SearchQuery("ann", QUERIES[0])).result(SOON_S).turns

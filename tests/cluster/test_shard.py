@@ -16,10 +16,23 @@ import pytest
 
 from undertow.engine.api import erasure
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.erasure import Certificate, NotCertified
-from undertow.engine.api.memory_updates import Updated
+from undertow.engine.api.erasure import NotCertified
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, UndertowError
+from undertow.engine.base.queries import (
+    AnswerQuery,
+    DeleteCommand,
+    DrainCommand,
+    EraseCommand,
+    FlushCommand,
+    GetQuery,
+    HistoryQuery,
+    MemoriesQuery,
+    SearchQuery,
+    StatsQuery,
+    UpdateCommand,
+)
+from undertow.engine.base.results import Certificate, Updated
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.root_thresholds import agree, in_force
 from undertow.engine.cluster.routing.router import Router
@@ -89,11 +102,11 @@ def test_a_shard_gives_what_an_engine_gives(root: Location, shard: Shard, tmp_pa
     sender = Sender(shard)
     receipts = [r for start in range(0, len(turns), 13) for r in sender.add(turns[start : start + 13])]
     assert [r["status"] for r in receipts] == ["stored"] * len(turns)
-    assert shard.flush("ann").result(SOON_S)
-    assert shard.drain().result(SOON_S)
-    found = shard.search("bob", turns[40].text, k_sub=3).result(SOON_S)
-    answer = shard.answer("bob", "What of the harbour?").result(SOON_S)
-    memories, figures = shard.get_all("bob").result(SOON_S), shard.stats().result(SOON_S)
+    assert shard.ask(FlushCommand("ann")).result(SOON_S)
+    assert shard.ask(DrainCommand()).result(SOON_S)
+    found = shard.ask(SearchQuery("bob", turns[40].text, k_sub=3)).result(SOON_S)
+    answer = shard.ask(AnswerQuery("bob", "What of the harbour?")).result(SOON_S)
+    memories, figures = shard.ask(MemoriesQuery("bob")).result(SOON_S), shard.ask(StatsQuery()).result(SOON_S)
     shard.close()
     plain = tmp_path / "plain"
     with Engine(plain, settings(), PARTS.encoder(settings()), llm=mock_llm(settings())) as engine:
@@ -174,13 +187,13 @@ def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(root: Location
 
 def test_errors_of_a_call_are_its_callers_and_the_shard_goes_on(shard: Shard) -> None:
     with pytest.raises(UnknownTenant):
-        shard.search("nobody", "x").result(SOON_S)
+        shard.ask(SearchQuery("nobody", "x")).result(SOON_S)
     with pytest.raises(ValueError, match="columns"):
         shard.add(pack(some("ann", 0)).drop_columns(["text"]), CallStamp("client", "", 0, 1)).result(SOON_S)
     sender = Sender(shard)
     sender.add(some("ann", 0))
     with pytest.raises(ValueError, match="empty"):
-        shard.search("ann", " ").result(SOON_S)
+        shard.ask(SearchQuery("ann", " ")).result(SOON_S)
     assert shard.status().result(SOON_S)["reopened"] == 0
 
 
@@ -204,21 +217,21 @@ def test_repeated_calls_change_nothing(shard: Shard) -> None:
     first = sender.add(some("ann", 0, 1, 2))
     assert [r["status"] for r in sender.add(some("ann", 0, 1, 2, 3))] == ["duplicate"] * 3 + ["stored"]
     turn_id = first[1]["id"]
-    assert shard.delete("bo", turn_id).result(SOON_S) is None
-    assert shard.delete("ann", turn_id).result(SOON_S) == "turn"
-    assert shard.delete("ann", turn_id, again=True).result(SOON_S) == "turn"
-    assert shard.delete(None, turn_id, again=True).result(SOON_S) == "turn"
-    assert shard.delete(None, turn_id).result(SOON_S) is None
+    assert shard.ask(DeleteCommand(turn_id, "bo")).result(SOON_S) is None
+    assert shard.ask(DeleteCommand(turn_id, "ann")).result(SOON_S) == "turn"
+    assert shard.ask(DeleteCommand(turn_id, "ann", again=True)).result(SOON_S) == "turn"
+    assert shard.ask(DeleteCommand(turn_id, None, again=True)).result(SOON_S) == "turn"
+    assert shard.ask(DeleteCommand(turn_id, None)).result(SOON_S) is None
     before = records(shard)
-    assert shard.flush("ann").result(SOON_S)
-    assert shard.flush("ann", again=True).result(SOON_S)
+    assert shard.ask(FlushCommand("ann")).result(SOON_S)
+    assert shard.ask(FlushCommand("ann", again=True)).result(SOON_S)
     assert records(shard) == before + 1
-    certificate = shard.erase("ann", now=True).result(SOON_S)
-    repeated = shard.erase("ann", now=True, again=True).result(SOON_S)
+    certificate = shard.ask(EraseCommand("ann", now=True)).result(SOON_S)
+    repeated = shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S)
     assert certificate is not None and repeated is not None
     assert repeated == certificate
     with pytest.raises(UnknownTenant):
-        shard.erase("ann").result(SOON_S)
+        shard.ask(EraseCommand("ann")).result(SOON_S)
 
 
 def test_erasures_that_wait_share_a_purge(
@@ -238,9 +251,9 @@ def test_erasures_that_wait_share_a_purge(
     monkeypatch.setattr(Engine, "purge", counted)
     go = threading.Event()
     holding = shard._engine_thread.ask_without(lambda: go.wait(SOON_S))
-    erasing = [shard.erase(name, now=True) for name in ("ann", "bob")]
-    unknown = shard.erase("nobody", now=True)
-    erasing.append(shard.erase("cy", now=True))
+    erasing = [shard.ask(EraseCommand(name, now=True)) for name in ("ann", "bob")]
+    unknown = shard.ask(EraseCommand("nobody", now=True))
+    erasing.append(shard.ask(EraseCommand("cy", now=True)))
     go.set()
     assert holding.result(SOON_S)
     certificates = [call.result(SOON_S) for call in erasing]
@@ -249,7 +262,7 @@ def test_erasures_that_wait_share_a_purge(
     assert purges == [{c.tenant_key for c in certificates if c is not None}]
     assert [c.turns_removed for c in certificates if c is not None] == [1, 2, 3]
     assert not bytes_hold(Path(str(root)), "words of")
-    assert shard.erase("nobody", now=True, again=True).result(SOON_S) is None
+    assert shard.ask(EraseCommand("nobody", now=True, again=True)).result(SOON_S) is None
 
 
 def test_a_certificate_says_when_the_bytes_went_not_when_it_was_asked_for(
@@ -257,9 +270,9 @@ def test_a_certificate_says_when_the_bytes_went_not_when_it_was_asked_for(
 ) -> None:
     Sender(shard).add([turn_of("ann", 0, "words of ann")])
     monkeypatch.setattr(erasure, "_now", lambda: "2026-01-01T00:00:00+00:00")
-    certificate = shard.erase("ann", now=True).result(SOON_S)
+    certificate = shard.ask(EraseCommand("ann", now=True)).result(SOON_S)
     monkeypatch.setattr(erasure, "_now", lambda: "2027-01-01T00:00:00+00:00")
-    assert shard.erase("ann", now=True, again=True).result(SOON_S) == certificate
+    assert shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S) == certificate
     assert certificate is not None and certificate.purged_at == "2026-01-01T00:00:00+00:00"
 
 
@@ -270,68 +283,78 @@ def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shar
     tenants.arrived[key] = Move("arrived", "elsewhere", 1)
     for again in (False, True):
         with pytest.raises(NotCertified, match="ask again"):
-            shard.erase("ann", now=True, again=again).result(SOON_S)
+            shard.ask(EraseCommand("ann", now=True, again=again)).result(SOON_S)
         with pytest.raises(UnknownTenant):
-            shard.get_all("ann").result(SOON_S)
+            shard.ask(MemoriesQuery("ann")).result(SOON_S)
     tenants.arrived.clear()
-    certificate = shard.erase("ann", now=True, again=True).result(SOON_S)
+    certificate = shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S)
     assert certificate is not None and certificate.turns_removed == 1
 
 
 def test_repeated_updates_are_made_once(shard: Shard) -> None:
     turns = turns_of_topics("ann", 24)
     ids = [r["id"] for r in Sender(shard).add(turns)]
-    assert shard.flush("ann").result(SOON_S)
-    fact = next(m for m in shard.get_all("ann").result(SOON_S) if m.kind == "fact")
+    assert shard.ask(FlushCommand("ann")).result(SOON_S)
+    fact = next(m for m in shard.ask(MemoriesQuery("ann")).result(SOON_S) if m.kind == "fact")
     for tenant in ("ann", None):
-        assert shard.update(tenant, fact.id, "one ").result(SOON_S) == Updated(fact.id, "fact")
+        assert shard.ask(UpdateCommand(fact.id, tenant, "one ")).result(SOON_S) == Updated(fact.id, "fact")
         before = records(shard)
-        assert shard.update(tenant, fact.id, "one ", again=True).result(SOON_S) == Updated(fact.id, "fact")
+        assert shard.ask(UpdateCommand(fact.id, tenant, "one ", again=True)).result(SOON_S) == Updated(
+            fact.id, "fact"
+        )
         assert records(shard) == before
-        assert shard.update(tenant, fact.id, "two", again=True).result(SOON_S) == Updated(fact.id, "fact")
+        assert shard.ask(UpdateCommand(fact.id, tenant, "two", again=True)).result(SOON_S) == Updated(
+            fact.id, "fact"
+        )
         assert records(shard) == before + 1, "the first attempt was lost before it was logged"
-        assert shard.drain().result(SOON_S)
-        known = shard.get(tenant, fact.id).result(SOON_S)
+        assert shard.ask(DrainCommand()).result(SOON_S)
+        known = shard.ask(GetQuery(fact.id, tenant)).result(SOON_S)
         assert known is not None and known["text"] == "two"
-    versions = shard.history("ann", fact.id).result(SOON_S)
+    versions = shard.ask(HistoryQuery(fact.id, "ann")).result(SOON_S)
     assert versions is not None and [v["text"] for v in versions[-4:]] == ["one", "two"] * 2
-    new = shard.update("ann", ids[3], "the boat is green").result(SOON_S)
+    new = shard.ask(UpdateCommand(ids[3], "ann", "the boat is green")).result(SOON_S)
     assert new is not None and new.kind == "turn"
     before = records(shard)
     for tenant in ("ann", None):
-        assert shard.update(tenant, ids[3], "the boat is green", again=True).result(SOON_S) == new
-        assert shard.update(tenant, ids[3], "the boat is green").result(SOON_S) is None
-        assert shard.get(tenant, ids[3]).result(SOON_S) is None
-        assert shard.history(tenant, ids[3]).result(SOON_S) is None
+        assert shard.ask(UpdateCommand(ids[3], tenant, "the boat is green", again=True)).result(SOON_S) == new
+        assert shard.ask(UpdateCommand(ids[3], tenant, "the boat is green")).result(SOON_S) is None
+        assert shard.ask(GetQuery(ids[3], tenant)).result(SOON_S) is None
+        assert shard.ask(HistoryQuery(ids[3], tenant)).result(SOON_S) is None
     assert records(shard) == before
-    for call in (shard.get("bo", new.id), shard.history("bo", new.id), shard.update("bo", new.id, "x")):
+    for call in (
+        shard.ask(GetQuery(new.id, "bo")),
+        shard.ask(HistoryQuery(new.id, "bo")),
+        shard.ask(UpdateCommand(new.id, "bo", "x")),
+    ):
         assert call.result(SOON_S) is None
 
 
 def test_a_shard_filters_by_metadata_as_an_engine_does(shard: Shard) -> None:
     sender = Sender(shard)
     sender.add([replace(turn, metadata={"odd": n % 2 == 1}) for n, turn in enumerate(some("ann", *range(9)))])
-    found = shard.search("ann", "word1", k_sub=20, where={"odd": True}).result(SOON_S)
+    found = shard.ask(SearchQuery("ann", "word1", k_sub=20, where={"odd": True})).result(SOON_S)
     assert sorted(hit.source_seqs[0] for hit in found.turns) == [1, 3, 5, 7]
     with pytest.raises(ValueError, match="empty list"):
-        shard.search("ann", "word1", where={"odd": []}).result(SOON_S)
+        shard.ask(SearchQuery("ann", "word1", where={"odd": []})).result(SOON_S)
     assert shard.status().result(SOON_S)["reopened"] == 0
 
 
 def test_a_flush_that_is_repeated_loads_nobody(root: Location, shard: Shard) -> None:
     Sender(shard).add(some("ann", 0, 1))
-    assert shard.flush("ann").result(SOON_S)
+    assert shard.ask(FlushCommand("ann")).result(SOON_S)
     before = records(shard)
     shard.close()
     after = Shard(root, "s0", settings(), PARTS)
     try:
-        assert after.flush("ann", again=True).result(SOON_S)
+        assert after.ask(FlushCommand("ann", again=True)).result(SOON_S)
         assert loaded(after) == []
         Sender(after).add(some("ann", 2))
-        assert after.flush("ann", again=True).result(SOON_S), "there is a turn behind the last one"
+        assert after.ask(FlushCommand("ann", again=True)).result(SOON_S), (
+            "there is a turn behind the last one"
+        )
         assert records(after) == before + 2
         with pytest.raises(UnknownTenant):
-            after.flush("bob", again=True).result(SOON_S)
+            after.ask(FlushCommand("bob", again=True)).result(SOON_S)
     finally:
         after.close()
 
@@ -364,12 +387,12 @@ def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path:
             assert (receipt["status"], receipt["detail"]) == expected
         stranger = next(name for name in names if keys.owner(name) != "s1")
         for call in (
-            shard.search(stranger, "x"),
-            shard.get(stranger, "m"),
-            shard.history(stranger, "m"),
-            shard.update(stranger, "m", "x"),
-            shard.flush(stranger),
-            shard.erase(stranger),
+            shard.ask(SearchQuery(stranger, "x")),
+            shard.ask(GetQuery("m", stranger)),
+            shard.ask(HistoryQuery("m", stranger)),
+            shard.ask(UpdateCommand("m", stranger, "x")),
+            shard.ask(FlushCommand(stranger)),
+            shard.ask(EraseCommand(stranger)),
         ):
             with pytest.raises(Moved):
                 call.result(SOON_S)
@@ -432,7 +455,7 @@ def test_poison_turns_are_parked_and_all_others_stored_in_order(root: Location, 
         sound = [r for n, r in enumerate(receipts) if n not in (7, 30)]
         assert [r["status"] for r in sound] == ["stored"] * 38
         assert [r["seq"] for r in sound] == [*range(19), *range(19)]
-        assert shard.drain().result(SOON_S)
+        assert shard.ask(DrainCommand()).result(SOON_S)
         status = shard.status().result(SOON_S)
         assert [entry["reason"] for entry in status["parked"]] == [told, told]
         # sent again, it is parked still, and costs nothing
@@ -464,7 +487,7 @@ def test_an_erasure_takes_parked_turns_along(root: Location) -> None:
         sender.add([turn_of("ann", 0, "a badger here"), turn_of("ann", 1, "hello")])
         sender.add([turn_of("bob", 0, "a badger too")])
         assert bytes_hold(Path(str(root)), "a badger here")
-        assert shard.erase("ann", now=True).result(SOON_S) is not None
+        assert shard.ask(EraseCommand("ann", now=True)).result(SOON_S) is not None
         assert not bytes_hold(Path(str(root)), "a badger here")
         assert len(shard.status().result(SOON_S)["parked"]) == 1
     finally:
@@ -520,11 +543,11 @@ def test_a_tenant_whose_deciding_fails_is_left_alone(
     sender = Sender(shard)
     receipts = sender.add([turn_of(name, n, f"word{n}") for n in range(5) for name in ("ann", "bob")])
     assert {r["status"] for r in receipts} <= {"stored", "duplicate"}
-    assert shard.flush("ann").result(SOON_S)
-    assert not shard.flush("bob").result(SOON_S)
-    assert not shard.drain().result(SOON_S)
+    assert shard.ask(FlushCommand("ann")).result(SOON_S)
+    assert not shard.ask(FlushCommand("bob")).result(SOON_S)
+    assert not shard.ask(DrainCommand()).result(SOON_S)
     assert "a bug" in shard.status().result(SOON_S)["faulty_tenants"]["bob"]
-    assert shard.search("bob", "word3").result(SOON_S).turns
+    assert shard.ask(SearchQuery("bob", "word3")).result(SOON_S).turns
     assert [r["status"] for r in sender.add(some("bob", 7))] == ["stored"]
 
 
@@ -674,13 +697,13 @@ def test_a_zombie_is_fenced_and_acknowledges_nothing(root: Location) -> None:
         release()
         with pytest.raises(Fenced):
             late.result(SOON_S)
-        for call in (zombie.search("ann", "x"), zombie.hello("client", 1)):
+        for call in (zombie.ask(SearchQuery("ann", "x")), zombie.hello("client", 1)):
             with pytest.raises(Fenced):
                 call.result(SOON_S)
-        assert heir.drain().result(SOON_S)
-        assert [t.memory for t in heir.search("ann", "word77 other77", k_sub=9).result(SOON_S).turns] and (
-            heir.stats().result(SOON_S)["turns"] == 3
-        )
+        assert heir.ask(DrainCommand()).result(SOON_S)
+        assert [
+            t.memory for t in heir.ask(SearchQuery("ann", "word77 other77", k_sub=9)).result(SOON_S).turns
+        ] and (heir.ask(StatsQuery()).result(SOON_S)["turns"] == 3)
     finally:
         zombie.close()
         if heir is not None:
@@ -703,7 +726,7 @@ def test_two_clusters_on_one_root_do_not_take_it_from_each_other_for_ever(root: 
         with pytest.raises(Fenced):
             stamped.add(some("ann", 1))
         again = Shard(root, "s0", settings(), PARTS, life="ours")
-        for call in (again.hello("client", 1), again.search("ann", "word0")):
+        for call in (again.hello("client", 1), again.ask(SearchQuery("ann", "word0"))):
             with pytest.raises(JournalError, match="another cluster works on this root"):
                 call.result(SOON_S)
         status = again.status().result(SOON_S)
@@ -767,7 +790,12 @@ def test_a_shard_that_the_map_does_without_ends(tmp_path: Path, how: str) -> Non
         }
         with pytest.raises(Removed, match="by map 5"):
             calls[how]().result(SOON_S)
-        for call in (shard.search("ann", "x"), shard.stats(), shard.drain(), shard.look()):
+        for call in (
+            shard.ask(SearchQuery("ann", "x")),
+            shard.ask(StatsQuery()),
+            shard.ask(DrainCommand()),
+            shard.look(),
+        ):
             with pytest.raises(Removed):
                 call.result(SOON_S)
     finally:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undertow.engine.base.model import InputError, Message, PackedTurn, Turn
+from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.wire import (
     TURNS,
     Status,
@@ -22,7 +23,6 @@ from undertow.engine.cluster.wire import (
     unpack,
     unpack_receipts,
 )
-from undertow.engine.step.admission import Receipt
 from undertow.engine.storage.row_codec import turn_row
 
 WORDS = st.text(max_size=20)

@@ -17,16 +17,16 @@ import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.bench.mock.server import spawn_server
-from undertow.engine.api.answer_calls import Answer
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.model import Turn, UndertowError, Usage
+from undertow.engine.base.queries import AnswerQuery
+from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard import answer_streams as answering
 from undertow.engine.cluster.shard.answer_streams import AnswerStream, AnswerStreams, UnknownTicket
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion, OpenAILLM, ServerRefused
-from undertow.engine.search.ranking import SearchResult
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
 from undertow.serving.async_memories import AsyncMemories, open_memories
@@ -365,7 +365,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def heard(memories: AsyncMemories, asked: str = "What of word3?") -> tuple[list[str], Answer]:
-    *pieces, last = [piece async for piece in memories.answer_stream("ann", asked)]
+    *pieces, last = [piece async for piece in memories.answer_stream(AnswerQuery("ann", asked))]
     assert isinstance(last, Answer)
     return [piece for piece in pieces if isinstance(piece, str)], last
 
@@ -401,7 +401,7 @@ def test_many_answers_side_by_side_do_not_mix(tmp_path: Path, server: str) -> No
 @pytest.mark.parametrize("way", ["closed", "cancelled", "before the first piece"])
 def test_who_leaves_ends_the_request_at_the_server(tmp_path: Path, way: str) -> None:
     async def leave(memories: AsyncMemories, url: str) -> None:
-        async with aclosing(memories.answer_stream("ann", "What of word3?")) as pieces:
+        async with aclosing(memories.answer_stream(AnswerQuery("ann", "What of word3?"))) as pieces:
             if way == "before the first piece":
                 first = asyncio.ensure_future(anext(pieces))
                 await until(lambda: server_stats(url)["in_flight"] == 1)
@@ -436,14 +436,14 @@ def test_errors_come_where_the_pieces_end(tmp_path: Path) -> None:
             async with served(tmp_path / "store", url) as memories:
                 pieces: list[str | Answer] = []
                 with pytest.raises(BrokenOff):
-                    async for piece in memories.answer_stream("ann", "Where?"):
+                    async for piece in memories.answer_stream(AnswerQuery("ann", "Where?")):
                         pieces.append(piece)
                 assert pieces == ["Ann sails"]
                 assert (await memories.usage("ann"))["answer"]["calls"] == 1
                 with pytest.raises(UnknownTenant):
-                    await anext(memories.answer_stream("nobody", "Where?"))
+                    await anext(memories.answer_stream(AnswerQuery("nobody", "Where?")))
                 with pytest.raises(ValueError, match="empty"):
-                    await anext(memories.answer_stream("ann", " "))
+                    await anext(memories.answer_stream(AnswerQuery("ann", " ")))
 
     run(work())
 
@@ -518,7 +518,7 @@ def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
             assert "".join(pieces) == answer.text == whole.text
             assert len(pieces) > 1
             gone = server_stats(server)["faults"].get("client left", 0)
-            async with aclosing(memories.answer_stream("ann", "What of word4?")) as left:
+            async with aclosing(memories.answer_stream(AnswerQuery("ann", "What of word4?"))) as left:
                 await anext(left)
             await until(lambda: server_stats(server)["faults"].get("client left", 0) == gone + 1)
 

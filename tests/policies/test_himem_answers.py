@@ -14,6 +14,7 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import AnswerMode, InputError
+from undertow.engine.base.queries import AnswerQuery, TenantUsageQuery
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.policies.base import Tiers
@@ -128,11 +129,11 @@ def test_an_answer_that_no_llm_writes_is_told_too(tmp_path: Path) -> None:
     told: list[str] = []
     with open_engine(tmp_path, RecordingLLM(Judging(episodes=False)), **BEST) as engine:
         filled(engine)
-        answer = engine.heard(engine.ask("ann", QUESTION, on_text=told.append))
+        answer = engine.heard(engine.ask(AnswerQuery("ann", QUESTION), on_text=told.append))
         assert answer is not None and told == [NOT_ANSWERABLE]
     with open_engine(tmp_path, RecordingLLM(Judging()), **BEST) as engine:
         told.clear()
-        answer = engine.heard(engine.ask("ann", QUESTION, on_text=told.append))
+        answer = engine.heard(engine.ask(AnswerQuery("ann", QUESTION), on_text=told.append))
         assert answer is not None and "".join(told) == answer.text, "the judgements are not told"
 
 
@@ -141,7 +142,7 @@ def test_a_turn_deleted_while_it_is_judged_is_in_no_later_prompt(tmp_path: Path)
     with open_engine(tmp_path, llm, **BEST) as engine:
         receipts = engine.add_batch([turn_of("ann", 0, f"Ann sails with the {MARKER}"), *sessions()[2:3]])
         settled(engine, llm)
-        question = engine.ask("ann", QUESTION)
+        question = engine.ask(AnswerQuery("ann", QUESTION))
         assert MARKER in llm.prompts["ann"][-1].user
         assert receipts[0].id is not None
         engine.delete(receipts[0].id)
@@ -187,7 +188,7 @@ def test_an_answer_that_is_let_go_between_its_calls_asks_no_more_and_is_metered_
         engine.add_batch(sessions()[:3])
         settled(engine, llm)
         before = len(llm.prompts["ann"])
-        asked = engine.ask("ann", QUESTION)
+        asked = engine.ask(AnswerQuery("ann", QUESTION))
         llm.release()
         while len(llm.prompts["ann"]) < before + 2:
             assert engine.heard(asked) is None
@@ -208,14 +209,14 @@ def test_a_whole_answer_that_is_called_off_between_its_calls_asks_no_more(tmp_pa
     try:
         told(shard, llm)
         before = len(llm.prompts["ann"])
-        answer = shard.answer("ann", QUESTION)
+        answer = shard.ask(AnswerQuery("ann", QUESTION))
         wait_until(lambda: len(llm.held) == 1)
         llm.release()
         wait_until(lambda: len(llm.held) == 1)
         (_, _, second), *_ = llm.held
         assert answer.cancel()
         wait_until(second.cancelled)
-        assert shard.usage("ann").result(SOON_S)["sufficiency"]["calls"] == 1
+        assert shard.ask(TenantUsageQuery("ann")).result(SOON_S)["sufficiency"]["calls"] == 1
         assert [p.operation for p in llm.prompts["ann"][before:]] == ["sufficiency", "sufficiency"]
     finally:
         shard.close()

@@ -9,6 +9,7 @@ import pytest
 
 from undertow.engine.api.answer_calls import PendingAnswer
 from undertow.engine.api.engine import Engine
+from undertow.engine.base.queries import AnswerQuery, EraseCommand, UsageQuery
 from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts
@@ -29,7 +30,7 @@ def judged_once(engine: Engine, llm: HeldLLM) -> PendingAnswer:
     engine.add_batch(sessions()[:3])
     settled(engine, llm)
     before = len(llm.prompts["ann"])
-    asked = engine.ask("ann", QUESTION)
+    asked = engine.ask(AnswerQuery("ann", QUESTION))
     llm.release()
     while len(llm.prompts["ann"]) < before + 2:
         assert engine.heard(asked) is None
@@ -77,17 +78,17 @@ def test_a_shard_tells_who_asked_an_erased_tenant(again: bool, tmp_path: Path) -
     try:
         token = told(shard, llm)
         before = len(llm.prompts["ann"])
-        answer = shard.answer("ann", QUESTION)
+        answer = shard.ask(AnswerQuery("ann", QUESTION))
         wait_until(lambda: len(llm.prompts["ann"]) == before + 1)
         llm.release()
         wait_until(lambda: len(llm.prompts["ann"]) == before + 2)
-        assert shard.erase("ann", now=True).result(SOON_S) is not None
+        assert shard.ask(EraseCommand("ann", now=True)).result(SOON_S) is not None
         if again:
             shard.add(pack(sessions()[:1]), CallStamp("client", token, 1, 1)).result(SOON_S)
         llm.release()
         with pytest.raises(UnknownTenant):
             answer.result(SOON_S)
-        assert "sufficiency" not in shard.usage(None).result(SOON_S)
+        assert "sufficiency" not in shard.ask(UsageQuery()).result(SOON_S)
         assert [p.operation for p in llm.prompts["ann"][before:]] == ["sufficiency", "sufficiency"]
     finally:
         shard.close()

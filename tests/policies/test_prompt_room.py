@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from undertow.engine.base.model import Memory
+from undertow.engine.base.results import Hit, HitKind, SearchResult
 from undertow.engine.policies.base import PromptBudget, TurnView
 from undertow.engine.policies.himem.policy import Alignment, HiMem
 from undertow.engine.search.answer_modes import NOT_ANSWERABLE, Question, Say, best_effort
-from undertow.engine.search.ranking import Hit, HitKind, SearchResult, question_prompt
+from undertow.engine.search.ranking import question_prompt
 from undertow.prompts.builders import Prompt, ShownMemory, sufficiency_prompt, supplement_prompt
 from undertow.prompts.reply_schemas import (
     NotesReply,

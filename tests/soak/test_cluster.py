@@ -192,7 +192,7 @@ def sample(cluster: Cluster, memories: dict[str, Memory], seen: Counter[str], no
     for name, state in states.items():
         assert not state["deaths_seen"], state
         seen["lane_turns"] = max(seen["lane_turns"], state["sent_turns"])
-        under_way = list(cluster._shard_clients[name]._under_way.values())
+        under_way = list(cluster._pool._clients[name]._under_way.values())
         seen["turns_under_way"] = max(seen["turns_under_way"], sum(map(len, under_way)))
         if state["state"] == "unreachable":
             seen["unanswered"] += 1

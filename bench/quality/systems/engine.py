@@ -11,11 +11,11 @@ from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.api.ingest_files import obstacles
 from undertow.engine.api.views.stats import store_usage
 from undertow.engine.base.model import Usage
+from undertow.engine.base.results import Hit, SearchResult
 from undertow.engine.llm.client import BadReply, ServerRefused
 from undertow.engine.policies.base import PromptBudget
 from undertow.engine.search.answer_modes import Question as Asked
 from undertow.engine.search.answer_modes import answering
-from undertow.engine.search.ranking import Hit, SearchResult
 from undertow.engine.storage.row_codec import Control
 from undertow.prompts.builders import QUERY_OPERATIONS, ShownMemory
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import orjson
@@ -29,9 +29,10 @@ from undertow.engine.api.transfer.import_schema import (
 )
 from undertow.engine.api.transfer.import_validation import ImportValidator, Versions
 from undertow.engine.api.transfer.reindex import embedded_text
-from undertow.engine.api.views.format import Report, Withheld
+from undertow.engine.api.views.format import Withheld
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, Memory, MemoryKind, Turn, UndertowError, memory_id
+from undertow.engine.base.results import ImportReport, Report
 from undertow.engine.readers import parse_messages
 from undertow.engine.readers.record import BadField
 from undertow.engine.step.admission import check_turn
@@ -65,16 +66,6 @@ class TenantExists(UndertowError):
 
 class ImportCancelled(UndertowError):
     """The tenant was erased while an export was being taken in for it; nothing of that is stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImportReport:
-    """What an import has stored: turns that were not deleted, and every version of episodes and facts."""
-
-    turns: int
-    episodes: int
-    facts: int
-    decisions: int
 
 
 class Import:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import orjson
 
-from undertow.engine.api.views.format import Report
+from undertow.engine.base.results import Report
 from undertow.engine.storage.row_codec import key_hash, turn_id
 from undertow.engine.tenants.tenant import Tenant
 

@@ -6,24 +6,14 @@ Every report is made of str, int, float, list, dict and None, ready to be writte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import orjson
 
 from undertow.engine.base.model import Memory, spoken
+from undertow.engine.base.results import Report
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import control_of, memory_of, messages_of, outdated_updates
-
-Report = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Some records, and where the next ones begin; None: there are no more."""
-
-    items: tuple[Report, ...]
-    after: str | None
 
 
 class Withheld:

@@ -12,14 +12,13 @@ from typing import NoReturn, get_args
 
 import orjson
 
-from undertow.engine.api.views.format import Page, Report, memory_report, turn_report
+from undertow.engine.api.views.format import memory_report, turn_report
 from undertow.engine.base.model import BadInput, InputError
-from undertow.engine.search.ranking import HitKind, Rows, Window, rests_on, shows
+from undertow.engine.base.results import HitKind, Page, Report
+from undertow.engine.search.ranking import Rows, Window, rests_on, shows
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
-
-__all__ = ["MAX_LISTED", "Page", "kinds_of", "list_page", "names_page"]
 
 MAX_LISTED = 1_000
 # of what was born at one record of the log: turns before episodes before facts

@@ -29,8 +29,6 @@ from undertow.engine.api.transfer.export import (
     stay_of,
 )
 from undertow.engine.api.views.format import (
-    Page,
-    Report,
     Withheld,
     deleted_turn,
     deleted_turns,
@@ -40,13 +38,12 @@ from undertow.engine.api.views.format import (
     versions_of,
 )
 from undertow.engine.base.model import Decision, MemoryKind, UnknownMemory, unknown_memory
+from undertow.engine.base.results import Page, Report
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import control_of, job_of, memory_of
 from undertow.engine.tenants.generations import BEFORE_LOG, is_change, shown_generation, since_reread
 from undertow.engine.tenants.registry import TenantRegistry
 from undertow.kernels.arena.arena import Arena
-
-__all__ = ["Report", "Reports"]
 
 MADE_IDS = ("episode_ids", "fact_ids")
 # control records that make memories of turns

@@ -55,14 +55,14 @@ class RayShard:
         self._start = start
         self._actor: Any = None
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         """See lane.ShardCalls. Removed: there is no such shard any more."""
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._start, self.shard)
             pieces = to_pieces(args[0]) if args and isinstance(args[0], pa.Table) else []
             rest = args[1:] if pieces else args
-            answer = await self._actor.call.remote(method, rest, kwargs, current_traceparent(), *pieces)
+            answer = await self._actor.call.remote(method, rest, current_traceparent(), *pieces)
             return from_buffer(answer) if isinstance(answer, pa.Buffer) else answer
         except PendingCallsLimitExceeded:
             raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None

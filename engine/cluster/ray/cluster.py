@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from undertow.engine.api.erasure import Certificate
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
+from undertow.engine.base.results import Certificate
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.actors import RayShard, Starter
 from undertow.engine.cluster.resharding.coordinator import MoveProgress, ReshardReport, reshard, resume
@@ -70,24 +70,24 @@ class Cluster(Router):
         return self._ended(resume(self.site.location, self._remote, on_progress=on_progress))
 
     def _ended(self, done: ReshardReport) -> ReshardReport:
-        gone = set(self._shard_clients) - set(done.shard_map.everyone)
-        self._await(self._tell(sorted(gone)))
+        gone = self._pool.shards - set(done.shard_map.everyone)
+        self._begin(self._tell(sorted(gone))).result()
         return done
 
     async def _tell(self, gone: Sequence[str]) -> None:
         """Have shards that were removed see it. They end, and whoever waits there finds its way anew."""
         for shard in gone:
             with suppress(UndertowError):  # they see it by themselves some time
-                await self._shard_client(shard).calls.call("look")
+                await self._pool.calls(shard).call("look")
 
     def stop(self) -> None:
         """Close every shard's engine and end its actor. `open` starts them again, from their journals."""
-        self._await(self._end(self._await(self._everyone())))
+        self._begin(self._end()).result()
         self.close()
 
-    async def _end(self, shards: Sequence[str]) -> None:
-        ways = [self._shard_client(shard).calls for shard in shards]
-        await asyncio.gather(*(way.end() for way in ways if isinstance(way, RayShard)))
+    async def _end(self) -> None:
+        shards = [self._pool.calls(shard) for shard in await self._pool.everyone()]
+        await asyncio.gather(*(shard.end() for shard in shards if isinstance(shard, RayShard)))
 
     def _remote(self, shard: str) -> RemoteShard:
         return RemoteShard(self, shard)

@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from undertow.engine.base.process_tuning import settle_in, without_pandas
@@ -68,7 +68,6 @@ class ShardActor:
         self,
         method: str,
         args: Sequence[Any] = (),
-        how: Mapping[str, Any] | None = None,
         traceparent: str | None = None,
         *pieces: bytes,
     ) -> Any:
@@ -90,7 +89,7 @@ class ShardActor:
         try:
             tables = [from_pieces(pieces)] if pieces else []
             with use_traceparent(traceparent):
-                answered = self._shard.call(method, *tables, *args, **(how or {}))
+                answered = self._shard.call(method, *tables, *args)
             answer = await asyncio.wrap_future(answered)
             return to_buffer(answer) if isinstance(answer, pa.Table) else answer
         except (Fenced, EngineUnusable):

@@ -14,8 +14,8 @@ from functools import partial
 from itertools import count
 from typing import Protocol, TypeVar
 
-from undertow.engine.api.erasure import Certificate
 from undertow.engine.base.model import UndertowError
+from undertow.engine.base.results import Certificate
 from undertow.engine.cluster.resharding.participant import DepartingTenant
 from undertow.engine.cluster.shard_map import STORES, ShardMap, load, publish
 from undertow.engine.storage.location import Location

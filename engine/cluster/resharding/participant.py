@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.erasure import Certificate
+from undertow.engine.base.results import Certificate
 from undertow.engine.cluster.resharding.transfer import CONTENTS, TenantTransfer, reading
 from undertow.engine.encoders.base import Fingerprint
 from undertow.engine.step.admission import Ticket

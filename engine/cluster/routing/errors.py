@@ -39,7 +39,7 @@ class ShardDown(UndertowError):
 class ShardCalls(Protocol):
     """A shard as its callers see it: the methods of `Shard` by name. ShardGone, QueueFull, its own errors."""
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+    async def call(self, method: str, *args: Any) -> Any: ...
 
 
 class Backoff:

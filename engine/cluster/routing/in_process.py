@@ -60,11 +60,11 @@ class LocalCalls:
     def __init__(self, shards: LocalShards, name: str) -> None:
         self._shards, self._name = shards, name
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         """The shard's answer. ShardGone: its thread has ended, and the next call begins it anew."""
         shard = self._shards.shard(self._name)
         try:
-            return await asyncio.wrap_future(shard.call(method, *args, **kwargs))
+            return await asyncio.wrap_future(shard.call(method, *args))
         except ShardClosed as closed:
             raise ShardGone(str(closed)) from None
 

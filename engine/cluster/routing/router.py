@@ -1,65 +1,59 @@
-"""The cluster as one engine: Engine's calls over all shards of a root.
+"""MemoryApi over all shards of a root.
 
-One thread runs the routing; callers of any thread hand it their calls. What a shard does is waited for
-without holding up calls to others.
+One thread runs the routing, and serves callers of any thread. A slow shard does not delay calls to others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-import numpy as np
 import pyarrow as pa
 
-from undertow.engine.base.model import AnswerMode, Memory, Turn, UndertowError, unknown_memory
+from undertow.engine.base.memory_api import MemoryApi
+from undertow.engine.base.model import Turn, UndertowError, unknown_memory
+from undertow.engine.base.queries import (
+    AnswerQuery,
+    ApiCall,
+    MemoryCall,
+    R,
+    Repeatable,
+    StoreCall,
+    TenantCall,
+)
+from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.root import SharedRoot
-from undertow.engine.cluster.routing.aggregate import TOGETHER
-from undertow.engine.cluster.routing.batch import PendingAdd, ShardBatch, split
 from undertow.engine.cluster.routing.errors import Backoff, ShardCalls, ShardDown, ShardGone
-from undertow.engine.cluster.routing.route_table import Route, RouteTable
-from undertow.engine.cluster.routing.shard_client import ShardClient
+from undertow.engine.cluster.routing.shard_pool import ShardPool
 from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.cluster.shard.tenant_calls import RouterTenantCalls
 from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
-from undertow.engine.step.admission import QueueFull, Receipt
-from undertow.engine.storage.location import Location, StoreError
+from undertow.engine.step.admission import QueueFull
+from undertow.engine.storage.location import Location
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
-if TYPE_CHECKING:  # who only sends turns to shards is to load no torch
-    from undertow.engine.api.answer_calls import Answer
-    from undertow.engine.api.erasure import Certificate
-    from undertow.engine.api.memory_updates import Updated, Wording
-    from undertow.engine.api.views.reports import Report
-    from undertow.engine.search.ranking import SearchResult
+if TYPE_CHECKING:
+    from undertow.engine.cluster.shard.answer_streams import AnswerTicket
 
 T = TypeVar("T")
+ShardStates = dict[str, dict[str, Any]]
 
-# calls whose repetition a shard must be told of
-CHANGING = frozenset({"delete", "update", "flush", "erase", "import_"})
-
-# calls about one memory, which give None where there is none
-OF_MEMORY = frozenset({"get", "history", "update", "delete"})
-
-# how long a shard may take to say how it is
+# how long a shard may take to report its status
 STATUS_PATIENCE_S = 5.0
 
-# how often a shard that owes an answer is asked for a sign that it is there
+# how often a shard that owes an answer is asked for a sign of life
 SIGN_S = 5.0
 
 
-class Router(RouterTenantCalls):
-    """Engine's calls, given a way to reach each shard. Use as a context manager; safe from several threads.
+class Router(MemoryApi):
+    """Carries calls to the shards. Use as a context manager; safe from several threads.
 
-    Every call waits for a shard that is down, for as long as `patience_s`: then ShardDown.
+    Every call waits for a shard that is down for up to `patience_s`: then ShardDown.
     """
 
     def __init__(
@@ -68,15 +62,11 @@ class Router(RouterTenantCalls):
         connect: Callable[[str], ShardCalls],
         settings: ClusterSettings | None = None,
     ) -> None:
-        """`connect`: the calls of a shard, by its id. StoreError where a root has no map."""
+        """`connect`: the calls of a shard, by its id. StoreError if a root has no map."""
         self.site = SharedRoot.of(where)
         self.settings = settings or ClusterSettings()
-        self._connect = connect
-        self._client = secrets.token_hex(8)
-        self._routes = RouteTable(self.site.newest_map())
-        self._shard_clients: dict[str, ShardClient] = {}
-        self._asides: dict[str, ShardClient] = {}
-        # what is begun after `close` would wait for a loop that has ended
+        self._pool = ShardPool(self.site, connect, self.settings)
+        # a call that began after `close` would wait for a loop that has ended
         self._closing = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -101,270 +91,67 @@ class Router(RouterTenantCalls):
             self._thread.join()
             self._loop.close()
 
-    # ---- calls begun without waiting for them, from any thread
+    # ---- queries and commands
 
-    def begin(self, method: str, tenant: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Ask a tenant's shard by the name of one of Shard's calls; what comes is that of the Router's.
+    def call(self, call: ApiCall[R]) -> R:
+        """Carry out one call of MemoryApi."""
+        return self.begin(call).result()
 
-        To cancel it lets the question go: what the shard has not begun by then it does not do.
-        """
-        return self._begin(self._ask_tenant(method, tenant, *args, **kwargs))
+    def begin(self, call: ApiCall[R]) -> Future[R]:
+        """Begin a call without waiting for it. Cancelled, a shard that has not begun it leaves it undone."""
+        return self._begin(self._carry_out(call))
 
-    def begin_all(self, method: str, *args: Any) -> Future[Any]:
-        """Like `begin`, of all shards: what comes is that of the Router's call of this name."""
-        if method == "status":
-            return self._begin(self._status())
-        return self._begin(self._ask_together(method, *args))
+    def begin_stream(self, query: AnswerQuery) -> Future[AnswerTicket]:
+        """Begin an answer in pieces. `begin_at` asks its shard for them: see Shard.answer_more."""
+        return self._begin(self._ask_owner("answer_begin", query))
 
     def begin_at(self, shard: str, method: str, *args: Any) -> Future[Any]:
-        """Like `begin`, of one shard: one call of Shard, repeated where it gets lost."""
+        """Begin one call of Shard, by name, repeated if it gets lost."""
         return self._begin(self._ask_shard(shard, method, *args))
 
-    def begin_add(self, table: pa.Table) -> Future[pa.Table]:
-        """As `submit_table`, but QueueFull too comes by the future. To cancel it takes nothing back."""
-        check_turns(table)
-        return self._begin(self._stored(table))
+    def ask_shard(self, shard: str, method: str, *args: Any) -> Any:
+        """One call of Shard, by name, repeated if it gets lost."""
+        return self.begin_at(shard, method, *args).result()
 
-    async def _stored(self, table: pa.Table) -> pa.Table:
-        delivered = await self._send(table, wait=False)
-        return await asyncio.shield(asyncio.wrap_future(delivered))
+    async def _carry_out(self, call: ApiCall[R]) -> R:
+        if isinstance(call, TenantCall):
+            return cast(R, await self._ask_owner("ask", call))
+        if isinstance(call, MemoryCall):
+            asked = self._ask_every_shard(call) if call.tenant is None else self._ask_owner("ask", call)
+            if (found := await asked) is None:
+                raise unknown_memory(call.memory_id, call.tenant)
+            return cast(R, found)
+        assert isinstance(call, StoreCall)
+        combined: R = call.combined(await self._ask_all("ask", call))
+        return combined
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._closing:
-            if not self._closed:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        raise UndertowError("the router was closed. Open it again.")
-
-    def tenant_key(self, tenant: str) -> str:
-        """The keyed hash that journals, certificates and the audit log know a tenant by."""
-        return self._routes.map.tenant_key(tenant)
-
-    # ---- ingestion
-
-    def owners(self, tenants: Sequence[str]) -> list[str]:
-        """The shard that the turns of each tenant go to now, to group work by."""
-        return self._routes.map.homes(tenants)
-
-    def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
-        """Store turns; durable and searchable on return. One receipt a turn, in order.
-
-        InputError: one cannot be sent, and none was. A turn that was stored by a call whose answer got
-        lost has a receipt as a duplicate, without an id.
-        """
-        receipts = self.add_table(pack(turns))
-        return unpack_receipts(receipts, [turn.tenant for turn in turns])
-
-    def add_table(self, table: pa.Table) -> pa.Table:
-        """Like `add_batch` for turns as wire.TURNS: wire.RECEIPTS, row for row.
-
-        Waits while too many turns wait for one of the shards.
-        """
-        check_turns(table)
-        return self._await(self._send(table, wait=True)).result()
-
-    def submit_table(self, table: pa.Table) -> Future[pa.Table]:
-        """Like `add_table`, without waiting for the receipts. QueueFull: too many turns wait for a shard.
-
-        Turns of one tenant are stored in the order of these calls. Where one fails, those behind it at
-        the same shard fail too.
-        """
-        check_turns(table)
-        return self._await(self._send(table, wait=False))
-
-    async def _send(self, table: pa.Table, *, wait: bool) -> Future[pa.Table]:
-        delivery = PendingAdd(table.num_rows)
-        whole = ShardBatch(delivery, np.arange(table.num_rows), table)
-        if not table.num_rows:
-            return delivery.future
-        while True:
-            parcels = split(whole, self._routes.ways_of, self.settings.call_turns)
-            turns = Counter[Route]()
-            for way, parcel in parcels:
-                turns[way] += len(parcel)
-            full = next((w for w, count in turns.items() if not self._shard_client(*w).has_room(count)), None)
-            if full is None:
-                self._put(parcels)
-                return delivery.future
-            if not wait:
-                raise QueueFull(
-                    f"{self.settings.lane_turns} turns wait for shard {full.shard}. Try again in a moment."
-                )
-            room = self._shard_client(*full).room
-            room.clear()
-            await room.wait()
-
-    def _put(self, parcels: Sequence[tuple[Route, ShardBatch]]) -> None:
-        for way, parcel in parcels:
-            shard_client = self._shard_client(*way)
-            self._routes.hold(parcel.tenants, way)
-            shard_client.put(parcel)
-
-    def _shard_client(self, shard: str, aside: bool = False) -> ShardClient:
-        way, shard_clients = Route(shard, aside), self._asides if aside else self._shard_clients
-        if (shard_client := shard_clients.get(shard)) is None or shard_client.ended:
-            shard_client = shard_clients[shard] = ShardClient(
-                shard,
-                self._shard_client(shard).calls if aside else self._connect(shard),
-                f"{self._client}-aside" if aside else self._client,
-                self.settings,
-                map_version=lambda: self._routes.map.version,
-                on_change=lambda parcel, others: self._exchange(way, parcel, others),
-                read_map=self._read_map,
-                on_returned=lambda *returned: self._send_anew(way, *returned),
-            )
-        return shard_client
-
-    def _exchange(self, way: Route, parcel: ShardBatch, others: Sequence[ShardBatch]) -> None:
-        for other in others:
-            self._routes.hold(other.tenants, way)
-        self._routes.release(parcel.tenants)
-
-    def _send_anew(
-        self, way: Route, parcels: Sequence[ShardBatch], moved: dict[str, str], in_transit: AbstractSet[str]
-    ) -> None:
-        """Parcels that a shard has returned, or that wait behind such: by the newest map, in their order.
-
-        Tenants that are leaving the shard wait aside until they have moved: the others go on meanwhile, and
-        are not sorted again.
-        """
-        self._routes.moved(moved)
-        for parcel in parcels:
-            self._routes.release(parcel.tenants)
-
-        def ways_of(tenants: Sequence[str]) -> list[Route]:
-            waits = [tenant not in moved and (way.aside or tenant in in_transit) for tenant in tenants]
-            ways = zip(waits, self._routes.ways_of(tenants), strict=True)
-            return [Route(way.shard, aside=True) if wait else other for wait, other in ways]
-
-        for parcel in parcels:
-            self._put(split(parcel, ways_of, self.settings.call_turns))
-
-    async def _read_map(self) -> None:
-        """A shard has refused a tenant: there may be a newer map, and then its word is newer still.
-
-        Tries again within the patience. StoreError: in vain.
-        """
+    async def _ask_owner(self, method: str, call: TenantCall[Any] | MemoryCall[Any]) -> Any:
+        """Ask the shard that has the call's tenant, and again if the call gets lost."""
         pause = Backoff(self.settings.patience_s)
+        assert call.tenant is not None
         while True:
+            shard = self._pool.routes.home_of(call.tenant)
             try:
-                await self._everyone()
-                return
-            except StoreError:
-                if not await pause():
-                    raise
-
-    # ---- calls about one tenant
-
-    def search(
-        self,
-        tenant: str,
-        query: str,
-        *,
-        k_sub: int | None = None,
-        k_epi: int | None = None,
-        k_sem: int | None = None,
-        since: str | None = None,
-        until: str | None = None,
-        where: Mapping[str, Any] | None = None,
-    ) -> SearchResult:
-        """As Engine.search."""
-        tiers = {"k_sub": k_sub, "k_epi": k_epi, "k_sem": k_sem}
-        how: dict[str, Any] = {**tiers, "since": since, "until": until, "where": where}
-        found: SearchResult = self._await(self._ask_owner("search", tenant, query, **how))
-        return found
-
-    def answer(
-        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
-    ) -> Answer:
-        """As Engine.answer."""
-        answer: Answer = self._await(self._ask_owner("answer", tenant, question, as_of=as_of, mode=mode))
-        return answer
-
-    def get_all(self, tenant: str) -> list[Memory]:
-        """As Engine.get_all."""
-        memories: list[Memory] = self._await(self._ask_owner("get_all", tenant))
-        return memories
-
-    def flush(self, tenant: str) -> bool:
-        """As Engine.flush."""
-        decided: bool = self._await(self._ask_owner("flush", tenant))
-        return decided
-
-    def erase(self, tenant: str, *, now: bool = False) -> Certificate | None:
-        """As Engine.erase; what shards have parked of the tenant goes at once."""
-        certificate: Certificate | None = self._await(self._ask_owner("erase", tenant, now=now))
-        return certificate
-
-    async def _ask_owner(
-        self, method: str, tenant: str, *args: Any, again: bool = False, **kwargs: Any
-    ) -> Any:
-        """Ask the shard that has the tenant, and again where the question got lost.
-
-        `again`: it was asked before, by a process that ended before it heard the answer.
-        """
-        pause = Backoff(self.settings.patience_s)
-        while True:
-            shard = self._routes.home_of(tenant)
-            marks = {"again": again} if method in CHANGING else {}
-            try:
-                return await self._ask(shard, method, tenant, *args, **kwargs, **marks)
+                return await self._ask(shard, method, call)
             except Removed as removed:
-                await self._read_map()
+                await self._pool.read_map()
                 error: UndertowError = removed
             except Moved as moved:
-                await self._read_map()
-                self._routes.moved({tenant: moved.to})
+                await self._pool.read_map()
+                self._pool.routes.moved({call.tenant: moved.to})
                 error = moved
             except (InTransit, QueueFull) as waits:
                 error = waits
             except ShardGone as gone:
-                again, error = True, gone
+                call, error = _as_repeat(call), gone
             if not await pause():
                 raise ShardDown(shard, pause.waited_s, error)
 
-    # ---- calls about one memory
-
-    def get(self, memory_id: str, *, tenant: str | None = None) -> Report:
-        """As Engine.get. An id does not tell its tenant: unless that is given, every shard is asked."""
-        memory: Report = self._ask_of_memory("get", memory_id, tenant=tenant)
-        return memory
-
-    def history(self, memory_id: str, *, tenant: str | None = None) -> list[Report]:
-        """As Engine.history; who is asked, as in `get`."""
-        versions: list[Report] = self._ask_of_memory("history", memory_id, tenant=tenant)
-        return versions
-
-    def update(self, memory_id: str, text: Wording, *, tenant: str | None = None) -> Updated:
-        """As Engine.update; who is asked, as in `get`."""
-        updated: Updated = self._ask_of_memory("update", memory_id, text, tenant=tenant)
-        return updated
-
-    def delete(self, memory_id: str, *, tenant: str | None = None) -> str:
-        """As Engine.delete; who is asked, as in `get`."""
-        kind: str = self._ask_of_memory("delete", memory_id, tenant=tenant)
-        return kind
-
-    def _ask_of_memory(self, method: str, memory_id: str, *args: Any, tenant: str | None) -> Any:
-        if tenant is not None:
-            return self._await(self._ask_tenant(method, tenant, memory_id, *args))
-        if (answer := self._await(self._ask_holder(method, memory_id, *args))) is None:
-            raise unknown_memory(memory_id, tenant)
-        return answer
-
-    async def _ask_tenant(self, method: str, tenant: str, *args: Any, **kwargs: Any) -> Any:
-        answer = await self._ask_owner(method, tenant, *args, **kwargs)
-        if answer is None and method in OF_MEMORY:
-            raise unknown_memory(args[0], tenant)
-        return answer
-
-    async def _ask_holder(self, method: str, memory_id: str, *args: Any) -> Any:
-        """The answer of the shard that has a memory; None: none has it. All are asked at once."""
-        pause, again = Backoff(self.settings.patience_s), False
+    async def _ask_every_shard(self, call: MemoryCall[Any]) -> Any:
+        """The answer of the shard that has the memory; None: none has it. An id does not tell its tenant."""
+        pause = Backoff(self.settings.patience_s)
         while True:
-            shards = await self._everyone()
-            marks = {"again": again} if method in CHANGING else {}
-            asked = (self._ask(shard, method, None, memory_id, *args, **marks) for shard in shards)
+            asked = (self._ask(shard, "ask", call) for shard in await self._pool.everyone())
             answers = await asyncio.gather(*asked, return_exceptions=True)
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             given = [a for a in answers if a is not None and not isinstance(a, BaseException)]
@@ -373,70 +160,23 @@ class Router(RouterTenantCalls):
             for error in errors:
                 if not isinstance(error, Moved | InTransit | QueueFull | ShardGone | Removed):
                     raise error
-                again = again or isinstance(error, ShardGone)
+                if isinstance(error, ShardGone):
+                    call = _as_repeat(call)
             if not await pause():
                 raise UndertowError(
-                    f"the shard of memory {memory_id} gave no answer to {method} for {pause.waited_s:.0f} s: "
-                    f"{errors[0]} `undertow cluster status` shows how the shards are; try again."
+                    f"the shard of memory {call.memory_id} gave no answer to {call.name} for "
+                    f"{pause.waited_s:.0f} s: {errors[0]} `undertow cluster status` shows how the shards "
+                    "are; try again."
                 )
 
-    # ---- calls to all shards
-
-    def stats(self) -> dict[str, int]:
-        """Counts over all tenants of all shards, by the names of Engine.stats.
-
-        Each shard counts at a moment of its own: while tenants move, one on its way may be missing, or be
-        counted twice.
-        """
-        figures: dict[str, int] = self._await(self._ask_together("stats"))
-        return figures
-
-    def replay_jobs(self) -> int:
-        """As Engine.replay_jobs."""
-        replayed: int = self._await(self._ask_together("replay_jobs"))
-        return replayed
-
-    def drain(self) -> bool:
-        """Wait until everything is decided. False: something is blocked, or an LLM server is lost."""
-        decided: bool = self._await(self._ask_together("drain"))
-        return decided
-
-    def status(self) -> dict[str, dict[str, Any]]:
-        """What each shard says of itself, by shard; of one that cannot be reached, why. Plain data."""
-        return self._await(self._status())
-
-    async def _status(self) -> dict[str, dict[str, Any]]:
-        shards = await self._everyone()
-        states = await asyncio.gather(*(self._state_of(shard) for shard in shards))
-        return dict(zip(shards, states, strict=True))
-
-    async def _state_of(self, shard: str) -> dict[str, Any]:
-        shard_client = self._shard_client(shard)
-        aside = self._asides.get(shard)
-        waiting_turns = shard_client.waiting_turns + (aside.waiting_turns if aside else 0)
-        ours = {"sent_turns": waiting_turns, "deaths_seen": shard_client.deaths}
-        try:
-            asked = shard_client.calls.call("status")
-            return {**await asyncio.wait_for(asked, STATUS_PATIENCE_S), **ours}
-        except (UndertowError, TimeoutError) as error:
-            return {"state": "unreachable", "failure": str(error) or "it does not answer", **ours}
-
-    async def _ask_together(self, method: str, *args: Any) -> Any:
-        return TOGETHER[method]((await self._ask_all(method, *args)).values(), *args)
-
-    async def _ask_all(self, method: str, *args: Any) -> dict[str, Any]:
-        """The answers of all shards, by shard, in their order; all are asked at once."""
+    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all shards, in their order; all are asked at once."""
         while True:
-            shards = await self._everyone()
-            asked = (self._ask_shard(shard, method, *args) for shard in shards)
+            asked = (self._ask_shard(shard, method, *args) for shard in await self._pool.everyone())
             try:
-                return dict(zip(shards, await asyncio.gather(*asked), strict=True))
+                return list(await asyncio.gather(*asked))
             except Removed:  # meanwhile; its tenants are at others now
                 continue
-
-    def ask_shard(self, shard: str, method: str, *args: Any) -> Any:
-        """One call of `Shard` by name, to one shard, repeated where it gets lost."""
-        return self._await(self._ask_shard(shard, method, *args))
 
     async def _ask_shard(self, shard: str, method: str, *args: Any) -> Any:
         pause = Backoff(self.settings.patience_s)
@@ -447,10 +187,10 @@ class Router(RouterTenantCalls):
                 if not await pause():
                     raise ShardDown(shard, pause.waited_s, error) from error
 
-    async def _ask(self, shard: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """One call to one shard, however long it takes while its process is there at all. ShardDown."""
-        calls = self._shard_client(shard).calls
-        asked = asyncio.ensure_future(calls.call(method, *args, **kwargs))
+    async def _ask(self, shard: str, method: str, *args: Any) -> Any:
+        """One call to one shard, however long it takes while its process gives signs of life. ShardDown."""
+        calls = self._pool.calls(shard)
+        asked = asyncio.ensure_future(calls.call(method, *args))
         try:
             while not (await asyncio.wait([asked], timeout=SIGN_S))[0]:
                 if not await self._is_there(calls, asked):
@@ -460,7 +200,7 @@ class Router(RouterTenantCalls):
         return asked.result()
 
     async def _is_there(self, calls: ShardCalls, asked: asyncio.Future[Any]) -> bool:
-        """Whether a shard gives a sign, or answers what it was asked, within the patience."""
+        """Whether a shard gives a sign of life, or answers the call, within the patience."""
         pause = Backoff(self.settings.patience_s)
         while pause.left_s > 0:
             sign = asyncio.ensure_future(calls.call("sign"))
@@ -472,25 +212,91 @@ class Router(RouterTenantCalls):
             await pause()
         return False
 
-    async def _everyone(self) -> tuple[str, ...]:
-        self._routes.adopt(await asyncio.to_thread(self.site.newest_map))
-        return self._routes.map.everyone
+    # ---- ingestion
+
+    def owners(self, tenants: Sequence[str]) -> list[str]:
+        """The shard that the turns of each tenant go to now, to group work by."""
+        return self._pool.routes.map.homes(tenants)
+
+    def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
+        """Store turns; durable and searchable on return. One receipt a turn, in order.
+
+        InputError: one of them is invalid, and none was sent. A turn that was stored by a call whose answer
+        got lost has a receipt as a duplicate, without an id.
+        """
+        receipts = self.add_table(pack(turns))
+        return unpack_receipts(receipts, [turn.tenant for turn in turns])
+
+    def add_table(self, table: pa.Table) -> pa.Table:
+        """Like `add_batch` for turns as wire.TURNS: wire.RECEIPTS, row for row.
+
+        Waits while too many turns wait for one of the shards.
+        """
+        check_turns(table)
+        return self._begin(self._pool.send(table, wait=True)).result().result()
+
+    def submit_table(self, table: pa.Table) -> Future[pa.Table]:
+        """Like `add_table`, without waiting for the receipts. QueueFull: too many turns wait for a shard.
+
+        Turns of one tenant are stored in the order of these calls. If one fails, those behind it at the same
+        shard fail too.
+        """
+        check_turns(table)
+        return self._begin(self._pool.send(table, wait=False)).result()
+
+    def begin_add(self, table: pa.Table) -> Future[pa.Table]:
+        """Like `submit_table`, but the future raises QueueFull too. Cancelling it takes nothing back."""
+        check_turns(table)
+        return self._begin(self._stored(table))
+
+    async def _stored(self, table: pa.Table) -> pa.Table:
+        delivered = await self._pool.send(table, wait=False)
+        return await asyncio.shield(asyncio.wrap_future(delivered))
+
+    # ---- shards
+
+    def tenant_key(self, tenant: str) -> str:
+        """The keyed hash that stands for a tenant in journals, certificates and the audit log."""
+        return self._pool.routes.map.tenant_key(tenant)
+
+    def status(self) -> ShardStates:
+        """Each shard's report of itself, by shard; why, if it cannot be reached. Plain data."""
+        return self.begin_status().result()
+
+    def begin_status(self) -> Future[ShardStates]:
+        """Begin `status` without waiting for it."""
+        return self._begin(self._status())
+
+    async def _status(self) -> ShardStates:
+        shards = await self._pool.everyone()
+        states = await asyncio.gather(*(self._status_of(shard) for shard in shards))
+        return dict(zip(shards, states, strict=True))
+
+    async def _status_of(self, shard: str) -> dict[str, Any]:
+        ours = self._pool.status(shard)
+        try:
+            asked = self._pool.calls(shard).call("status")
+            return {**await asyncio.wait_for(asked, STATUS_PATIENCE_S), **ours}
+        except (UndertowError, TimeoutError) as error:
+            return {"state": "unreachable", "failure": str(error) or "it does not answer", **ours}
 
     # ---- the thread
 
-    def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._begin(work).result()
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._closing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise UndertowError("the router was closed. Open it again.")
 
     async def _stop(self) -> None:
-        pause = Backoff(self.settings.patience_s)
-        while not all(shard_client.idle for shard_client in self._every_lane) and await pause():
-            pass
-        await asyncio.gather(*(shard_client.stop() for shard_client in self._every_lane))
+        await self._pool.stop()
         late = asyncio.all_tasks() - {asyncio.current_task()}  # calls of other threads, which wait for these
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
-    @property
-    def _every_lane(self) -> list[ShardClient]:
-        return [*self._shard_clients.values(), *self._asides.values()]
+
+def _as_repeat(call: T) -> T:
+    """The same call, marked as one that may have been carried out already."""
+    return replace(call, again=True) if isinstance(call, Repeatable) else call

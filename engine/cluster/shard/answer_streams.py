@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from undertow.engine.base.model import UndertowError
 
 if TYPE_CHECKING:
-    from undertow.engine.api.answer_calls import Answer
+    from undertow.engine.base.results import Answer
 
 # how long a question for more waits for a piece, before it is told that there is none yet
 POLL_S = 10.0

@@ -13,9 +13,10 @@ from functools import cached_property
 import pyarrow as pa
 
 from undertow.engine.base.model import PackedTurn, UndertowError
+from undertow.engine.base.results import Receipt
 from undertow.engine.base.trace_context import current_traceparent
 from undertow.engine.cluster.wire import Status, check_turns, receipts_table, unpack
-from undertow.engine.step.admission import Inbox, QueueFull, Receipt, Ticket
+from undertow.engine.step.admission import Inbox, QueueFull, Ticket
 
 Outcome = tuple[Status, str | None, int | None, str | None]
 

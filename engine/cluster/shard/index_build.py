@@ -1,10 +1,10 @@
-"""Searches of large tenants by words, without holding up the others of their shard.
+"""Builds the keyword index of a large tenant without delaying the others of its shard.
 
-A tenant's keyword index (engine/search/keyword_index.py) is built at its first search, in slices: one in
-each round of the shard's thread, which answers calls and steps its engine between them. The caller waits;
-nobody else waits longer than a slice. No snapshot is needed, as the index follows the live state from
-slice to slice. It begins anew where the engine was opened again; where the tenant was put out of the arena
-between two slices, the search makes the rest at once, so as to end.
+A tenant's keyword index (engine/search/keyword_index.py) is built at its first search, one slice in each
+round of the shard's thread. The thread answers other calls and steps the engine between slices, so that
+nobody else waits longer than one slice. The index follows the live state from slice to slice: no snapshot is
+needed. A reopened engine begins anew. If the tenant was evicted between two slices, the search builds the
+rest at once, so that it ends.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ F = TypeVar("F")
 
 
 class CallerGone(UndertowError):
-    """Whoever asked has called it off, and hears of nothing any more."""
+    """The caller has cancelled the call."""
 
 
 class IndexBuildQueue:
-    """Whose slices are made: one search's at a time, however many wait. On the keeper's thread alone."""
+    """Whose index is being built: one tenant's at a time. Used on the engine thread alone."""
 
     def __init__(self) -> None:
         self._holder: AfterIndexBuild[Any] | None = None
 
     @property
     def holder(self) -> AfterIndexBuild[Any] | None:
-        """None too where that search ended without being asked again, as no engine could be opened."""
+        """The search that builds its index now. None too if it has ended meanwhile."""
         if self._holder is not None and self._holder.is_over:
             self._holder = None
         return self._holder
@@ -44,26 +44,31 @@ class IndexBuildQueue:
 
 
 class AfterIndexBuild(Generic[T]):
-    """Something to be asked until it gives other than None: `act`, once its tenant's words are there.
+    """A command to repeat until its result is not None: `act`, once the tenant's keyword index is built.
 
-    `tenant`: checks that the tenant is served here, each time. What it and `act` raise is raised; CallerGone.
+    `check` raises, each time, if the tenant is not served here. Raises what it and `act` raise; CallerGone.
     """
 
     def __init__(
-        self, preparing: IndexBuildQueue, tenant: Callable[[], str], act: Callable[[Engine], T]
+        self,
+        preparing: IndexBuildQueue,
+        tenant: str,
+        check: Callable[[str], None],
+        act: Callable[[Engine], T],
     ) -> None:
         self._preparing = preparing
         self._tenant = tenant
+        self._check = check
         self._act = act
         self._waits = False
         self._rows = 0
-        # the one that these rows were taken in by
+        # the engine that indexed these rows
         self._engine: Engine | None = None
-        # the caller's; the keeper's own, by which it comes, cannot be cancelled any more once it was asked
+        # the caller's future: the engine thread's own cannot be cancelled once the command has run
         self._promise: Future[Any] = Future()
 
     def promised(self, future: Future[F]) -> Future[F]:
-        """By this comes what comes by `future`. The caller may cancel it for as long as it has not come."""
+        """A future for the result of `future`, which the caller may cancel until the result is there."""
         hand_on(future, self._promise, lambda result: result)
         return self._promise
 
@@ -89,11 +94,11 @@ class AfterIndexBuild(Generic[T]):
         return self._act(engine)
 
     def _is_ready(self, engine: Engine) -> bool:
-        """Whether the words are there, after one more slice where it is this one's turn."""
+        """Whether the index is built; builds one more slice of it if it is this one's turn."""
         if self._waits and self._preparing.holder not in (None, self):
-            return False  # without touching the tenant: it might be put out for the one that is being made
-        tenant = self._tenant()
-        if engine.is_ready(tenant):
+            return False  # without loading the tenant: it might evict the one whose index is being built
+        self._check(self._tenant)
+        if engine.is_ready(self._tenant):
             return True
         self._waits = True
         if self._preparing.holder is None:
@@ -102,8 +107,8 @@ class AfterIndexBuild(Generic[T]):
             return False
         if self._engine is not engine:
             self._engine, self._rows = engine, 0
-        rows, self._rows = self._rows, engine.prepare(tenant)
-        # evicted between slices: a tenant that is put out again and again is to be searched all the same
+        rows, self._rows = self._rows, engine.prepare(self._tenant)
+        # fewer rows: evicted between slices. Such a tenant is searched all the same, and indexed at once
         return self._rows <= rows
 
     def _leave(self) -> None:

@@ -6,13 +6,11 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine, make_llm
-from undertow.engine.api.erasure import Certificate, NotCertified, certificate_of
-from undertow.engine.api.memory_updates import Updated, Wording
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.trace import STEP, Observer, Trace
@@ -32,7 +30,6 @@ from undertow.engine.step.shard_metrics import ShardMetrics
 from undertow.engine.step.warm_up import warm_up
 from undertow.engine.storage.journal import Fenced
 from undertow.engine.storage.location import StoreError
-from undertow.engine.storage.row_codec import Control, control_of
 from undertow.engine.tenants.registry import ArenaFull
 
 log = logging.getLogger(__name__)
@@ -320,77 +317,6 @@ class ShardSupervisor:
         self.reopened_count += 1
         self.close()
         return True
-
-    # ---- what repeated calls need to know
-
-    def log_flush(self, tenant: str, *, again: bool) -> None:
-        """Log a flush. `again`: one at the log's end will do."""
-        engine = self.open()
-        if not (again and self._ends_in_flush(engine, tenant)):
-            engine.log_flush(tenant)
-
-    def _ends_in_flush(self, engine: Engine, tenant: str) -> bool:
-        engine.tenants.require(tenant)
-        last = max(engine.tenants.stored(tenant, "turn", "control"), key=lambda row: row.seq, default=None)
-        return last is not None and last.kind == "control" and control_of(last).kind == "flush"
-
-    def decided(self, tenant: str) -> bool | None:
-        """Whether the tenant's log is decided; False: it cannot be; None: not yet."""
-        engine = self.open()
-        engine.tenants.require(tenant)
-        if engine.at_rest(tenant):
-            return tenant not in engine.scheduler.blocked
-        return False if engine.server_lost else None
-
-    def holder(self, memory_id: str, tenant: str | None) -> str | None:
-        """The tenant whose memory has this id, if it is here; `tenant`: if it is this one."""
-        row = self.open().row_of(memory_id, tenant)
-        return None if row is None else row.tenant
-
-    def deleted(self, memory_id: str, tenant: str | None) -> str | None:
-        """The kind of the memory of this id, if its deletion is logged here; `tenant`: in this one's log."""
-        for control in self._controls(tenant):
-            if control.kind == "delete" and memory_id in (
-                control.body.get("id"),
-                control.body.get("memory_id"),
-            ):
-                return str(control.body.get("kind", "turn"))
-        return None
-
-    def updated(self, memory_id: str, text: Wording, tenant: str | None) -> Updated | None:
-        """What an update of this memory has made, if it is logged here; `tenant`: in this one's log.
-
-        Of an episode or fact: if it is the last change of it, and to this text.
-        """
-        last: Control | None = None
-        for control in self._controls(tenant):
-            if control.body.get("id") == memory_id and "replaced_by" in control.body:
-                return Updated(control.body["replaced_by"], "turn")
-            if control.body.get("memory_id") == memory_id:
-                last = control
-        if last is None or not isinstance(text, str) or last.body.get("text") != text.strip():
-            return None
-        return Updated(memory_id, last.body["kind"])
-
-    def _controls(self, tenant: str | None) -> Iterator[Control]:
-        """The control records of one tenant's log, or of all."""
-        journal = self.open().journal
-        keys = None if tenant is None else [journal.info.tenant_key(tenant)]
-        for row in journal.read(tenant_keys=keys, kinds=["control"], vectors=False):
-            yield control_of(row)
-
-    def certificate(self, tenant: str) -> Certificate | None:
-        """The certificate of a tenant that is erased already; None: nothing is known of it. NotCertified."""
-        engine = self.open()
-        key = engine.journal.info.tenant_key(tenant)
-        stone = engine.tenants.erased.get(key)
-        if stone is None:
-            return None
-        if stone["purged"]:
-            return certificate_of(key, stone)
-        if key in engine.tenants.arrived:
-            raise NotCertified
-        return engine.purge()[key]
 
     def report(self) -> dict[str, Any]:
         """The engine's state as plain data."""

@@ -39,8 +39,8 @@ from undertow.serving.cli.settling import settle
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from undertow.engine.api.erasure import Certificate
     from undertow.engine.base.config import Settings
+    from undertow.engine.base.results import Certificate
     from undertow.engine.storage.location import Location
 
 REPLAYED = "{} parked jobs run again."

@@ -15,7 +15,7 @@ from undertow.serving.cli.settings import settings_of
 from undertow.serving.cli.settling import flush_all, settle
 
 if TYPE_CHECKING:
-    from undertow.engine.api.views.reports import Report
+    from undertow.engine.base.results import Report
     from undertow.engine.storage.location import Location
 
 

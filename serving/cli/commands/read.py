@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from undertow.engine.api.engine import Engine
     from undertow.engine.api.views.reports import Reports
     from undertow.engine.base.config import Settings
-    from undertow.engine.search.ranking import Hit, SearchResult
+    from undertow.engine.base.results import Hit, SearchResult
 
 T = TypeVar("T")
 

@@ -41,12 +41,12 @@ async def _covered(service: Service, sender: Principal, prefix: str, limit: int,
     reach, memories = sender.reach, service.memories
     if reach.tenants:
         named = sorted(name for name in reach.tenants if name.startswith(prefix) and name > after)
-        there = [name for name in named if name in await memories.tenants(prefix=name, limit=1, after="")]
+        there = [name for name in named if name in await memories.tenant_names(name, limit=1)]
         return there[:limit]
     own = reach.prefix or ""
     if not (own.startswith(prefix) or prefix.startswith(own)):
         return []
-    return await memories.tenants(prefix=max(own, prefix, key=len), limit=limit, after=after)
+    return await memories.tenant_names(prefix=max(own, prefix, key=len), limit=limit, after=after)
 
 
 @router.get("/v1/stats", response_model=dict[str, int])

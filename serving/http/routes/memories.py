@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Query, Request
 
+from undertow.engine.base.queries import DeleteCommand, EraseCommand, UpdateCommand
 from undertow.serving.auth.principal import Scope
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import GuardedRoute, needs
@@ -60,14 +61,14 @@ async def list_(
 @needs(Scope.READ)
 async def get(tenant: Tenant, memory_id: MemoryId, service: Served) -> MemoryView:
     """One memory as it stands."""
-    return view(await service.memories.get(tenant, memory_id))
+    return view(await service.memories.get(memory_id, tenant=tenant))
 
 
 @router.get(ONE + "/history")
 @needs(Scope.READ)
 async def history(tenant: Tenant, memory_id: MemoryId, service: Served) -> History:
     """Every version of one memory, its deletion included. Of a deleted turn nothing is left: 404."""
-    versions = await service.memories.history(tenant, memory_id)
+    versions = await service.memories.history(memory_id, tenant=tenant)
     return History(results=[view(version) for version in versions])
 
 
@@ -83,7 +84,7 @@ async def update(
     """
     wording = asked.messages if asked.text is None else asked.text
     assert wording is not None, "one of both was given"
-    updated = await service.memories.update(tenant, memory_id, wording, again=again)
+    updated = await service.memories.call(UpdateCommand(memory_id, tenant, wording, again=again))
     return Changed.model_validate({"id": updated.id, "kind": updated.kind, "event": "UPDATE"})
 
 
@@ -92,7 +93,7 @@ async def update(
 async def delete(tenant: Tenant, memory_id: MemoryId, service: Served, again: Again) -> Changed:
     """Delete one memory. The words of a turn are gone at once, and what rests on it is remade without it; an
     episode or a fact goes alone, and its history stays."""
-    kind = await service.memories.delete(tenant, memory_id, again=again)
+    kind = await service.memories.call(DeleteCommand(memory_id, tenant, again=again))
     return Changed.model_validate({"id": memory_id, "kind": kind, "event": "DELETE"})
 
 
@@ -104,7 +105,7 @@ async def delete_all(tenant: Tenant, service: Served, sender: Sender, again: Aga
     The bytes go with the next purge; to have them gone now, with a certificate, erase the tenant.
     """
     async with audited(service.audit, "delete_all", sender, service.memories.tenant_key(tenant)):
-        await service.memories.erase(tenant, now=False, again=again)
+        await service.memories.call(EraseCommand(tenant, again=again))
     return AllDeleted()
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from undertow.engine.api.views.reports import Report
 from undertow.engine.base.model import Message, Turn
-from undertow.engine.step.admission import Receipt
+from undertow.engine.base.results import Receipt, Report
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.schemas.add import Added
 

@@ -11,6 +11,7 @@ import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
+from undertow.engine.base.queries import AnswerQuery
 from undertow.serving.auth.principal import Scope
 from undertow.serving.http.middleware.disconnect import ClientDisconnected, unless_gone
 from undertow.serving.http.middleware.token_budget import BudgetedCall
@@ -27,8 +28,7 @@ from undertow.serving.http.schemas.search_and_answer import (
 )
 
 if TYPE_CHECKING:
-    from undertow.engine.api.answer_calls import Answer
-    from undertow.engine.search.ranking import Hit
+    from undertow.engine.base.results import Answer, Hit
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
 
@@ -86,18 +86,17 @@ async def answer(
     Its tokens count towards the key's budget of the day. Before the call the most that it may take must fit
     into what is left. Who leaves before the answer has ended ends its call, and is charged the most.
     """
-    how: dict[str, Any] = {"as_of": _text(asked.as_of), "mode": asked.mode}
+    query = AnswerQuery(tenant, asked.question, _text(asked.as_of), asked.mode)
     spending = BudgetedCall(service.budgets, sender, service.answer_tokens(asked.mode))
     if not asked.stream:
         try:
             async with spending:
-                work = service.memories.answer(tenant, asked.question, **how)
-                given = await unless_gone(request, work)
+                given = await unless_gone(request, service.memories.call(query))
                 spending.took(given.usage)
         except ClientDisconnected:
             raise Problem(400, "cut-off", "The sender left before the answer was there.") from None
         return _answered(given)
-    pieces = _charged(service.memories.answer_stream(tenant, asked.question, **how), spending)
+    pieces = _charged(service.memories.answer_stream(query), spending)
     try:
         first = await anext(pieces)  # what goes wrong before it is a problem with a status of its own
     except BaseException:

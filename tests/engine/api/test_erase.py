@@ -24,9 +24,9 @@ from lance.file import LanceFileReader
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.bench.mock.server import MockServer
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.erasure import Certificate
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, PolicyName, Turn, UndertowError
+from undertow.engine.base.results import Certificate
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.storage import journal as journal_module

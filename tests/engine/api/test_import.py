@@ -18,9 +18,10 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.policy_change import PolicyConflict
 from undertow.engine.api.transfer.export import ExportBroken, ExportTrailer
-from undertow.engine.api.transfer.import_ import ImportReport, TenantExists
-from undertow.engine.api.views.reports import Report
+from undertow.engine.api.transfer.import_ import TenantExists
 from undertow.engine.base.model import InputError, Message, PolicyName, Turn
+from undertow.engine.base.queries import ImportCommand
+from undertow.engine.base.results import ImportReport, Report
 from undertow.engine.cluster.routing.errors import ShardGone
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
@@ -344,7 +345,7 @@ def test_a_tenant_that_has_anything_is_left_as_it_is(source: list[Report], engin
     before = exported(engine, "bob")
     for records in (source, []):
         with pytest.raises(TenantExists, match="'bob' has memories here"):
-            engine.import_("bob", records, again=True)
+            engine.call(ImportCommand("bob", records, again=True))
     assert exported(engine, "bob") == before
     engine.erase("bob", now=True)
     done = engine.import_("bob", source)
@@ -352,19 +353,19 @@ def test_a_tenant_that_has_anything_is_left_as_it_is(source: list[Report], engin
         with pytest.raises(TenantExists):
             engine.import_("bob", repeat)
     engine.add_batch([said("bob", 2)])
-    assert engine.import_("bob", source, again=True) == done
+    assert engine.call(ImportCommand("bob", source, again=True)) == done
     with pytest.raises(TenantExists):
-        engine.import_("bob", resealed([*source[:-2], source[-1]]), again=True)
+        engine.call(ImportCommand("bob", resealed([*source[:-2], source[-1]]), again=True))
 
 
 def test_what_comes_between_the_steps_of_an_import_stays(source: list[Report], engine: Engine) -> None:
-    begun = engine.begin_import("bob", source)
+    begun = engine.begin_import(ImportCommand("bob", source))
     assert engine.go_on_importing(begun) is None
     engine.add_batch([said("bob", 1)])
     with pytest.raises(TenantExists):
         engine.go_on_importing(begun)
     assert [r["seq"] for r in engine.list("bob").items] == [0]
-    begun = engine.begin_import("cy", source)
+    begun = engine.begin_import(ImportCommand("cy", source))
     assert engine.go_on_importing(begun) is None
     engine.add_batch([said("cy", 1)])
     engine.erase("cy")  # ids would be those of the life that has ended
@@ -455,7 +456,7 @@ def test_killed_around_its_commit_an_import_is_there_whole_or_not_at_all(
     stored = (method, after) != ("append_stream", False)
     with engine_at(store) as engine:
         assert ("bob" in engine.tenants) == stored
-        done = engine.import_("bob", source, again=True)
+        done = engine.call(ImportCommand("bob", source, again=True))
         assert done.turns == sum(r["kind"] == "turn" for r in source)
         engine.resume()
         engine.drain()
@@ -503,8 +504,8 @@ def test_over_shards_an_import_is_stored_once_though_its_answer_is_lost(
         assert router.drain()
         with pytest.raises(TenantExists):
             router.import_(names[0], source)
-        assert router.tenants() == names
-        assert router.tenants(prefix="tenant", limit=2, after="tenant 1") == names[2:]
+        assert router.tenant_names() == names
+        assert router.tenant_names(prefix="tenant", limit=2, after="tenant 1") == names[2:]
         copies = {nameless(all_pages(router, name), name) for name in names}
         assert len(copies) == 1
         listed = router.list(names[0], kinds=["fact"], limit=3)
@@ -515,7 +516,7 @@ def test_over_shards_an_import_is_stored_once_though_its_answer_is_lost(
         spent = [router.usage(name)["episode"]["calls"] for name in names]
         assert router.usage()["episode"]["calls"] == sum(spent) > 0
         router.erase(names[0])
-        assert len(router.purge()) == 1 and router.tenants() == names[1:]
+        assert len(router.purge()) == 1 and router.tenant_names() == names[1:]
 
 
 def all_pages(router: Router, tenant: str) -> list[Report]:

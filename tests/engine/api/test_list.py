@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.views.reports import Report
 from undertow.engine.base.model import InputError, Memory, Turn
+from undertow.engine.base.results import Report
 from undertow.engine.tenants.registry import UnknownTenant
 
 from ...support.engine import open_engine, turns_of

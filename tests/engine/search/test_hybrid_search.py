@@ -10,9 +10,10 @@ import pytest
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Turn
+from undertow.engine.base.results import Hit
 from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.search.keyword_index import STRETCH_TURNS, MemoryWords, in_context, places
-from undertow.engine.search.ranking import Hit, raised
+from undertow.engine.search.ranking import raised
 
 from ...support.engine import NEVER, open_engine, turn_of
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from undertow.engine.search.ranking import SearchResult, Window
+from undertow.engine.base.results import SearchResult
+from undertow.engine.search.ranking import Window
 from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
 

@@ -13,9 +13,9 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Message, Turn
+from undertow.engine.base.results import Receipt
 from undertow.engine.search import metadata_index as metadata_module
 from undertow.engine.search.metadata_index import KEYS_KEPT
-from undertow.engine.step.admission import Receipt
 
 from ...support.engine import NEVER, open_engine
 from ...support.faults.harness import TOPICS

@@ -39,7 +39,7 @@ def test_an_answer_waits_for_no_commit_of_what_it_teaches(end: str, tmp_path: Pa
         if end == "step":
             engine.step()
         elif end == "drain":
-            assert engine.drain(until="ann") and engine.idle
+            assert engine.drain() and engine.idle
         elif end == "flush":
             assert engine.flush("ann")
             (question,) = logged(tmp_path, "reconsolidate")

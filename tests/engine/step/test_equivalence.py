@@ -19,10 +19,10 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Memory, PolicyName, Turn
+from undertow.engine.base.results import SearchResult
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import read
-from undertow.engine.search.ranking import SearchResult
 from undertow.engine.tenants.registry import TenantRegistry
 
 from ...support.engine import (

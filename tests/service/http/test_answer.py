@@ -12,17 +12,17 @@ import httpx2
 import orjson
 import pytest
 
-from undertow.engine.api.answer_calls import Answer
-from undertow.engine.base.model import AnswerMode, Usage
+from undertow.engine.base.model import Usage
+from undertow.engine.base.queries import AnswerQuery
+from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.llm.replies import BadReply, BrokenOff
-from undertow.engine.search.ranking import SearchResult
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import KeyLimits
 
 from ...support.llm_servers import completion, odd_server, wait_until
-from ...support.service.http import Running, at, is_problem, said, serving
+from ...support.service.http import Running, at, intercepted, is_problem, said, serving
 
 COST = Usage(1, 700, 0, 50)
 ASK = {"question": "What of the boat?"}
@@ -91,13 +91,10 @@ class Scripted:
         self.waits = False
 
     def around(self, memories: AsyncMemories) -> AsyncMemories:
-        memories.answer = self.answer  # type: ignore[method-assign]
         memories.answer_stream = self.answer_stream  # type: ignore[method-assign]
-        return memories
+        return intercepted(memories, AnswerQuery, lambda *_: self.answer())
 
-    async def answer(
-        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
-    ) -> Answer:
+    async def answer(self) -> Answer:
         self.begun += 1
         if self.error is not None:
             raise self.error
@@ -108,14 +105,12 @@ class Scripted:
                 self.closed += 1
         return Answer("On Sunday.", SearchResult((), (), ()), COST)
 
-    async def answer_stream(
-        self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
-    ) -> AsyncGenerator[str | Answer]:
+    async def answer_stream(self, query: AnswerQuery) -> AsyncGenerator[str | Answer]:
         try:
             yield "On "
             if self.waits:
                 await asyncio.Event().wait()
-            yield await self.answer(tenant, question)
+            yield await self.answer()
         finally:
             self.closed += 1
 

@@ -13,6 +13,16 @@ import pytest
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import InputError, Turn, UndertowError
+from undertow.engine.base.queries import (
+    DeleteCommand,
+    EraseCommand,
+    FlushCommand,
+    GetQuery,
+    HistoryQuery,
+    ImportCommand,
+    TenantsQuery,
+    UpdateCommand,
+)
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.supervisor import EngineParts
@@ -58,21 +68,24 @@ def test_it_gives_what_the_engine_gives(tmp_path: Path) -> None:
     async def awaited() -> list[Any]:
         async with opened(tmp_path / "store") as memories:
             receipts = await memories.add(turns)
-            assert await memories.flush("ann")
-            assert await memories.flush("bob")
+            assert await memories.call(FlushCommand("ann"))
+            assert await memories.call(FlushCommand("bob"))
             found = await memories.search("bob", query, k_sub=3, k_epi=2)
             answer = await memories.answer("bob", question)
             episode, turn = found.episodes[0].id, receipts[3].id or ""
-            updated = await memories.update("bob", episode, "Bob has sold the boat.")
-            kind = await memories.delete("ann", turn)
-            assert await memories.flush("bob")
-            assert await memories.flush("ann")
-            given = await memories.get("bob", episode), await memories.history("bob", episode)
+            updated = await memories.call(UpdateCommand(episode, "bob", "Bob has sold the boat."))
+            kind = await memories.call(DeleteCommand(turn, "ann"))
+            assert await memories.call(FlushCommand("bob"))
+            assert await memories.call(FlushCommand("ann"))
+            given = (
+                await memories.call(GetQuery(episode, "bob")),
+                await memories.call(HistoryQuery(episode, "bob")),
+            )
             counts = await memories.stats()
             with pytest.raises(UndertowError, match="no memory"):
-                await memories.get("ann", turn)
+                await memories.call(GetQuery(turn, "ann"))
             with pytest.raises(UndertowError, match="no memory"):
-                await memories.get("ann", episode)  # it is bob's
+                await memories.call(GetQuery(episode, "ann"))  # it is bob's
             return [[(r.id, r.seq) for r in receipts], found, answer.text, updated, kind, *given, counts]
 
     def called() -> list[Any]:
@@ -107,7 +120,7 @@ def test_erasing_gives_a_certificate_under_the_tenants_key(tmp_path: Path) -> No
         async with opened(tmp_path / "store") as memories:
             await memories.add(some("ann", 1, 2))
             await memories.add(some("bob", 1))
-            certificate = await memories.erase("ann", now=True)
+            certificate = await memories.call(EraseCommand("ann", now=True))
             assert certificate is not None
             assert certificate.turns_removed == 2
             assert certificate.tenant_key == memories.tenant_key("ann")
@@ -115,7 +128,7 @@ def test_erasing_gives_a_certificate_under_the_tenants_key(tmp_path: Path) -> No
             with pytest.raises(UnknownTenant):
                 await memories.search("ann", "word1")
             assert (await memories.search("bob", "word1")).turns
-            assert await memories.erase("bob", now=False) is None
+            assert await memories.call(EraseCommand("bob", now=False)) is None
 
     run(work())
 
@@ -124,24 +137,24 @@ def test_what_is_of_a_tenant_as_a_whole(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path / "store") as memories:
             await memories.add(log_of(tmp_path))
-            assert await memories.flush("ann")
-            assert await memories.flush("bob")
+            assert await memories.call(FlushCommand("ann"))
+            assert await memories.call(FlushCommand("bob"))
             page = await memories.list("ann", kinds=["fact"], limit=2)
             rest = await memories.list("ann", kinds=["fact"], after=page.after)
             facts = [item["id"] for item in (*page.items, *rest.items)]
             records = [record async for record in memories.export("ann")]
             assert len(facts) == len(set(facts)) == (await memories.tenant_stats("ann"))["facts"] > 2
-            imported = await memories.import_("eve", records)
+            imported = await memories.call(ImportCommand("eve", records))
             assert imported.turns == (await memories.tenant_stats("ann"))["turns"] == 30
             again = [record async for record in memories.export("eve")]
             assert [record["kind"] for record in again] == [record["kind"] for record in records]
             assert (await memories.explain("eve", limit=5))[-1]["seq"] >= 4
-            assert await memories.tenants() == ["ann", "bob", "eve"]
-            assert await memories.tenants("b", limit=1) == ["bob"]
+            assert await memories.call(TenantsQuery()) == ["ann", "bob", "eve"]
+            assert await memories.call(TenantsQuery("b", limit=1)) == ["bob"]
             spent = await memories.usage()
             ann, bob = await memories.usage("ann"), await memories.usage("bob")
             assert spent["episode"]["calls"] >= ann["episode"]["calls"] + bob["episode"]["calls"] > 0
-            await memories.erase("ann", now=False)
+            await memories.call(EraseCommand("ann", now=False))
             assert set(await memories.purge()) == {memories.tenant_key("ann")}
 
     run(work())
@@ -216,7 +229,7 @@ def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None
                 await asyncio.sleep(0.005)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.0):
-                    await memories.flush("ann")
+                    await memories.call(FlushCommand("ann"))
             other = asyncio.create_task(memories.answer("ann", "What of word1 now?"))
             await held.asked(2)
             held.llm.release()

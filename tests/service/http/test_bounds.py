@@ -16,11 +16,13 @@ import orjson
 import pytest
 
 from undertow.engine.base.model import Turn
-from undertow.engine.step.admission import QueueFull, Receipt
+from undertow.engine.base.queries import FlushCommand
+from undertow.engine.base.results import Receipt
+from undertow.engine.step.admission import QueueFull
 from undertow.serving.async_memories import AsyncMemories
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import PROBLEM, SOON_S, Running, at, is_problem, said, serving
+from ...support.service.http import PROBLEM, SOON_S, Running, at, intercepted, is_problem, said, serving
 
 MAX_BYTES = 2_000
 
@@ -295,13 +297,12 @@ def test_what_waits_for_an_llm_leaves_room_for_all_else(tmp_path: Path) -> None:
     held, asking = Held(), Asking()
 
     def slow(memories: AsyncMemories) -> AsyncMemories:
-        async def flush(tenant: str, *, again: bool = False) -> bool:
+        async def flush(_: FlushCommand, __: object) -> bool:
             held.begun += 1
             await asyncio.to_thread(held.go.wait, SOON_S)
             return True
 
-        memories.flush = flush  # type: ignore[method-assign]
-        return memories
+        return intercepted(memories, FlushCommand, flush)
 
     with serving(tmp_path, wrap=slow, max_long_requests=1) as running:
         client = running.client()

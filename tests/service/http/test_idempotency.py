@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 
 from undertow.engine.base.model import UndertowError
+from undertow.engine.base.queries import (
+    DeleteCommand,
+    EraseCommand,
+    FlushCommand,
+    ImportCommand,
+    UpdateCommand,
+)
 from undertow.serving.async_memories import open_memories
 from undertow.serving.http.middleware.idempotency import IdempotencyStore, IdempotentRequest, Response
 from undertow.serving.http.problems import Problem
@@ -97,29 +104,29 @@ def test_changes_may_be_repeated(tmp_path: Path) -> None:
             first, second = await memories.add([turn_of("ann", n, f"word{n}") for n in range(2)])
             assert first.id is not None
             assert second.id is not None
-            updated = await memories.update("ann", first.id, "other words")
-            assert await memories.update("ann", first.id, "other words", again=True) == updated
-            assert await memories.delete("ann", second.id) == "turn"
-            assert await memories.delete("ann", second.id, again=True) == "turn"
+            updated = await memories.call(UpdateCommand(first.id, "ann", "other words"))
+            assert await memories.call(UpdateCommand(first.id, "ann", "other words", again=True)) == updated
+            assert await memories.call(DeleteCommand(second.id, "ann")) == "turn"
+            assert await memories.call(DeleteCommand(second.id, "ann", again=True)) == "turn"
             with pytest.raises(UndertowError, match="no memory"):
-                await memories.delete("ann", second.id)
+                await memories.call(DeleteCommand(second.id, "ann"))
             # that somebody else has done it is nobody's business
             for again in (
-                memories.delete("eve", second.id, again=True),
-                memories.update("eve", first.id, "other words", again=True),
+                memories.call(DeleteCommand(second.id, "eve", again=True)),
+                memories.call(UpdateCommand(first.id, "eve", "other words", again=True)),
             ):
                 with pytest.raises(UndertowError, match="no memory"):
                     await again
-            assert await memories.flush("ann", again=True)
+            assert await memories.call(FlushCommand("ann", again=True))
             records = [record async for record in memories.export("ann")]
-            taken = await memories.import_("bob", records)
-            assert await memories.import_("bob", records, again=True) == taken
-            certificate = await memories.erase("ann", now=True)
+            taken = await memories.call(ImportCommand("bob", records))
+            assert await memories.call(ImportCommand("bob", records, again=True)) == taken
+            certificate = await memories.call(EraseCommand("ann", now=True))
             assert certificate is not None
-            repeated = await memories.erase("ann", now=True, again=True)
+            repeated = await memories.call(EraseCommand("ann", now=True, again=True))
             assert repeated is not None
             assert repeated.turns_removed == certificate.turns_removed
-            assert await memories.erase("nobody", now=True, again=True) is None
+            assert await memories.call(EraseCommand("nobody", now=True, again=True)) is None
 
     asyncio.run(go())
 
@@ -130,7 +137,7 @@ def test_turns_are_found_by_their_keys(tmp_path: Path) -> None:
         async with opened as memories:
             turns = [turn_of("ann", n, f"word{n}") for n in range(6)]
             receipts = await memories.add(turns)
-            await memories.delete("ann", receipts[4].id or "")
+            await memories.call(DeleteCommand(receipts[4].id or "", "ann"))
             keys = [turns[n].dedupe_key for n in (1, 4)]
             found = await memories.turns_by_key("ann", [*keys, "none"])
             assert found.keys() == set(keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ import httpx2
 import orjson
 import pytest
 
-from undertow.engine.api.erasure import Certificate
-from undertow.engine.api.memory_updates import Updated
+from undertow.engine.base.queries import EraseCommand, FlushCommand, UpdateCommand
 from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.tenants.migration_records import Move
 from undertow.serving.async_memories import AsyncMemories
@@ -27,7 +26,7 @@ from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.state_db import StateDb
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
+from ...support.service.http import SOON_S, Running, at, intercepted, is_problem, said, serving
 
 ASYNC = {"Prefer": "respond-async"}
 
@@ -123,16 +122,13 @@ def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
     failures = [failure]
 
     def lossy(memories: AsyncMemories) -> AsyncMemories:
-        update = memories.update
-
-        async def updated(*args: Any, **kwargs: Any) -> Updated:
-            done = await update(*args, **kwargs)
+        async def update(_: UpdateCommand, go_on: Callable[[], Awaitable[Any]]) -> Any:
+            done = await go_on()
             if failures:
                 raise failures.pop()
             return done
 
-        memories.update = updated  # type: ignore[method-assign]
-        return memories
+        return intercepted(memories, UpdateCommand, update)
 
     with serving(tmp_path, wrap=lossy) as running:
         client = running.client()
@@ -149,15 +145,12 @@ def test_a_tenants_jobs_hold_up_no_other_and_no_erasure(tmp_path: Path) -> None:
     go = threading.Event()
 
     def slow(memories: AsyncMemories) -> AsyncMemories:
-        flush = memories.flush
-
-        async def flushed(tenant: str, *, again: bool = False) -> bool:
-            if tenant == "ann":
+        async def flush(command: FlushCommand, go_on: Callable[[], Awaitable[Any]]) -> Any:
+            if command.tenant == "ann":
                 await asyncio.to_thread(go.wait, SOON_S)
-            return await flush(tenant, again=again)
+            return await go_on()
 
-        memories.flush = flushed  # type: ignore[method-assign]
-        return memories
+        return intercepted(memories, FlushCommand, flush)
 
     with serving(tmp_path, wrap=slow, jobs_at_once=2, max_tenant_jobs=4) as running:
         client = running.client()
@@ -233,15 +226,12 @@ def test_an_erasure_that_was_accepted_tells_its_end_whichever_erasure_came_first
     begun: list[str] = []
 
     def slow(memories: AsyncMemories) -> AsyncMemories:
-        erase = memories.erase
-
-        async def erased(*args: Any, **kwargs: Any) -> Certificate | None:
-            begun.append(args[0])
+        async def erase(command: EraseCommand, go_on: Callable[[], Awaitable[Any]]) -> Any:
+            begun.append(command.tenant)
             await asyncio.to_thread(go.wait, SOON_S)
-            return await erase(*args, **kwargs)
+            return await go_on()
 
-        memories.erase = erased  # type: ignore[method-assign]
-        return memories
+        return intercepted(memories, EraseCommand, erase)
 
     with serving(tmp_path, wrap=slow, max_tenant_jobs=4) as running:
         client, other = running.client(), running.client()

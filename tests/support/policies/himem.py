@@ -13,6 +13,7 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.bench.mock.replies import Messages
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
+from undertow.engine.base.queries import FlushCommand
 from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.wire import pack
@@ -43,7 +44,7 @@ def told(shard: Shard, llm: HeldLLM) -> str:
     """A shard that was told the life, and has decided it; the token of who told it."""
     token = shard.hello("client", 1).result(SOON_S).token
     shard.add(pack(sessions()[:3]), CallStamp("client", token, 0, 1)).result(SOON_S)
-    flushed = shard.flush("ann")
+    flushed = shard.ask(FlushCommand("ann"))
     while not flushed.done():
         llm.release()
         time.sleep(0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from urllib.parse import quote
 import httpx2
 from fastapi import FastAPI
 
+from undertow.engine.base.queries import ApiCall
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.storage.location import Location
 from undertow.serving.async_memories import AsyncMemories, open_memories
@@ -84,6 +85,23 @@ class Running:
     def close(self) -> None:
         for client in self._clients:
             client.close()
+
+
+def intercepted(
+    memories: AsyncMemories,
+    kind: type[ApiCall[Any]],
+    act: Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]],
+) -> AsyncMemories:
+    """The memories, with `act` in the way of each call of a kind; `go_on` makes the call."""
+    whole = memories.call
+
+    async def call(asked: ApiCall[Any]) -> Any:
+        if isinstance(asked, kind):
+            return await act(asked, lambda: whole(asked))
+        return await whole(asked)
+
+    memories.call = call  # type: ignore[method-assign, assignment]
+    return memories
 
 
 @contextmanager

@@ -1,0 +1,124 @@
+"""What calls on memories return. Plain data: it loads no torch, no Lance and no numba."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from undertow.engine.base.model import Usage
+
+Report = dict[str, Any]
+"""A record shown to users: made of str, int, float, list, dict and None, ready to be written as JSON."""
+
+UsageReport = dict[str, dict[str, int]]
+"""LLM calls and tokens by operation."""
+
+Wording = str | Sequence[Mapping[str, Any]]
+"""New words for a memory; for a turn also the messages of one exchange."""
+
+HitKind = Literal["turn", "episode", "fact"]
+
+OUT_OF_REACH = (
+    "caches and logs of the LLM server that has seen the prompts",
+    "backups, exports and trace files made before the erasure",
+    "blocks that the file system or the disk keeps of deleted files",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Confirms that a turn is stored under `id`; `duplicate` if it was stored before.
+
+    `parked`: why a shard quarantined the turn instead (the turn alone made the engine fail).
+    """
+
+    tenant: str
+    id: str | None
+    seq: int | None
+    duplicate: bool
+    parked: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A search hit and its sources.
+
+    `score`: the cosine to the query, raised towards 1 by the words they share (search/ranking.py `raised`).
+    """
+
+    id: str
+    kind: HitKind
+    memory: str
+    score: float
+    timestamp: str | None
+    source_seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The hits of each tier, nearest first (ties: the older first).
+
+    `turn_recall`: the measured recall of the index that found the turns; 1.0 for an exact search.
+    `quoted`: seqs of turns that were not found themselves, but are quoted by episodes that were.
+    """
+
+    episodes: tuple[Hit, ...]
+    facts: tuple[Hit, ...]
+    turns: tuple[Hit, ...]
+    turn_recall: float = 1.0
+    quoted: frozenset[int] = frozenset()
+
+    def ranked(self, k: int | None = None) -> list[Hit]:
+        """All tiers as one list, nearest first."""
+        hits = sorted((*self.episodes, *self.facts, *self.turns), key=lambda h: -h.score)
+        return hits if k is None else hits[:k]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer, the memories it was given, and what the call cost."""
+
+    text: str
+    found: SearchResult
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some records, and the cursor of the next ones; None: there are no more."""
+
+    items: tuple[Report, ...]
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The memory after an update. An episode or a fact keeps its `id`; a turn gets a new one."""
+
+    id: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import has stored: turns that were not deleted, and every version of episodes and facts."""
+
+    turns: int
+    episodes: int
+    facts: int
+    decisions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What an erasure removed. It names the tenant by its keyed hash alone."""
+
+    tenant_key: str
+    erased_at: str
+    purged_at: str
+    rows_removed: int
+    turns_removed: int
+    episodes_removed: int
+    facts_removed: int
+    out_of_reach: tuple[str, ...] = OUT_OF_REACH
