@@ -22,7 +22,7 @@ from undertow.engine.storage.location import Location
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import KeyLimits, Scope
-from undertow.serving.mcp.results import UNTRUSTED
+from undertow.serving.mcp.schemas import UNTRUSTED
 
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
 from ...support.service.mcp import EVERY_TOOL, MODES, TOOLS, connected, done, refused, talk, words

@@ -14,14 +14,23 @@ import pytest
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import InputError, Turn, UndertowError
 from undertow.engine.base.queries import (
+    AnswerQuery,
     DeleteCommand,
     EraseCommand,
+    ExplainQuery,
     FlushCommand,
     GetQuery,
     HistoryQuery,
     ImportCommand,
+    ListQuery,
+    PurgeCommand,
+    SearchQuery,
+    StatsQuery,
     TenantsQuery,
+    TenantStatsQuery,
+    TenantUsageQuery,
     UpdateCommand,
+    UsageQuery,
 )
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
@@ -70,8 +79,8 @@ def test_it_gives_what_the_engine_gives(tmp_path: Path) -> None:
             receipts = await memories.add(turns)
             assert await memories.call(FlushCommand("ann"))
             assert await memories.call(FlushCommand("bob"))
-            found = await memories.search("bob", query, k_sub=3, k_epi=2)
-            answer = await memories.answer("bob", question)
+            found = await memories.call(SearchQuery("bob", query, k_sub=3, k_epi=2))
+            answer = await memories.call(AnswerQuery("bob", question))
             episode, turn = found.episodes[0].id, receipts[3].id or ""
             updated = await memories.call(UpdateCommand(episode, "bob", "Bob has sold the boat."))
             kind = await memories.call(DeleteCommand(turn, "ann"))
@@ -81,7 +90,7 @@ def test_it_gives_what_the_engine_gives(tmp_path: Path) -> None:
                 await memories.call(GetQuery(episode, "bob")),
                 await memories.call(HistoryQuery(episode, "bob")),
             )
-            counts = await memories.stats()
+            counts = await memories.call(StatsQuery())
             with pytest.raises(UndertowError, match="no memory"):
                 await memories.call(GetQuery(turn, "ann"))
             with pytest.raises(UndertowError, match="no memory"):
@@ -126,8 +135,8 @@ def test_erasing_gives_a_certificate_under_the_tenants_key(tmp_path: Path) -> No
             assert certificate.tenant_key == memories.tenant_key("ann")
             assert memories.tenant_key("ann") == read_info(tmp_path / "store").tenant_key("ann")
             with pytest.raises(UnknownTenant):
-                await memories.search("ann", "word1")
-            assert (await memories.search("bob", "word1")).turns
+                await memories.call(SearchQuery("ann", "word1"))
+            assert (await memories.call(SearchQuery("bob", "word1"))).turns
             assert await memories.call(EraseCommand("bob", now=False)) is None
 
     run(work())
@@ -139,23 +148,28 @@ def test_what_is_of_a_tenant_as_a_whole(tmp_path: Path) -> None:
             await memories.add(log_of(tmp_path))
             assert await memories.call(FlushCommand("ann"))
             assert await memories.call(FlushCommand("bob"))
-            page = await memories.list("ann", kinds=["fact"], limit=2)
-            rest = await memories.list("ann", kinds=["fact"], after=page.after)
+            page = await memories.call(ListQuery("ann", kinds=["fact"], limit=2))
+            rest = await memories.call(ListQuery("ann", kinds=["fact"], after=page.after))
             facts = [item["id"] for item in (*page.items, *rest.items)]
             records = [record async for record in memories.export("ann")]
-            assert len(facts) == len(set(facts)) == (await memories.tenant_stats("ann"))["facts"] > 2
+            assert (
+                len(facts) == len(set(facts)) == (await memories.call(TenantStatsQuery("ann")))["facts"] > 2
+            )
             imported = await memories.call(ImportCommand("eve", records))
-            assert imported.turns == (await memories.tenant_stats("ann"))["turns"] == 30
+            assert imported.turns == (await memories.call(TenantStatsQuery("ann")))["turns"] == 30
             again = [record async for record in memories.export("eve")]
             assert [record["kind"] for record in again] == [record["kind"] for record in records]
-            assert (await memories.explain("eve", limit=5))[-1]["seq"] >= 4
+            assert (await memories.call(ExplainQuery("eve", limit=5)))[-1]["seq"] >= 4
             assert await memories.call(TenantsQuery()) == ["ann", "bob", "eve"]
             assert await memories.call(TenantsQuery("b", limit=1)) == ["bob"]
-            spent = await memories.usage()
-            ann, bob = await memories.usage("ann"), await memories.usage("bob")
+            spent = await memories.call(UsageQuery())
+            ann, bob = (
+                await memories.call(TenantUsageQuery("ann")),
+                await memories.call(TenantUsageQuery("bob")),
+            )
             assert spent["episode"]["calls"] >= ann["episode"]["calls"] + bob["episode"]["calls"] > 0
             await memories.call(EraseCommand("ann", now=False))
-            assert set(await memories.purge()) == {memories.tenant_key("ann")}
+            assert set(await memories.call(PurgeCommand())) == {memories.tenant_key("ann")}
 
     run(work())
 
@@ -164,15 +178,15 @@ def test_errors_are_the_engines_own(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path / "store") as memories:
             with pytest.raises(UnknownTenant):
-                await memories.search("nobody", "word1")
+                await memories.call(SearchQuery("nobody", "word1"))
             with pytest.raises(InputError, match="tenant"):
                 await memories.add(some("", 1))
             await memories.add(some("ann", 1))
             for how, named in (({"where": {"place": None}}, "place"), ({"since": "yesterday"}, "yesterday")):
                 with pytest.raises(ValueError, match=named):
-                    await memories.search("ann", "word1", **how)
+                    await memories.call(SearchQuery("ann", "word1", **how))
             with pytest.raises(ValueError, match="empty"):
-                await memories.search("ann", " ")
+                await memories.call(SearchQuery("ann", " "))
             states = await memories.status()
             assert [state["state"] for state in states.values()] == ["serving"]
             assert [state["reopened"] for state in states.values()] == [0]
@@ -202,10 +216,13 @@ def test_many_calls_wait_side_by_side_without_a_thread_each(tmp_path: Path) -> N
         async with opened(tmp_path / "store", held.parts) as memories:
             await memories.add(some("ann", *range(5)))
             threads = threading.active_count()
-            answers = [asyncio.create_task(memories.answer("ann", f"What of word{n}?")) for n in range(100)]
+            answers = [
+                asyncio.create_task(memories.call(AnswerQuery("ann", f"What of word{n}?")))
+                for n in range(100)
+            ]
             await held.asked(100)
             assert threading.active_count() <= threads
-            found = await memories.search("ann", "word3", k_sub=1)  # meanwhile
+            found = await memories.call(SearchQuery("ann", "word3", k_sub=1))  # meanwhile
             assert "word3" in found.turns[0].memory
             held.llm.release()
             texts = [answer.text for answer in await asyncio.gather(*answers)]
@@ -219,7 +236,7 @@ def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None
         held = Held()
         async with opened(tmp_path / "store", held.parts) as memories:
             await memories.add(some("ann", 1))
-            waiting = asyncio.create_task(memories.answer("ann", "What of word1?"))
+            waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
             await held.asked(1)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -230,7 +247,7 @@ def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.0):
                     await memories.call(FlushCommand("ann"))
-            other = asyncio.create_task(memories.answer("ann", "What of word1 now?"))
+            other = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1 now?")))
             await held.asked(2)
             held.llm.release()
             assert (await other).text
@@ -248,7 +265,7 @@ def test_an_add_that_nobody_waits_for_is_stored_and_its_repetition_is_a_duplicat
                 await adding
             receipts = await memories.add(some("ann", *range(20)))
             assert [receipt.duplicate for receipt in receipts] == [True] * 20
-            assert (await memories.stats())["turns"] == 20
+            assert (await memories.call(StatsQuery()))["turns"] == 20
 
     run(work())
 
@@ -274,7 +291,7 @@ def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
             assert refused
             for n in refused:
                 assert len(await memories.add(some("ann", 2 * n, 2 * n + 1))) == 2
-            assert (await memories.stats())["turns"] == 60
+            assert (await memories.call(StatsQuery()))["turns"] == 60
 
     run(work())
 
@@ -287,21 +304,16 @@ def test_what_is_under_way_when_it_closes_is_told(tmp_path: Path) -> None:
         held = Held()
         async with opened(tmp_path / "store", held.parts) as memories:
             await memories.add(some("ann", 1))
-            waiting = asyncio.create_task(memories.answer("ann", "What of word1?"))
+            waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
             await held.asked(1)
         with pytest.raises(UndertowError, match="were closed"):
             await waiting
         with pytest.raises(UndertowError, match="was closed"):
-            await memories.search("ann", "word1")
+            await memories.call(SearchQuery("ann", "word1"))
 
     run(work())
 
 
-@pytest.mark.parametrize("wrong", ["shards", "root"])
-def test_what_cannot_be_opened(tmp_path: Path, wrong: str) -> None:
-    if wrong == "shards":
-        with pytest.raises(ValueError, match="Ray"):
-            open_memories(tmp_path / "store", settings(), shards=2, parts=PARTS)
-    else:
-        with pytest.raises(UndertowError, match="--ray"):
-            open_memories(begin(tmp_path / "root", 1), settings(), parts=PARTS)
+def test_a_clusters_root_cannot_be_opened_as_a_store(tmp_path: Path) -> None:
+    with pytest.raises(UndertowError, match="--ray"):
+        open_memories(begin(tmp_path / "root", 1), settings(), parts=PARTS)

@@ -13,6 +13,7 @@ from undertow.engine.base.queries import (
     EraseCommand,
     FlushCommand,
     ImportCommand,
+    TurnsByKeyQuery,
     UpdateCommand,
 )
 from undertow.serving.async_memories import open_memories
@@ -139,11 +140,11 @@ def test_turns_are_found_by_their_keys(tmp_path: Path) -> None:
             receipts = await memories.add(turns)
             await memories.call(DeleteCommand(receipts[4].id or "", "ann"))
             keys = [turns[n].dedupe_key for n in (1, 4)]
-            found = await memories.turns_by_key("ann", [*keys, "none"])
+            found = await memories.call(TurnsByKeyQuery("ann", [*keys, "none"]))
             assert found.keys() == set(keys)
             assert (found[keys[0]]["id"], found[keys[0]]["seq"]) == (receipts[1].id, 1)
             assert found[keys[0]]["messages"][0]["content"] == turns[1].messages[0].content
             assert found[keys[1]] == {"id": receipts[4].id, "seq": 4}
-            assert await memories.turns_by_key("nobody", keys) == {}
+            assert await memories.call(TurnsByKeyQuery("nobody", keys)) == {}
 
     asyncio.run(go())

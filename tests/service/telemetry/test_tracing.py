@@ -278,7 +278,9 @@ def served(folder: Path, ray: bool) -> Iterator[Callable[[dict[str, str]], None]
     import asyncio
 
     from undertow.engine.base.model import Message, Turn
-    from undertow.serving.async_memories import open_memories
+    from undertow.engine.storage.location import Location
+    from undertow.serving.async_memories import AsyncMemories, open_memories
+    from undertow.serving.cli.ray_session import open_cluster
     from undertow.serving.telemetry.tracing import observers
 
     from ...support.cluster.in_process import settings
@@ -294,8 +296,12 @@ def served(folder: Path, ray: bool) -> Iterator[Callable[[dict[str, str]], None]
 
     if ray:
         pytest.importorskip("ray", reason="Ray is not installed")
-    where = {"ray": "local", "shards": 1} if ray else {}
-    memories = open_memories(folder / "store", settings(), parts=EngineParts(observers=observers), **where)  # type: ignore[arg-type]
+    store, parts = Location.of(folder / "store"), EngineParts(observers=observers)
+    memories = (
+        AsyncMemories.enter(open_cluster(store, settings(), "local", shards=1, parts=parts))
+        if ray
+        else open_memories(store, settings(), parts=parts)
+    )
     try:
         yield lambda headers: asyncio.run(add(memories, headers))
     finally:

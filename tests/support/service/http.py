@@ -22,8 +22,8 @@ from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import NO_LIMITS, KeyLimits, Scope, TenantScope
 from undertow.serving.http.hosting import Files, hosted
 from undertow.serving.http.server import HttpServer
+from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.services import Service
 
 from ..cluster.in_process import PARTS
 from ..cluster.in_process import settings as engine_settings

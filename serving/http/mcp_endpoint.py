@@ -1,7 +1,7 @@
-"""The MCP server inside the HTTP service: at /mcp for all that a key may, at /mcp/{tenant} for one tenant.
+"""MCP over this application: at /mcp for every tenant of a key, at /mcp/{tenant} for one; or on stdio.
 
-A tool's call is a request to the service itself, in process, with the key of the one who called it. So a
-call counts twice at the key's rate: as the request that brings it, and as the one that it makes.
+A tool call becomes a request to the application itself, in process, with the caller's key. So a call counts
+twice against the key's rate: as the MCP request, and as the request that it makes.
 """
 
 from __future__ import annotations
@@ -20,37 +20,40 @@ from starlette.types import Receive, Scope, Send
 
 from undertow.serving.client import AsyncClient, Retries
 from undertow.serving.http.middleware.body_limits import bounded
-from undertow.serving.http.middleware.front import asked_of
+from undertow.serving.http.middleware.front import sender_of
 from undertow.serving.http.middleware.guard import key_text
 from undertow.serving.http.routes.access import decode_path
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.mcp.server import Caller, make_server
 
 PATH = "/mcp"
-# never resolved: the transport is the application. A service without keys answers to this host.
-_HERE = "http://localhost"
-# a caller can wait better than a service that is busy
+# Never resolved: the transport is the application. A service without keys accepts this host.
+HERE = "http://localhost"
+# the MCP client retries, not a busy service
 _NO_RETRIES = Retries(patience_s=0)
+
+
+def in_process(app: FastAPI) -> httpx2.AsyncClient:
+    """An HTTP client of the application itself. The application turns exceptions into responses."""
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False))
 
 
 @asynccontextmanager
 async def mcp_mounted(app: FastAPI, settings: ServiceSettings) -> AsyncIterator[None]:
-    """Around an application's life: it serves MCP too. Its front must have checked each request's key."""
-    # exceptions are the front's to answer; what passes it is a 500 for this face as for any
-    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport) as http:
-        face = _McpFace(http, settings)
+    """Serves MCP while the application runs. Its Front must have checked each request's key."""
+    async with in_process(app) as http:
+        endpoint = _McpEndpoint(http, settings)
         # other methods are for sessions
-        app.router.routes += [Route(path, face, methods=["POST"]) for path in (PATH, PATH + "/{tenant}")]
-        async with face.manager.run():
+        app.router.routes += [Route(path, endpoint, methods=["POST"]) for path in (PATH, PATH + "/{tenant}")]
+        async with endpoint.manager.run():
             yield
 
 
-class _McpFace:
+class _McpEndpoint:
     """The ASGI application of both paths.
 
-    Without sessions: each request stands for itself, with its own key. So none can be taken over or outlive
-    a revoked key, and it is of no matter which of several processes a request reaches.
+    Stateless: each request carries its own key. So no session can be hijacked or outlive a revoked key, and
+    any of several processes can serve a request.
     """
 
     def __init__(self, http: httpx2.AsyncClient, settings: ServiceSettings) -> None:
@@ -59,7 +62,7 @@ class _McpFace:
         self.manager = StreamableHTTPSessionManager(
             make_server(self._caller_of),
             stateless=True,
-            # against requests that a web page has a browser send: the front demands a key, or this host
+            # a protection against browsers, which the front gives: it demands a key, or a loopback host
             security_settings=TransportSecuritySettings(enable_dns_rebinding_protection=False),
             max_request_body_size=settings.max_body_bytes,
         )
@@ -67,16 +70,12 @@ class _McpFace:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         decode_path(scope)
         s = self._settings
-        service = scope["app"].state.service
-        principal = asked_of(scope).principal
-        assert principal is not None, "/mcp is no open path"
         within = bounded(receive, Headers(scope=scope), s.max_body_bytes, s.body_timeout_s)
-        # of no tenant: the call that it makes counts for that
-        with service.load.share(principal.key_id, None):
+        # the request that it makes counts for the tenant
+        with scope["app"].state.service.load.share(sender_of(scope).key_id, None):
             await self.manager.handle_request(scope, within, send)
 
     @asynccontextmanager
     async def _caller_of(self, request: Request) -> AsyncIterator[Caller]:
-        key = key_text(request.headers)
-        client = AsyncClient(_HERE, key, http=self._http, retries=_NO_RETRIES)
+        client = AsyncClient(HERE, key_text(request.headers), http=self._http, retries=_NO_RETRIES)
         yield Caller(client, request.path_params.get("tenant"))
