@@ -80,15 +80,6 @@ def test_one_tenant_alone_with_the_key_of_the_environment(running: Running) -> N
     talk(["--url", running.url, "--tenant", "acme/bob"], story, key=running.key())
 
 
-def test_calls_side_by_side(running: Running) -> None:
-    async def story(client: Client) -> None:
-        texts = [f"tree number {n} was planted" for n in range(12)]
-        added = await asyncio.gather(*[done(client, "add_memory", text=text) for text in texts])
-        assert [a["results"][0]["memory"] for a in added] == [f"user: {text}" for text in texts]
-
-    talk(["--url", running.url, "--tenant", "side"], story, key=running.key())
-
-
 def test_a_service_that_is_away_or_refuses_is_told_as_an_error(running: Running) -> None:
     async def story(client: Client) -> None:
         said = await refused(client, "search_memories", query=BOAT)

@@ -18,16 +18,8 @@ ROOT = Path(__file__).resolve().parents[3]
 FILES = ("Dockerfile", "Dockerfile.vllm")
 # what the vLLM actor must be able to do without, as Dockerfile.vllm installs none of it
 HEAVY = {
-    "faiss",
-    "jinja2",
-    "lance",
-    "numba",
-    "numpy",
-    "openai",
-    "pyarrow",
-    "pydantic_settings",
-    "torch",
-    "transformers",
+    *("faiss", "jinja2", "lance", "numba", "numpy"),
+    *("openai", "pyarrow", "pydantic_settings", "torch", "transformers"),
 }
 
 

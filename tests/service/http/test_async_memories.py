@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import InputError, Turn, UndertowError
 from undertow.engine.base.queries import (
     AnswerQuery,
+    ApiCall,
     DeleteCommand,
     EraseCommand,
     ExplainQuery,
@@ -70,126 +71,94 @@ def log_of(folder: Path) -> list[Turn]:
     return [t for of in turns_of(write_log(folder / "log.jsonl", ["ann", "bob"], 30)).values() for t in of]
 
 
-def test_it_gives_what_the_engine_gives(tmp_path: Path) -> None:
-    turns = log_of(tmp_path)
-    query, question = turns[40].text, "What of the harbour?"
+FIRST: list[ApiCall[Any]] = [
+    FlushCommand("ann"),
+    FlushCommand("bob"),
+    SearchQuery("bob", "the harbour", 3, 2),
+    AnswerQuery("bob", "What of the harbour?"),
+    ListQuery("ann", ["fact"], limit=2),
+    ExplainQuery("ann", 5),
+    TenantsQuery(),
+    TenantsQuery("b", 1),
+    StatsQuery(),
+    TenantStatsQuery("ann"),
+    GetQuery("nothing", "ann"),
+    SearchQuery("nobody", "word1"),
+    SearchQuery("ann", " "),
+    SearchQuery("ann", "word1", where={"place": None}),
+    SearchQuery("ann", "word1", since="yesterday"),
+]
 
-    async def awaited() -> list[Any]:
+
+async def outcome(calling: Awaitable[Any]) -> Any:
+    """The result of a call, or the type and message of its error."""
+    try:
+        return await calling
+    except (UndertowError, ValueError) as error:
+        return type(error), str(error).replace("/plain", "/store")
+
+
+def test_a_call_has_the_result_or_the_error_of_the_engine(tmp_path: Path) -> None:
+    turns = log_of(tmp_path)
+    alone = Engine(tmp_path / "plain", settings(), PARTS.encoder(settings()), llm=mock_llm(settings()))
+
+    async def work(engine: Engine) -> None:
         async with opened(tmp_path / "store") as memories:
             receipts = await memories.add(turns)
-            assert await memories.call(FlushCommand("ann"))
-            assert await memories.call(FlushCommand("bob"))
-            found = await memories.call(SearchQuery("bob", query, k_sub=3, k_epi=2))
-            answer = await memories.call(AnswerQuery("bob", question))
-            episode, turn = found.episodes[0].id, receipts[3].id or ""
-            updated = await memories.call(UpdateCommand(episode, "bob", "Bob has sold the boat."))
-            kind = await memories.call(DeleteCommand(turn, "ann"))
-            assert await memories.call(FlushCommand("bob"))
-            assert await memories.call(FlushCommand("ann"))
-            given = (
-                await memories.call(GetQuery(episode, "bob")),
-                await memories.call(HistoryQuery(episode, "bob")),
-            )
-            counts = await memories.call(StatsQuery())
-            with pytest.raises(UndertowError, match="no memory"):
-                await memories.call(GetQuery(turn, "ann"))
-            with pytest.raises(UndertowError, match="no memory"):
-                await memories.call(GetQuery(episode, "ann"))  # it is bob's
-            return [[(r.id, r.seq) for r in receipts], found, answer.text, updated, kind, *given, counts]
-
-    def called() -> list[Any]:
-        engine = Engine(tmp_path / "plain", settings(), PARTS.encoder(settings()), llm=mock_llm(settings()))
-        with engine:
-            receipts = engine.add_batch(turns)
-            assert engine.flush("ann")
-            assert engine.flush("bob")
-            found = engine.search("bob", query, k_sub=3, k_epi=2)
-            answer = engine.answer("bob", question)
-            episode, turn = found.episodes[0].id, receipts[3].id or ""
-            updated = engine.update(episode, "Bob has sold the boat.", tenant="bob")
-            kind = engine.delete(turn, tenant="ann")
-            assert engine.flush("bob")
-            assert engine.flush("ann")
-            given = engine.get(episode, tenant="bob"), engine.history(episode, tenant="bob")
-            return [
-                [(r.id, r.seq) for r in receipts],
-                found,
-                answer.text,
-                updated,
-                kind,
-                *given,
-                engine.stats(),
+            plain = engine.add_batch(turns)
+            assert [(r.id, r.seq) for r in receipts] == [(r.id, r.seq) for r in plain]
+            for call in FIRST:
+                expected = await outcome(asyncio.to_thread(engine.call, call))
+                assert await outcome(memories.call(call)) == expected, call
+            episode = (await memories.call(SearchQuery("bob", "the harbour"))).episodes[0].id
+            turn = receipts[3].id or ""
+            changes: list[ApiCall[Any]] = [
+                UpdateCommand(episode, "bob", "Bob has sold the boat."),
+                DeleteCommand(turn, "ann"),
+                FlushCommand("bob"),
+                FlushCommand("ann"),
+                GetQuery(episode, "bob"),
+                GetQuery(episode, "ann"),  # it is bob's
+                GetQuery(turn, "ann"),
+                HistoryQuery(episode, "bob"),
+                StatsQuery(),
             ]
+            for call in changes:
+                expected = await outcome(asyncio.to_thread(engine.call, call))
+                assert await outcome(memories.call(call)) == expected, call
+            with pytest.raises(InputError, match="tenant"):
+                await memories.add(some("", 1))
 
-    assert run(awaited()) == called()
-
-
-def test_erasing_gives_a_certificate_under_the_tenants_key(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path / "store") as memories:
-            await memories.add(some("ann", 1, 2))
-            await memories.add(some("bob", 1))
-            certificate = await memories.call(EraseCommand("ann", now=True))
-            assert certificate is not None
-            assert certificate.turns_removed == 2
-            assert certificate.tenant_key == memories.tenant_key("ann")
-            assert memories.tenant_key("ann") == read_info(tmp_path / "store").tenant_key("ann")
-            with pytest.raises(UnknownTenant):
-                await memories.call(SearchQuery("ann", "word1"))
-            assert (await memories.call(SearchQuery("bob", "word1"))).turns
-            assert await memories.call(EraseCommand("bob", now=False)) is None
-
-    run(work())
+    with alone as engine:
+        run(work(engine))
 
 
-def test_what_is_of_a_tenant_as_a_whole(tmp_path: Path) -> None:
+def test_a_tenant_is_exported_imported_and_erased(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path / "store") as memories:
             await memories.add(log_of(tmp_path))
             assert await memories.call(FlushCommand("ann"))
-            assert await memories.call(FlushCommand("bob"))
-            page = await memories.call(ListQuery("ann", kinds=["fact"], limit=2))
-            rest = await memories.call(ListQuery("ann", kinds=["fact"], after=page.after))
-            facts = [item["id"] for item in (*page.items, *rest.items)]
             records = [record async for record in memories.export("ann")]
-            assert (
-                len(facts) == len(set(facts)) == (await memories.call(TenantStatsQuery("ann")))["facts"] > 2
-            )
             imported = await memories.call(ImportCommand("eve", records))
             assert imported.turns == (await memories.call(TenantStatsQuery("ann")))["turns"] == 30
             again = [record async for record in memories.export("eve")]
             assert [record["kind"] for record in again] == [record["kind"] for record in records]
-            assert (await memories.call(ExplainQuery("eve", limit=5)))[-1]["seq"] >= 4
-            assert await memories.call(TenantsQuery()) == ["ann", "bob", "eve"]
-            assert await memories.call(TenantsQuery("b", limit=1)) == ["bob"]
             spent = await memories.call(UsageQuery())
-            ann, bob = (
-                await memories.call(TenantUsageQuery("ann")),
-                await memories.call(TenantUsageQuery("bob")),
+            assert (
+                spent["episode"]["calls"]
+                >= (await memories.call(TenantUsageQuery("ann")))["episode"]["calls"]
+                > 0
             )
-            assert spent["episode"]["calls"] >= ann["episode"]["calls"] + bob["episode"]["calls"] > 0
-            await memories.call(EraseCommand("ann", now=False))
-            assert set(await memories.call(PurgeCommand())) == {memories.tenant_key("ann")}
-
-    run(work())
-
-
-def test_errors_are_the_engines_own(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path / "store") as memories:
+            certificate = await memories.call(EraseCommand("ann", now=True))
+            assert certificate is not None and certificate.turns_removed == 30
+            key = read_info(tmp_path / "store").tenant_key("ann")
+            assert certificate.tenant_key == memories.tenant_key("ann") == key
             with pytest.raises(UnknownTenant):
-                await memories.call(SearchQuery("nobody", "word1"))
-            with pytest.raises(InputError, match="tenant"):
-                await memories.add(some("", 1))
-            await memories.add(some("ann", 1))
-            for how, named in (({"where": {"place": None}}, "place"), ({"since": "yesterday"}, "yesterday")):
-                with pytest.raises(ValueError, match=named):
-                    await memories.call(SearchQuery("ann", "word1", **how))
-            with pytest.raises(ValueError, match="empty"):
-                await memories.call(SearchQuery("ann", " "))
-            states = await memories.status()
-            assert [state["state"] for state in states.values()] == ["serving"]
-            assert [state["reopened"] for state in states.values()] == [0]
+                await memories.call(SearchQuery("ann", "word1"))
+            assert await memories.call(EraseCommand("eve", now=False)) is None
+            assert set(await memories.call(PurgeCommand())) == {memories.tenant_key("eve")}
+            (state,) = (await memories.status()).values()
+            assert (state["state"], state["reopened"]) == ("serving", 0)
 
     run(work())
 

@@ -13,7 +13,6 @@ from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.principal import Scope
 
 from ...support.cli import conversation
-from ...support.llm_servers import wait_until
 from ...support.service.http import Running, at, is_problem, said, serving
 
 
@@ -87,16 +86,6 @@ def test_an_export_comes_back(client: httpx2.Client) -> None:
     ]
     assert hits[0] == hits[1]
     assert any(record.get("vector") for record in exported(client, "ann", vectors=True))
-
-
-def test_an_import_as_a_job(client: httpx2.Client) -> None:
-    body = client.get(at("ann", "/export")).content
-    accepted = client.post(at("later", "/import"), content=body, headers={"Prefer": "respond-async"})
-    assert accepted.status_code == 202
-    location = accepted.headers["location"]
-    wait_until(lambda: client.get(location).json()["status"] in ("done", "failed"))
-    job = client.get(location).json()
-    assert (job["status"], job["result"]["turns"]) == ("done", 24)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]\n", b'{"kind": "export"}\n'])
