@@ -34,17 +34,15 @@ KEYS_OUT_OF_REACH = "the key file, which could not be changed and may still name
 def works(service: Service) -> Mapping[Operation, Work]:
     """The function that carries out each operation."""
 
-    async def flush_job(job: ServiceJob) -> Mapping[str, Any]:
-        return await flush(service, _tenant(job), again=job.again)
-
     async def import_job(job: ServiceJob) -> Mapping[str, Any]:
         body = await asyncio.to_thread(service.jobs.body_of(job).read_bytes)
         return await import_(service, _tenant(job), body, again=job.again)
 
-    async def erase_job(job: ServiceJob) -> Mapping[str, Any]:
-        return await erase(service, _tenant(job), job.key_id)
-
-    return {"flush": flush_job, "import": import_job, "erase": erase_job}
+    return {
+        "flush": lambda job: flush(service, _tenant(job), again=job.again),
+        "import": import_job,
+        "erase": lambda job: erase(service, _tenant(job), job.key_id),
+    }
 
 
 def _tenant(job: ServiceJob) -> str:

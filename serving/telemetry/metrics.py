@@ -73,16 +73,10 @@ class HTTPMetrics:
 
     def exposition(self, status: Status) -> bytes:
         """All metrics in Prometheus' text format; `status`: the current Router.status."""
-        return generate_latest(_Scrape(self.registry, status))
-
-
-class _Scrape(CollectorRegistry):
-    """One scrape: the registry's metrics, then the shards'."""
-
-    def __init__(self, registry: CollectorRegistry, status: Status) -> None:
-        super().__init__()
-        self.register(registry)
-        self.register(ShardCollector(status))
+        scrape = CollectorRegistry()
+        scrape.register(self.registry)
+        scrape.register(ShardCollector(status))
+        return generate_latest(scrape)
 
 
 class ShardCollector:

@@ -50,14 +50,24 @@ class Front:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id = given if VALID_ID.fullmatch(given) else secrets.token_hex(8)
-        scope[REQUEST_ID] = request_id
-        answer = _Answer(send, request_id)
+        scope[REQUEST_ID] = request_id = given if VALID_ID.fullmatch(given) else secrets.token_hex(8)
         scope["path"] = undecoded_path(scope)
+        begun = False
+
+        async def answer(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                own = MutableHeaders(scope=message)
+                own["x-request-id"] = request_id
+                own["x-content-type-options"] = "nosniff"
+                own.setdefault("cache-control", "no-store")
+            await send(message)
+
         try:
             await self._pass(scope, headers, receive, answer)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: it fails, others continue
-            if answer.begun:  # the response can only be left incomplete
+            if begun:  # the response can only be left incomplete
                 log_failure(log, error)
             else:
                 problem = problem_of(error)
@@ -71,24 +81,6 @@ class Front:
         with self._load.request():
             scope[PRINCIPAL] = self._guard.admit(headers)
             await self._app(scope, receive, send)
-
-
-class _Answer:
-    """`send`; adds the headers of every response, and records whether the response has begun."""
-
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send = send
-        self._request_id = request_id
-        self.begun = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.begun = True
-            headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._request_id
-            headers["x-content-type-options"] = "nosniff"
-            headers.setdefault("cache-control", "no-store")
-        await self._send(message)
 
 
 def undecoded_path(scope: Scope) -> str:

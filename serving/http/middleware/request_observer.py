@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,20 +27,6 @@ QUIET = frozenset({"/health/live", "/health/ready", "/metrics"})
 UNMATCHED = "unmatched"
 # the client disconnected before the response began (nginx's number for it)
 GONE = 499
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEntry:
-    """One completed or aborted request. `tenant`: the keyed hash; `problem`: the error's slug."""
-
-    method: str
-    route: str
-    status: int
-    ms: float
-    request_id: str
-    key_id: str | None
-    tenant: str | None
-    problem: str | None
 
 
 class RequestObserver:
@@ -79,29 +64,29 @@ class RequestObserver:
             try:
                 await self._app(scope, receive, watched)
             finally:
-                self._record(self._entry(scope, status, time.perf_counter() - began_s), span)
+                self._record(scope, status, time.perf_counter() - began_s, span)
 
-    def _record(self, entry: RequestEntry, span: RequestSpan | None) -> None:
-        self._metrics.note(entry.method, entry.route, entry.status, entry.ms / 1e3, entry.problem)
+    def _record(self, scope: Scope, status: int, seconds: float, span: RequestSpan | None) -> None:
+        method, route = _method(scope), getattr(scope.get("route"), "path", UNMATCHED)
+        principal, problem, name = scope.get(PRINCIPAL), scope.get(SLUG), scope.get(TENANT)
+        tenant = None if name is None else self._tenant_key(name)
+        self._metrics.note(method, route, status, seconds, problem)
         if span is not None:
-            span.end(entry.method, entry.route, entry.status, entry.tenant, entry.problem)
-        if entry.route not in QUIET:
-            fields = {name: value for name, value in asdict(entry).items() if value is not None}
-            log.info("request", extra={"fields": fields | (span.ids if span else {})})
-
-    def _entry(self, scope: Scope, status: int, seconds: float) -> RequestEntry:
-        principal = scope.get(PRINCIPAL)
-        tenant = scope.get(TENANT)
-        return RequestEntry(
-            method=_method(scope),
-            route=getattr(scope.get("route"), "path", UNMATCHED),
-            status=status,
-            ms=round(seconds * 1e3, 3),
-            request_id=scope.get(REQUEST_ID, ""),
-            key_id=None if principal is None else principal.key_id,
-            tenant=None if tenant is None else self._tenant_key(tenant),
-            problem=scope.get(SLUG),
-        )
+            span.end(method, route, status, tenant, problem)
+        if route in QUIET:
+            return
+        fields = {
+            "method": method,
+            "route": route,
+            "status": status,
+            "ms": round(seconds * 1e3, 3),
+            "request_id": scope.get(REQUEST_ID, ""),
+            "key_id": principal and principal.key_id,
+            "tenant": tenant,
+            "problem": problem,
+            **(span.ids if span else {}),
+        }
+        log.info("request", extra={"fields": {k: value for k, value in fields.items() if value is not None}})
 
 
 def _method(scope: Scope) -> str:
