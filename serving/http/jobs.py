@@ -52,8 +52,9 @@ class ServiceJob:
     @classmethod
     def of(cls, row: tuple[Any, ...], *, again: bool = False) -> ServiceJob:
         """A job from a row of COLUMNS."""
-        known: list[Any] = [*row[:-2], *(text and orjson.loads(text) for text in row[-2:])]
-        return cls(*known, again=again)
+        known: dict[str, Any] = dict(zip(COLUMNS.split(", "), row, strict=True))
+        known |= {name: known[name] and orjson.loads(known[name]) for name in ("result", "error")}
+        return cls(**known, again=again)
 
     @property
     def document(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def tool(
     """Adds a function to TOOLS, with its name and docstring."""
 
     def add(run: Run) -> Run:
-        name: str = run.__name__  # type: ignore[attr-defined]
+        name: str = run.__name__
         returns = get_type_hints(run)["return"]
         description = " ".join((inspect.getdoc(run) or "").split())
         description += DATA if issubclass(returns, schemas.Quoting) else ""

@@ -156,7 +156,8 @@ def test_a_tenant_is_exported_imported_and_erased(tmp_path: Path) -> None:
             with pytest.raises(UnknownTenant):
                 await memories.call(SearchQuery("ann", "word1"))
             assert await memories.call(EraseCommand("eve", now=False)) is None
-            assert set(await memories.call(PurgeCommand())) == {memories.tenant_key("eve")}
+            purged = await memories.call(PurgeCommand())
+            assert set(purged) == {memories.tenant_key("eve")}
             (state,) = (await memories.status()).values()
             assert (state["state"], state["reopened"]) == ("serving", 0)
 

@@ -23,6 +23,7 @@ from undertow.serving.http.state_db import StateDb, StateError
 
 from ...support.cluster.in_process import PARTS, settings
 from ...support.engine import turn_of
+from ...support.service.http import with_state
 
 MARK, OTHER, REQUEST = b"m" * 32, b"o" * 32, b"r" * 32
 
@@ -60,9 +61,7 @@ def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
         await now.keep(anew, given)
         assert isinstance(await now.begin(MARK, "key", REQUEST), IdempotentRequest)
 
-    state = StateDb(tmp_path)
-    asyncio.run(go(state))
-    state.close()
+    with_state(tmp_path, go)
 
 
 def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
@@ -76,9 +75,7 @@ def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
             assert isinstance(anew, IdempotentRequest)
             assert not anew.again
 
-    state = StateDb(tmp_path)
-    asyncio.run(go(state))
-    state.close()
+    with_state(tmp_path, go)
 
 
 def test_a_state_folder_is_of_one_service(tmp_path: Path) -> None:

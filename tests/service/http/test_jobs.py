@@ -26,7 +26,17 @@ from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.state_db import StateDb
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import SOON_S, Held, Running, at, intercepted, is_problem, said, serving
+from ...support.service.http import (
+    SOON_S,
+    Held,
+    Running,
+    at,
+    intercepted,
+    is_problem,
+    said,
+    serving,
+    with_state,
+)
 
 ASYNC = {"Prefer": "respond-async"}
 
@@ -269,9 +279,7 @@ def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) ->
             await asyncio.sleep(0.001)
         await jobs.stop()
 
-    state = StateDb(tmp_path)
-    asyncio.run(go(state))
-    state.close()
+    with_state(tmp_path, go)
     assert done == ["bob"]
     assert list((tmp_path / "jobs").iterdir()) == []
 
@@ -291,9 +299,7 @@ def test_jobs_and_what_they_bring_are_bounded(tmp_path: Path) -> None:
         with pytest.raises(Problem, match="Too many jobs are open"):
             await jobs.accept("flush", "eve", "eve", "k")
 
-    state = StateDb(tmp_path)
-    asyncio.run(go(state))
-    state.close()
+    with_state(tmp_path, go)
 
 
 def files_with(folder: Path, text: bytes) -> list[str]:

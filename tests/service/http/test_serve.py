@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,19 +93,11 @@ class HeldLLM:
         return 200, completion("On Sunday.", usage={"prompt_tokens": 7, "completion_tokens": 3})
 
 
-def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) -> None:
-    held, answers = HeldLLM(), []
-    env = {"UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}
-    with odd_server(held) as llm, process(tmp_path, "--llm", llm, env=env) as service:
-        client, other = service.client(), service.client()
-        assert client.get("/openapi.json").status_code == 200
-        client.post(at("ann", "/memories"), json={"messages": said("the boat on sunday")})
-
-        def ask() -> None:
-            answers.append(client.post(at("ann", "/answer"), json={"question": "When?"}))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
+def drain(service: Process, key: str, tenant: str, held: HeldLLM) -> None:
+    """SIGTERM while an answer is under way: it is finished, new requests are refused, the process exits."""
+    client, other = service.client(key), service.client(key)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, at(tenant, "/answer"), json={"question": "When?"})
         try:
             wait_until(lambda: held.asked == 1)
             assert other.get("/health/ready").json()["status"] == "ok"
@@ -112,16 +105,26 @@ def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) ->
             wait_until(lambda: other.get("/health/ready").status_code == 503)
             assert other.get("/health/ready").json() == {"status": "draining"}
             assert other.get("/health/live").status_code == 200
-            refused = other.post(at("ann", "/memories"), json={"messages": said("late")})
+            refused = other.post(at(tenant, "/memories"), json={"messages": said("late")})
             is_problem(refused, 503, "draining")
             assert refused.headers["retry-after"] == "1"
         finally:
             held.go.set()
-        asking.join(SOON_S)
-        assert service.popen.wait(SOON_S) == 0
-    (answer,) = answers
+        answer = asked.result(SOON_S)
+    assert service.popen.wait(SOON_S) == 0
     assert (answer.status_code, answer.json()["answer"]) == (200, "On Sunday.")
     assert not any("Traceback" in line for line in service.said)
+
+
+def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) -> None:
+    held = HeldLLM()
+    env = {"UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}
+    with odd_server(held) as llm, process(tmp_path, "--llm", llm, env=env) as service:
+        key = service.key()
+        client = service.client(key)
+        assert client.get("/openapi.json").status_code == 200
+        client.post(at("ann", "/memories"), json={"messages": said("the boat on sunday")})
+        drain(service, key, "ann", held)
 
 
 def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
