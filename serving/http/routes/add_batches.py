@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from undertow.engine.base.model import Message, Turn, dedupe_key
+from undertow.engine.api.message_turns import turns_of
+from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.engine.base.results import Receipt, Report
-from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.step.admission import check_turn
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.routes.schemas import Added, Lot
@@ -33,20 +33,22 @@ class AddBatch:
 
     @classmethod
     def of(cls, tenant: str, lot: Lot, key_id: str, key: str | None, max_message_bytes: int) -> AddBatch:
-        """The turns of some messages, made as Engine.add makes them. InputError.
+        """The turns of some messages. InputError.
 
         `key`: the caller's Idempotency-Key, distinct for each API key. Without one, each call is new.
         """
         call = secrets.token_hex(12) if key is None else f"{key_id}\x1f{key}"
-        default = None if lot.timestamp is None else str(lot.timestamp)
-        parsed = parse_messages(lot.messages, source="add", max_message_bytes=max_message_bytes)
-        turns = []
-        for n, pair in enumerate(pair_chat(parsed)):
-            timestamp = next((m.timestamp for m in pair if m.timestamp), default)
-            unique = dedupe_key("add", "", f"{call}:{n}", ())
-            turn = Turn(tenant, tuple(pair), unique, lot.session_id, timestamp, lot.metadata)
+        turns = turns_of(
+            tenant,
+            lot.messages,
+            session_id=lot.session_id,
+            timestamp=None if lot.timestamp is None else str(lot.timestamp),
+            metadata=lot.metadata,
+            call=call,
+            max_message_bytes=max_message_bytes,
+        )
+        for turn in turns:
             check_turn(turn)
-            turns.append(turn)
         return cls(call, key is not None, turns)
 
 

@@ -15,16 +15,11 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from mcp import Client, MCPError
 
-from undertow.engine.base.config import Settings
-from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.settings import ClusterSettings
-from undertow.engine.storage.location import Location
-from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import Scope
 from undertow.serving.mcp.schemas import UNTRUSTED
 
-from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
+from ...support.service.http import Running, at, is_problem, said, serving
 from ...support.service.mcp import EVERY_TOOL, MODES, TOOLS, connected, done, refused, talk, words
 
 CHANGING = {"add_memory", "update_memory", "delete_memory", "delete_all_memories"}
@@ -120,30 +115,6 @@ async def live(client: Client, tenant: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_memory_is_added_found_changed_and_deleted(running: Running, url: str, mode: str) -> None:
     talk(url, running.key(), lambda client: live(client, f"life/{mode}"), mode)
-
-
-@pytest.mark.usefixtures("ray_address")
-def test_over_shards_on_ray_it_is_the_same(tmp_path: Path) -> None:
-    from undertow.engine.cluster.ray.cluster import Cluster
-
-    def on_ray(root: Path, settings: Settings, **_: Any) -> AsyncMemories:
-        small = ClusterSettings(num_cpus=0.5, threads=1, patience_s=SOON_S)
-        cluster = Cluster.open(Location.of(root), settings, shards=2, resources=small)
-        return AsyncMemories(cluster, cluster.stop)
-
-    with serving(tmp_path, open_with=on_ray) as service:
-        shards = shard_map.load(Location.of(tmp_path))
-        tenant_of = {shards.owner(name): name for name in (f"life/{n}" for n in range(64))}
-        assert len(tenant_of) == 2  # each has a tenant
-
-        async def story(client: Client) -> None:
-            await asyncio.gather(*(live(client, tenant) for tenant in tenant_of.values()))
-            assert (await done(client, "list_tenants"))["tenants"] == []
-
-        talk(f"{service.url}/mcp", service.key(), story)
-        states = service.client().get("/v1/status").json()
-        added = {shard: state["tally"]["turns"]["stored"] for shard, state in states.items()}
-        assert added == dict.fromkeys(tenant_of, 2)
 
 
 def test_a_question_is_answered(running: Running, url: str) -> None:

@@ -1,49 +1,31 @@
-"""The asynchronous face: the engine's answers, side by side, without a thread for each that waits."""
+"""AsyncMemories: concurrent calls without a thread each, cancellation, and closing."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from undertow.engine.api.engine import Engine
-from undertow.engine.base.model import InputError, Turn, UndertowError
+from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import (
     AnswerQuery,
-    ApiCall,
-    DeleteCommand,
-    EraseCommand,
-    ExplainQuery,
     FlushCommand,
-    GetQuery,
-    HistoryQuery,
-    ImportCommand,
-    ListQuery,
-    PurgeCommand,
     SearchQuery,
     StatsQuery,
-    TenantsQuery,
-    TenantStatsQuery,
-    TenantUsageQuery,
-    UpdateCommand,
-    UsageQuery,
 )
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.step.admission import QueueFull
-from undertow.engine.storage.store_info import read_info
-from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.async_memories import AsyncMemories, open_memories
 
-from ...support.cluster.in_process import PARTS, begin, mock_llm, settings
+from ...support.cluster.in_process import PARTS, begin, settings
 from ...support.engine import HeldLLM, turn_of
-from ...support.faults.harness import turns_of, write_log
 
 SOON_S = 60
 T = TypeVar("T")
@@ -67,106 +49,6 @@ async def opened(store: Path, parts: EngineParts = PARTS) -> AsyncIterator[Async
         yield memories
 
 
-def log_of(folder: Path) -> list[Turn]:
-    return [t for of in turns_of(write_log(folder / "log.jsonl", ["ann", "bob"], 30)).values() for t in of]
-
-
-FIRST: list[ApiCall[Any]] = [
-    FlushCommand("ann"),
-    FlushCommand("bob"),
-    SearchQuery("bob", "the harbour", 3, 2),
-    AnswerQuery("bob", "What of the harbour?"),
-    ListQuery("ann", ["fact"], limit=2),
-    ExplainQuery("ann", 5),
-    TenantsQuery(),
-    TenantsQuery("b", 1),
-    StatsQuery(),
-    TenantStatsQuery("ann"),
-    GetQuery("nothing", "ann"),
-    SearchQuery("nobody", "word1"),
-    SearchQuery("ann", " "),
-    SearchQuery("ann", "word1", where={"place": None}),
-    SearchQuery("ann", "word1", since="yesterday"),
-]
-
-
-async def outcome(calling: Awaitable[Any]) -> Any:
-    """The result of a call, or the type and message of its error."""
-    try:
-        return await calling
-    except (UndertowError, ValueError) as error:
-        return type(error), str(error).replace("/plain", "/store")
-
-
-def test_a_call_has_the_result_or_the_error_of_the_engine(tmp_path: Path) -> None:
-    turns = log_of(tmp_path)
-    alone = Engine(tmp_path / "plain", settings(), PARTS.encoder(settings()), llm=mock_llm(settings()))
-
-    async def work(engine: Engine) -> None:
-        async with opened(tmp_path / "store") as memories:
-            receipts = await memories.add(turns)
-            plain = engine.add_batch(turns)
-            assert [(r.id, r.seq) for r in receipts] == [(r.id, r.seq) for r in plain]
-            for call in FIRST:
-                expected = await outcome(asyncio.to_thread(engine.call, call))
-                assert await outcome(memories.call(call)) == expected, call
-            episode = (await memories.call(SearchQuery("bob", "the harbour"))).episodes[0].id
-            turn = receipts[3].id or ""
-            changes: list[ApiCall[Any]] = [
-                UpdateCommand(episode, "bob", "Bob has sold the boat."),
-                DeleteCommand(turn, "ann"),
-                FlushCommand("bob"),
-                FlushCommand("ann"),
-                GetQuery(episode, "bob"),
-                GetQuery(episode, "ann"),  # it is bob's
-                GetQuery(turn, "ann"),
-                HistoryQuery(episode, "bob"),
-                StatsQuery(),
-            ]
-            for call in changes:
-                expected = await outcome(asyncio.to_thread(engine.call, call))
-                assert await outcome(memories.call(call)) == expected, call
-            with pytest.raises(InputError, match="tenant"):
-                await memories.add(some("", 1))
-
-    with alone as engine:
-        run(work(engine))
-
-
-def test_a_tenant_is_exported_imported_and_erased(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path / "store") as memories:
-            await memories.add(log_of(tmp_path))
-            assert await memories.call(FlushCommand("ann"))
-            records = [record async for record in memories.export("ann")]
-            imported = await memories.call(ImportCommand("eve", records))
-            assert imported.turns == (await memories.call(TenantStatsQuery("ann")))["turns"] == 30
-            again = [record async for record in memories.export("eve")]
-            assert [record["kind"] for record in again] == [record["kind"] for record in records]
-            spent = await memories.call(UsageQuery())
-            assert (
-                spent["episode"]["calls"]
-                >= (await memories.call(TenantUsageQuery("ann")))["episode"]["calls"]
-                > 0
-            )
-            certificate = await memories.call(EraseCommand("ann", now=True))
-            assert certificate is not None and certificate.turns_removed == 30
-            key = read_info(tmp_path / "store").tenant_key("ann")
-            assert certificate.tenant_key == memories.tenant_key("ann") == key
-            with pytest.raises(UnknownTenant):
-                await memories.call(SearchQuery("ann", "word1"))
-            assert await memories.call(EraseCommand("eve", now=False)) is None
-            purged = await memories.call(PurgeCommand())
-            assert set(purged) == {memories.tenant_key("eve")}
-            (state,) = (await memories.status()).values()
-            assert (state["state"], state["reopened"]) == ("serving", 0)
-
-    run(work())
-
-
-# ---- side by side
-
-
 class Held:
     """A shard's LLM client that the test holds."""
 
@@ -180,7 +62,7 @@ class Held:
             await asyncio.sleep(0.005)
 
 
-def test_many_calls_wait_side_by_side_without_a_thread_each(tmp_path: Path) -> None:
+def test_many_calls_wait_without_a_thread_each(tmp_path: Path) -> None:
     async def work() -> None:
         held = Held()
         async with opened(tmp_path / "store", held.parts) as memories:
@@ -201,7 +83,7 @@ def test_many_calls_wait_side_by_side_without_a_thread_each(tmp_path: Path) -> N
     run(work())
 
 
-def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_cancelled_call_ends_and_others_continue(tmp_path: Path) -> None:
     async def work() -> None:
         held = Held()
         async with opened(tmp_path / "store", held.parts) as memories:
@@ -225,7 +107,7 @@ def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None
     run(work())
 
 
-def test_an_add_that_nobody_waits_for_is_stored_and_its_repetition_is_a_duplicate(tmp_path: Path) -> None:
+def test_a_cancelled_add_is_stored_and_its_repeat_is_a_duplicate(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path / "store") as memories:
             adding = asyncio.create_task(memories.add(some("ann", *range(20))))
@@ -266,10 +148,7 @@ def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
     run(work())
 
 
-# ---- its end
-
-
-def test_what_is_under_way_when_it_closes_is_told(tmp_path: Path) -> None:
+def test_calls_under_way_at_closing_raise(tmp_path: Path) -> None:
     async def work() -> None:
         held = Held()
         async with opened(tmp_path / "store", held.parts) as memories:
