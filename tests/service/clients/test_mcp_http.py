@@ -308,7 +308,7 @@ def test_a_session_id_has_no_effect(running: Running) -> None:
     assert response.status_code == 200 and "mcp-session-id" not in response.headers
 
 
-def test_clients_that_vanish_take_nobody_with_them(running: Running, url: str) -> None:
+def test_disconnecting_clients_do_not_affect_others(running: Running, url: str) -> None:
     keep(running, "ann", BOAT)
     key = running.key()
     call = {
@@ -337,7 +337,7 @@ def test_clients_that_vanish_take_nobody_with_them(running: Running, url: str) -
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'{"jsonrpc": "2.0"}', b"null", b'{"jsonrpc":"2.0","id":1,"method":"x"}']
 )
-def test_what_is_no_mcp_is_refused(running: Running, body: bytes) -> None:
+def test_invalid_mcp_is_refused(running: Running, body: bytes) -> None:
     accept = {"accept": "application/json, text/event-stream", "content-type": "application/json"}
     response = running.client().post("/mcp", content=body, headers=accept)
     assert response.status_code < 500

@@ -66,7 +66,7 @@ def test_a_streamed_answer_is_the_same_in_pieces(running: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_goes_wrong_before_the_first_piece_has_a_status(running: Running, stream: bool) -> None:
+def test_an_error_before_the_first_piece_has_a_status(running: Running, stream: bool) -> None:
     client = running.client()
     is_problem(client.post(at("nobody", "/answer"), json={**ASK, "stream": stream}), 404, "unknown-tenant")
     poor = running.client(limits=KeyLimits(tokens_per_day=10))
@@ -143,7 +143,7 @@ def test_the_budget_is_charged_what_an_answer_took(tmp_path: Path) -> None:
         assert left(running, key) == 50_000 - 2_511
 
 
-def test_what_an_answer_has_cost_that_none_came_of_is_metered(tmp_path: Path) -> None:
+def test_an_unusable_reply_is_metered_and_charged(tmp_path: Path) -> None:
     """A reply that is empty, and so is its repair."""
     empty = completion("", usage={"prompt_tokens": 70, "completion_tokens": 3})
     with (

@@ -128,7 +128,7 @@ def test_slow_headers_and_invalid_http_are_refused(
         assert wire.heard()[0] == status
 
 
-def test_a_body_that_trickles_on_after_the_answer_keeps_no_connection(running: Running) -> None:
+def test_a_late_body_does_not_keep_the_connection_open(running: Running) -> None:
     with Wire(running) as wire:
         wire.head("no key", "Content-Length: 1000000")
         assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 401")
@@ -136,7 +136,7 @@ def test_a_body_that_trickles_on_after_the_answer_keeps_no_connection(running: R
         wire.heard_end()
 
 
-def test_a_connection_goes_on_after_a_body_that_came_too_late(running: Running) -> None:
+def test_a_connection_continues_after_a_late_body(running: Running) -> None:
     with Wire(running) as wire:
         wire.head("no key", "Content-Length: 3")
         assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 401")
@@ -148,7 +148,7 @@ def test_a_connection_goes_on_after_a_body_that_came_too_late(running: Running) 
             heard += piece
 
 
-def test_a_late_body_has_its_time_and_the_next_request_another(tmp_path: Path) -> None:
+def test_the_deadline_of_a_late_body_does_not_end_later_requests(tmp_path: Path) -> None:
     """A deadline that was left behind would end the connection under some later request."""
     with serving(tmp_path, body_timeout_s=0.2, keep_alive_s=60) as service, Wire(service) as wire:
         wire.head("none", "Content-Length: 3")
@@ -162,7 +162,7 @@ def test_a_late_body_has_its_time_and_the_next_request_another(tmp_path: Path) -
         assert wire.answer().status == 200
 
 
-def test_a_connection_is_idle_after_a_late_body_as_after_an_answer(running: Running) -> None:
+def test_an_idle_connection_after_a_late_body_is_closed(running: Running) -> None:
     """It is closed without a word, as no request was begun; and it is closed."""
     with Wire(running) as wire:
         wire.head("none", "Content-Length: 3")
@@ -171,7 +171,7 @@ def test_a_connection_is_idle_after_a_late_body_as_after_an_answer(running: Runn
         assert wire.socket.recv(65_536) == b""
 
 
-def test_a_sender_that_leaves_within_its_body_leaves_nothing(running: Running, key: str) -> None:
+def test_a_client_that_disconnects_within_its_body_leaves_no_request(running: Running, key: str) -> None:
     load = running.service.load
     with Wire(running) as wire:
         wire.head(key, "Content-Length: 100", "Content-Type: application/json")
@@ -195,7 +195,7 @@ def test_a_request_that_is_cut_off_gets_a_problem(running: Running, key: str, in
     assert (status, problem["type"]) == (400, "urn:undertow:error:cut-off")
 
 
-def test_what_is_no_http_behind_an_answer_only_ends_the_connection(
+def test_invalid_http_after_a_response_closes_the_connection(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Wire(running) as wire:
@@ -206,7 +206,7 @@ def test_what_is_no_http_behind_an_answer_only_ends_the_connection(
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-def test_connections_above_the_bound_are_told_so(tmp_path: Path) -> None:
+def test_connections_above_the_limit_get_a_problem(tmp_path: Path) -> None:
     with serving(tmp_path, max_connections=2) as running, Wire(running) as one, Wire(running):
         one.socket.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert one.socket.recv(65_536).startswith(b"HTTP/1.1 200")
@@ -270,7 +270,7 @@ def test_requests_that_wait_for_an_llm_leave_room_for_others(tmp_path: Path) -> 
         assert client.get(at("ann", "/export")).status_code == 200
 
 
-def test_who_reads_nothing_of_an_answer_is_cut_off(tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
     ended = threading.Event()
 
     def endless(memories: AsyncMemories) -> AsyncMemories:
@@ -292,7 +292,7 @@ def test_who_reads_nothing_of_an_answer_is_cut_off(tmp_path: Path) -> None:
         assert not running.server.server_state.connections
 
 
-def test_imports_under_way_are_few(tmp_path: Path) -> None:
+def test_imports_above_the_limit_are_refused(tmp_path: Path) -> None:
     with serving(tmp_path, max_imports=1) as running, Wire(running) as wire:
         client = running.client()
         wire.head(running.key(), "Content-Length: 100", path=at("ann", "/import"))
@@ -301,7 +301,7 @@ def test_imports_under_way_are_few(tmp_path: Path) -> None:
         assert client.get("/v1/tenants").status_code == 200
 
 
-def test_at_mcp_a_key_has_no_more_than_its_share(tmp_path: Path) -> None:
+def test_mcp_requests_count_against_the_key_s_limit(tmp_path: Path) -> None:
     with serving(tmp_path, max_tenant_requests=1, max_key_requests=1) as running, Wire(running) as wire:
         key = running.key()
         wire.head(key, "Content-Length: 100", path="/mcp")

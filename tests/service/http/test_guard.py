@@ -46,7 +46,7 @@ def routes(running: Running) -> list[tuple[str, str, Any]]:
     return found
 
 
-def test_every_route_wants_a_key(running: Running) -> None:
+def test_every_route_needs_a_key(running: Running) -> None:
     client = running.client_of(None)
     wrong = running.client_of("ut_0123456789ab_" + "x" * 43)
     asked = routes(running)
@@ -63,7 +63,7 @@ def test_every_route_wants_a_key(running: Running) -> None:
     is_problem(client.get("/v1/none"), 401)
 
 
-def test_every_route_wants_its_scope(running: Running) -> None:
+def test_every_route_needs_its_scope(running: Running) -> None:
     for method, path, access in routes(running):
         if access.scope is None:
             continue
@@ -115,7 +115,7 @@ def test_a_revoked_key_ends_at_once(running: Running) -> None:
     is_problem(client.get(at("ann", "/memories/none")), 401, "key-refused")
 
 
-def test_requests_are_counted_by_key_whatever_becomes_of_them(running: Running) -> None:
+def test_every_request_counts_against_the_key_s_rate(running: Running) -> None:
     client = running.client(limits=KeyLimits(requests_per_s=0.001, burst=3))
     statuses = [client.post(at("ann", "/search"), json=body).status_code for body in ({}, {"query": "x"})]
     assert statuses == [422, 200]
@@ -165,7 +165,7 @@ def test_without_keys_only_a_loopback_host_is_admitted(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
-def test_without_keys_it_listens_nowhere_else(host: str, tmp_path: Path) -> None:
+def test_without_keys_it_listens_on_loopback_only(host: str, tmp_path: Path) -> None:
     files = Files(None, tmp_path / "audit.jsonl", tmp_path / "state")
 
     def never() -> Any:
@@ -176,7 +176,7 @@ def test_without_keys_it_listens_nowhere_else(host: str, tmp_path: Path) -> None
         run(never, files, host, 0, settings=settings, engine=engine, on_start=lambda _: None)
 
 
-def test_an_endpoint_without_a_mark_makes_no_route() -> None:
+def test_an_endpoint_without_an_access_mark_is_refused() -> None:
     async def endpoint() -> None: ...
 
     app = FastAPI()

@@ -28,7 +28,7 @@ from ...support.service.http import with_state
 MARK, OTHER, REQUEST = b"m" * 32, b"o" * 32, b"r" * 32
 
 
-def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
+def test_requests_of_a_killed_service_are_repeated(tmp_path: Path) -> None:
     async def go(state: StateDb) -> None:
         killed, now = IdempotencyStore(state, 60.0), IdempotencyStore(state, 60.0)
         cut_off = await killed.begin(MARK, "key", REQUEST)
@@ -64,7 +64,7 @@ def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
     with_state(tmp_path, go)
 
 
-def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
+def test_kept_responses_expire(tmp_path: Path) -> None:
     async def go(state: StateDb) -> None:
         once = IdempotencyStore(state, 0.0)
         begun = await once.begin(MARK, None, REQUEST)
@@ -86,7 +86,7 @@ def test_a_state_folder_is_of_one_service(tmp_path: Path) -> None:
     StateDb(tmp_path).close()
 
 
-def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_state_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "service.sqlite3").write_bytes(b"no database" * 100)
     with pytest.raises(StateError, match="begun anew"):
         StateDb(tmp_path)

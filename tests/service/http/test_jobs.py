@@ -92,7 +92,7 @@ def test_a_job_is_visible_to_its_tenant_only_and_says_why_it_failed(client: http
     assert (failed["status"], failed["error"]["status"], "result" in failed) == ("failed", 404, False)
 
 
-def test_the_same_request_again_is_not_done_again(running: Running, client: httpx2.Client) -> None:
+def test_a_repeated_request_is_carried_out_once(running: Running, client: httpx2.Client) -> None:
     (made,) = add(client, "cyd", "the meeting is on monday")
     one = at("cyd", f"/memories/{made}")
     key = {"Idempotency-Key": "u-1"}
@@ -112,7 +112,7 @@ def test_the_same_request_again_is_not_done_again(running: Running, client: http
     is_problem(client.delete(other), 404, "unknown-memory")
 
 
-def test_what_failed_may_be_tried_again_under_its_key(client: httpx2.Client) -> None:
+def test_a_failed_request_may_be_retried_under_its_key(client: httpx2.Client) -> None:
     key = {"Idempotency-Key": "f-1"}
     is_problem(client.post(at("dan", "/flush"), headers=key), 404, "unknown-tenant")
     add(client, "dan", "hi")
@@ -121,7 +121,7 @@ def test_what_failed_may_be_tried_again_under_its_key(client: httpx2.Client) -> 
 
 
 @pytest.mark.parametrize("failure", [ShardDown("s0", 1.0, "it is gone"), asyncio.CancelledError()])
-def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
+def test_a_repeat_of_a_completed_change_without_response_succeeds(
     tmp_path: Path, failure: BaseException
 ) -> None:
     failures = [failure]
@@ -176,7 +176,7 @@ def test_a_job_under_a_key_is_one_job(client: httpx2.Client) -> None:
     ended(client, first.headers["location"])
 
 
-def test_what_is_kept_of_a_request_does_not_name_its_tenant(running: Running, client: httpx2.Client) -> None:
+def test_kept_requests_do_not_name_the_tenant(running: Running, client: httpx2.Client) -> None:
     add(client, "gil of note", "hi")
     headers = {**ASYNC, "Idempotency-Key": "n-1"}
     first = client.post(at("gil of note", "/flush"), headers=headers)
@@ -206,7 +206,7 @@ def test_an_erasure_that_is_repeated_under_its_key_erases_nothing_new(client: ht
     assert client.get(at("hal", "/stats")).json()["turns"] == 1
 
 
-def test_a_key_that_goes_with_its_tenant_waits_for_the_certificate(
+def test_a_key_that_names_the_tenant_cannot_erase_it_as_a_job(
     running: Running, client: httpx2.Client
 ) -> None:
     add(client, "ida", "hi")
@@ -261,7 +261,7 @@ class Late(JobQueue):
             super()._launch(job)
 
 
-def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) -> None:
+def test_a_forgotten_job_does_not_begin(tmp_path: Path) -> None:
     done: list[str] = []
 
     async def work(job: ServiceJob) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) ->
     assert list((tmp_path / "jobs").iterdir()) == []
 
 
-def test_jobs_and_what_they_bring_are_bounded(tmp_path: Path) -> None:
+def test_jobs_and_their_bodies_are_bounded(tmp_path: Path) -> None:
     async def go(state: StateDb) -> None:
         bounds = {"max_jobs": 3, "max_job_bytes": 2_048, "max_import_bytes": 2_048}
         jobs = Late(state, ServiceSettings(**bounds))

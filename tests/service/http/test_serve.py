@@ -127,7 +127,7 @@ def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) ->
         drain(service, key, "ann", held)
 
 
-def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_work_survives_a_kill(tmp_path: Path) -> None:
     held = HeldLLM()
     items = [{"messages": line["messages"], "session_id": "s"} for line in conversation("ann", 9)]
     once, later = {"Idempotency-Key": "once"}, {"Prefer": "respond-async"}
@@ -189,7 +189,7 @@ def test_without_an_llm_an_answer_says_so(tmp_path: Path) -> None:
         assert "--llm URL" in is_problem(told, 503, "no-llm")["detail"]
 
 
-def test_a_port_in_use_is_told_before_a_store_is_made(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_the_store_is_created(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ran = run("serve", "--store", tmp_path / "store", "--insecure-no-auth", "--port", port)

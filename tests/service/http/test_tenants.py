@@ -89,12 +89,12 @@ def test_an_export_comes_back(client: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]\n", b'{"kind": "export"}\n'])
-def test_what_is_no_export(client: httpx2.Client, body: bytes) -> None:
+def test_an_invalid_export_is_refused(client: httpx2.Client, body: bytes) -> None:
     is_problem(client.post(at("nothing", "/import"), content=body), 422, "input")
     is_problem(client.get(at("nothing", "/stats")), 404, "unknown-tenant")
 
 
-def test_what_is_wrong_in_an_export_is_told_by_its_line_without_a_file(client: httpx2.Client) -> None:
+def test_an_error_in_an_export_names_the_line_and_no_file(client: httpx2.Client) -> None:
     first, *rest = exported(client, "ann")
     turn = next(record for record in rest if record["kind"] == "turn")
     turn["seq"] = -5
