@@ -1,1 +1,1 @@
-"""What a request passes before its endpoint: log and span, id, key and rate, load, body limits, idempotency."""
+"""What a request passes before its endpoint: log and span, id, key, rate, load, body limits, idempotency."""
