@@ -19,8 +19,8 @@ from undertow.engine.cluster.shard.supervisor import EngineUnusable
 from undertow.engine.cluster.wire import pack, receipts_table
 from undertow.engine.step.admission import QueueFull
 
-from ..support.cluster.in_process import PARTS, begin, settings
-from ..support.engine import turn_of
+from ...support.cluster.in_process import PARTS, begin, settings
+from ...support.engine import turn_of
 
 SOON_S = 30
 

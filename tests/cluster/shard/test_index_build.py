@@ -24,9 +24,9 @@ from undertow.engine.search.ranking import Ranker
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.engine.tenants.tenant import Tenant
 
-from ..engine.search.test_hybrid_search import QUERIES, turns
-from ..support.cluster.in_process import begin, settings
-from ..support.engine import NEVER, open_engine
+from ...engine.search.test_hybrid_search import QUERIES, turns
+from ...support.cluster.in_process import begin, settings
+from ...support.engine import NEVER, open_engine
 
 SOON_S = 30.0
 SLICE = 8

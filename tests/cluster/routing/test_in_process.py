@@ -31,9 +31,9 @@ from undertow.engine.storage.journal import Fenced, Journal
 from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.storage.store_info import StoreLocked, read_info
 
-from ..support.cluster.in_process import PARTS, FailingEncoder, begin, mock_llm, settings
-from ..support.engine import bytes_hold, turn_of
-from ..support.faults.harness import assert_same_state, end_state, turns_of, write_log
+from ...support.cluster.in_process import PARTS, FailingEncoder, begin, mock_llm, settings
+from ...support.engine import bytes_hold, turn_of
+from ...support.faults.harness import assert_same_state, end_state, turns_of, write_log
 
 SOON_S = 60
 QUICK = ClusterSettings(patience_s=SOON_S)
