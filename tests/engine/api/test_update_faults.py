@@ -36,6 +36,7 @@ from ...support.engine import (
     turn_of,
     turns_of,
 )
+from ...support.erasure import turns_of_topics
 from ...support.faults.harness import (
     THETA,
     WINDOWS,
@@ -46,7 +47,6 @@ from ...support.faults.harness import (
     shared_driver,
 )
 from ...support.updates import GARDENS, NEW, PAIRS, current, one, reports_of
-from .test_erase import turns_of_topics
 
 
 @pytest.fixture
