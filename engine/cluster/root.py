@@ -1,20 +1,23 @@
-"""Where the shards of a cluster keep what is theirs: in its root, or in a plain store that is all of it.
+"""Where the shards of a cluster store their data: in its root, or in a plain store with a single shard.
 
-ROOT/map/, thresholds.json      who owns what, and the thresholds of all shards
+ROOT/map/                       the shard maps
+ROOT/thresholds.json            the thresholds of all shards, made with the root
 ROOT/shards/SHARD/              each shard's store
 STORE/                          a plain store, as `undertow ingest` makes it without --ray: one shard
-ROOT or STORE/parked/SHARD/     turns that were set aside
+ROOT or STORE/parked/SHARD/     quarantined turns
+
+The thresholds lie in the root so that a shard decides by them whichever command started it.
 """
 
 from __future__ import annotations
 
 import secrets
-from abc import ABC, abstractmethod
 from pathlib import Path
+
+import orjson
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.cluster import root_thresholds as thresholds
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.shard_map import STORES, ShardMap
 from undertow.engine.storage.location import Location, StoreError
@@ -22,73 +25,56 @@ from undertow.engine.storage.store_info import DESCRIPTION, read_info
 
 # the one shard of a plain store
 SINGLE = "single"
+THRESHOLDS = "thresholds.json"
+# settings that determine the thresholds
+NAMING = {"profile", "theta_sim", "theta_merge", "theta_count"}
 
 
-class SharedRoot(ABC):
-    """What a router and its shards share."""
+class SharedRoot:
+    """What a router and its shards share: a cluster's root.
 
-    # a shard takes its journal over from a writer that may still be alive; else that one's lock refuses it
-    takeover: bool
+    Its shards may run in other processes, and be restarted while their former processes still live.
+    """
+
+    # a shard takes its journal over from a writer that may still be alive; else that writer's lock refuses it
+    takeover = True
 
     def __init__(self, location: Location) -> None:
         self.location = location
 
     @staticmethod
     def of(where: SharedRoot | Location) -> SharedRoot:
-        """A place alone is a cluster's root."""
-        return where if isinstance(where, SharedRoot) else ClusterRoot(where)
+        """A location alone is a cluster's root."""
+        return where if isinstance(where, SharedRoot) else SharedRoot(where)
 
     @property
-    @abstractmethod
     def stores(self) -> Location:
         """The folder of the shards' stores."""
+        return self.location / STORES
 
-    @abstractmethod
     def store(self, shard: str) -> Location:
         """A shard's store."""
+        return self.stores / shard
 
-    @abstractmethod
     def newest_map(self) -> ShardMap:
         """The map in force. StoreError: there is none."""
+        return shard_map.load(self.location)
 
-    @abstractmethod
     def settings(self, given: Settings) -> Settings:
-        """The settings with what is one and the same for all shards. StoreError."""
+        """The settings with the thresholds of all shards. StoreError."""
+        return with_thresholds(self.location, given)
 
-    @abstractmethod
     def check_moves(self) -> None:
         """UndertowError where no tenant ever moves."""
 
 
-class ClusterRoot(SharedRoot):
-    """A cluster's root. Its shards may be in other processes, and be restarted while theirs still live."""
-
-    takeover = True
-
-    @property
-    def stores(self) -> Location:
-        return self.location / STORES
-
-    def store(self, shard: str) -> Location:
-        return self.stores / shard
-
-    def newest_map(self) -> ShardMap:
-        return shard_map.load(self.location)
-
-    def settings(self, given: Settings) -> Settings:
-        return thresholds.in_force(self.location, given)
-
-    def check_moves(self) -> None:
-        pass
-
-
 class SingleStoreRoot(SharedRoot):
-    """A store without a root: a cluster of one shard, whose map is for good."""
+    """A store without a root: a cluster of one shard, whose map never changes."""
 
     takeover = False
 
     def __init__(self, where: Location | Path | str) -> None:
-        """Also of a store that has yet to be made. StoreError: something else lies there."""
+        """The store may be missing yet. StoreError: a cluster's root lies there."""
         location = Location.of(where)
         if shard_map.exists(location):
             raise StoreError(f"{location} is a cluster's root, whose shards run on Ray. Give --ray ADDRESS.")
@@ -97,10 +83,6 @@ class SingleStoreRoot(SharedRoot):
         made = location.exists(DESCRIPTION)
         hash_key = read_info(location).hash_key if made else secrets.token_hex(32)
         self._map = ShardMap(1, (SINGLE,), hash_key=hash_key)
-
-    @property
-    def stores(self) -> Location:
-        return self.location
 
     def store(self, shard: str) -> Location:
         return self.location
@@ -116,3 +98,50 @@ class SingleStoreRoot(SharedRoot):
             f"{self.location} is a plain store, of one shard for good. To spread its tenants over shards, "
             "export them and import them into a cluster."
         )
+
+
+# ---- thresholds
+
+
+def agree_on_thresholds(root: Location, settings: Settings) -> None:
+    """Store the settings' thresholds if the root has none. UndertowError: it has others than they name.
+
+    Settings that name none of them agree with any.
+    """
+    root.create(THRESHOLDS, orjson.dumps(_thresholds(settings), option=orjson.OPT_INDENT_2))
+    stored = with_thresholds(root, settings)
+    if settings.model_fields_set & NAMING and _thresholds(stored) != _thresholds(settings):
+        raise UndertowError(
+            f"the tenants of {root} are decided by {_shown(stored)}, "
+            f"and the settings say {_shown(settings)}. Leave profile and thresholds out (the options, UNDERTOW_PROFILE and UNDERTOW_THETA_*); or, to "
+            "change them for all later turns, end the shards (`undertow cluster drain --stop`) and change "
+            f"{root / THRESHOLDS}."
+        )
+
+
+def with_thresholds(root: Location, settings: Settings) -> Settings:
+    """The settings with the root's thresholds, if it has any. StoreError: the file is damaged."""
+    data = root.read(THRESHOLDS)
+    if data is None:
+        return settings
+    try:
+        found = orjson.loads(data)
+        if found.keys() != _thresholds(settings).keys():
+            raise ValueError(f"it must hold {', '.join(_thresholds(settings))}")
+        return Settings(**{**settings.model_dump(), **found})
+    except (ValueError, AttributeError) as error:
+        raise StoreError(
+            f"{root / THRESHOLDS} holds no thresholds ({error}). Restore it from a backup."
+        ) from error
+
+
+def _thresholds(settings: Settings) -> dict[str, float]:
+    return {
+        "theta_sim": settings.similarity_threshold,
+        "theta_merge": settings.merge_threshold,
+        "theta_count": settings.recurrence_count,
+    }
+
+
+def _shown(settings: Settings) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in _thresholds(settings).items())

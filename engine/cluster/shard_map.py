@@ -146,13 +146,13 @@ class ShardMap:
     # ---- how it changes
 
     @property
-    def everyone(self) -> tuple[str, ...]:
+    def all_shards(self) -> tuple[str, ...]:
         """All shards that must run under this map, sorted: a shard that is leaving serves to the end."""
         return tuple(sorted({*self.shards, *(self.before or ())}))
 
     def require(self, shard: str) -> None:
         """Removed unless the shard is one of those that must run."""
-        if shard not in self.everyone:
+        if shard not in self.all_shards:
             raise Removed(shard, self.version)
 
     def toward(self, shards: Iterable[str]) -> ShardMap:

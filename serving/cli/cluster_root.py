@@ -69,7 +69,7 @@ def stores_of(store: Location) -> list[Location]:
     from undertow.engine.cluster.shard_map import load
     from undertow.engine.storage.store_info import is_store
 
-    locations = [_location(store, shard) for shard in load(store).everyone]
+    locations = [_location(store, shard) for shard in load(store).all_shards]
     return [location for location in locations if is_store(location)]
 
 

@@ -70,7 +70,7 @@ def open_cluster(
 def _shard_count(root: Location) -> int:
     from undertow.engine.cluster.shard_map import load
 
-    return len(load(root).everyone)
+    return len(load(root).all_shards)
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def actors(root: Location) -> dict[str, Any]:
     from undertow.engine.cluster.shard_map import load
 
     found = {}
-    for shard in load(root).everyone:
+    for shard in load(root).all_shards:
         try:
             found[shard] = ray.get_actor(actor_name(root, shard), namespace=NAMESPACE)
         except ValueError:

@@ -77,16 +77,6 @@ def test_groups_hold_whole_tenants_of_one_shard_in_the_order_of_one_process(
     assert sum(FileReport.from_json(r).turns for r in reports) == sum(map(len, found.values()))
 
 
-def test_groups_that_are_stored_are_read_and_not_sent_again(root: Location, logs: list[Log]) -> None:
-    everything = pa.concat_tables(list(reading(root).tables(Piece(0, logs[0], 0))))
-    groups = sorted(set(everything.column("group").to_pylist()) - {bulk_reading.REPORTS})
-    rest = pa.concat_tables(list(reading(root, done=frozenset(groups[:2])).tables(Piece(0, logs[0], 0))))
-    wanted = pa.compute.invert(pa.compute.is_in(everything.column("group"), pa.array(groups[:2], pa.int32())))
-    turns, left = everything.filter(wanted), rest
-    assert left.drop(["payload"]).equals(turns.drop(["payload"]))
-    assert FileReport.from_json(left.column("payload")[-1].as_py()).turns == everything.num_rows - 1
-
-
 def test_a_report_survives_its_journey(root: Location, tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("\n".join([json.dumps(line("ada", "x", colour="red")), "{broken", "[]"] * 40))
@@ -134,15 +124,6 @@ def test_turns_that_cannot_be_packed_end_their_file_alone(
     assert 0 < first.turns < second.turns == of_file[1]
     assert second.whole and not second.errors
     assert f"with {first.turns} turns taken: RuntimeError: a defect" in str(first.first_errors[0])
-
-
-def test_a_tenant_without_a_group_ends_its_file_alone(
-    root: Location, logs: list[Log], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bulk_reading, "zlib", None)
-    (only,) = reading(root).tables(Piece(0, logs[0], 0))
-    report = FileReport.from_json(only.column("payload")[0].as_py())
-    assert (report.whole, report.errors, report.turns) == (False, 1, 0)
 
 
 def test_calls_are_cut_anew_and_lose_nothing() -> None:
@@ -204,15 +185,10 @@ def test_a_log_that_was_read_to_its_end_is_passed_over(root: Location, logs: lis
     records.tidy()
     assert pieces_left(how.shard_map, now, records.reached()) == (left, changed)
     assert len(root.list("jobs")) == 1
-
-
-def test_the_latest_record_of_a_log_holds_and_names_stay_secret(root: Location, logs: list[Log]) -> None:
-    records = IngestRecords(root)
-    key, _ = reached_by(reading(root).shard_map, logs[0], FileReport(0, 1, head=logs[0].head()))
-    records.note_reached("one", {key: FileProgress(90, "x", 1, 1, clean=True)})
-    records.note_reached("two", {key: FileProgress(3, "y", 1, 1, clean=True)})
-    assert records.reached()[key].position == 3
     assert all(b"log00" not in (root.read(name) or b"") for name in root.list("jobs"))
+    key, _ = reached_by(how.shard_map, logs[0], reports[0])
+    records.note_reached("newer", {key: FileProgress(3, "y", 1, 1, clean=True)})
+    assert records.reached()[key].position == 3
 
 
 def test_a_wave_is_named_by_all_that_makes_its_groups(root: Location, logs: list[Log]) -> None:
@@ -247,6 +223,19 @@ def ingest(root: Location, kept: Kept, logs: list[Log], **options: Any) -> BulkI
     run = BulkIngest(root, kept, max_message_bytes=LIMIT, **options)
     run.feed(logs)
     return run
+
+
+def interrupted(root: Location, kept: Kept, logs: list[Log]) -> BulkIngest:
+    """Stopped once some turns are stored."""
+    seen: list[int] = []
+    return ingest(
+        root,
+        kept,
+        logs,
+        group_bytes=5_000,
+        on_progress=lambda p: seen.append(p.stored_turns),
+        stop=lambda: bool(seen and seen[-1]),
+    )
 
 
 @pytest.mark.usefixtures("ray_address")
@@ -358,15 +347,7 @@ def test_workers_that_die_lose_nothing_and_reorder_nothing(
 def test_an_interrupt_ends_after_whole_groups_and_resume_completes(
     root: Location, logs: list[Log], kept: Kept
 ) -> None:
-    seen: list[int] = []
-    run = ingest(
-        root,
-        kept,
-        logs,
-        group_bytes=5_000,
-        on_progress=lambda p: seen.append(p.stored_turns),
-        stop=lambda: bool(seen and seen[-1]),
-    )
+    run = interrupted(root, kept, logs)
     expected = one_process_order(logs)
     assert run.report.interrupted
     assert 0 < run.report.new_turns < sum(map(len, expected.values()))
@@ -381,15 +362,7 @@ def test_a_log_that_was_replaced_in_an_interrupted_wave_is_read_anew(
     root: Location, logs: list[Log], kept: Kept
 ) -> None:
     """It is as long as the one before, so only how it begins tells them apart."""
-    seen: list[int] = []
-    ingest(
-        root,
-        kept,
-        logs,
-        group_bytes=5_000,
-        on_progress=lambda p: seen.append(p.stored_turns),
-        stop=lambda: bool(seen and seen[-1]),
-    )
+    interrupted(root, kept, logs)
     path = Path(logs[0].uri)
     path.write_text(path.read_text().replace("line", "LINE").replace("word", "WORD"))
     assert Log.of(path).size_bytes == logs[0].size_bytes

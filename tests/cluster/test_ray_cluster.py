@@ -145,7 +145,7 @@ def test_the_shard_of_a_move_that_died_at_its_end_ends_and_is_not_started_again(
         stale.add_batch(turns)
         moved = [name for name in names if stale.owners([name]) == ["s0002"]]
         assert moved
-        reshard(root, ["s0001"], cluster._remote)
+        reshard(root, ["s0001"], cluster.ask_shard)
         actor = ray.get_actor(actor_name(root, "s0002"), namespace=NAMESPACE)
         with pytest.raises(Removed):  # what it does by itself, some time
             ray.get(actor.call.remote("look"))

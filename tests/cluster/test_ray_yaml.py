@@ -94,23 +94,17 @@ def test_limits_leave_room_for_what_must_run(written: dict[str, Any]) -> None:
     assert written["idle_timeout_minutes"] >= 10, "a server loads its model for minutes"
 
 
-def test_a_shard_starts_an_engine_node_and_no_other(config: dict[str, Any], shards: ClusterSettings) -> None:
-    most = config["available_node_types"][ENGINE]["max_workers"]
-    demand = shards.demand()
+@pytest.mark.parametrize("kind", [ENGINE, VLLM])
+def test_each_demand_starts_its_own_kind_of_node(
+    kind: str, config: dict[str, Any], shards: ClusterSettings
+) -> None:
+    most = config["available_node_types"][kind]["max_workers"]
+    demand = shards.demand() if kind == ENGINE else ServerPlan(model="m").demand()
     assert demand["GPU"] > 0 and shards.autoscaling
-    assert started_for([demand], config) == ({ENGINE: 1}, [])
-    assert started_for([demand] * most, config) == ({ENGINE: most}, []), "a card each"
+    assert started_for([demand], config) == ({kind: 1}, [])
+    assert started_for([demand] * most, config) == ({kind: most}, []), "a card each"
     _, unmet = started_for([demand] * (most + 1), config)
-    assert unmet == [demand], "vLLM nodes are no way out"
-
-
-def test_a_vllm_server_starts_a_vllm_node_and_no_other(config: dict[str, Any]) -> None:
-    most = config["available_node_types"][VLLM]["max_workers"]
-    demand = ServerPlan(model="m").demand()
-    assert started_for([demand], config) == ({VLLM: 1}, [])
-    assert started_for([demand] * most, config) == ({VLLM: most}, [])
-    _, unmet = started_for([demand] * (most + 1), config)
-    assert unmet == [demand]
+    assert unmet == [demand], "other nodes cannot meet it"
 
 
 def test_readers_of_a_bulk_ingest_have_cpus_beside_the_shard(

@@ -313,10 +313,10 @@ def test_who_waits_long_is_told_that_nothing_came_and_who_asks_no_more_has_gone(
     telling = AnswerStream("ann", clock)
     waiting = telling.more(0)
     clock.now_s += answering.POLL_S - 1
-    telling.tick()
+    telling.serve()
     assert not waiting.done()
     clock.now_s += 1
-    telling.tick()
+    telling.serve()
     assert waiting.result() == ("", None)
     clock.now_s += answering.ABANDONED_S
     assert not telling.abandoned

@@ -18,63 +18,38 @@ import pytest
 
 from undertow.bench.mock.server import spawn_server
 from undertow.engine.cluster.ray.cluster import Cluster
+from undertow.engine.cluster.routing.route_table import Route
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.wire import pack
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
 
 from ..support.cluster.in_process import cluster_state, settings
-from ..support.faults.harness import (
-    PARKING,
-    RATES,
-    assert_same_state,
-)
+from ..support.faults.harness import PARKING, RATES, assert_same_state
 from ..support.soak import MIB, Memory, report_timed, soak_s
 from ..support.soak_cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
-
-
 # ---- a slow LLM
-
-
 SEED_TURNS = 20
-
-
 NEW_TURNS_PER_S = 6.0
-
-
 IN_FLIGHT = 4
-
-
 PRESSED = ClusterSettings(
     num_cpus=0.5, threads=1, patience_s=120, window_turns=2_048, call_turns=512, lane_turns=4_096
 )
-
-
 QUEUE_TURNS = 1_024
-
-
 SAMPLE_S = 1.0
-
-
 # queues that a shard tells the length of, by what its status calls it
 IN_SHARD = {
     "inbox_turns": "waiting_turns",
     "running_jobs": "running_jobs",
     "llm_in_flight": "llm_in_flight",
 }
-
-
 # the journal's first compactions, Lance's caches and a heap that finds its size come first
 WARM_UP_S = 540.0
-
-
 # What may be added to a process while all queues are full: what stored turns take (vector 1,536 bytes,
 # text, keys and marks about 900, see docs/operations.md, with their undecided work), and noise.
 BYTES_A_TURN = 4_096
-
-
 NOISE_MIB_PER_MIN = 1.0
 
 
@@ -133,7 +108,7 @@ def sample(cluster: Cluster, memories: dict[str, Memory], seen: Counter[str], no
     for name, state in states.items():
         assert not state["deaths_seen"], state
         seen["lane_turns"] = max(seen["lane_turns"], state["sent_turns"])
-        under_way = list(cluster._pool._clients[name]._under_way.values())
+        under_way = list(cluster._pool._clients[Route(name)]._under_way.values())
         seen["turns_under_way"] = max(seen["turns_under_way"], sum(map(len, under_way)))
         if state["state"] == "unreachable":
             seen["unanswered"] += 1

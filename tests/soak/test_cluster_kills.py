@@ -41,18 +41,9 @@ from ..support.soak import report_timed, soak_s
 from ..support.soak_cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
-
-
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3")
-
-
 CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
-
-
 PROGRAM_ENV = {**ENV, **CLUSTER_ENV, "UNDERTOW_BATCH_TURNS": "16", "UNDERTOW_LLM_PATIENCE_S": "60"}
-
-
-# ---- kills
 
 
 class Command:

@@ -71,7 +71,7 @@ def alone(folder: Path, sent: Counter[str], url: str) -> State:
 def assert_all_stored(root: Location, acked: Counter[str]) -> None:
     """Every acknowledged turn is stored, each once, in the order in which its tenant's were sent."""
     stored: dict[str, list[str]] = {}
-    for shard in load(root).everyone:
+    for shard in load(root).all_shards:
         texts = stored_texts(Path(str(root)) / STORES / shard, "turn")
         assert not stored.keys() & texts.keys(), "a tenant is at two shards"
         stored |= texts

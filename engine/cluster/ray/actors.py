@@ -1,8 +1,8 @@
 """Shards as Ray actors: detached, named by root and shard, restarted when they die.
 
-A driver may end at any time: its shards live on, and the next driver finds them by their names. A shard
-that is restarted takes its journal over and goes on from it. One that the map does without ends for good by
-itself, whoever removed it, and is not started again: callers that do not know yet are told (Removed).
+A driver may end at any time: its shards live on, and the next driver finds them by their names. A restarted
+shard takes its journal over. A shard that was removed from the map ends by itself and is not started again;
+its callers get Removed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RayShard:
         self._actor: Any = None
 
     async def call(self, method: str, *args: Any) -> Any:
-        """See lane.ShardCalls. Removed: there is no such shard any more."""
+        """See ShardCalls. Removed: there is no such shard any more."""
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(self._start, self.shard)
@@ -71,16 +71,16 @@ class RayShard:
                 raise ShardExited(f"shard {self.shard}: {error.cause}") from None
             _reraise(error)
         except RayActorError as error:
-            self._actor = None  # it restarts by itself; but if it is gone for good, there is to be a new one
+            self._actor = None  # it restarts by itself; but if it is gone for good, a new one is needed
             raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
-        except RayError as error:  # an object lost on the way, a node that died: not told apart from here
+        except RayError as error:  # a lost object or a dead node: cannot be told apart here
             raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
 
     async def end(self) -> None:
-        """Close the shard's engine and end its actor for good, where there is one."""
+        """Close the shard's engine and end its actor for good, if there is one."""
         if (actor := self._actor or self._start.find(self.shard)) is None:
             return
-        with suppress(RayError):  # dead already: it left its journal as good as closed
+        with suppress(RayError):  # dead already
             await actor.close.remote()
         ray.kill(actor, no_restart=True)
 
@@ -89,14 +89,14 @@ class Starter:
     """Finds the actors of a root's shards by their names, and starts those that are not there."""
 
     def __init__(self, root: Location, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
-        """`settings`, `resources` and `parts` are those of shards that are started here."""
+        """`settings`, `resources` and `parts`: of shards that are started here."""
         self._root = root
         self._settings = settings.model_dump()
         self._resources = resources
         self._parts = cloudpickle.dumps(parts)  # type: ignore[no-untyped-call]
 
     def __call__(self, shard: str) -> Any:
-        """The shard's actor. Removed: there is to be none."""
+        """The shard's actor, started if there is none. Removed: the shard is not in the map."""
         shard_map.load(self._root).require(shard)
         resources = self._resources
         environment = resources.environment()
@@ -108,7 +108,7 @@ class Starter:
                 lifetime="detached",
                 get_if_exists=True,
                 max_restarts=-1,
-                # repeating is the router's: Ray would keep no order
+                # the router repeats calls itself, as Ray would not keep their order
                 max_task_retries=0,
                 max_pending_calls=resources.max_pending_calls,
                 num_cpus=resources.num_cpus,
@@ -120,14 +120,14 @@ class Starter:
         )
 
     def check(self, shards: Sequence[str]) -> None:
-        """ResourcesLacking where those of the shards that do not run yet find no room."""
+        """ResourcesLacking: there is no room for those of the shards that do not run yet."""
         missing = [shard for shard in shards if self.find(shard) is None]
         every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         self._resources.check(len(missing), free, [node["Resources"] for node in every if node["Alive"]])
 
     def find(self, shard: str) -> Any:
-        """The shard's actor, be it restarting; None where there is none."""
+        """The shard's actor, also while it restarts; None: there is none."""
         try:
             return ray.get_actor(actor_name(self._root, shard), namespace=NAMESPACE)
         except ValueError:
@@ -135,7 +135,7 @@ class Starter:
 
 
 def actor_name(root: Location, shard: str) -> str:
-    """A shard's name in the cluster's namespace: its root may be long, so it goes in as a hash."""
+    """A shard's name in the cluster's namespace, with a hash of the root, which may be long."""
     digest = hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()
     return f"{digest}-{shard}"
 
@@ -143,7 +143,7 @@ def actor_name(root: Location, shard: str) -> str:
 def connect(address: str | None = None, **options: Any) -> None:
     """Join the Ray cluster at `address`, or start one on this machine ("local"); once a process.
 
-    `options`: of ray.init. UndertowError where there is no cluster.
+    `options`: of ray.init. UndertowError: there is no such cluster.
     """
     if ray.is_initialized():
         return

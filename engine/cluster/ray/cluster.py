@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.results import Certificate
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.ray.actors import RayShard, Starter
 from undertow.engine.cluster.resharding.coordinator import MoveProgress, ReshardReport, reshard, resume
-from undertow.engine.cluster.resharding.participant import DepartingTenant
-from undertow.engine.cluster.root_thresholds import agree
+from undertow.engine.cluster.root import agree_on_thresholds
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import MapConflict, ShardMap
@@ -29,10 +27,10 @@ class Cluster(Router):
 
     def __init__(self, root: Location, settings: Settings, resources: ClusterSettings, parts: Any) -> None:
         """Of a root that has a map; `open` makes one, and says what is raised."""
-        everyone = shard_map.load(root).everyone
-        agree(root, settings)
+        shards = shard_map.load(root).all_shards
+        agree_on_thresholds(root, settings)
         self._start = Starter(root, settings, resources, parts)
-        self._start.check(everyone)
+        self._start.check(shards)
         super().__init__(root, lambda shard: RayShard(self._start, shard), resources)
 
     @classmethod
@@ -59,25 +57,25 @@ class Cluster(Router):
     def reshard(
         self, shards: Sequence[str], *, on_progress: Callable[[MoveProgress], None] = lambda _: None
     ) -> ReshardReport:
-        """Go over to these shards, moving the tenants that must; the others' actors end."""
+        """Move to these shards, and the tenants that must move; the actors of removed shards end."""
         self._start.check(shards)
-        return self._ended(reshard(self.site.location, shards, self._remote, on_progress=on_progress))
+        return self._ended(reshard(self.root.location, shards, self.ask_shard, on_progress=on_progress))
 
     def resume_resharding(
         self, *, on_progress: Callable[[MoveProgress], None] = lambda _: None
     ) -> ReshardReport:
-        """End a resharding that was cut off, if there is one."""
-        return self._ended(resume(self.site.location, self._remote, on_progress=on_progress))
+        """Finish an interrupted resharding, if there is one."""
+        return self._ended(resume(self.root.location, self.ask_shard, on_progress=on_progress))
 
     def _ended(self, done: ReshardReport) -> ReshardReport:
-        gone = self._pool.shards - set(done.shard_map.everyone)
-        self._begin(self._tell(sorted(gone))).result()
+        removed = self._pool.shards - set(done.shard_map.all_shards)
+        self._begin(self._notify(sorted(removed))).result()
         return done
 
-    async def _tell(self, gone: Sequence[str]) -> None:
-        """Have shards that were removed see it. They end, and whoever waits there finds its way anew."""
-        for shard in gone:
-            with suppress(UndertowError):  # they see it by themselves some time
+    async def _notify(self, removed: Sequence[str]) -> None:
+        """Have removed shards read the map. They end, and calls that wait there are routed again."""
+        for shard in removed:
+            with suppress(UndertowError):  # they also read it by themselves, from time to time
                 await self._pool.calls(shard).call("look")
 
     def stop(self) -> None:
@@ -86,42 +84,8 @@ class Cluster(Router):
         self.close()
 
     async def _end(self) -> None:
-        shards = [self._pool.calls(shard) for shard in await self._pool.everyone()]
+        shards = [self._pool.calls(shard) for shard in await self._pool.all_shards()]
         await asyncio.gather(*(shard.end() for shard in shards if isinstance(shard, RayShard)))
-
-    def _remote(self, shard: str) -> RemoteShard:
-        return RemoteShard(self, shard)
-
-
-class RemoteShard:
-    """A shard's part in a resharding, over the cluster: see resharding.ShardCalls."""
-
-    def __init__(self, cluster: Cluster, shard: str) -> None:
-        self._cluster = cluster
-        self._shard = shard
-
-    def adopt(self, shard_map: ShardMap) -> None:
-        self._call("adopt", shard_map)
-
-    def leaving(self) -> list[DepartingTenant]:
-        leavers: list[DepartingTenant] = self._call("leaving")
-        return leavers
-
-    def seal(self, version: int, keys: Sequence[str]) -> None:
-        self._call("seal", version, keys)
-
-    def pull(self, version: int, source: str, keys: Sequence[str]) -> int:
-        return int(self._call("pull", version, source, keys))
-
-    def release(self, version: int, keys: Sequence[str]) -> None:
-        self._call("release", version, keys)
-
-    def clear(self, version: int) -> Mapping[str, Certificate]:
-        certificates: dict[str, Certificate] = self._call("clear", version)
-        return certificates
-
-    def _call(self, method: str, *args: Any) -> Any:
-        return self._cluster.ask_shard(self._shard, method, *args)
 
 
 def _begin(root: Location, shards: int) -> None:

@@ -1,7 +1,7 @@
-"""What runs in a shard's process.
+"""The actor in a shard's process.
 
-This module loads next to nothing: what a shard needs is loaded when it begins, in the way that takes least.
-A shard that was killed is back so much sooner (docs/performance.md).
+This module imports next to nothing: a shard's modules are loaded when it begins, so that a killed shard is
+back sooner (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from undertow.engine.base.process_tuning import settle_in, without_pandas
 
 log = logging.getLogger(__name__)
 
-# what an actor that ends itself leaves its answers to get away
+# how long an actor that ends itself waits for its answers to be sent
 LAST_WORDS_S = 1.0
-# between looks of a shard at the map: whether it is still one of the cluster's
+# how often a shard reads the map, to see whether it was removed
 LOOK_S = 60.0
 
 
@@ -28,7 +28,7 @@ class ShardActor:
     """Calls of `Shard` by name, awaited side by side."""
 
     def __init__(self, root: str, shard: str, settings: dict[str, Any], parts: bytes, life: str) -> None:
-        """`parts`: a pickle of `Parts`, which is not to be loaded before the rest."""
+        """`parts`: a pickle of `EngineParts`, which must not be loaded before the rest."""
         with without_pandas():
             from undertow.engine.cluster.shard.shard import Shard
         from undertow.engine.base.config import Settings
@@ -42,7 +42,7 @@ class ShardActor:
         threading.Thread(target=self._watch, name=f"watch-{shard}", daemon=True).start()
 
     def _watch(self) -> None:
-        """A shard whose thread has ended of itself serves nobody any more; a new process does."""
+        """End the process if the shard's thread ends by an error: a new process takes over."""
         from undertow.engine.base.model import UndertowError
         from undertow.engine.cluster.shard_map import Removed
 
@@ -57,7 +57,7 @@ class ShardActor:
             os._exit(1)
 
     def _end(self) -> None:
-        """End for good: nobody is to restart this actor."""
+        """End for good: Ray must not restart this actor."""
         import ray
 
         self._closing = True
@@ -71,7 +71,7 @@ class ShardActor:
         traceparent: str | None = None,
         *pieces: bytes,
     ) -> Any:
-        """The shard's answer; its errors as they are. `pieces`: of a table, the method's first argument.
+        """The shard's answer or error. `pieces`: of a table, the method's first argument.
 
         `traceparent`: see engine/base/trace_context.py.
         """
@@ -84,7 +84,7 @@ class ShardActor:
         from undertow.engine.cluster.wire import from_pieces, to_buffer
         from undertow.engine.storage.journal import Fenced
 
-        if self._restarting:  # so that nothing which comes now is blamed for the end
+        if self._restarting:  # so that no turn that comes now is blamed for the end
             raise ShardExited(f"shard {self._shard.id} is being restarted")
         try:
             tables = [from_pieces(pieces)] if pieces else []
@@ -93,7 +93,7 @@ class ShardActor:
             answer = await asyncio.wrap_future(answered)
             return to_buffer(answer) if isinstance(answer, pa.Table) else answer
         except (Fenced, EngineUnusable):
-            # To take the journal over again, or to have a device again, takes a new process.
+            # only a new process can take the journal over again, or regain a device
             self._restarting = True
             asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
             raise

@@ -1,18 +1,17 @@
-"""Adding and removing shards: one map after the other, and between them the moves that they ask for.
+"""Adds and removes shards: publishes one map after the other and moves tenants in between.
 
-Each phase of a resharding (see `ShardMap`) is put in force, known to every shard, worked off, and followed
-by the next. All state lies in the maps and in the journals of the shards (see `participant`), and every call
-can be repeated; so `resume` finishes a resharding that was interrupted anywhere.
+All state lies in the maps and in the journals of the shards (see `participant`), and every call can be
+repeated. So `resume` finishes a resharding that was interrupted anywhere.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import Certificate
@@ -21,44 +20,29 @@ from undertow.engine.cluster.shard_map import STORES, ShardMap, load, publish
 from undertow.engine.storage.location import Location
 from undertow.engine.tenants.migration_records import NotYet
 
-# of a batch: its tenants can be neither read nor written while it is on its way
+# bounds of a batch: its tenants can be neither read nor written while it moves
 ROWS_PER_BATCH = 16_384
 TENANTS_PER_BATCH = 2_048
-# with a journal that is being taken over or purged
+# how long to retry while the other shard's journal is being taken over or purged
 PATIENCE_S = 60.0
 PAUSE_S = 0.2
-# over those who must leave while new ones still come; who remains leaves in the next phase
+# over the departing tenants of a shard while it still takes new ones; the rest leave in the next phase
 PASSES_WHILE_OPEN = 2
 
-T = TypeVar("T")
 
+class AskShard(Protocol):
+    """Calls a method of ReshardingParticipant at a running shard."""
 
-class ReshardingCalls(Protocol):
-    """What a resharding asks of a shard: the calls of `Moving`, however they get there.
-
-    `version` is that of the map that began the resharding.
-    """
-
-    def adopt(self, shard_map: ShardMap, /) -> object: ...
-
-    def leaving(self) -> Sequence[DepartingTenant]: ...
-
-    def seal(self, version: int, keys: Sequence[str], /) -> object: ...
-
-    def pull(self, version: int, source: str, keys: Sequence[str], /) -> int: ...
-
-    def release(self, version: int, keys: Sequence[str], /) -> object: ...
-
-    def clear(self, version: int, /) -> Mapping[str, Certificate]: ...
+    def __call__(self, shard: str, method: str, /, *args: Any) -> Any: ...
 
 
 @dataclass(slots=True)
 class ReshardReport:
-    """What a resharding has done: the map now in force, and what was moved by this call.
+    """What a resharding has done: the map now in force, and what this call moved.
 
-    `certificates`, by tenant key: of erasures whose bytes went when the shards that gave were purged.
-    `left_over`: folders of shards that are gone, purged but for files of appends that were cut off just
-    before; they can be removed by hand.
+    `certificates`, by tenant key: of erasures whose bytes were removed with the purge of their shards.
+    `left_over`: folders of removed shards, purged but for files of interrupted appends. They can be removed
+    by hand.
     """
 
     shard_map: ShardMap
@@ -70,7 +54,7 @@ class ReshardReport:
 
 @dataclass(frozen=True, slots=True)
 class MoveProgress:
-    """Of one shard that gives tenants away: how many of them have left, of how many."""
+    """How many tenants have left one shard, of how many."""
 
     shard: str
     moved: int
@@ -80,14 +64,14 @@ class MoveProgress:
 def reshard(
     root: Location,
     shards: Sequence[str],
-    calls: Callable[[str], ReshardingCalls],
+    ask: AskShard,
     *,
     on_progress: Callable[[MoveProgress], None] = lambda _: None,
 ) -> ReshardReport:
-    """Go over to these shards. Tenants that belong to the same shard as before stay where they are.
+    """Move to these shards. Tenants that belong to the same shard as before stay where they are.
 
-    `calls` gives a running shard by its id; a new one is asked for once the new map is in force. MapConflict
-    where another process is changing the cluster; UndertowError while an earlier change has not ended.
+    A new shard is first called once the new map is in force. MapConflict: another process is changing the
+    cluster; UndertowError: an earlier resharding has not ended.
     """
     now = load(root)
     if now.before is not None:
@@ -97,61 +81,61 @@ def reshard(
         )
     if now.shards != tuple(sorted(shards)):
         publish(root, now.toward(shards))
-    return resume(root, calls, on_progress=on_progress)
+    return resume(root, ask, on_progress=on_progress)
 
 
 def resume(
     root: Location,
-    calls: Callable[[str], ReshardingCalls],
+    ask: AskShard,
     *,
     on_progress: Callable[[MoveProgress], None] = lambda _: None,
 ) -> ReshardReport:
-    """End the resharding that is under way, if there is one."""
+    """Finish the resharding that is under way, if there is one."""
     now = load(root)
-    running = {shard: calls(shard) for shard in now.everyone}
     done = ReshardReport(now)
-    for shard in running.values():
-        shard.adopt(now)
+    for name in now.all_shards:
+        ask(name, "adopt", now)
     while now.began is not None:
         for name in now.before or ():
             if now.phase == "clearing":
-                done.certificates.update(running[name].clear(now.began))
+                done.certificates.update(ask(name, "clear", now.began))
             else:
                 passes = PASSES_WHILE_OPEN if now.phase == "moving" else None
-                _give_away(name, now.began, running, done, on_progress, passes)
+                _move_out(name, now.began, ask, done, on_progress, passes)
         now = done.shard_map = now.after()
         publish(root, now)
-        for name in now.everyone:  # those that are gone end by themselves
-            running[name].adopt(now)
-    done.left_over = [name for name in root.children(STORES) if name not in now.everyone]
+        for name in now.all_shards:  # removed shards end by themselves
+            ask(name, "adopt", now)
+    done.left_over = [name for name in root.children(STORES) if name not in now.all_shards]
     return done
 
 
-def _give_away(
+def _move_out(
     shard: str,
     version: int,
-    running: Mapping[str, ReshardingCalls],
+    ask: AskShard,
     done: ReshardReport,
     on_progress: Callable[[MoveProgress], None],
     passes: int | None,
 ) -> None:
-    """Move those that must leave one shard: in so many passes over them, None: until there is nobody."""
-    source, moved = running[shard], 0
+    """Move the tenants that must leave one shard, in so many passes; None: until none is left."""
+    moved = 0
     for _ in count() if passes is None else range(passes):
-        if not (leavers := source.leaving()):
+        leaving: Sequence[DepartingTenant] = ask(shard, "leaving")
+        if not leaving:
             return
-        total = moved + len(leavers)
-        for to, keys in batches(leavers):
-            source.seal(version, keys)
-            done.rows += _patiently(partial(running[to].pull, version, shard, keys))
-            _patiently(partial(source.release, version, keys))
+        total = moved + len(leaving)
+        for to, keys in batches(leaving):
+            ask(shard, "seal", version, keys)
+            done.rows += _retried(partial(ask, to, "pull", version, shard, keys))
+            _retried(partial(ask, shard, "release", version, keys))
             done.tenants += len(keys)
             moved += len(keys)
             on_progress(MoveProgress(shard, moved, total))
 
 
-def _patiently(step: Callable[[], T]) -> T:
-    """A step that reads the other shard's journal, and may have to wait for that one's writer. MoveError."""
+def _retried(step: Callable[[], Any]) -> Any:
+    """Run a step that reads the other shard's journal; retry while that cannot be read. MoveError."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -162,16 +146,16 @@ def _patiently(step: Callable[[], T]) -> T:
             time.sleep(PAUSE_S)
 
 
-def batches(leavers: Sequence[DepartingTenant]) -> Iterator[tuple[str, list[str]]]:
-    """The tenants by where they go, as many at a time as the bounds allow (a larger tenant goes alone)."""
-    for to in sorted({leaver.to for leaver in leavers}):
+def batches(leaving: Sequence[DepartingTenant]) -> Iterator[tuple[str, list[str]]]:
+    """The tenants by destination, as many at a time as the bounds allow (a larger tenant goes alone)."""
+    for to in sorted({tenant.to for tenant in leaving}):
         keys: list[str] = []
         rows = 0
-        for leaver in (one for one in leavers if one.to == to):
-            if keys and (rows + leaver.rows > ROWS_PER_BATCH or len(keys) == TENANTS_PER_BATCH):
+        for tenant in (one for one in leaving if one.to == to):
+            if keys and (rows + tenant.rows > ROWS_PER_BATCH or len(keys) == TENANTS_PER_BATCH):
                 yield to, keys
                 keys, rows = [], 0
-            keys.append(leaver.key)
-            rows += leaver.rows
+            keys.append(tenant.key)
+            rows += tenant.rows
         if keys:
             yield to, keys

@@ -1,4 +1,4 @@
-"""What a router has on its way: calls of its users, cut into parcels, each for one shard."""
+"""A router's pending adds, split into batches for one shard each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RETURNED = pa.array([str(status) for status in RETURNED], pa.string())
 
 
 class PendingAdd:
-    """One call of a user: its receipts come in parts, as its parcels are stored."""
+    """One call of a user: its receipts come in parts, as its batches are stored."""
 
     def __init__(self, count: int) -> None:
         """`count`: its turns."""
@@ -34,7 +34,7 @@ class PendingAdd:
             self.future.set_result(receipts_table([]))
 
     def give(self, rows: Rows, receipts: pa.Table) -> None:
-        """The receipts of some of its turns, `rows` int64 [n]; the last ones fulfil it, in order."""
+        """Take the receipts of some turns, `rows` int64 [n]; the last ones complete the call, in order."""
         if self.future.done() or not len(rows):
             return
         self._parts.append((rows, receipts))
@@ -49,32 +49,32 @@ class PendingAdd:
         self.future.set_result(together.take(pa.array(np.argsort(places))))
 
     def fail(self, error: Exception) -> None:
-        """Some of its turns cannot be stored. Parcels on their way go on; their receipts find no one."""
+        """Some turns cannot be stored. Batches under way go on; their receipts are dropped."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class ReturnedRows(NamedTuple):
-    """What a shard has not taken of a parcel.
+    """The turns of a batch that a shard has not taken.
 
-    `moved`: the new shards of tenants that have moved; `in_transit`: those that are on their way.
+    `moved`: the new shards of moved tenants; `in_transit`: tenants that are being moved.
     """
 
-    parcel: ShardBatch
+    batch: ShardBatch
     moved: dict[str, str]
     in_transit: set[str]
 
 
 @dataclass(slots=True, eq=False)
 class ShardBatch:
-    """Turns of one delivery for one shard: `table` holds its turns `rows`, in order.
+    """Turns of one PendingAdd for one shard: `table` holds its turns `rows`, in order.
 
     `suspected`: it was under way when the shard's process died. `tried_in`: the process that it was alone
-    in when it got lost; empty: none. `deaths`: how many processes have died of it while it was alone there.
-    `back_since_s`: since when (monotonic) shards have been returning its turns; None: none has.
+    in when it got lost; empty: none. `deaths`: of processes that it was alone in. `back_since_s`: since
+    when (monotonic) shards have been returning its turns; None: none has.
     """
 
-    delivery: PendingAdd
+    pending: PendingAdd
     rows: Rows
     table: pa.Table
     suspected: bool = False
@@ -102,29 +102,29 @@ class ShardBatch:
         return self._encoded
 
     def settle(self, receipts: pa.Table) -> ReturnedRows | None:
-        """Hand on the receipts. What has been returned; None: nothing."""
+        """Pass the receipts on. The turns that the shard has returned; None: none."""
         status = receipts.column("status")
         back = pc.is_in(status, value_set=_RETURNED)
         if not pc.any(back).as_py():
-            self.delivery.give(self.rows, receipts)
+            self.pending.give(self.rows, receipts)
             return None
         mask = back.to_numpy()
-        self.delivery.give(self.rows[~mask], receipts.filter(pc.invert(back)))
+        self.pending.give(self.rows[~mask], receipts.filter(pc.invert(back)))
         tenants, moved = self.table.column("tenant"), pc.equal(status, str(Status.MOVED))
         names, places = tenants.filter(moved).to_pylist(), receipts.column("detail").filter(moved).to_pylist()
         in_transit = tenants.filter(pc.equal(status, str(Status.IN_TRANSIT))).to_pylist()
-        parcel = ShardBatch(
-            self.delivery, self.rows[mask], self.table.filter(back), back_since_s=self.back_since_s
+        batch = ShardBatch(
+            self.pending, self.rows[mask], self.table.filter(back), back_since_s=self.back_since_s
         )
-        return ReturnedRows(parcel, dict(zip(names, places, strict=True)), set(in_transit))
+        return ReturnedRows(batch, dict(zip(names, places, strict=True)), set(in_transit))
 
     def part(self, places: Rows) -> ShardBatch:
-        """Some of its turns, by their places in it; copied, as Arrow would send the whole with a slice."""
+        """Some of its turns, by position; copied, as Arrow would send the whole table with a slice."""
         table = self.table.take(pa.array(places))
         return replace(self, rows=self.rows[places], table=table)
 
     def halves(self) -> list[ShardBatch]:
-        """Two parcels of half its turns each. One death more makes a half a suspect to be cut again."""
+        """Two batches of half its turns each. After one more death a half is split again."""
         middle = len(self) // 2
         halves = [self.part(np.arange(middle)), self.part(np.arange(middle, len(self)))]
         for half in halves:
@@ -133,24 +133,24 @@ class ShardBatch:
 
 
 def split(
-    parcel: ShardBatch, keys_of: Callable[[Sequence[str]], Sequence[Key]], most_turns: int
+    batch: ShardBatch, keys_of: Callable[[Sequence[str]], Sequence[Key]], most_turns: int
 ) -> list[tuple[Key, ShardBatch]]:
-    """Cut a parcel by what `keys_of` says of its tenants, and into `most_turns` turns or fewer; in order."""
-    names = parcel.tenants
+    """Split a batch by the key of each tenant, into parts of `most_turns` turns or fewer; in order."""
+    names = batch.tenants
     keys = keys_of(names)
     of_key: dict[Key, list[str]] = {key: [] for key in keys}
-    if len(of_key) == 1 and len(parcel) <= most_turns:
-        return [(keys[0], parcel)]
+    if len(of_key) == 1 and len(batch) <= most_turns:
+        return [(keys[0], batch)]
     number = {key: n for n, key in enumerate(of_key)}
     for name, key in zip(names, keys, strict=True):
         of_key[key].append(name)
     of_tenant = np.array([number[key] for key in keys], dtype=np.int64)
-    of_turn = of_tenant[parcel.encoded.indices.to_numpy(zero_copy_only=False)]
+    of_turn = of_tenant[batch.encoded.indices.to_numpy(zero_copy_only=False)]
     parts = []
     for key, n in number.items():
         places = np.flatnonzero(of_turn == n)
         for start in range(0, len(places), most_turns):
-            part = parcel.part(places[start : start + most_turns])
+            part = batch.part(places[start : start + most_turns])
             if len(part) == len(places):
                 part._tenants = of_key[key]
             parts.append((key, part))

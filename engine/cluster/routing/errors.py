@@ -1,4 +1,4 @@
-"""What a router knows of a shard that it cannot see: that it is gone, is full, or may be there again soon."""
+"""Errors of shards that died or are full, and how long a router waits for them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class ShardGone(UndertowError):
-    """The shard's process has died, or cannot be reached; whether it did what was asked is unknown."""
+    """The shard's process died or cannot be reached; whether the call was carried out is unknown."""
 
 
 class ShardExited(ShardGone):
-    """The shard's process ends for a reason of its own, and has said so: no turn is to blame."""
+    """The shard's process announced that it ends, for a reason of its own: no turn is to blame."""
 
 
 class ShardDown(UndertowError):
@@ -59,7 +59,7 @@ class Backoff:
         return self._patience_s - self.waited_s
 
     async def __call__(self) -> bool:
-        """Wait a little; False: the patience is at its end."""
+        """Wait a little. False: the patience has run out."""
         if self.left_s <= 0:
             return False
         await asyncio.sleep(min(self._next_s, self.left_s))
@@ -68,7 +68,7 @@ class Backoff:
 
 
 class CapacityWait:
-    """Waits for room at a shard: for as long as it takes while the shard stores anything."""
+    """Waits for room at a shard for as long as that shard stores anything."""
 
     def __init__(self, shard: str, calls: ShardCalls, patience_s: float) -> None:
         self._shard, self._calls, self._patience_s = shard, calls, patience_s
@@ -76,7 +76,7 @@ class CapacityWait:
         self._rows: int | None = None
 
     async def wait(self, why: object) -> None:
-        """Wait a little. QueueFull: nothing was stored there for as long as the patience; ShardGone."""
+        """Wait a little. QueueFull: nothing was stored there within the patience; ShardGone."""
         if await self._pause():
             return
         rows: int | None = (await self._calls.call("status")).get("journal_rows")

@@ -1,14 +1,15 @@
-"""Shards of this very process behind a router, without Ray: how one process serves a plain store."""
+"""One shard in this process behind a router, without Ray: how one process serves a plain store."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from undertow.engine.base.config import Settings
-from undertow.engine.cluster.root import SINGLE, SharedRoot, SingleStoreRoot
+from undertow.engine.cluster.root import SINGLE, SingleStoreRoot
 from undertow.engine.cluster.routing.errors import ShardGone
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
@@ -18,59 +19,45 @@ from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.storage.location import Location
 
 
-class LocalShards:
-    """The shards of a site that live in this process; safe from several threads. Close it to end them."""
+class LocalShard:
+    """The calls of a shard in this process; see ShardCalls. Close it to end the shard."""
 
-    def __init__(self, site: SharedRoot, settings: Settings, parts: EngineParts | None = None) -> None:
-        self.site = site
-        self._settings = settings
-        self._parts = parts or EngineParts()
-        self._running: dict[str, Shard] = {}
+    def __init__(self, start: Callable[[], Shard]) -> None:
+        self._start = start
+        self._shard = start()
         self._lock = threading.Lock()
         self._closed = False
 
-    def shard(self, name: str) -> Shard:
-        """The shard of this name, begun now if it does not run. ShardClosed: all are closed.
-
-        One whose thread has ended, by an error that it should have outlived, is begun anew.
-        """
-        with self._lock:
-            if self._closed:
-                raise ShardClosed(name)
-            shard = self._running.get(name)
-            if shard is None or shard.join(0.0):
-                shard = self._running[name] = Shard(self.site, name, self._settings, self._parts)
-            return shard
-
-    def calls(self, name: str) -> LocalCalls:
-        """The shard as a router sees it."""
-        return LocalCalls(self, name)
-
-    def close(self) -> None:
-        """Close every shard; what is under way there fails."""
-        with self._lock:
-            self._closed = True
-        for shard in self._running.values():
-            shard.close()
-
-
-class LocalCalls:
-    """See reach.ShardCalls."""
-
-    def __init__(self, shards: LocalShards, name: str) -> None:
-        self._shards, self._name = shards, name
+    def ready(self) -> None:
+        """Wait until the engine is open. Raises why it cannot be opened."""
+        self._shard.ready().result()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The shard's answer. ShardGone: its thread has ended, and the next call begins it anew."""
-        shard = self._shards.shard(self._name)
+        """The shard's answer. ShardGone: its thread has ended, and the next call starts it anew."""
+        shard = self._running()
         try:
             return await asyncio.wrap_future(shard.call(method, *args))
         except ShardClosed as closed:
             raise ShardGone(str(closed)) from None
 
+    def _running(self) -> Shard:
+        """The shard, started anew if its thread was ended by an error. ShardClosed."""
+        with self._lock:
+            if self._closed:
+                raise ShardClosed(self._shard.id)
+            if self._shard.join(0.0):
+                self._shard = self._start()
+            return self._shard
+
+    def close(self) -> None:
+        """Close the shard; its pending calls fail."""
+        with self._lock:
+            self._closed = True
+        self._shard.close()
+
 
 class InProcess(Router):
-    """Engine's calls over a plain store, by one shard in this process. Leaving it closes the store."""
+    """MemoryApi over a plain store, by one shard in this process. Leaving it closes the store."""
 
     def __init__(
         self,
@@ -84,18 +71,18 @@ class InProcess(Router):
 
         StoreLocked: another process writes it, and goes on doing so; StoreError, JournalError: see Engine.
         """
-        site = SingleStoreRoot(store)
-        self._shards = LocalShards(site, settings, parts)
+        root = SingleStoreRoot(store)
+        self._local = LocalShard(lambda: Shard(root, SINGLE, settings, parts))
         try:
-            self._shards.shard(SINGLE).ready().result()
-            super().__init__(site, self._shards.calls, cluster)
+            self._local.ready()
+            super().__init__(root, lambda _: self._local, cluster)
         except BaseException:
-            self._shards.close()
+            self._local.close()
             raise
 
     def close(self) -> None:
-        """Answer what was sent, then close the store. What is undecided stays in its log for the next run."""
+        """Answer pending calls, then close the store. Undecided turns stay in its log for the next run."""
         try:
             super().close()
         finally:
-            self._shards.close()
+            self._local.close()

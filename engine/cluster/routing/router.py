@@ -1,6 +1,6 @@
 """MemoryApi over all shards of a root.
 
-One thread runs the routing, and serves callers of any thread. A slow shard does not delay calls to others.
+One thread runs the routing and serves callers on any thread. A slow shard does not delay calls to others.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ShardStates = dict[str, dict[str, Any]]
 # how long a shard may take to report its status
 STATUS_PATIENCE_S = 5.0
 
-# how often a shard that owes an answer is asked for a sign of life
-SIGN_S = 5.0
+# how often a shard that owes an answer is pinged
+PING_S = 5.0
 
 
 class Router(MemoryApi):
@@ -63,10 +63,10 @@ class Router(MemoryApi):
         settings: ClusterSettings | None = None,
     ) -> None:
         """`connect`: the calls of a shard, by its id. StoreError if a root has no map."""
-        self.site = SharedRoot.of(where)
+        self.root = SharedRoot.of(where)
         self.settings = settings or ClusterSettings()
-        self._pool = ShardPool(self.site, connect, self.settings)
-        # a call that began after `close` would wait for a loop that has ended
+        self._pool = ShardPool(self.root, connect, self.settings)
+        # guards `_closed`: a call that began after `close` would wait for a loop that has ended
         self._closing = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -82,7 +82,7 @@ class Router(MemoryApi):
         self.close()
 
     def close(self) -> None:
-        """Stop routing, once what was sent has been answered. The shards go on."""
+        """Stop routing, once pending calls have been answered. The shards go on."""
         if self._thread.is_alive():
             with self._closing:
                 self._closed = True
@@ -98,11 +98,11 @@ class Router(MemoryApi):
         return self.begin(call).result()
 
     def begin(self, call: ApiCall[R]) -> Future[R]:
-        """Begin a call without waiting for it. Cancelled, a shard that has not begun it leaves it undone."""
+        """Begin a call without waiting for it. A shard skips a cancelled call that it has not begun."""
         return self._begin(self._carry_out(call))
 
     def begin_stream(self, query: AnswerQuery) -> Future[AnswerTicket]:
-        """Begin an answer in pieces. `begin_at` asks its shard for them: see Shard.answer_more."""
+        """Begin a streamed answer. `begin_at` asks its shard for the text: see Shard.answer_more."""
         return self._begin(self._ask_owner("answer_begin", query))
 
     def begin_at(self, shard: str, method: str, *args: Any) -> Future[Any]:
@@ -122,11 +122,11 @@ class Router(MemoryApi):
                 raise unknown_memory(call.memory_id, call.tenant)
             return cast(R, found)
         assert isinstance(call, StoreCall)
-        combined: R = call.combined(await self._ask_all("ask", call))
+        combined: R = call.combined(await self._ask_all(call))
         return combined
 
     async def _ask_owner(self, method: str, call: TenantCall[Any] | MemoryCall[Any]) -> Any:
-        """Ask the shard that has the call's tenant, and again if the call gets lost."""
+        """Ask the shard that has the call's tenant; repeat a call that got lost."""
         pause = Backoff(self.settings.patience_s)
         assert call.tenant is not None
         while True:
@@ -140,8 +140,8 @@ class Router(MemoryApi):
                 await self._pool.read_map()
                 self._pool.routes.moved({call.tenant: moved.to})
                 error = moved
-            except (InTransit, QueueFull) as waits:
-                error = waits
+            except (InTransit, QueueFull) as refused:
+                error = refused
             except ShardGone as gone:
                 call, error = _as_repeat(call), gone
             if not await pause():
@@ -151,7 +151,7 @@ class Router(MemoryApi):
         """The answer of the shard that has the memory; None: none has it. An id does not tell its tenant."""
         pause = Backoff(self.settings.patience_s)
         while True:
-            asked = (self._ask(shard, "ask", call) for shard in await self._pool.everyone())
+            asked = (self._ask(shard, "ask", call) for shard in await self._pool.all_shards())
             answers = await asyncio.gather(*asked, return_exceptions=True)
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             given = [a for a in answers if a is not None and not isinstance(a, BaseException)]
@@ -169,13 +169,13 @@ class Router(MemoryApi):
                     "are; try again."
                 )
 
-    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+    async def _ask_all(self, call: StoreCall[R]) -> list[R]:
         """The answers of all shards, in their order; all are asked at once."""
         while True:
-            asked = (self._ask_shard(shard, method, *args) for shard in await self._pool.everyone())
+            asked = (self._ask_shard(shard, "ask", call) for shard in await self._pool.all_shards())
             try:
                 return list(await asyncio.gather(*asked))
-            except Removed:  # meanwhile; its tenants are at others now
+            except Removed:  # a shard was removed meanwhile; its tenants are at others now
                 continue
 
     async def _ask_shard(self, shard: str, method: str, *args: Any) -> Any:
@@ -188,26 +188,26 @@ class Router(MemoryApi):
                     raise ShardDown(shard, pause.waited_s, error) from error
 
     async def _ask(self, shard: str, method: str, *args: Any) -> Any:
-        """One call to one shard, however long it takes while its process gives signs of life. ShardDown."""
+        """One call to one shard, however long it takes while its process answers pings. ShardDown."""
         calls = self._pool.calls(shard)
         asked = asyncio.ensure_future(calls.call(method, *args))
         try:
-            while not (await asyncio.wait([asked], timeout=SIGN_S))[0]:
-                if not await self._is_there(calls, asked):
+            while not (await asyncio.wait([asked], timeout=PING_S))[0]:
+                if not await self._is_alive(calls, asked):
                     raise ShardDown(shard, self.settings.patience_s, "its process does not answer")
         finally:
             asked.cancel()
         return asked.result()
 
-    async def _is_there(self, calls: ShardCalls, asked: asyncio.Future[Any]) -> bool:
-        """Whether a shard gives a sign of life, or answers the call, within the patience."""
+    async def _is_alive(self, calls: ShardCalls, asked: asyncio.Future[Any]) -> bool:
+        """Whether a shard answers a ping or the call itself within the patience."""
         pause = Backoff(self.settings.patience_s)
         while pause.left_s > 0:
-            sign = asyncio.ensure_future(calls.call("sign"))
-            await asyncio.wait([asked, sign], timeout=pause.left_s, return_when=asyncio.FIRST_COMPLETED)
-            heard = sign.done() and sign.exception() is None
-            sign.cancel()
-            if heard or asked.done():
+            ping = asyncio.ensure_future(calls.call("ping"))
+            await asyncio.wait([asked, ping], timeout=pause.left_s, return_when=asyncio.FIRST_COMPLETED)
+            answered = ping.done() and ping.exception() is None
+            ping.cancel()
+            if answered or asked.done():
                 return True
             await pause()
         return False
@@ -215,14 +215,14 @@ class Router(MemoryApi):
     # ---- ingestion
 
     def owners(self, tenants: Sequence[str]) -> list[str]:
-        """The shard that the turns of each tenant go to now, to group work by."""
+        """The shard of each tenant at present, to group work by."""
         return self._pool.routes.map.homes(tenants)
 
     def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
         """Store turns; durable and searchable on return. One receipt a turn, in order.
 
-        InputError: one of them is invalid, and none was sent. A turn that was stored by a call whose answer
-        got lost has a receipt as a duplicate, without an id.
+        InputError: one of them is invalid, and none was sent. If the answer to a call got lost, the receipts
+        of its turns say duplicate, without an id.
         """
         receipts = self.add_table(pack(turns))
         return unpack_receipts(receipts, [turn.tenant for turn in turns])
@@ -245,13 +245,13 @@ class Router(MemoryApi):
         return self._begin(self._pool.send(table, wait=False)).result()
 
     def begin_add(self, table: pa.Table) -> Future[pa.Table]:
-        """Like `submit_table`, but the future raises QueueFull too. Cancelling it takes nothing back."""
+        """Like `submit_table`, but QueueFull is set on the future. Cancelling it does not undo anything."""
         check_turns(table)
         return self._begin(self._stored(table))
 
     async def _stored(self, table: pa.Table) -> pa.Table:
-        delivered = await self._pool.send(table, wait=False)
-        return await asyncio.shield(asyncio.wrap_future(delivered))
+        sent = await self._pool.send(table, wait=False)
+        return await asyncio.shield(asyncio.wrap_future(sent))
 
     # ---- shards
 
@@ -260,7 +260,7 @@ class Router(MemoryApi):
         return self._pool.routes.map.tenant_key(tenant)
 
     def status(self) -> ShardStates:
-        """Each shard's report of itself, by shard; why, if it cannot be reached. Plain data."""
+        """Each shard's report, by shard; the reason if it cannot be reached. Plain data."""
         return self.begin_status().result()
 
     def begin_status(self) -> Future[ShardStates]:
@@ -268,7 +268,7 @@ class Router(MemoryApi):
         return self._begin(self._status())
 
     async def _status(self) -> ShardStates:
-        shards = await self._pool.everyone()
+        shards = await self._pool.all_shards()
         states = await asyncio.gather(*(self._status_of(shard) for shard in shards))
         return dict(zip(shards, states, strict=True))
 

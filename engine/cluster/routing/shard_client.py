@@ -1,11 +1,12 @@
-"""A router's way to one shard: calls in order, a bounded number of turns under way, lost ones sent again.
+"""Sends a router's turns to one shard: in order, a bounded number at a time, lost ones again.
 
-The order of each tenant's turns holds through everything: a shard puts a line's calls back in order
-(`Lines`); what was under way when it died is sent again before anything else; and while turns come back
-because their tenant has moved, nothing new is sent until all that is under way has come back.
+The order of each tenant's turns holds through all failures. The shard puts the calls of a session back in
+order (`CallQueues`). Calls that were under way when it died are sent again before all others. While turns
+come back because their tenant has moved, nothing new is sent until all calls under way have come back.
 
-A turn is to blame for a shard's death only if it was alone there, among all that any router sends: a suspect
-is sent once the shard has granted that (`Lines.trial`), and its death counts if another process answers then.
+A turn is blamed for the death of a shard only if it was alone there, among the turns of all routers: a
+suspect is sent once the shard has granted a trial (`CallQueues.trial`), and the death counts if another
+process answers then.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from undertow.engine.step.admission import QueueFull
 
 log = logging.getLogger(__name__)
 
-# how long a shard is asked again that answers, but says that it cannot serve
+# how long to retry a shard that answers that it cannot serve
 REFUSAL_PATIENCE_S = 15.0
-# deaths of a shard with one parcel alone in it, before that is cut or, a single turn, put to its last trial
+# deaths of a shard with one batch alone in it before that is split or, a single turn, gets its last trial
 DEATHS = 2
-# how long a parcel of which the shard has died alone lets all others go first, before it is there again
+# how long a batch that has killed the shard alone waits, so that all others go first
 COURTESY_S = 1.0
-# how long the shard must live without a turn that is to be parked for its deaths
+# how long the shard must live without a turn before that turn is parked for its deaths
 PROBATION_S = 2.0
 
 
 class ShardClient:
-    """One shard's parcels. All methods are called from the router's event loop."""
+    """The batches for one shard. All methods are called on the router's event loop."""
 
     def __init__(
         self,
@@ -65,10 +66,10 @@ class ShardClient:
         read_map: Callable[[], Awaitable[None]],
         on_returned: Callable[[Sequence[ShardBatch], dict[str, str], AbstractSet[str]], None],
     ) -> None:
-        """`client` is of this lane alone. `on_change`: a parcel has left the lane, others stand in its place.
-        `on_returned`: these parcels must find their way anew, in this order; with them the new shards of
-        tenants that have moved, and the tenants that are on their way. `read_map` is awaited before that.
-        What any of them raises fails the parcels.
+        """`client`: a name of this client's own. `on_change`: a batch has left, others took its place.
+        `on_returned`: these batches must be routed again, in this order; it is also given the new shards of
+        moved tenants, and the tenants in transit. `read_map` is awaited before that. An error of either
+        fails the batches.
         """
         self.shard = shard
         self.calls = calls
@@ -80,7 +81,7 @@ class ShardClient:
         self._on_change, self._on_returned = on_change, on_returned
         self._queue: deque[ShardBatch] = deque()
         self._under_way: dict[int, ShardBatch] = {}
-        # what came back, by number: to be sent here again, or elsewhere
+        # batches that came back, by number: to be sent here again, or elsewhere
         self._lost: dict[int, ShardBatch] = {}
         self._returned: dict[int, ShardBatch] = {}
         self._moved: dict[str, str] = {}
@@ -100,28 +101,24 @@ class ShardClient:
 
     @property
     def ended(self) -> bool:
-        """Whether it sends nothing any more: it was stopped, or has failed."""
+        """Whether it was stopped, or has failed."""
         return self._task.done()
 
-    @property
-    def idle(self) -> bool:
-        return not self.waiting_turns
-
-    def put(self, parcel: ShardBatch) -> None:
-        self._queue.append(parcel)
-        self.waiting_turns += len(parcel)
+    def put(self, batch: ShardBatch) -> None:
+        self._queue.append(batch)
+        self.waiting_turns += len(batch)
         self._news.set()
 
     async def stop(self) -> None:
-        """End the lane; what is under way is left to itself, and its senders are told."""
+        """End the client, and fail all its batches; calls under way may still be carried out."""
         for task in (self._task, *self._sending):
             task.cancel()
         await asyncio.gather(self._task, *self._sending, return_exceptions=True)
         closed = UndertowError(
             f"the router was closed; whether shard {self.shard} has stored this is unknown"
         )
-        for parcel in self._under_way.values():
-            parcel.delivery.fail(closed)
+        for batch in self._under_way.values():
+            batch.pending.fail(closed)
         self._fail(closed)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -130,11 +127,11 @@ class ShardClient:
         error = UndertowError(f"the way to shard {self.shard} failed: {cause!r}. Please report it.")
         for sending in self._sending:
             sending.cancel()
-        for parcel in self._under_way.values():
-            self._end(parcel, error)
+        for batch in self._under_way.values():
+            self._end(batch, error)
         self._fail(error)
 
-    # ---- the lane's own task
+    # ---- the client's own task
 
     async def _run(self) -> None:
         while True:
@@ -149,18 +146,18 @@ class ShardClient:
 
     @property
     def _may_send(self) -> bool:
-        """One at a time until all that was under way at a death is stored: so the culprit is found."""
+        """Batches that were under way at a death go one at a time, so that the culprit is found."""
         first, under_way = self._queue[0], self._under_way.values()
         if not under_way:
             return True
         if len(under_way) >= self._settings.window_calls:
             return False
-        if first.suspected or any(parcel.suspected for parcel in under_way):
+        if first.suspected or any(batch.suspected for batch in under_way):
             return False
         return sum(map(len, under_way)) + len(first) <= self._settings.window_turns
 
     async def _greet(self) -> bool:
-        """Begin a line at the shard, until it is there. False: what waits has failed or moves on."""
+        """Begin a session at the shard. False: the waiting batches have failed, or are to be routed again."""
         pause, refused_s = Backoff(self._settings.patience_s), 0.0
         error: object = "it does not answer"
         while pause.left_s > 0:
@@ -174,7 +171,7 @@ class ShardClient:
             except Removed:
                 self._take_back()
                 return False
-            except Exception as refusal:  # noqa: BLE001 - it is there, and says why it cannot serve
+            except Exception as refusal:  # noqa: BLE001 - it is alive, and says why it cannot serve
                 error = refusal
                 refused_s = refused_s or time.monotonic()
                 if time.monotonic() - refused_s > REFUSAL_PATIENCE_S:
@@ -188,29 +185,29 @@ class ShardClient:
         return False
 
     def _take_back(self) -> None:
-        """The shard is one no more: the first parcel of the queue finds its way anew, and all behind it."""
+        """The shard was removed: the first batch of the queue is routed again, and all behind it."""
         self._returned[self._next_number] = self._queue.popleft()
 
-    async def _dispatch(self, parcel: ShardBatch) -> None:
-        """Send the first parcel of the queue. A suspect is sent alone; or cut, or parked, for its deaths."""
-        parcel.deaths += parcel.tried_in not in ("", self._process)
-        parcel.tried_in = ""
-        if not parcel.suspected:
-            self._try(parcel)
-        elif parcel.deaths >= DEATHS and len(parcel) > 1:
+    async def _dispatch(self, batch: ShardBatch) -> None:
+        """Send the first batch of the queue. A suspect is sent alone; after deaths it is split or parked."""
+        batch.deaths += batch.tried_in not in ("", self._process)
+        batch.tried_in = ""
+        if not batch.suspected:
+            self._try(batch)
+        elif batch.deaths >= DEATHS and len(batch) > 1:
             self._queue.popleft()
-            halves = parcel.halves()
-            self._on_change(parcel, halves)
+            halves = batch.halves()
+            self._on_change(batch, halves)
             self._queue.extendleft(reversed(halves))
         else:
-            await self._judge(parcel)
+            await self._judge(batch)
 
-    async def _judge(self, parcel: ShardBatch) -> None:
+    async def _judge(self, batch: ShardBatch) -> None:
         try:
-            if parcel.deaths > DEATHS:
-                await self._park(parcel)
+            if batch.deaths > DEATHS:
+                await self._park(batch)
             else:
-                self._try(parcel, await self._alone(parcel))
+                self._try(batch, await self._alone(batch))
         except ShardGone:
             self._token = None
         except Removed:
@@ -218,26 +215,26 @@ class ShardClient:
         except Exception as error:  # noqa: BLE001 - the shard's error is the caller's, as in _send
             self._failure = error
             self._queue.popleft()
-            self._end(parcel, error)
+            self._end(batch, error)
 
-    async def _alone(self, parcel: ShardBatch) -> str:
-        """Have the shard to ourselves: what to stamp the parcel with. ShardGone, QueueFull.
+    async def _alone(self, batch: ShardBatch) -> str:
+        """Reserve the shard for one batch: the token of the trial. ShardGone, QueueFull.
 
-        Before a turn's last trial the shard must have lived for a while with nothing in it.
+        Before a turn's last trial the shard must have lived for a while with no call in it.
         """
-        if parcel.deaths:
+        if batch.deaths:
             await asyncio.sleep(COURTESY_S)
         room = self._room()
         while (trial := await self._asked_for_trial()) is None:
-            await room.wait("another call is alone there, or not over.")
+            await room.wait("another call has the shard to itself, or is not over.")
         until_s = time.monotonic() + PROBATION_S
-        while parcel.deaths == DEATHS and time.monotonic() < until_s:
+        while batch.deaths == DEATHS and time.monotonic() < until_s:
             await asyncio.sleep(PROBATION_S / 20)
             try:
                 if await self._asked_for_trial() != trial:
                     raise ShardGone(f"shard {self.shard} no longer waits for this call")
             except ShardGone:  # something else kills it
-                parcel.deaths = 0
+                batch.deaths = 0
                 raise
         return trial
 
@@ -255,30 +252,30 @@ class ShardClient:
         turn.settle(receipts_table([(Status.PARKED, None, None, reason)]))
         self._leave(turn)
 
-    def _try(self, parcel: ShardBatch, trial: str = "") -> None:
-        """Send the first parcel of the queue; `trial`: alone."""
+    def _try(self, batch: ShardBatch, trial: str = "") -> None:
+        """Send the first batch of the queue. `trial`: the token that it is alone with."""
         self._queue.popleft()
         number, self._next_number = self._next_number, self._next_number + 1
-        self._under_way[number] = parcel
-        task = asyncio.create_task(self._send(number, parcel, trial))
+        self._under_way[number] = batch
+        task = asyncio.create_task(self._send(number, batch, trial))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _send(self, number: int, parcel: ShardBatch, trial: str) -> None:
+    async def _send(self, number: int, batch: ShardBatch, trial: str) -> None:
         stamp = CallStamp(self._client, self._token or "", number, self._map_version(), trial)
         try:
-            with use_traceparent(parcel.delivery.traceparent):
-                receipts = await self._sent(parcel.table, stamp)
+            with use_traceparent(batch.pending.traceparent):
+                receipts = await self._sent(batch.table, stamp)
         except (ShardGone, StaleSession) as error:
-            parcel.tried_in = self._process if trial and _is_silent(error) else ""
-            self._lose(number, parcel, error)
+            batch.tried_in = self._process if trial and _is_silent(error) else ""
+            self._lose(number, batch, error)
         except Removed:
-            self._returned[number] = parcel
+            self._returned[number] = batch
         except Exception as error:  # noqa: BLE001 - the shard's error is the caller's
-            self._end(parcel, error)
+            self._end(batch, error)
             await self._break_off(error)
         else:
-            self._settle(number, parcel, receipts)
+            self._settle(number, batch, receipts)
         del self._under_way[number]
         self._news.set()
 
@@ -287,43 +284,43 @@ class ShardClient:
         while True:
             try:
                 return await self.calls.call("add", table, stamp)
-            except QueueFull as full:  # the same call again; those behind it wait for it at the shard
+            except QueueFull as full:  # repeat the same call; later ones wait for it at the shard
                 await room.wait(full)
 
     def _room(self) -> CapacityWait:
         return CapacityWait(self.shard, self.calls, self._settings.patience_s)
 
     async def _break_off(self, error: Exception) -> None:
-        """A call has failed: those behind it, which wait for it at the shard, come back with a new line."""
+        """A call has failed: begin a new session, so that the shard returns the calls that wait behind it."""
         if self._failure is not None:
             return
         self._failure = error
-        with suppress(Exception):  # whatever ails the shard, the next greeting hears it too
+        with suppress(Exception):  # the next session start meets the same error
             asked = self.calls.call("hello", self._client, self._map_version())
             await asyncio.wait_for(asked, self._settings.patience_s)
 
-    def _lose(self, number: int, parcel: ShardBatch, error: Exception) -> None:
-        """The shard is gone, or knows nothing of us any more: all this is to be sent again."""
-        if self._failure is not None:  # it has given up this line for that
-            self._end(parcel, self._failure)
+    def _lose(self, number: int, batch: ShardBatch, error: Exception) -> None:
+        """The shard died, or has forgotten the session: the batch is to be sent again."""
+        if self._failure is not None:  # the session ends for that
+            self._end(batch, self._failure)
             return
-        parcel.suspected |= _is_silent(error)
+        batch.suspected |= _is_silent(error)
         self._token = None
-        self._lost[number] = parcel
+        self._lost[number] = batch
 
-    def _settle(self, number: int, parcel: ShardBatch, receipts: pa.Table) -> None:
-        if (returned := parcel.settle(receipts)) is None:
+    def _settle(self, number: int, batch: ShardBatch, receipts: pa.Table) -> None:
+        if (returned := batch.settle(receipts)) is None:
             self._rest = Backoff(math.inf)
-            self._leave(parcel)
+            self._leave(batch)
             return
-        self._on_change(parcel, [returned.parcel])
-        self.waiting_turns -= len(parcel) - len(returned.parcel)
-        self._returned[number] = returned.parcel
+        self._on_change(batch, [returned.batch])
+        self.waiting_turns -= len(batch) - len(returned.batch)
+        self._returned[number] = returned.batch
         self._moved |= returned.moved
         self._in_transit |= returned.in_transit
 
     async def _regroup(self) -> None:
-        """Nothing is under way: put what was lost before all else, or send all of it on its way anew."""
+        """Nothing is under way: queue lost batches before all others, or have all of them routed again."""
         if self._failure is not None:
             error, self._failure = self._failure, None
             self._token = None
@@ -332,41 +329,44 @@ class ShardClient:
         if self._lost:
             log.warning("shard %s is gone with %d calls under way", self.shard, len(self._lost))
         back = self._lost | self._returned
-        parcels = [back[number] for number in sorted(back)]
+        batches = [back[number] for number in sorted(back)]
         if self._returned:
-            await self._send_anew(parcels)
+            await self._send_anew(batches)
         else:
             self._lost = {}
-            self._queue.extendleft(reversed(parcels))
+            self._queue.extendleft(reversed(batches))
 
-    async def _send_anew(self, parcels: Sequence[ShardBatch]) -> None:
-        """Turns were not this shard's to store: with all that waits they find their way anew.
+    async def _send_anew(self, batches: Sequence[ShardBatch]) -> None:
+        """Route returned batches again, with all that wait.
 
-        What comes back again, and again, is sent less and less often, and fails after our patience.
+        Turns that keep coming back are sent ever more rarely, and fail after the patience.
         """
         back, now_s = self._returned.values(), time.monotonic()
-        if any(parcel.back_since_s is not None for parcel in back):
+        if any(batch.back_since_s is not None for batch in back):
             await self._rest()
-        for parcel in back:
-            parcel.back_since_s = parcel.back_since_s or now_s
+        for batch in back:
+            batch.back_since_s = batch.back_since_s or now_s
         try:
             if any(now_s - (p.back_since_s or now_s) > self._settings.patience_s for p in back):
                 raise self._lingering()
             await self._read_map()
-        except Exception as error:  # noqa: BLE001 - whatever it is, their senders must hear of it
+        except Exception as error:  # noqa: BLE001 - their senders must learn of any error
             self._fail(error)
             return
-        parcels = [*parcels, *self._queue]  # now, as more may have been put meanwhile, behind them
+        batches = [*batches, *self._queue]  # more may have been put meanwhile, behind them
         moved, in_transit = self._moved, self._in_transit
-        self._lost, self._returned, self._moved, self._in_transit = {}, {}, {}, set()
-        self._queue.clear()
+        self._clear()
         self.waiting_turns = 0
         try:
-            self._on_returned(parcels, moved, in_transit)
+            self._on_returned(batches, moved, in_transit)
         except Exception as error:  # noqa: BLE001 - as above
-            for parcel in parcels:
-                parcel.delivery.fail(error)
+            for batch in batches:
+                batch.pending.fail(error)
         self.room.set()
+
+    def _clear(self) -> None:
+        self._lost, self._returned, self._moved, self._in_transit = {}, {}, {}, set()
+        self._queue.clear()
 
     def _lingering(self) -> UndertowError:
         patience_s = self._settings.patience_s
@@ -382,23 +382,21 @@ class ShardClient:
         )
 
     def _fail(self, error: Exception) -> None:
-        """All that waits or has come back fails: what comes after a gap would be out of order."""
-        for parcel in [*self._lost.values(), *self._returned.values(), *self._queue]:
-            parcel.delivery.fail(error)
-            self._leave(parcel)
-        self._lost, self._returned, self._moved, self._in_transit = {}, {}, {}, set()
-        self._queue.clear()
+        """Fail all batches that wait or have come back: after a gap they would be out of order."""
+        for batch in [*self._lost.values(), *self._returned.values(), *self._queue]:
+            self._end(batch, error)
+        self._clear()
 
-    def _end(self, parcel: ShardBatch, error: Exception) -> None:
-        parcel.delivery.fail(error)
-        self._leave(parcel)
+    def _end(self, batch: ShardBatch, error: Exception) -> None:
+        batch.pending.fail(error)
+        self._leave(batch)
 
-    def _leave(self, parcel: ShardBatch) -> None:
-        self.waiting_turns -= len(parcel)
-        self._on_change(parcel, [])
+    def _leave(self, batch: ShardBatch) -> None:
+        self.waiting_turns -= len(batch)
+        self._on_change(batch, [])
         self.room.set()
 
 
 def _is_silent(error: Exception) -> bool:
-    """Whether the shard's process may have died of what it was given."""
+    """Whether the shard's process may have died of the batch."""
     return isinstance(error, ShardGone) and not isinstance(error, ShardExited)

@@ -1,4 +1,4 @@
-"""A router's connections to shards, and the turns on their way to them, by the newest shard map."""
+"""A router's clients of the shards, and the turns on their way to them, by the newest shard map."""
 
 from __future__ import annotations
 
@@ -23,65 +23,60 @@ from undertow.engine.storage.location import StoreError
 
 
 class ShardPool:
-    """One client a shard, made when it is first needed. Used on the router's event loop alone.
+    """One client a route, made when first needed. Used on the router's event loop alone.
 
-    Turns of tenants that are leaving a shard wait in a second client of it (`aside`), so that the others go
-    on meanwhile.
+    Turns of tenants that are leaving a shard wait in its second client (a deferred route), so that other
+    tenants are not held up.
     """
 
     def __init__(
-        self, site: SharedRoot, connect: Callable[[str], ShardCalls], settings: ClusterSettings
+        self, root: SharedRoot, connect: Callable[[str], ShardCalls], settings: ClusterSettings
     ) -> None:
         """`connect`: the calls of a shard, by its id. StoreError if a root has no map."""
-        self.routes = RouteTable(site.newest_map())
-        self._site = site
+        self.routes = RouteTable(root.newest_map())
+        self._root = root
         self._connect = connect
         self._settings = settings
         self._name = secrets.token_hex(8)
-        self._clients: dict[str, ShardClient] = {}
-        self._asides: dict[str, ShardClient] = {}
+        self._clients: dict[Route, ShardClient] = {}
 
     @property
     def shards(self) -> set[str]:
         """The shards that were used."""
-        return set(self._clients)
-
-    @property
-    def _all_clients(self) -> list[ShardClient]:
-        return [*self._clients.values(), *self._asides.values()]
+        return {route.shard for route in self._clients}
 
     def calls(self, shard: str) -> ShardCalls:
         """The calls of a shard."""
-        return self._client(shard).calls
+        return self._client(Route(shard)).calls
 
     def status(self, shard: str) -> dict[str, int]:
         """The turns on their way to a shard, and how often its process died meanwhile."""
-        client, aside = self._client(shard), self._asides.get(shard)
-        waiting_turns = client.waiting_turns + (aside.waiting_turns if aside else 0)
+        client, deferred = self._client(Route(shard)), self._clients.get(Route(shard, deferred=True))
+        waiting_turns = client.waiting_turns + (deferred.waiting_turns if deferred else 0)
         return {"sent_turns": waiting_turns, "deaths_seen": client.deaths}
 
-    async def everyone(self) -> tuple[str, ...]:
+    async def all_shards(self) -> tuple[str, ...]:
         """All shards of the newest map. StoreError."""
-        self.routes.adopt(await asyncio.to_thread(self._site.newest_map))
-        return self.routes.map.everyone
+        self.routes.adopt(await asyncio.to_thread(self._root.newest_map))
+        return self.routes.map.all_shards
 
     async def read_map(self) -> None:
-        """Read the newest map after a shard refused a tenant. Tries again within the patience. StoreError."""
+        """Read the newest map after a shard refused a tenant. Retries within the patience. StoreError."""
         pause = Backoff(self._settings.patience_s)
         while True:
             try:
-                await self.everyone()
+                await self.all_shards()
                 return
             except StoreError:
                 if not await pause():
                     raise
 
     async def stop(self) -> None:
-        """Let the shards answer what was sent, within the patience; then close all clients."""
+        """Wait within the patience until all sent turns are answered; then close all clients."""
         pause = Backoff(self._settings.patience_s)
-        while not all(client.idle for client in self._all_clients) and await pause():
+        while any(client.waiting_turns for client in self._clients.values()) and await pause():
             pass
-        await asyncio.gather(*(client.stop() for client in self._all_clients))
+        await asyncio.gather(*(client.stop() for client in self._clients.values()))
 
     # ---- turns
 
@@ -90,40 +85,38 @@ class ShardPool:
 
         While too many turns wait for one of the shards: waits, or raises QueueFull without `wait`.
         """
-        delivery = PendingAdd(table.num_rows)
-        whole = ShardBatch(delivery, np.arange(table.num_rows), table)
-        if not table.num_rows:
-            return delivery.future
-        while True:
-            batches = split(whole, self.routes.ways_of, self._settings.call_turns)
+        pending = PendingAdd(table.num_rows)
+        whole = ShardBatch(pending, np.arange(table.num_rows), table)
+        while table.num_rows:
+            batches = split(whole, self.routes.routes_of, self._settings.call_turns)
             turns = Counter[Route]()
             for route, batch in batches:
                 turns[route] += len(batch)
-            full = next((r for r, count in turns.items() if not self._client(*r).has_room(count)), None)
+            full = next((r for r, count in turns.items() if not self._client(r).has_room(count)), None)
             if full is None:
                 self._put(batches)
-                return delivery.future
+                break
             if not wait:
                 raise QueueFull(
                     f"{self._settings.lane_turns} turns wait for shard {full.shard}. Try again in a moment."
                 )
-            room = self._client(*full).room
+            room = self._client(full).room
             room.clear()
             await room.wait()
+        return pending.future
 
     def _put(self, batches: Sequence[tuple[Route, ShardBatch]]) -> None:
         for route, batch in batches:
-            client = self._client(*route)
+            client = self._client(route)
             self.routes.hold(batch.tenants, route)
             client.put(batch)
 
-    def _client(self, shard: str, aside: bool = False) -> ShardClient:
-        route, clients = Route(shard, aside), self._asides if aside else self._clients
-        if (client := clients.get(shard)) is None or client.ended:
-            client = clients[shard] = ShardClient(
-                shard,
-                self._client(shard).calls if aside else self._connect(shard),
-                f"{self._name}-aside" if aside else self._name,
+    def _client(self, route: Route) -> ShardClient:
+        if (client := self._clients.get(route)) is None or client.ended:
+            client = self._clients[route] = ShardClient(
+                route.shard,
+                self.calls(route.shard) if route.deferred else self._connect(route.shard),
+                f"{self._name}-deferred" if route.deferred else self._name,
                 self._settings,
                 map_version=lambda: self.routes.map.version,
                 on_change=lambda batch, others: self._exchange(route, batch, others),
@@ -140,15 +133,15 @@ class ShardPool:
     def _send_anew(
         self, route: Route, batches: Sequence[ShardBatch], moved: dict[str, str], in_transit: AbstractSet[str]
     ) -> None:
-        """Route again, in order, what a shard has returned and all that waits behind it."""
+        """Route again, in order, the turns that a shard has returned and all that wait behind them."""
         self.routes.moved(moved)
         for batch in batches:
             self.routes.release(batch.tenants)
 
-        def ways_of(tenants: Sequence[str]) -> list[Route]:
-            waits = [tenant not in moved and (route.aside or tenant in in_transit) for tenant in tenants]
-            routes = zip(waits, self.routes.ways_of(tenants), strict=True)
-            return [Route(route.shard, aside=True) if wait else other for wait, other in routes]
+        def routes_of(tenants: Sequence[str]) -> list[Route]:
+            waits = [tenant not in moved and (route.deferred or tenant in in_transit) for tenant in tenants]
+            routes = zip(waits, self.routes.routes_of(tenants), strict=True)
+            return [Route(route.shard, deferred=True) if wait else other for wait, other in routes]
 
         for batch in batches:
-            self._put(split(batch, ways_of, self._settings.call_turns))
+            self._put(split(batch, routes_of, self._settings.call_turns))

@@ -1,8 +1,7 @@
-"""Answers in pieces: a shard keeps what an LLM has written so far, and whoever asks is told what is new.
+"""Streamed answers: a shard keeps the text that an LLM has written so far; callers poll for more of it.
 
-Asked again and again, each time from where they are, callers in another process are served as those in this
-one, and a question that gets lost on the way is asked again. Who asks no more has gone: the LLM call is given
-up.
+Callers in another process poll in the same way, and repeat a poll that got lost. If the polls of an answer
+end, its LLM call is cancelled.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from undertow.engine.base.model import UndertowError
 if TYPE_CHECKING:
     from undertow.engine.base.results import Answer
 
-# how long a question for more waits for a piece, before it is told that there is none yet
+# how long a poll waits for text before it returns without any
 POLL_S = 10.0
-# an answer that nobody has asked for is given up, and forgotten, after so long
+# an answer without polls is cancelled and forgotten after so long
 ABANDONED_S = 60.0
 
 Said = tuple[str, "Answer | None"]
-"""(text from where one asked, the answer if that was its end)."""
+"""(new text, the answer if that is all)."""
 
 
 class UnknownTicket(UndertowError):
-    """The shard gives no such answer: it was restarted, or nobody asked for so long. Ask anew."""
+    """The shard has no such answer: it was restarted, or the answer was not polled for long. Ask anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class AnswerTicket:
 
 
 class AnswerStream:
-    """One answer, as it comes. Safe from several threads."""
+    """One answer, as its text comes. Safe from several threads."""
 
     def __init__(self, tenant: str, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.tenant = tenant
@@ -52,49 +51,46 @@ class AnswerStream:
         self._text = ""
         self._answer: Answer | None = None
         self._error: BaseException | None = None
-        # who waits: from where, and since when
+        # polls: from which character, since when
         self._waiting: list[tuple[int, float, Future[Said]]] = []
         self._asked_s = clock_s()
 
     @property
     def begun(self) -> bool:
-        """Whether some of it was told."""
+        """Whether there is some text."""
         return bool(self._text)
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether no caller waits for it any more."""
         with self._lock:
             idle = not self._waiting and self._clock_s() - self._asked_s > ABANDONED_S
         return self.dropped or idle
 
     def add(self, text: str) -> None:
-        """The next piece."""
+        """Append text."""
         with self._lock:
             self._text += text
-        self._serve()
+        self.serve()
 
     def end(self, answered: Future[Answer]) -> None:
-        """The answer is there, or why there is none."""
+        """Set the answer, or its error."""
         with self._lock:
             self._error = answered.exception()
             self._answer = None if self._error else answered.result()
-        self._serve()
+        self.serve()
 
     def more(self, at: int) -> Future[Said]:
-        """The text from `at` on, once there is some, or the end; at times nothing. The answer's error."""
+        """The text from `at` on, once there is some or POLL_S have passed. Raises the answer's error."""
         asked: Future[Said] = Future()
         asked.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         with self._lock:
             self._waiting.append((at, self._clock_s(), asked))
-        self._serve()
+        self.serve()
         return asked
 
-    def tick(self) -> None:
-        """Time has passed: who has waited for long is told that nothing came."""
-        self._serve()
-
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Answer the polls that have new text, or have waited for POLL_S."""
         with self._lock:
             now_s = self._clock_s()
             over = self._answer is not None or self._error is not None
@@ -113,19 +109,19 @@ class AnswerStreams:
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
-        self._tellings: dict[str, AnswerStream] = {}
+        self._streams: dict[str, AnswerStream] = {}
 
-    def add(self, telling: AnswerStream) -> AnswerTicket:
-        """A new one. Those that nobody asks for any more are forgotten."""
-        kept = {id: earlier for id, earlier in self._tellings.items() if not earlier.abandoned}
+    def add(self, stream: AnswerStream) -> AnswerTicket:
+        """Add a stream. Abandoned ones are forgotten."""
+        kept = {id: earlier for id, earlier in self._streams.items() if not earlier.abandoned}
         ticket = AnswerTicket(self._shard, secrets.token_hex(8))
-        self._tellings = {**kept, ticket.id: telling}
+        self._streams = {**kept, ticket.id: stream}
         return ticket
 
     def more(self, id: str, at: int) -> Future[Said]:
-        """See Telling.more. UnknownTicket."""
-        if (telling := self._tellings.get(id)) is not None:
-            return telling.more(at)
+        """See AnswerStream.more. UnknownTicket."""
+        if (stream := self._streams.get(id)) is not None:
+            return stream.more(at)
         unknown: Future[Said] = Future()
         unknown.set_exception(
             UnknownTicket(f"shard {self._shard} gives no such answer (any more). Ask again.")
@@ -133,16 +129,12 @@ class AnswerStreams:
         return unknown
 
     def forget(self, tenant: str) -> None:
-        """Give up and forget all that a tenant is told."""
-        tellings, kept = self._tellings, {}
-        for id, telling in tellings.items():
-            if telling.tenant == tenant:
-                telling.dropped = True
-            else:
-                kept[id] = telling
-        self._tellings = kept
+        """Cancel and forget all answers of a tenant."""
+        for stream in self._streams.values():
+            stream.dropped |= stream.tenant == tenant
+        self._streams = {id: stream for id, stream in self._streams.items() if stream.tenant != tenant}
 
     def drop(self, id: str) -> None:
-        """Its caller has gone."""
-        if (telling := self._tellings.get(id)) is not None:
-            telling.dropped = True
+        """Cancel an answer whose caller has gone."""
+        if (stream := self._streams.get(id)) is not None:
+            stream.dropped = True

@@ -34,8 +34,7 @@ from undertow.engine.cluster.shard.answer_streams import (
     UnknownTicket,
 )
 from undertow.engine.cluster.shard.engine_thread import EngineThread
-from undertow.engine.cluster.shard.futures import hand_on
-from undertow.engine.cluster.shard.index_build import AfterIndexBuild, CallerGone, IndexBuildQueue
+from undertow.engine.cluster.shard.index_build import AfterIndexBuild, CallerGone, IndexBuildQueue, forward
 from undertow.engine.cluster.shard.supervisor import ShardSupervisor
 from undertow.engine.cluster.wire import Status
 from undertow.engine.llm.client import BrokenOff
@@ -54,7 +53,7 @@ class RunningImport:
 
 
 class ApiCalls:
-    """Begins calls, from any thread. Moved, InTransit: the tenant is not this shard's to serve."""
+    """Begins calls, from any thread. Moved, InTransit: this shard does not serve the tenant."""
 
     def __init__(self, shard: str, supervisor: ShardSupervisor, engine_thread: EngineThread) -> None:
         self.streams = AnswerStreams(shard)
@@ -98,27 +97,28 @@ class ApiCalls:
         return self._after_index_build(query.tenant, lambda engine: engine.call(query))
 
     def _after_index_build(self, tenant: str, act: Callable[[Engine], T]) -> Future[T]:
-        prepared = self._prepared(tenant, act)
+        prepared = AfterIndexBuild(self._index_builds, tenant, self._check, act)
         return prepared.promised(self._ask(prepared, wait=True))
-
-    def _prepared(self, tenant: str, act: Callable[[Engine], T]) -> AfterIndexBuild[T]:
-        return AfterIndexBuild(self._index_builds, tenant, self._check, act)
 
     def _answer(self, query: AnswerQuery) -> Future[Answer]:
         """Cancelling the future cancels the LLM call."""
-        asked: list[tuple[Engine, PendingAnswer]] = []
-        ready = self._prepared(query.tenant, lambda engine: (engine, self._asked(engine, query)))
+        asked: tuple[Engine, PendingAnswer] | None = None
+        ready = AfterIndexBuild(
+            self._index_builds,
+            query.tenant,
+            self._check,
+            lambda engine: (engine, self._asked(engine, query)),
+        )
 
         def answer(engine: Engine) -> Answer | None:
-            if ready.called_off:
-                for opened, pending in asked:
-                    opened.let_go(pending)
+            nonlocal asked
+            if ready.cancelled:
+                if asked is not None:
+                    asked[0].let_go(asked[1])
                 raise CallerGone
-            if not asked or asked[0][0] is not engine:  # an engine that was reopened has not asked yet
-                if (anew := ready(engine)) is None:
-                    return None
-                asked[:] = [anew]
-            return engine.heard(asked[0][1])
+            if asked is None or asked[0] is not engine:  # a reopened engine has not asked yet
+                asked = ready(engine) or asked
+            return None if asked is None or asked[0] is not engine else engine.heard(asked[1])
 
         return ready.promised(self._ask(answer, wait=True))
 
@@ -127,57 +127,52 @@ class ApiCalls:
         return engine.ask(query, on_text=None if stream is None else stream.add)
 
     def begin_stream(self, query: AnswerQuery) -> Future[AnswerTicket]:
-        """Begin an answer in pieces; see AnswerStreams. The LLM's errors come with the pieces."""
+        """Begin a streamed answer; see AnswerStreams. The LLM's errors come with its text."""
         return self._after_index_build(query.tenant, lambda engine: self._streamed(engine, query))
 
     def _streamed(self, engine: Engine, query: AnswerQuery) -> AnswerTicket:
         stream = AnswerStream(query.tenant)
-        asked = [(engine, self._asked(engine, query, stream))]
+        opened, pending = engine, self._asked(engine, query, stream)
 
         def hear(engine: Engine) -> Answer | None:
-            stream.tick()
-            opened, pending = asked[0]
+            nonlocal opened, pending
+            stream.serve()
             if stream.abandoned:
                 opened.let_go(pending)
                 raise UnknownTicket("nobody asked for the answer any more")
             if opened is not engine:  # reopened: the former engine's call is lost
                 if stream.begun:
                     raise BrokenOff("the shard was opened anew in the middle of the answer. Ask again.")
-                asked[0] = engine, self._asked(engine, query, stream)
-            return engine.heard(asked[0][1])
+                opened, pending = engine, self._asked(engine, query, stream)
+            return engine.heard(pending)
 
         self._ask(hear, wait=True).add_done_callback(stream.end)
         return self.streams.add(stream)
 
     # ---- changes
 
-    def _update(self, command: UpdateCommand) -> Future[Any]:
-        return self._ask(lambda engine: self._change(engine, command, repeated_calls.updated))
+    def _edit(self, command: UpdateCommand | DeleteCommand) -> Future[Any]:
+        def edit(engine: Engine) -> Any:
+            if command.tenant is not None:
+                self._check(command.tenant)
+            if command.again and (done := repeated_calls.edited(engine, command)) is not None:
+                return done
+            return self._on_memory(engine, command)
 
-    def _delete(self, command: DeleteCommand) -> Future[Any]:
-        return self._ask(lambda engine: self._change(engine, command, repeated_calls.deleted))
-
-    def _change(
-        self, engine: Engine, command: Any, done_before: Callable[[Engine, Any], T | None]
-    ) -> T | None:
-        if command.tenant is not None:
-            self._check(command.tenant)
-        if command.again and (done := done_before(engine, command)) is not None:
-            return done
-        changed: T | None = self._on_memory(engine, command)
-        return changed
+        return self._ask(edit)
 
     def _flush(self, command: FlushCommand) -> Future[bool]:
         """Other calls go on meanwhile. A repeat takes a flush at the log's end for its own."""
         tenant = command.tenant
-        logged: list[bool] = []
+        logged = False
 
         def flushed(engine: Engine) -> bool | None:
+            nonlocal logged
             if not logged:
                 self._check(tenant)
                 if not (command.again and repeated_calls.ends_in_flush(engine, tenant)):
                     engine.log_flush(tenant)
-                logged.append(True)
+                logged = True
             engine.tenants.require(tenant)
             if engine.at_rest(tenant):
                 return tenant not in engine.scheduler.blocked
@@ -196,20 +191,24 @@ class ApiCalls:
     def _erase(self, command: EraseCommand) -> Future[Certificate | None]:
         """A purge rewrites files of the whole store, so one purge serves all erasures that wait for it."""
         if not command.now:
-            return self._ask(lambda engine: self._bury(engine, command))
-        buried: list[bool] = []
+            return self._ask(lambda engine: self._erase_now(engine, command))
+        gone = False
 
         def erased(engine: Engine) -> tuple[Certificate | None] | None:
-            if buried:
+            nonlocal gone
+            if gone:
                 self._check(command.tenant)
                 return (repeated_calls.certificate(engine, command.tenant),)
-            self._bury(engine, command)
-            buried.append(True)
-            return None  # erasures that came meanwhile are buried first
+            self._erase_now(engine, command)
+            gone = True
+            return None  # the purge comes after the erasures that have come meanwhile
 
-        return _unwrapped(self._ask(erased, wait=True))
+        future: Future[Certificate | None] = Future()
+        # a tuple, as None means "not yet" to a command that waits
+        forward(self._ask(erased, wait=True), future, lambda result: result[0])
+        return future
 
-    def _bury(self, engine: Engine, command: EraseCommand) -> None:
+    def _erase_now(self, engine: Engine, command: EraseCommand) -> None:
         tenant = command.tenant
         self._check(tenant)
         for running in self._imports:  # a commit that was begun before must not bring the tenant back
@@ -242,21 +241,14 @@ class ApiCalls:
         return imported
 
 
-# calls that wait for something, or that know a repeat; the engine answers all others at once
+# calls that wait for something or recognise a repeat; the engine answers all others at once
 HANDLERS: Mapping[type[ApiCall[Any]], Callable[[ApiCalls, Any], Future[Any]]] = {
     AnswerQuery: ApiCalls._answer,
-    DeleteCommand: ApiCalls._delete,
+    DeleteCommand: ApiCalls._edit,
     DrainCommand: ApiCalls._drain,
     EraseCommand: ApiCalls._erase,
     FlushCommand: ApiCalls._flush,
     ImportCommand: ApiCalls._import,
     SearchQuery: ApiCalls._search,
-    UpdateCommand: ApiCalls._update,
+    UpdateCommand: ApiCalls._edit,
 }
-
-
-def _unwrapped(wrapped: Future[tuple[T]]) -> Future[T]:
-    """The tuple's item, for commands that wait: None means "not yet" to them, but may be the result."""
-    future: Future[T] = Future()
-    hand_on(wrapped, future, lambda result: result[0])
-    return future

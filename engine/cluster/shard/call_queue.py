@@ -1,4 +1,4 @@
-"""One call of many turns inside a shard: which of them are fed to the engine, and what became of each."""
+"""Calls of many turns inside a shard: their order, and the outcome of each turn."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from undertow.engine.step.admission import Inbox, QueueFull, Ticket
 
 Outcome = tuple[Status, str | None, int | None, str | None]
 
-# clients that a shard keeps in mind; one that was forgotten says hello again
+# clients whose sessions a shard keeps; a forgotten one begins a new session
 CLIENTS = 4_096
 
-# how long who has a shard to itself may take to send its call, or to ask for it again
+# a trial lapses after this time unless its client renews or uses it
 TRIAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class CallStamp:
-    """The place of a call in its client's line: Ray keeps no order of calls to a concurrent actor.
+    """The position of a call in its client's session: Ray keeps no order of calls to a concurrent actor.
 
-    `token` is what the shard said at the last hello; `number` counts the calls from there on, from 0.
-    `map_version` is that of the map by which the call was sent to this shard, or of a newer one. `trial`:
-    the call is to be alone in the shard, as `CallQueues.trial` has granted; empty: others may be there too.
+    `token`: that of the session; `number`: counts its calls, from 0. `map_version`: of the map by which the
+    call was sent to this shard, or of a newer one. `trial`: the token by which the call is alone in the
+    shard (see CallQueues.trial); empty: it need not be.
     """
 
     client: str
@@ -45,9 +45,9 @@ class CallStamp:
 
 @dataclass(frozen=True, slots=True)
 class SessionStart:
-    """A shard's answer to a client's first call: the token of its line, and the map that it goes by.
+    """A shard's answer to a client's hello: the token of its session, and the version of the shard's map.
 
-    `process` names the shard's process: where it has changed, the one before is no more.
+    `process` names the shard's process: if it has changed, the former one is dead.
     """
 
     token: str
@@ -56,14 +56,14 @@ class SessionStart:
 
 
 class StaleSession(UndertowError):
-    """The shard knows nothing of this client's line: it has been restarted. Say hello, send again."""
+    """The shard does not know this client's session: it was restarted. Say hello, then send again."""
 
 
 class TurnCall:
-    """Turns that came together, and their receipts. Several calls are fed to the engine as one line."""
+    """The turns of one call, and their receipts."""
 
     def __init__(self, table: pa.Table, map_version: int = 0) -> None:
-        """`map_version`: the shard is to go by this map at least. ValueError for a table of no turns."""
+        """`map_version`: the shard must know this map or a newer one. ValueError: see check_turns."""
         check_turns(table)
         self.map_version = map_version
         # no other call is in the shard until this one is over
@@ -81,8 +81,7 @@ class TurnCall:
 
     @cached_property
     def turns(self) -> list[PackedTurn]:
-        """Made when they are needed, by the thread that needs them: the thread that takes calls in would
-        do it while the engine's waits for it."""
+        """Unpacked when first needed, on the engine thread, so that the thread that takes calls is free."""
         table, self._table = self._table, None
         assert table is not None, "a call is unpacked once"
         return unpack(table)
@@ -94,7 +93,7 @@ class TurnCall:
     def feed(self, inbox: Inbox, refuse: Callable[[PackedTurn], Outcome | None] | None) -> bool:
         """Offer the turns, in order, while there is room. Whether all have been offered.
 
-        `refuse` says what becomes of a turn that is not for this engine; None: all are for it.
+        `refuse` gives the outcome of a turn that is not for this engine; None: all are for it.
         """
         turns, pending, room = self.turns, self._pending, inbox.room
         while pending and room > 0:
@@ -108,7 +107,7 @@ class TurnCall:
         return not pending
 
     def settle(self) -> bool:
-        """Give the receipts, once every turn has one. Whether the call is over."""
+        """Set the receipts once every turn has one. Whether the call is over."""
         if self.future.done():
             return True
         if self._pending or any(ticket.receipt is None for _, ticket in self._tickets):
@@ -124,21 +123,21 @@ class TurnCall:
         self._tickets = [(place, ticket) for place, ticket in self._tickets if ticket.receipt is None]
 
     def recall(self) -> list[int]:
-        """The engine has lost its queue: the places of the turns that were in it without a receipt."""
+        """The engine has lost its queue: the positions of the turns that were in it without a receipt."""
         self._collect()
         lost = [place for place, _ in self._tickets]
         self._tickets = []
         return lost
 
     def restore(self, places: Sequence[int]) -> None:
-        """Turns that were recalled are offered again, before all others."""
+        """Offer recalled turns again, before all others."""
         self._pending.extendleft(reversed(places))
 
     def set(self, place: int, outcome: Outcome) -> None:
         self._outcomes[place] = outcome
 
     def withdraw(self, tenant: str, outcome: Outcome) -> None:
-        """The engine has dropped what it had in its queue of a tenant: that is what became of it."""
+        """The engine has dropped a tenant's queued turns: set their outcome."""
         self._collect()
         for place, ticket in self._tickets:
             if ticket.turn.tenant == tenant:
@@ -146,19 +145,19 @@ class TurnCall:
         self._tickets = [(place, t) for place, t in self._tickets if t.turn.tenant != tenant]
 
     def fail(self, error: Exception) -> None:
-        """Nothing more is acknowledged of this call."""
+        """Fail the call; none of its turns is acknowledged any more."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 def outcome_of(receipt: Receipt) -> Outcome:
-    """What became of a turn that the engine took."""
+    """The outcome of a turn that the engine took."""
     status = Status.DUPLICATE if receipt.duplicate else Status.STORED
     return status, receipt.id, receipt.seq, None
 
 
 @dataclass(slots=True)
-class _ClientQueue:
+class _Session:
     token: str
     next: int = 0
     ahead: dict[int, TurnCall] = field(default_factory=dict)
@@ -183,23 +182,23 @@ class CallQueues:
         self.process = secrets.token_hex(8)
         self._bound = bound_turns
         self._clock_s = clock_s
-        self._lines: OrderedDict[str, _ClientQueue] = OrderedDict()
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._trial: _Trial | None = None
 
     def begin(self, client: str) -> str:
-        """A new line for a client: its token. Calls of an earlier one that came too early are refused."""
-        self._refuse_ahead(self._lines.pop(client, None))
+        """Begin a client's session: its token. Early calls of its former session are refused."""
+        self._refuse_ahead(self._sessions.pop(client, None))
         token = secrets.token_hex(8)
-        self._lines[client] = _ClientQueue(token)
-        while len(self._lines) > CLIENTS:
-            self._refuse_ahead(self._lines.popitem(last=False)[1])
+        self._sessions[client] = _Session(token)
+        while len(self._sessions) > CLIENTS:
+            self._refuse_ahead(self._sessions.popitem(last=False)[1])
         return token
 
     def trial(self, client: str, waiting_turns: int) -> str | None:
-        """Let a client have the shard to itself for one call: the token of its stamp. None: ask again.
+        """Reserve the shard for one call of a client: the token for its stamp. None: ask again.
 
-        From the first asking on no other call is taken, so that those under way come to their end. Who has
-        it keeps it by asking again; who does neither that nor sends its call within TRIAL_S has lost it.
+        From the first request on no other call is taken, so that those under way can end. The trial lapses
+        after TRIAL_S unless the client asks again or sends its call.
         """
         until_s = self._clock_s() + TRIAL_S
         if (trial := self._trial_under_way()) is None:
@@ -210,37 +209,37 @@ class CallQueues:
         return None if waiting_turns else trial.token
 
     def accept(self, call: TurnCall, stamp: CallStamp, waiting_turns: int) -> list[TurnCall]:
-        """The calls whose turn it is by now, in order; a call that came too early waits for those before.
+        """The calls that are due now, in order; a call that came too early waits for its predecessors.
 
-        StaleSession; QueueFull: the same call is to be sent again, those behind it wait for that.
+        StaleSession; QueueFull, set on the call: send it again, its successors wait for it.
         """
-        line = self._lines.get(stamp.client)
-        if line is None or line.token != stamp.token or stamp.number < line.next:
+        session = self._sessions.get(stamp.client)
+        if session is None or session.token != stamp.token or stamp.number < session.next:
             raise StaleSession("this shard was restarted, or has forgotten the client")
-        self._lines.move_to_end(stamp.client)
+        self._sessions.move_to_end(stamp.client)
         trial = self._trial_under_way()
         if stamp.trial:
             if trial is None or trial.token != stamp.trial:
                 raise StaleSession("the call was to be alone in this shard, and came too late for that")
             trial.call, call.alone = call, True
-        line.ahead[stamp.number] = call
+        session.ahead[stamp.number] = call
         ready: list[TurnCall] = []
-        while (following := line.ahead.get(line.next)) is not None:
+        while (following := session.ahead.get(session.next)) is not None:
             if trial is not None and following is not trial.call:
-                self._refuse(line.ahead.pop(line.next), "Another call is to be alone in this shard.")
+                self._refuse(session.ahead.pop(session.next), "Another call is to be alone in this shard.")
                 break
             if waiting_turns and waiting_turns + len(following) > self._bound:
-                self._refuse(line.ahead.pop(line.next), f"{self._bound} turns wait at this shard.")
+                self._refuse(session.ahead.pop(session.next), f"{self._bound} turns wait at this shard.")
                 break
-            ready.append(line.ahead.pop(line.next))
+            ready.append(session.ahead.pop(session.next))
             waiting_turns += len(following)
-            line.next += 1
+            session.next += 1
         return ready
 
     def end_all(self) -> None:
-        """No line goes on: its clients have to begin anew."""
-        while self._lines:
-            self._refuse_ahead(self._lines.popitem()[1])
+        """End all sessions: their clients have to begin new ones."""
+        while self._sessions:
+            self._refuse_ahead(self._sessions.popitem()[1])
 
     def _trial_under_way(self) -> _Trial | None:
         if self._trial is not None and self._trial.over(self._clock_s()):
@@ -252,6 +251,6 @@ class CallQueues:
         call.fail(QueueFull(f"{reason} Try again in a moment."))
 
     @staticmethod
-    def _refuse_ahead(line: _ClientQueue | None) -> None:
-        for call in line.ahead.values() if line is not None else ():
-            call.fail(StaleSession("the client has begun a new line"))
+    def _refuse_ahead(session: _Session | None) -> None:
+        for call in session.ahead.values() if session is not None else ():
+            call.fail(StaleSession("the client has begun a new session"))

@@ -1,4 +1,4 @@
-"""The thread that owns a shard's engine: it feeds it, steps it, and runs what others ask of it."""
+"""The thread that owns a shard's engine: feeds it turns, steps it, and runs commands with it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.trace_context import current_traceparent, use_traceparent
-from undertow.engine.cluster.resharding.participant import ReshardingParticipant
-from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, Outcome, TurnCall
+from undertow.engine.cluster.shard.call_queue import CallQueues, CallStamp, Outcome, SessionStart, TurnCall
 from undertow.engine.cluster.shard.quarantine import reason_of
 from undertow.engine.cluster.shard.supervisor import RETRY_S, ShardSupervisor
+from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.wire import Status
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
@@ -30,7 +30,7 @@ POLL_S = 0.005
 
 
 class ShardClosed(UndertowError):
-    """The shard's thread has ended: it was closed, or met an error that it should have outlived."""
+    """The shard's thread has ended: it was closed, or met an unexpected error."""
 
     def __init__(self, shard: str) -> None:
         super().__init__(shard)
@@ -42,9 +42,9 @@ class ShardClosed(UndertowError):
 
 @dataclass(slots=True)
 class _Command:
-    """Something to do with the engine. `wait`: it is done again until it returns something but None.
+    """Something to do with the engine. `wait`: repeated until its result is not None.
 
-    It is done for whoever had it made: see engine/base/trace_context.py.
+    It runs in the trace of its caller: see engine/base/trace_context.py.
     """
 
     run: Callable[[], Any]
@@ -54,10 +54,7 @@ class _Command:
 
 
 class EngineThread:
-    """Runs commands and calls one after the other, on a thread of its own, and steps the engine meanwhile.
-
-    `ask`, `offer` and `close` may be called from any thread; all else belongs to the keeper's own.
-    """
+    """Runs commands and calls one after the other, on a thread of its own, and steps the engine."""
 
     def __init__(self, shard: str, supervisor: ShardSupervisor, queue_turns: int) -> None:
         self.supervisor = supervisor
@@ -65,15 +62,15 @@ class EngineThread:
         self.calls: deque[TurnCall] = deque()
         self._shard = shard
         self._commands: SimpleQueue[_Command | TurnCall] = SimpleQueue()
-        # of what several threads touch: the lines, this count, and whether commands are taken still
+        # guards the queues, the count of turns and `_closed`
         self._lock = threading.Lock()
-        self._lines = CallQueues(queue_turns)
+        self._queues = CallQueues(queue_turns)
         self.waiting_turns = 0
         self._closed = False
         self._waits: deque[_Command] = deque()
-        # tenants known to be served here, under a map by which nobody moves
-        self._mine: set[str] = set()
-        self._mine_by: ReshardingParticipant | None = None
+        # tenants known to be served here under this map, which moves nobody
+        self._served: set[str] = set()
+        self._served_by: ShardMap | None = None
         self._busy = True
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"shard-{shard}", daemon=True)
@@ -82,11 +79,11 @@ class EngineThread:
     # ---- from any thread
 
     def ask(self, run: Callable[[Engine], T | None], *, wait: bool = False) -> Future[T]:
-        """Have something done with the engine. `wait`: again and again, until it gives something."""
+        """Run something with the engine. `wait`: repeat it until its result is not None."""
         return self._command(lambda: run(self.supervisor.open()), wait)
 
     def ask_without(self, run: Callable[[], T]) -> Future[T]:
-        """Have something done that goes without the engine too."""
+        """Run something that does not need the engine."""
         return self._command(run, False)
 
     def _command(self, run: Callable[[], T | None], wait: bool) -> Future[T]:
@@ -96,30 +93,20 @@ class EngineThread:
         return future
 
     def offer(self, call: TurnCall, stamp: CallStamp) -> None:
-        """Have turns stored. StaleSession; the call's own future says all else."""
+        """Have turns stored. StaleSession; all other errors are set on the call's future."""
         with self._lock:
-            ready = self._lines.accept(call, stamp, self.waiting_turns)
+            ready = self._queues.accept(call, stamp, self.waiting_turns)
             self.waiting_turns += sum(map(len, ready))
             for accepted in ready:
                 self._put(accepted)
 
-    def begin_line(self, client: str) -> str:
-        """See Lines.begin."""
-        with self._lock:
-            return self._lines.begin(client)
-
-    @property
-    def process(self) -> str:
-        """See calls.Hello."""
-        return self._lines.process
-
     def trial(self, client: str) -> str | None:
-        """See Lines.trial."""
+        """See CallQueues.trial."""
         with self._lock:
-            return self._lines.trial(client, self.waiting_turns)
+            return self._queues.trial(client, self.waiting_turns)
 
     def close(self) -> None:
-        """Close the engine and end the thread; what waits fails."""
+        """Close the engine and end the thread; waiting calls fail."""
         if self._thread.is_alive():
             with self._lock:
                 self._stopping = True
@@ -127,7 +114,7 @@ class EngineThread:
             self._thread.join()
 
     def join(self, timeout_s: float | None) -> bool:
-        """Wait until the thread has ended: by `close`, or by an error that it should have outlived."""
+        """Whether the thread has ended within the time: by `close`, or by an unexpected error."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -152,13 +139,13 @@ class EngineThread:
             self._fail_all(ShardClosed(self._shard))
 
     def _take(self) -> None:
-        """Take what has come; wait for something when there is nothing to do."""
+        """Take waiting commands and calls; wait for one when there is nothing to do."""
         try:
             command = self._commands.get(timeout=self._patience_s)
             while True:
                 if isinstance(command, TurnCall):
                     self.calls.append(command)
-                    if command.alone:  # its step is next: what kills the process in that is this call
+                    if command.alone:  # its step is next: if the process dies in it, this call is to blame
                         return
                 else:
                     self._obey(command)
@@ -189,7 +176,7 @@ class EngineThread:
             command.future.set_exception(error)
             self._inspect(error)
             return
-        except BaseException:  # a library's panic: the thread ends, and nobody is to wait for it
+        except BaseException:  # a library's panic: the thread ends, and no caller may wait for it
             command.future.set_exception(ShardClosed(self._shard))
             raise
         if command.wait and value is None:
@@ -198,7 +185,7 @@ class EngineThread:
             command.future.set_result(value)
 
     def _work(self) -> None:
-        """One step, if there is any to do: calls are fed and settled, those that wait are asked again."""
+        """One step, if there is work: feed and settle calls, then repeat the waiting commands."""
         self._busy = False
         if self.calls or self.supervisor.has_work:
             self._step()
@@ -210,7 +197,7 @@ class EngineThread:
     def _open(self) -> None:
         try:
             self.supervisor.open()
-        except Exception as error:  # noqa: BLE001 - status tells it, and so does the next call
+        except Exception as error:  # noqa: BLE001 - the status shows it, and the next call raises it
             log.warning("shard %s cannot be opened: %s", self._shard, error)
         self._busy = True
 
@@ -227,8 +214,9 @@ class EngineThread:
 
     def _feed(self, engine: Engine) -> None:
         for call in self.calls:
-            self.keep_up(call.map_version)  # else it might refuse a turn, and take those behind it later
-            elsewhere = {name: refused(why) for name, why in self.refusals(call.tenants).items()}
+            # else it might refuse a turn and take later ones
+            self.supervisor.keep_up(call.map_version)
+            elsewhere = {name: _refused(why) for name, why in self.refusals(call.tenants).items()}
             parking = self.supervisor.parking
             if not call.feed(engine.scheduler.inbox, _refusal(elsewhere, parking.reason, len(parking))):
                 return
@@ -248,18 +236,18 @@ class EngineThread:
             self.waiting_turns -= len(call)
 
     def _recover(self, error: Exception) -> None:
-        """After a failed step: the engine again, without what made it fail."""
+        """After a failed step: reopen the engine without the turns that made it fail."""
         log.warning("shard %s: a step failed: %s", self._shard, reason_of(error))
         suspects = [(call, place, call.turns[place]) for call in self.calls for place in call.recall()]
         failure = self.supervisor.isolate(error, suspects)
-        if failure is not None:  # not the turns' doing: whoever sent them may send them again
+        if failure is not None:  # the turns are not to blame: their senders may send them again
             with self._lock:
-                self._lines.end_all()  # what comes after would be out of order
-                self._take_calls()  # and so would what has come since
+                self._queues.end_all()  # later calls would be out of order
+                self._take_calls()  # and so would those that have come since
             self._fail_calls(failure)
 
     def _take_calls(self) -> None:
-        """With the lock held: take the calls that have come; commands stay, in their order."""
+        """With the lock held: take the waiting calls; commands stay, in their order."""
         for _ in range(self._commands.qsize()):
             late = self._commands.get_nowait()
             if isinstance(late, TurnCall):
@@ -268,7 +256,7 @@ class EngineThread:
                 self._commands.put(late)
 
     def _inspect(self, error: Exception) -> None:
-        """After a command that failed: where that cost the engine, its queue is filled again."""
+        """After a failed command: if the engine was closed for it, fill its queue again."""
         if self.supervisor.inspect(error):
             for call in self.calls:
                 call.restore(call.recall())
@@ -288,41 +276,51 @@ class EngineThread:
             if isinstance(late, TurnCall) or late.future.set_running_or_notify_cancel():
                 late.future.set_exception(error)
 
-    # ---- whose turns
+    # ---- sessions and resharding, on the engine thread
 
-    def keep_up(self, map_version: int) -> None:
-        """See Housing.keep_up."""
-        if self.supervisor.keep_up(map_version):
-            self.forget_owners()
+    def begin_session(self, client: str, map_version: int) -> SessionStart:
+        """Begin a client's session, by this map or a newer one. StoreError; Removed."""
+        self.supervisor.keep_up(map_version)
+        with self._lock:
+            token = self._queues.begin(client)
+        return SessionStart(token, self.supervisor.moving.map.version, self._queues.process)
 
-    def forget_owners(self) -> None:
-        """The map has changed."""
-        self._mine.clear()
+    def reshard(self, method: str, *args: Any) -> Any:
+        """One call of ReshardingParticipant; queued turns of sealed tenants are returned as IN_TRANSIT."""
+        self.supervisor.root.check_moves()
+        moving = self.supervisor.moving
+        if method != "seal":
+            return getattr(moving, method)(*args)
+        dropped = {ticket.turn.tenant for ticket in moving.seal(*args)}
+        refusals = moving.refusals(list(dropped))
+        for call in self.calls:
+            for tenant, refusal in refusals.items():
+                call.withdraw(tenant, _refused(refusal))
+        return None
 
     def refusals(self, tenants: frozenset[str]) -> dict[str, Moved | InTransit]:
-        """As Moving.refusals; worked out once for a tenant as long as nobody moves."""
+        """See ReshardingParticipant.refusals; cached for served tenants until the map changes."""
         moving = self.supervisor.moving
-        if moving is not self._mine_by:  # the engine was opened anew, maybe with another map
-            self.forget_owners()
-            self._mine_by = moving
-        names = tenants - self._mine
+        if moving.map is not self._served_by:
+            self._served, self._served_by = set(), moving.map
+        names = tenants - self._served
         if not names:
             return {}
         refusals = moving.refusals(list(names))
-        if moving.map.before is None:  # what is served now stays so until the next map
-            self._mine |= names - refusals.keys()
+        if moving.map.before is None:
+            self._served |= names - refusals.keys()
         return refusals
 
 
-def refused(refusal: Moved | InTransit) -> Outcome:
-    """What becomes of a turn whose tenant is not served here."""
+def _refused(refusal: Moved | InTransit) -> Outcome:
+    """The outcome of a turn whose tenant is not served here."""
     return Status.MOVED if isinstance(refusal, Moved) else Status.IN_TRANSIT, None, None, refusal.to
 
 
 def _refusal(
     elsewhere: dict[str, Outcome], parked: Callable[[PackedTurn], str | None], parked_count: int
 ) -> Callable[[PackedTurn], Outcome | None] | None:
-    """What becomes of a turn that is not to be stored here; None where all are."""
+    """Gives the outcome of a turn that is not to be stored here; None if all turns are."""
     if not elsewhere and not parked_count:
         return None
 

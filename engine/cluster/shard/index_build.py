@@ -1,10 +1,9 @@
 """Builds the keyword index of a large tenant without delaying the others of its shard.
 
 A tenant's keyword index (engine/search/keyword_index.py) is built at its first search, one slice in each
-round of the shard's thread. The thread answers other calls and steps the engine between slices, so that
-nobody else waits longer than one slice. The index follows the live state from slice to slice: no snapshot is
-needed. A reopened engine begins anew. If the tenant was evicted between two slices, the search builds the
-rest at once, so that it ends.
+round of the engine thread. Other calls are served between slices. The index follows the live state, without
+a snapshot. A reopened engine begins anew. If the tenant was evicted between two slices, the search builds
+the rest at once, so that it ends.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import UndertowError
-from undertow.engine.cluster.shard.futures import hand_on
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -25,16 +23,30 @@ class CallerGone(UndertowError):
     """The caller has cancelled the call."""
 
 
+def forward(source: Future[F], to: Future[T], take: Callable[[F], T]) -> None:
+    """Set `take` of the result of `source`, or its error, on `to`, unless that was cancelled."""
+
+    def settle(done: Future[F]) -> None:
+        if not to.set_running_or_notify_cancel():
+            return
+        if (error := done.exception()) is not None:
+            to.set_exception(error)
+        else:
+            to.set_result(take(done.result()))
+
+    source.add_done_callback(settle)
+
+
 class IndexBuildQueue:
-    """Whose index is being built: one tenant's at a time. Used on the engine thread alone."""
+    """The search whose index is being built, one at a time. Used on the engine thread alone."""
 
     def __init__(self) -> None:
         self._holder: AfterIndexBuild[Any] | None = None
 
     @property
     def holder(self) -> AfterIndexBuild[Any] | None:
-        """The search that builds its index now. None too if it has ended meanwhile."""
-        if self._holder is not None and self._holder.is_over:
+        """The search that builds its index now; None if there is none or it has ended."""
+        if self._holder is not None and self._holder.done:
             self._holder = None
         return self._holder
 
@@ -51,12 +63,12 @@ class AfterIndexBuild(Generic[T]):
 
     def __init__(
         self,
-        preparing: IndexBuildQueue,
+        builds: IndexBuildQueue,
         tenant: str,
         check: Callable[[str], None],
         act: Callable[[Engine], T],
     ) -> None:
-        self._preparing = preparing
+        self._builds = builds
         self._tenant = tenant
         self._check = check
         self._act = act
@@ -69,21 +81,21 @@ class AfterIndexBuild(Generic[T]):
 
     def promised(self, future: Future[F]) -> Future[F]:
         """A future for the result of `future`, which the caller may cancel until the result is there."""
-        hand_on(future, self._promise, lambda result: result)
+        forward(future, self._promise, lambda result: result)
         return self._promise
 
     @property
-    def is_over(self) -> bool:
+    def done(self) -> bool:
         return self._promise.done()
 
     @property
-    def called_off(self) -> bool:
-        """Whether the caller has gone."""
+    def cancelled(self) -> bool:
+        """Whether the caller has cancelled the call."""
         return self._promise.cancelled()
 
     def __call__(self, engine: Engine) -> T | None:
         try:
-            if self.called_off:
+            if self.cancelled:
                 raise CallerGone
             if not self._is_ready(engine):
                 return None
@@ -94,16 +106,16 @@ class AfterIndexBuild(Generic[T]):
         return self._act(engine)
 
     def _is_ready(self, engine: Engine) -> bool:
-        """Whether the index is built; builds one more slice of it if it is this one's turn."""
-        if self._waits and self._preparing.holder not in (None, self):
+        """Whether the index is built; builds one more slice if it is this search's turn."""
+        if self._waits and self._builds.holder not in (None, self):
             return False  # without loading the tenant: it might evict the one whose index is being built
         self._check(self._tenant)
         if engine.is_ready(self._tenant):
             return True
         self._waits = True
-        if self._preparing.holder is None:
-            self._preparing.holder = self
-        if self._preparing.holder is not self:
+        if self._builds.holder is None:
+            self._builds.holder = self
+        if self._builds.holder is not self:
             return False
         if self._engine is not engine:
             self._engine, self._rows = engine, 0
@@ -112,5 +124,5 @@ class AfterIndexBuild(Generic[T]):
         return self._rows <= rows
 
     def _leave(self) -> None:
-        if self._preparing.holder is self:
-            self._preparing.holder = None
+        if self._builds.holder is self:
+            self._builds.holder = None

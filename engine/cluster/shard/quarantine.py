@@ -1,10 +1,10 @@
-"""Poison turns, set aside: each an Arrow file in the cluster's root, with the reason.
+"""Quarantined turns, which make the engine fail: each an Arrow file in the root, with the reason.
 
-ROOT/parked/SHARD/TENANT_KEY/DEDUPE_HASH.arrow: one row of wire.TURNS; the reason stands in the schema's
-metadata. The names tell neither the tenant nor the key, and an erasure finds them by the tenant's key.
+ROOT/parked/SHARD/TENANT_KEY/DEDUPE_HASH.arrow: one row of wire.TURNS, with the reason in the schema's
+metadata. The names reveal neither the tenant nor the key, and an erasure finds them by the tenant's key.
 
-What an error says may quote the turn, so that stays in this file. A reason goes further: into receipts,
-status, logs and the records of a bulk ingest, which no erasure reaches.
+An error message may quote the turn, so it stays in this file. A reason goes into receipts, status, logs and
+the records of a bulk ingest, which no erasure reaches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REASON, ERROR, PARKED_AT = b"reason", b"error", b"parked_at"
 
 
 class QuarantinedTurn(NamedTuple):
-    """A turn that was set aside. `parked_at` is ISO 8601, in UTC; `error`: all that is known of the cause."""
+    """A quarantined turn. `parked_at`: ISO 8601, in UTC; `error`: the traceback."""
 
     turn: PackedTurn
     reason: str
@@ -36,9 +36,9 @@ class QuarantinedTurn(NamedTuple):
 
 
 class Quarantine:
-    """The turns that one shard has set aside. A turn that is sent again is parked still.
+    """The quarantined turns of one shard. A turn that is sent again stays parked.
 
-    To have one tried again, remove its file and restart the shard.
+    To retry one, remove its file and restart the shard.
     """
 
     def __init__(self, root: Location, shard: str, tenant_key: Callable[[str], str]) -> None:
@@ -51,14 +51,14 @@ class Quarantine:
         return len(self._reasons)
 
     def reason(self, turn: PackedTurn) -> str | None:
-        """Why the turn was set aside; None: it was not."""
+        """Why the turn is parked; None: it is not."""
         return self._reasons.get(self._name(turn)) if self._reasons else None
 
     def park(self, turn: PackedTurn, reason: str, error: Exception | None = None) -> None:
-        """Set a turn aside, durably. StoreError; safe to repeat. `reason` has no words of the turn."""
+        """Park a turn, durably. StoreError; safe to repeat. `reason` must not quote the turn."""
         texts = {
             REASON: reason,
-            # without the errors that it came after: those may quote other tenants' turns
+            # without chained errors: those may quote other tenants' turns
             ERROR: "" if error is None else "".join(traceback.format_exception(error, chain=False)),
             PARKED_AT: datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -80,11 +80,11 @@ class Quarantine:
         return QuarantinedTurn(PackedTurn._make(row), *texts)
 
     def report(self) -> list[dict[str, str]]:
-        """What is parked, for people: the file and the reason, no words of the turn."""
+        """The file and the reason of each parked turn, without its text."""
         return [{"file": name, "reason": reason} for name, reason in sorted(self._reasons.items())]
 
     def forget(self, tenant: str) -> None:
-        """Remove what any shard has parked of a tenant that is being erased: it may have moved since."""
+        """Remove the parked turns of an erased tenant, at all shards: it may have moved since."""
         key = self._tenant_key(tenant)
         forget(self._root, key)
         mine = f"{self._folder}/{key}/"
@@ -95,7 +95,7 @@ class Quarantine:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong and where, without what the error says: that may quote a turn."""
+    """The kind of an error and where it was raised, without its message: that may quote a turn."""
     last = (traceback.extract_tb(error.__traceback__) or [None])[-1]
     where = "" if last is None else f" in {last.name} ({Path(last.filename).name}:{last.lineno})"
     return f"{type(error).__name__}{where}"

@@ -1,4 +1,4 @@
-"""What a shard looks up for a call that may have been carried out before its answer got lost."""
+"""Recognises calls that were carried out before their answer got lost, by what is logged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ def ends_in_flush(engine: Engine, tenant: str) -> bool:
     return last is not None and last.kind == "control" and control_of(last).kind == "flush"
 
 
-def deleted(engine: Engine, command: DeleteCommand) -> str | None:
-    """The kind of the memory, if its deletion is logged here."""
+def edited(engine: Engine, command: UpdateCommand | DeleteCommand) -> Updated | str | None:
+    """The result of the command, if it is logged here."""
+    return _updated(engine, command) if isinstance(command, UpdateCommand) else _deleted(engine, command)
+
+
+def _deleted(engine: Engine, command: DeleteCommand) -> str | None:
+    """The kind of the memory."""
     for control in _controls(engine, command.tenant):
         ids = control.body.get("id"), control.body.get("memory_id")
         if control.kind == "delete" and command.memory_id in ids:
@@ -27,11 +32,8 @@ def deleted(engine: Engine, command: DeleteCommand) -> str | None:
     return None
 
 
-def updated(engine: Engine, command: UpdateCommand) -> Updated | None:
-    """What the update has made, if it is logged here.
-
-    For an episode or fact: if its last change is to this text.
-    """
+def _updated(engine: Engine, command: UpdateCommand) -> Updated | None:
+    """An update of an episode or fact is logged if its last change is to this text."""
     last: Control | None = None
     for control in _controls(engine, command.tenant):
         if control.body.get("id") == command.memory_id and "replaced_by" in control.body:
@@ -52,7 +54,7 @@ def _controls(engine: Engine, tenant: str | None) -> Iterator[Control]:
 
 
 def certificate(engine: Engine, tenant: str) -> Certificate | None:
-    """The certificate of an erased tenant, after a purge if needed. None: nothing is known of it.
+    """The certificate of an erased tenant, after a purge if needed. None: no such erasure is known.
 
     NotCertified: its last bytes are still at the shard that it came from.
     """

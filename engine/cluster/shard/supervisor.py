@@ -1,4 +1,4 @@
-"""The engine inside a shard: opened from its journal, and opened again without what made it fail."""
+"""Opens a shard's engine from its journal, and reopens it without the turns that made it fail."""
 
 from __future__ import annotations
 
@@ -37,28 +37,26 @@ log = logging.getLogger(__name__)
 # between attempts to open a journal that could not be opened
 RETRY_S = 5.0
 
-# so many turns do not all happen to be poison: if each of them fails, it is the engine
+# if so many turns fail one by one, the engine is to blame, not the turns
 SICK_TURNS = 8
 
 Suspect = tuple[TurnCall, int, PackedTurn]
 
 
 class EngineUnusable(UndertowError):
-    """The engine fails whatever it is given; a new process may help, as with a lost device."""
+    """The engine fails with any turn; a new process may help, as with a lost device."""
 
 
 def no_observers(settings: Settings) -> Sequence[Observer]:
-    """Nobody looks, but for the shard's own tally."""
+    """No observers beside the shard's own metrics."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What makes an engine's encoder, LLM client and observers; module-level functions, as they travel to
-    actors.
+    """Makes an engine's encoder, LLM client and observers: module-level functions, as they are pickled.
 
-    The encoder and the observers live as long as the shard; each engine closes its client, so that is made
-    anew.
+    The encoder and the observers live as long as the shard; each engine gets a new client and closes it.
     """
 
     encoder: Callable[[Settings], Encoder] = make_encoder
@@ -70,12 +68,12 @@ class ShardSupervisor:
     """One shard's engine, or why there is none now. Not thread-safe."""
 
     def __init__(
-        self, site: SharedRoot, shard: str, settings: Settings, parts: EngineParts, life: str
+        self, root: SharedRoot, shard: str, settings: Settings, parts: EngineParts, life: str
     ) -> None:
         """`life`: see engine/storage/fencing.py."""
         self.engine: Engine | None = None
         self.failure: Exception | None = None
-        self.site = site
+        self.root = root
         self._shard = shard
         self._settings = settings
         self._parts = parts
@@ -86,9 +84,9 @@ class ShardSupervisor:
         self.trace = Trace(observers=[self._shard_metrics, *parts.observers(settings)])
         self._parking: Quarantine | None = None
         self._moving: ReshardingParticipant | None = None
-        # why no engine is to be opened here any more: fenced, or removed from the cluster
+        # why no engine may be opened here any more: fenced, or removed from the cluster
         self._ended: Exception | None = None
-        # tenants whose deciding has failed, and why: left alone until the shard is restarted
+        # tenants whose decisions have failed, and why: blocked until the shard is restarted
         self._faults: dict[str, str] = {}
         self._tried_s = -RETRY_S
         self.reopened_count = 0
@@ -110,7 +108,7 @@ class ShardSupervisor:
         return self._moving
 
     def open(self) -> Engine:
-        """The engine; opened, where it was not, with all that is undecided taken up. UndertowError."""
+        """The engine; opened if necessary, with its undecided turns queued. UndertowError."""
         if self._ended is not None:
             raise self._ended
         if self.engine is None:
@@ -132,7 +130,7 @@ class ShardSupervisor:
     def _opened(self) -> Engine:
         newest = self.newest_map()
         if self._parking is None:
-            self._parking = Quarantine(self.site.location, self._shard, newest.tenant_key)
+            self._parking = Quarantine(self.root.location, self._shard, newest.tenant_key)
         if self._encoder is None:
             self._encoder = self._parts.encoder(self._settings)
         engine = self._made(self._encoder, newest.hash_key)
@@ -140,7 +138,7 @@ class ShardSupervisor:
             if not self._warm:
                 warm_up(self._encoder, engine.arena)
                 self._warm = True
-            self._moving = ReshardingParticipant(engine, self._shard, self.site.stores, newest)
+            self._moving = ReshardingParticipant(engine, self._shard, self.root.stores, newest)
             engine.resume()
             for tenant, why in self._faults.items():
                 engine.scheduler.decisions.block(tenant, why)
@@ -150,15 +148,15 @@ class ShardSupervisor:
         return engine
 
     def _made(self, encoder: Encoder, hash_key: str) -> Engine:
-        settings = self.site.settings(self._settings)
+        settings = self.root.settings(self._settings)
         llm = self._parts.llm(settings)
         try:
             return Engine(
-                self.site.store(self._shard),
+                self.root.store(self._shard),
                 settings,
                 encoder,
                 llm=llm,
-                takeover=self.site.takeover,
+                takeover=self.root.takeover,
                 life=self._life,
                 hash_key=hash_key,
                 trace=self.trace,
@@ -169,25 +167,20 @@ class ShardSupervisor:
             raise
 
     def step(self, engine: Engine, calls: int = 0, wait_s: float = 0.0) -> StepReport:
-        """A step of the engine, counted. `calls`: how many calls wait for what they have brought."""
+        """A step of the engine, counted. `calls`: how many calls wait for receipts."""
         with self.trace.span(STEP, calls=calls):
             report = engine.step(wait_s)
         self._shard_metrics.stepped(report)
         return report
 
-    def keep_up(self, map_version: int) -> bool:
-        """Go by the newest map, where there is one of this version. Whether it was new here.
-
-        StoreError; Removed: that map does without this shard.
-        """
-        if map_version <= self.moving.map.version:
-            return False
-        self.moving.adopt(self.newest_map())
-        return True
+    def keep_up(self, map_version: int) -> None:
+        """Adopt the newest map if the shard's is older than this version. StoreError; Removed."""
+        if map_version > self.moving.map.version:
+            self.moving.adopt(self.newest_map())
 
     def newest_map(self) -> ShardMap:
-        """The site's newest map. StoreError; Removed: it does without this shard, whose engine has gone."""
-        newest = self.site.newest_map()
+        """The root's newest map. StoreError; Removed: this shard is not in it, and its engine was closed."""
+        newest = self.root.newest_map()
         try:
             newest.require(self._shard)
         except Removed as removed:
@@ -196,7 +189,7 @@ class ShardSupervisor:
         return newest
 
     def close(self) -> None:
-        """Let the engine go. What it cannot write any more stands in the journal, or is done again."""
+        """Close the engine. Unwritten work is done again from the journal."""
         engine, self.engine = self.engine, None
         if engine is not None:
             try:
@@ -207,7 +200,7 @@ class ShardSupervisor:
     # ---- when it fails
 
     def inspect(self, error: Exception) -> bool:
-        """After a command that failed: whether the engine had to go, and its queue with it."""
+        """After a failed command: whether the engine was closed for it, with its queue."""
         if isinstance(error, ValueError) or (
             isinstance(error, UndertowError) and not isinstance(error, StoreError)
         ):
@@ -215,10 +208,10 @@ class ShardSupervisor:
         return self._discard(error)
 
     def isolate(self, error: Exception, suspects: Sequence[Suspect]) -> Exception | None:
-        """After a step that failed: store what was in the queue, but for the turns that make it fail.
+        """After a failed step: store the queued turns, and park those that make the engine fail.
 
-        Those are parked. An error that is not their doing is returned, one of parking too; then some may
-        be neither stored nor parked.
+        Returns an error that no turn is to blame for, or one of parking; then some turns may be neither
+        stored nor parked.
         """
         if isinstance(error, ArenaFull):  # the engine is sound, and has dropped them
             return error
@@ -240,7 +233,7 @@ class ShardSupervisor:
     def _narrow(
         self, suspects: Sequence[Suspect], guilty: list[tuple[Suspect, Exception]]
     ) -> Exception | None:
-        """Store those that can be, by halves; the others, each with its error, go into `guilty`."""
+        """Store the turns by bisection; those that fail go into `guilty`, each with its error."""
         error = self._attempt(suspects)
         if error is None or _is_environment(error) or not suspects:
             return error
@@ -251,7 +244,7 @@ class ShardSupervisor:
         return self._narrow(suspects[:middle], guilty) or self._narrow(suspects[middle:], guilty)
 
     def _sickness(self, guilty: Sequence[tuple[Suspect, Exception]], suspects: int) -> EngineUnusable | None:
-        """Whether it is the engine that fails, whatever it is given: then no turn is to blame."""
+        """The error of an engine that fails with any turn; None if the turns are to blame."""
         if (without := self._attempt([])) is None and (suspects < SICK_TURNS or len(guilty) < suspects):
             try:
                 assert self._encoder is not None, "an engine was opened with it"
@@ -265,14 +258,14 @@ class ShardSupervisor:
         )
 
     def _attempt(self, suspects: Sequence[Suspect]) -> Exception | None:
-        """Have these turns stored by the engine, opened anew if need be; None, or what went wrong."""
+        """Store these turns with the engine, reopened if necessary; the error, or None."""
         while True:
             try:
                 self._store(self.open(), suspects)
                 return None
             except TenantFault as fault:
-                self._discard(fault)  # and once more, the tenant left alone
-            except Exception as error:  # noqa: BLE001 - this is what it is here to find out
+                self._discard(fault)  # retry with the tenant blocked
+            except Exception as error:  # noqa: BLE001 - any error is what this looks for
                 if not isinstance(error, ArenaFull):
                     self._discard(error)
                 return error
@@ -300,13 +293,13 @@ class ShardSupervisor:
         call.set(location, (Status.PARKED, None, None, reason))
 
     def park_all(self, turns: Sequence[PackedTurn], reason: str) -> int:
-        """Set turns aside at a router's word."""
+        """Quarantine turns at a router's request; their number."""
         for turn in turns:
             self.parking.park(turn, reason)
         return len(turns)
 
     def _discard(self, error: Exception) -> bool:
-        """Let the engine go; its memory may be ahead of the journal. Whether there was one."""
+        """Close the engine, as its memory may be ahead of the journal. Whether there was one."""
         if isinstance(error, Fenced | Removed):
             self._ended = error
         if isinstance(error, TenantFault):
@@ -346,5 +339,5 @@ class ShardSupervisor:
 
 
 def _is_environment(error: Exception) -> bool:
-    """A disk, a server, a lost right to write: it would fail with other turns too."""
+    """Whether a disk, a server or a lost right to write is to blame: other turns would fail too."""
     return isinstance(error, UndertowError) and not isinstance(error, TenantFault)

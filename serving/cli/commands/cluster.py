@@ -53,7 +53,7 @@ def status(store: Store, ray: Ray = None, as_json: AsJson = False) -> None:
     from undertow.engine.cluster.shard_map import load
 
     shard_map = load(store)
-    shards: dict[str, dict[str, Any]] = {shard: {} for shard in shard_map.everyone}
+    shards: dict[str, dict[str, Any]] = {shard: {} for shard in shard_map.all_shards}
     if ray is None:
         _add_stored(store, shards)
     else:

@@ -8,16 +8,12 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from undertow.engine.base.model import PolicyName, Turn
-from undertow.engine.cluster.resharding import coordinator as resharding
 from undertow.engine.cluster.resharding.coordinator import reshard, resume
-from undertow.engine.cluster.shard_map import publish
 from undertow.engine.storage.location import Location
 
 from ...support.cluster.resharding import (
@@ -25,13 +21,10 @@ from ...support.cluster.resharding import (
     LEAVE_B,
     STAY,
     TENANTS,
-    TURNS,
-    logged,
     where,
 )
-from ...support.faults.harness import KINDS, State, assert_same_state, write_log
+from ...support.faults.harness import State, assert_same_state
 from ...support.faults.moving import (
-    Busy,
     Killed,
     Shards,
     Snapshots,
@@ -44,45 +37,6 @@ from ...support.faults.moving import (
 )
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, TURNS, session_turns=4)
-
-
-@pytest.fixture
-def policy() -> PolicyName:
-    """Of most tests' shards; some are parametrised with it."""
-    return "recmem"
-
-
-@pytest.fixture
-def turns(log: Path, policy: PolicyName) -> list[Turn]:
-    return logged(log, policy)
-
-
-@pytest.fixture(scope="module")
-def stayed(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[PolicyName], State]:
-    """What a policy makes of its turns where no one moves."""
-
-    @cache
-    def of(policy: PolicyName) -> State:
-        state = alone(tmp_path_factory.mktemp("alone"), logged(log, policy), policy)
-        assert KINDS[policy] | {"parked", "turn"} <= state.kinds()
-        return state
-
-    return of
-
-
-@pytest.fixture
-def expected(stayed: Callable[[PolicyName], State], policy: PolicyName) -> State:
-    return stayed(policy)
-
-
-@pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resharding, "TENANTS_PER_BATCH", 2)
-
-
 def test_only_those_move_that_must_and_all_go_on_as_if_they_had_not(
     turns: list[Turn], expected: State, tmp_path: Path
 ) -> None:
@@ -90,7 +44,7 @@ def test_only_those_move_that_must_and_all_go_on_as_if_they_had_not(
     with Shards(tmp_path) as shards:
         assert shards.add(turns[:half]) == []
         before = where(shards)
-        done = reshard(shards.root, ["a", "b", "c"], shards)
+        done = reshard(shards.root, ["a", "b", "c"], shards.ask)
         after = where(shards)
         moved = {name for name in TENANTS if before[name] != after[name]}
         assert {after[name] for name in moved} == {"c"}
@@ -119,14 +73,14 @@ def test_cut_off_after_any_commit(turns: list[Turn], expected: State, tmp_path: 
         traffic.send(40)
         snapshots = Snapshots(tmp_path / "root", tmp_path / "snapshots", acked=traffic.acked)
         with after_commits(look):
-            reshard(shards.root, ["a", "b", "c"], lambda shard: Busy(shards(shard), lambda: traffic.send(1)))
+            reshard(shards.root, ["a", "b", "c"], shards.busy(lambda: traffic.send(1)))
         assert traffic.line
     commits = Counter(name for name, _, _ in snapshots.taken)
     assert pulls["moving"] > 2 and pulls["closing"] > 0, "all that can happen has happened"
     assert commits["drop_history"] == 2 and commits["create"] >= 4
     for name, root, acked in snapshots.taken:
         with Shards(root) as shards:
-            resume(shards.root, shards)
+            resume(shards.root, shards.ask)
             assert shards.map.before is None and shards.map.shards in (("a", "b"), ("a", "b", "c")), name
             assert_stored(shards, turns, acked)
             assert shards.add(turns) == []
@@ -153,8 +107,8 @@ def test_killed_again_and_again(
             try:
                 with after_commits(Strike(rng.randrange(1, most_commits))):
                     line = shards.add(line[:20]) + line[20:]
-                    resume(shards.root, shards)
-                    reshard(shards.root, wanted, shards)
+                    resume(shards.root, shards.ask)
+                    reshard(shards.root, wanted, shards.ask)
                 shards.close()
                 ended = True
             except Killed:
@@ -162,7 +116,7 @@ def test_killed_again_and_again(
                 shards.crash()
     assert kills > 3
     with Shards(tmp_path, policy=policy) as shards:
-        assert shards.map.everyone == ("a",)
+        assert shards.map.all_shards == ("a",)
         assert shards.add(turns) == []
         shards.drain()
     assert_same_state(state_of(tmp_path), expected)
@@ -212,25 +166,10 @@ def test_on_an_object_store(turns: list[Turn], tmp_path: Path, s3: dict[str, str
     with Shards(root) as shards:
         shards.add(some[:half])
         with after_commits(Strike(9)), pytest.raises(Killed):
-            reshard(root, ["a", "b", "c"], shards)
+            reshard(root, ["a", "b", "c"], shards.ask)
         shards.crash()
     with Shards(root) as shards:
-        assert resume(root, shards).tenants > 0
+        assert resume(root, shards.ask).tenants > 0
         assert shards.add(some[half:]) == []
         shards.drain()
     assert_same_state(state_of(root), alone(tmp_path, some))
-
-
-# ---- what a shard answers meanwhile
-
-
-@pytest.fixture
-def shards(tmp_path: Path, turns: list[Turn]) -> Iterator[Shards]:
-    """Two shards with some turns each, and the map that brings in a third."""
-    with Shards(tmp_path / "root") as shards:
-        shards.add(turns[:50])
-        shards.drain()
-        publish(shards.root, shards.map.toward(["a", "b", "c"]))
-        for shard in "abc":
-            shards(shard).adopt(shards.map)
-        yield shards

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.model import PolicyName, Turn, UndertowError
+from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.cluster.resharding import coordinator as resharding
 from undertow.engine.cluster.resharding.coordinator import batches, reshard, resume
 from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant, StaleMap
@@ -27,81 +27,22 @@ from ...support.cluster.resharding import (
     LEAVE_A,
     LEAVE_B,
     STAY,
-    TENANTS,
     TURNS,
     advance,
     keys_of,
-    logged,
     where,
 )
 from ...support.engine import bytes_hold, settings_of, turn_of
-from ...support.faults.harness import KINDS, State, assert_same_state, write_log
+from ...support.faults.harness import State, assert_same_state
 from ...support.faults.moving import (
     HASH_KEY,
-    Busy,
     Killed,
     Shards,
     Strike,
     after_commits,
-    alone,
     ids_of,
     state_of,
 )
-
-
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, TURNS, session_turns=4)
-
-
-@pytest.fixture
-def policy() -> PolicyName:
-    """Of most tests' shards; some are parametrised with it."""
-    return "recmem"
-
-
-@pytest.fixture
-def turns(log: Path, policy: PolicyName) -> list[Turn]:
-    return logged(log, policy)
-
-
-@pytest.fixture(scope="module")
-def stayed(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[PolicyName], State]:
-    """What a policy makes of its turns where no one moves."""
-
-    @cache
-    def of(policy: PolicyName) -> State:
-        state = alone(tmp_path_factory.mktemp("alone"), logged(log, policy), policy)
-        assert KINDS[policy] | {"parked", "turn"} <= state.kinds()
-        return state
-
-    return of
-
-
-@pytest.fixture
-def expected(stayed: Callable[[PolicyName], State], policy: PolicyName) -> State:
-    return stayed(policy)
-
-
-@pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resharding, "TENANTS_PER_BATCH", 2)
-
-
-# ---- what a shard answers meanwhile
-
-
-@pytest.fixture
-def shards(tmp_path: Path, turns: list[Turn]) -> Iterator[Shards]:
-    """Two shards with some turns each, and the map that brings in a third."""
-    with Shards(tmp_path / "root") as shards:
-        shards.add(turns[:50])
-        shards.drain()
-        publish(shards.root, shards.map.toward(["a", "b", "c"]))
-        for shard in "abc":
-            shards(shard).adopt(shards.map)
-        yield shards
-
 
 # ---- erasing
 
@@ -114,7 +55,7 @@ def traces(shards: Shards, name: str) -> dict[str, bool]:
 def test_what_was_moved_leaves_no_byte_behind(shards: Shards) -> None:
     name = LEAVE_A[0]
     assert traces(shards, name) == {"a": True, "b": False, "c": False}
-    resume(shards.root, shards)
+    resume(shards.root, shards.ask)
     assert traces(shards, name) == {"a": False, "b": False, "c": True}
 
 
@@ -127,7 +68,7 @@ def test_a_name_erased_before_it_moves_begins_anew_as_another(shards: Shards, tu
         assert shards.holder(name).erase(name) is None
     assert shards.holder(alone_) is shards.engines["a"], "its tombstone is still there"
     shards.add([turn for turn in turns if turn.tenant == again])
-    done = resume(shards.root, shards)
+    done = resume(shards.root, shards.ask)
     assert done.certificates == {}, "they are issued where the names live now"
     shards.close()
     for shard in "abc":
@@ -151,7 +92,7 @@ def test_two_lives_at_two_shards_are_on_one_certificate(shards: Shards, turns: l
     rows = shards.engines["a"].journal.count(keys_of(shards, [name]))
     shards.holder(name).erase(name)
     shards.add(first[:3])
-    resume(shards.root, shards)
+    resume(shards.root, shards.ask)
     certificate = shards.holder(name).erase(name, now=True)
     assert certificate is not None
     assert certificate.turns_removed == len(first) + 3
@@ -168,7 +109,7 @@ def test_no_certificate_while_bytes_lie_at_the_shard_that_was_left(shards: Shard
     assert shards.engines["c"].erase(name, now=True) is None
     assert traces(shards, name)["a"]
     shards.close()
-    resume(shards.root, shards)
+    resume(shards.root, shards.ask)
     assert shards.engines["c"].tenants.names() == sorted({*LEAVE_A, *LEAVE_B} - {name})
     (certificate,) = shards.engines["c"].purge().values()
     assert certificate.tenant_key == keys[0] and certificate.turns_removed > 0
@@ -177,7 +118,7 @@ def test_no_certificate_while_bytes_lie_at_the_shard_that_was_left(shards: Shard
 
 def test_an_erasure_at_a_shard_that_gives_is_certified_with_its_purge(shards: Shards) -> None:
     shards.holder(STAY[0]).erase(STAY[0])
-    done = resume(shards.root, shards)
+    done = resume(shards.root, shards.ask)
     assert set(done.certificates) == set(keys_of(shards, [STAY[0]]))
     assert shards.engines["a"].purge() == {}
 
@@ -200,7 +141,7 @@ def test_calls_of_another_map_are_refused(shards: Shards) -> None:
     with pytest.raises(StaleMap, match=r"has map 2 \(moving\)"):
         a.clear(2)
     old = shards.map
-    resume(shards.root, shards)
+    resume(shards.root, shards.ask)
     for step in steps:
         with pytest.raises(StaleMap, match=r"has map 5 \(settled\)"):
             step(2)
@@ -231,30 +172,28 @@ def test_steps_out_of_order_are_refused(shards: Shards) -> None:
 
 def test_one_change_at_a_time(shards: Shards) -> None:
     with pytest.raises(UndertowError, match=r"still moving tenants from a, b to a, b, c\. Resume that first"):
-        reshard(shards.root, ["a"], shards)
-    resume(shards.root, shards)
-    done = reshard(shards.root, ["c", "b", "a"], shards)
+        reshard(shards.root, ["a"], shards.ask)
+    resume(shards.root, shards.ask)
+    done = reshard(shards.root, ["c", "b", "a"], shards.ask)
     assert (done.shard_map.version, done.tenants) == (5, 0), "they are its shards already"
 
 
 def test_a_shard_that_is_gone_is_asked_nothing_and_its_folder_named(shards: Shards) -> None:
-    resume(shards.root, shards)
+    resume(shards.root, shards.ask)
     settled: list[str] = []
 
-    def calls(shard: str) -> Busy:
-        def happen() -> None:
-            if shards.map.phase is None:
-                settled.append(shard)
+    def ask(shard: str, method: str, *args: Any) -> Any:
+        if shards.map.phase is None:
+            settled.append(shard)
+        return shards.ask(shard, method, *args)
 
-        return Busy(shards(shard), happen)
-
-    done = reshard(shards.root, ["a", "b"], calls)
+    done = reshard(shards.root, ["a", "b"], ask)
     assert settled == ["a", "b"], "c may have ended by then"
     assert done.left_over == ["c"]
-    assert resume(shards.root, calls).left_over == ["c"]
+    assert resume(shards.root, ask).left_over == ["c"]
     assert shards.engines["c"].tenants.names() == []
     shards.close()
-    assert reshard(shards.root, ["a", "b", "c"], shards).tenants > 0, "it may come back"
+    assert reshard(shards.root, ["a", "b", "c"], shards.ask).tenants > 0, "it may come back"
 
 
 def test_two_that_resume_at_once_do_it_once(shards: Shards, turns: list[Turn], expected: State) -> None:
@@ -266,12 +205,12 @@ def test_two_that_resume_at_once_do_it_once(shards: Shards, turns: list[Turn], e
             nonlocal calls
             calls += 1
             if calls == at:
-                resume(shards.root, shards)
+                resume(shards.root, shards.ask)
 
         if shards.map.before is None:
             publish(shards.root, shards.map.toward(["a", "b"] if n % 2 else ["a", "b", "c"]))
         try:
-            resume(shards.root, lambda shard, happen=interrupt: Busy(shards(shard), happen))  # type: ignore[misc]
+            resume(shards.root, shards.busy(interrupt))
         except StaleMap:
             assert calls >= 5 * n + 1
         assert shards.map.before is None
@@ -285,19 +224,17 @@ def test_who_comes_while_others_move_does_not_hold_the_move_up(shards: Shards) -
     looks = 0
     keys = shards.map
 
-    @dataclass
-    class Growing(Busy):
-        def leaving(self) -> Sequence[DepartingTenant]:
-            nonlocal looks
-            if shards.map.phase == "moving":
-                looks += 1
-                assert looks < 50, "it goes on as long as new tenants come"
-                names = (f"new-{looks}-{n}" for n in range(999))
-                new = next(n for n in names if keys.home(n) == "a" and keys.owner(n) == "c")
-                shards("a")._engine.add_batch([turn_of(new, 0, "hello")])
-            return self.shard.leaving()
+    def growing(shard: str, method: str, *args: Any) -> Any:
+        nonlocal looks
+        if method == "leaving" and shards.map.phase == "moving":
+            looks += 1
+            assert looks < 50, "it goes on as long as new tenants come"
+            names = (f"new-{looks}-{n}" for n in range(999))
+            new = next(n for n in names if keys.home(n) == "a" and keys.owner(n) == "c")
+            shards("a")._engine.add_batch([turn_of(new, 0, "hello")])
+        return shards.ask(shard, method, *args)
 
-    done = resume(shards.root, lambda shard: Growing(shards(shard), lambda: None))
+    done = resume(shards.root, growing)
     assert done.shard_map.phase is None
     assert 0 < looks < 10
     homes = where(shards)
@@ -328,7 +265,7 @@ def test_a_journal_that_cannot_be_read_now_is_waited_for(
     with pytest.raises(NotYet, match="the file is gone"):
         shards("c").pull(2, "a", keys)
     assert shards.engines["c"].journal.row_count == rows
-    resume(shards.root, shards)
+    resume(shards.root, shards.ask)
     assert failures > 3
     assert set(shards.engines["c"].tenants.names()) == {*LEAVE_A, *LEAVE_B}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,9 +12,7 @@ import pytest
 from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PolicyName, Turn, UndertowError
-from undertow.engine.cluster.resharding import coordinator as resharding
 from undertow.engine.cluster.resharding.coordinator import resume
-from undertow.engine.cluster.shard_map import publish
 from undertow.engine.storage import lance_log as log_table
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog
@@ -24,77 +21,20 @@ from undertow.engine.tenants.migration_records import InTransit, Moved
 from ...support.cluster.resharding import (
     LEAVE_A,
     STAY,
-    TENANTS,
-    TURNS,
     advance,
+    begin_move,
     keys_of,
-    logged,
 )
 from ...support.engine import DeafLLM, HeldLLM
-from ...support.faults.harness import CHANGES, KINDS, State, assert_same_state, reports, write_log
+from ...support.faults.harness import CHANGES, State, assert_same_state, reports
 from ...support.faults.moving import (
     REPLIES,
     Killed,
     Shards,
     Strike,
     after_commits,
-    alone,
     state_of,
 )
-
-
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, TURNS, session_turns=4)
-
-
-@pytest.fixture
-def policy() -> PolicyName:
-    """Of most tests' shards; some are parametrised with it."""
-    return "recmem"
-
-
-@pytest.fixture
-def turns(log: Path, policy: PolicyName) -> list[Turn]:
-    return logged(log, policy)
-
-
-@pytest.fixture(scope="module")
-def stayed(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[PolicyName], State]:
-    """What a policy makes of its turns where no one moves."""
-
-    @cache
-    def of(policy: PolicyName) -> State:
-        state = alone(tmp_path_factory.mktemp("alone"), logged(log, policy), policy)
-        assert KINDS[policy] | {"parked", "turn"} <= state.kinds()
-        return state
-
-    return of
-
-
-@pytest.fixture
-def expected(stayed: Callable[[PolicyName], State], policy: PolicyName) -> State:
-    return stayed(policy)
-
-
-@pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resharding, "TENANTS_PER_BATCH", 2)
-
-
-# ---- what a shard answers meanwhile
-
-
-@pytest.fixture
-def shards(tmp_path: Path, turns: list[Turn]) -> Iterator[Shards]:
-    """Two shards with some turns each, and the map that brings in a third."""
-    with Shards(tmp_path / "root") as shards:
-        shards.add(turns[:50])
-        shards.drain()
-        publish(shards.root, shards.map.toward(["a", "b", "c"]))
-        for shard in "abc":
-            shards(shard).adopt(shards.map)
-        yield shards
 
 
 def test_a_tenant_is_served_at_one_shard_at_every_moment(shards: Shards, turns: list[Turn]) -> None:
@@ -131,7 +71,7 @@ def test_a_tenant_that_is_new_meanwhile(shards: Shards, turns: list[Turn]) -> No
     assert shards.add([early, late]) == [late]
     shards.engines["a"].scheduler.inbox.put(queued)
     assert set(keys_of(shards, ["wes", "xia", *LEAVE_A])) == {one.key for one in shards("a").leaving()}
-    resume(shards.root, shards)
+    resume(shards.root, shards.ask)
     assert shards.engines["c"].search("wes", "boat").turns
     assert shards.add([queued, late]) == []
     assert {"wes", "xia", "yan", *LEAVE_A} <= set(shards.engines["c"].tenants.names())
@@ -186,9 +126,7 @@ def test_work_under_way_is_dropped_and_done_again_elsewhere(
         shards.add([turn for turn in turns if turn.tenant in LEAVE_A])
         while not held.held:
             shards.engines["a"].step()
-        publish(shards.root, shards.map.toward(["a", "b", "c"]))
-        for shard in "abc":
-            shards(shard).adopt(shards.map)
+        begin_move(shards)
         extra = Turn(name, of_tenant[0].messages, "waits in the queue")
         shards.engines["a"].scheduler.inbox.put(extra)
         (ticket,) = shards("a").seal(2, keys_of(shards, LEAVE_A))
@@ -201,7 +139,7 @@ def test_work_under_way_is_dropped_and_done_again_elsewhere(
         assert shards.engines["a"].idle
         shards.crash()
     with Shards(root, policy=policy) as shards:
-        resume(shards.root, shards)
+        resume(shards.root, shards.ask)
         assert not shards.engines["c"].idle, "what was undecided is taken up"
         assert shards.add(turns) == []
         shards.drain()
@@ -221,9 +159,7 @@ def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn
             running = engine.scheduler.decisions.running(name)
         spent = {operation: usage.prompt_tokens for operation, usage in running.usage.items()}
         before = {operation: usage.prompt_tokens for operation, usage in running.tenant.meter.items()}
-        publish(shards.root, shards.map.toward(["a", "b", "c"]))
-        for shard in "abc":
-            shards(shard).adopt(shards.map)
+        begin_move(shards)
         shards("a").seal(2, keys_of(shards, [name]))
         shards("c").pull(2, "a", keys_of(shards, [name]))
         meter = shards.engines["c"].tenants.existing(name).meter
@@ -251,9 +187,7 @@ def test_a_change_of_policy_goes_on_where_the_tenant_has_moved(
         engine.set_policy(name, after)
         go_on(engine, lambda: engine.policy(name)["change"]["decided"] >= 4)
         before = engine.policy(name)
-        publish(shards.root, shards.map.toward(["a", "b", "c"]))
-        for shard in "abc":
-            shards(shard).adopt(shards.map)
+        begin_move(shards)
         shards("a").seal(2, keys_of(shards, [name]))
         shards("c").pull(2, "a", keys_of(shards, [name]))
         other = shards.engines["c"]
@@ -341,6 +275,6 @@ def test_a_shard_is_cleared_once_all_that_has_left_it_is_on_the_disk(
 
     monkeypatch.setattr(Journal, "sync", synced)
     monkeypatch.setattr(LanceLog, "delete", deleted)
-    resume(shards.root, shards)
+    resume(shards.root, shards.ask)
     assert events.count("cleared") == 2
     assert events[-1].startswith("b is on the disk"), "and so is that it was cleared"

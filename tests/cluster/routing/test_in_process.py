@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,8 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.transfer.import_ import RECORDS_PER_STEP, ImportCancelled
 from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import EraseCommand, ExportQuery, ImportCommand, SearchQuery, TenantsQuery
-from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.root import SINGLE, ClusterRoot, SingleStoreRoot
-from undertow.engine.cluster.routing.in_process import InProcess, LocalShards
-from undertow.engine.cluster.routing.router import Router
+from undertow.engine.cluster.root import SINGLE, SingleStoreRoot
+from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.shard import Shard
@@ -28,12 +25,11 @@ from undertow.engine.cluster.wire import pack
 from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.journal import Fenced, Journal
-from undertow.engine.storage.location import Location, StoreError
+from undertow.engine.storage.location import StoreError
 from undertow.engine.storage.store_info import StoreLocked, read_info
 
 from ...support.cluster.in_process import PARTS, FailingEncoder, begin, mock_llm, settings
 from ...support.engine import bytes_hold, turn_of
-from ...support.faults.harness import assert_same_state, end_state, turns_of, write_log
 
 SOON_S = 60
 QUICK = ClusterSettings(patience_s=SOON_S)
@@ -58,21 +54,6 @@ def some(tenant: str, *numbers: int) -> list[Turn]:
     return [turn_of(tenant, n, f"word{n} other{n}") for n in numbers]
 
 
-def test_it_remembers_what_one_engine_remembers(store: Path, opened: InProcess, tmp_path: Path) -> None:
-    turns = [t for of in turns_of(write_log(tmp_path / "log.jsonl", ["ann", "bob"], 30)).values() for t in of]
-    receipts = opened.add_batch(turns)
-    assert opened.drain()
-    found, memories = opened.search("bob", turns[40].text), opened.get_all("bob")
-    key = opened.tenant_key("bob")
-    opened.close()
-    with engine_of(tmp_path / "plain") as engine:
-        assert [(r.id, r.seq) for r in receipts] == [(r.id, r.seq) for r in engine.add_batch(turns)]
-        assert engine.drain()
-        assert (found, memories) == (engine.search("bob", turns[40].text), engine.get_all("bob"))
-    assert_same_state(end_state(store), end_state(tmp_path / "plain"))
-    assert key == read_info(store).tenant_key("bob")
-
-
 def test_a_store_that_an_engine_has_made_is_served_and_given_back(store: Path) -> None:
     with engine_of(store) as engine:
         engine.add_batch(some("ann", 1, 2))
@@ -81,15 +62,6 @@ def test_a_store_that_an_engine_has_made_is_served_and_given_back(store: Path) -
         router.add_batch(some("ann", 3))
     with engine_of(store) as engine:
         assert engine.stats()["turns"] == 3
-
-
-def test_what_was_left_undecided_is_decided_by_the_next(store: Path, tmp_path: Path) -> None:
-    turns = [t for of in turns_of(write_log(tmp_path / "log.jsonl", ["ann"], 30)).values() for t in of]
-    with Engine(store, settings(), PARTS.encoder(settings())) as engine:  # no LLM
-        engine.add_batch(turns)
-    with InProcess(store, settings(), PARTS, cluster=QUICK) as router:
-        assert router.drain()
-        assert router.stats()["episodes"] > 0
 
 
 LOCKS = """
@@ -132,13 +104,9 @@ def test_what_cannot_be_opened_says_so_at_once(store: Path) -> None:
     engine_of(store).close()  # it holds no lock
 
 
-def test_a_root_is_no_plain_store_and_a_store_no_root(tmp_path: Path, store: Path) -> None:
-    root = begin(tmp_path / "root", 2)
+def test_a_cluster_root_is_no_plain_store(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is a cluster's root"):
-        InProcess(root, settings(), PARTS)
-    engine_of(store).close()
-    with pytest.raises(StoreError, match="no cluster's root"):
-        Router(Location.of(store), LocalShards(ClusterRoot(Location.of(store)), settings(), PARTS).calls)
+        InProcess(begin(tmp_path / "root", 2), settings(), PARTS)
 
 
 def test_nobody_moves_in_or_out_of_a_plain_store(opened: InProcess) -> None:
@@ -231,23 +199,6 @@ def test_closed_means_closed(opened: InProcess) -> None:
     with pytest.raises(UndertowError, match="was closed"):
         opened.begin(SearchQuery("ann", "word1"))
     opened.close()  # again is nothing
-
-
-# ---- several shards in one process, as tests have them
-
-
-def test_the_shards_of_a_root_in_one_process(tmp_path: Path) -> None:
-    root = begin(tmp_path / "root", 3)
-    shards = LocalShards(ClusterRoot(root), settings(), PARTS)
-    tenants = [f"tenant-{n}" for n in range(9)]
-    with Router(root, shards.calls, QUICK) as router:
-        router.add_batch([turn for tenant in tenants for turn in some(tenant, 1, 2)])
-        assert router.stats()["turns"] == 18
-        states: dict[str, dict[str, Any]] = router.status()
-        assert set(states) == set(shard_map.load(root).everyone)
-    shards.close()
-    with pytest.raises(UndertowError, match="was closed"):
-        shards.shard("s0")
 
 
 def test_the_map_of_a_plain_store_is_that_of_its_journal(store: Path) -> None:

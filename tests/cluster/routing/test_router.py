@@ -143,16 +143,6 @@ def test_shards_killed_at_any_moment(
 # ---- moving
 
 
-class Mover:
-    """A shard's part in a resharding, over the router."""
-
-    def __init__(self, router: Router, shard: str) -> None:
-        self._router, self._shard = router, shard
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return lambda *args: self._router.ask_shard(self._shard, method, *args)
-
-
 @pytest.mark.parametrize(("seed", "kills"), [(1, False), (2, True)])
 def test_tenants_move_while_turns_come_in(
     seed: int, kills: bool, turns: Turns, expected: State, tmp_path: Path
@@ -170,7 +160,7 @@ def test_tenants_move_while_turns_come_in(
 
             def move() -> None:
                 for names in (["s0", "s1", "s2"], ["s1", "s2"]):
-                    reshard(root, names, lambda name: Mover(mover, name))
+                    reshard(root, names, mover.ask_shard)
 
             with meanwhile(kill):
                 with meanwhile(move):
@@ -202,7 +192,7 @@ def test_a_map_that_cannot_be_read_is_read_again(tmp_path: Path, monkeypatch: py
         Router(root, shards.calls, ClusterSettings(patience_s=2)) as router,
         routed(root, shards) as mover,
     ):
-        reshard(root, ["s0", "s1"], lambda name: Mover(mover, name))
+        reshard(root, ["s0", "s1"], mover.ask_shard)
         first, second = [name for name in (f"name-{n}" for n in range(99)) if load(root).owner(name) == "s1"][
             :2
         ]
@@ -217,7 +207,7 @@ def test_a_map_that_cannot_be_read_is_read_again(tmp_path: Path, monkeypatch: py
         assert "router" not in readers, "the loop is not held up"
 
 
-def test_a_lane_that_has_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_client_that_has_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = begin(tmp_path / "root", 1)
     with LocalShards(root, settings()) as shards, routed(root, shards) as router:
         router.add_batch([turn_of("ann", 0, "x")])
@@ -237,9 +227,9 @@ class Counted:
     def __init__(self, calls: LocalCalls, shard: str, asked: list[tuple[str, str]]) -> None:
         self._calls, self._shard, self._asked = calls, shard, asked
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         self._asked.append((self._shard, args[0].name if method == "ask" else method))
-        return await self._calls.call(method, *args, **kwargs)
+        return await self._calls.call(method, *args)
 
 
 def test_a_deletion_asks_one_shard_or_each_of_them_once(turns: Turns, tmp_path: Path) -> None:

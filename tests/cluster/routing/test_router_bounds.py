@@ -89,16 +89,14 @@ def over(root: Location, shards: Mapping[str, FakeShard], patience_s: float) -> 
     return Router(root, shards.__getitem__, ClusterSettings(patience_s=patience_s, call_turns=4))
 
 
-def test_tenants_in_transit_wait_aside_and_nobody_is_sorted_again_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tenants_in_transit_wait_and_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = begin(tmp_path / "root", 1)
     shard = FakeShard(away={"bob": (Status.IN_TRANSIT, "s1")})
-    sorted_parcels = Counter[str]()
+    sorted_batches = Counter[str]()
 
-    def counted(parcel: ShardBatch, *how: Any) -> Any:
-        sorted_parcels.update(parcel.tenants)
-        return split(parcel, *how)
+    def counted(batch: ShardBatch, *how: Any) -> Any:
+        sorted_batches.update(batch.tenants)
+        return split(batch, *how)
 
     monkeypatch.setattr(shard_pool, "split", counted)
     with over(root, {"s0": shard}, SOON_S) as router:
@@ -116,13 +114,13 @@ def test_tenants_in_transit_wait_aside_and_nobody_is_sorted_again_for_them(
         assert statuses([router.submit_table(pack([turn_of("bob", 9, "b9")]))]) == ["stored"]
     assert [t for t in shard.stored if " a" in t] == said(*(f"a{n}" for n in range(200)))
     assert [t for t in shard.stored if " b" in t] == said(*(f"b{n}" for n in range(10)))
-    assert sorted_parcels["ann"] <= 2 * 200, "when it is sent, and once behind what came back"
+    assert sorted_batches["ann"] <= 2 * 200, "when it is sent, and once behind what came back"
 
 
 def test_a_shard_that_never_starts_fails_the_calls_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routers, "SIGN_S", 0.01)
+    monkeypatch.setattr(routers, "PING_S", 0.01)
     root = begin(tmp_path / "root", 1)
     with over(root, {"s0": Unstarted()}, 0.05) as router:
         for work in (
@@ -140,7 +138,7 @@ def test_a_shard_that_never_starts_fails_the_calls_to_it(
 def test_a_call_may_take_its_time_while_the_shard_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routers, "SIGN_S", 0.001)
+    monkeypatch.setattr(routers, "PING_S", 0.001)
     root = begin(tmp_path / "root", 1)
     with over(root, {"s0": Slow()}, 0.05) as router:
         assert router.drain()
@@ -157,23 +155,20 @@ def test_shards_that_send_a_question_round_in_circles_fail_it(tmp_path: Path) ->
 
 def test_a_tenant_is_not_asked_for_at_a_shard_that_is_no_more(tmp_path: Path) -> None:
     root = begin(tmp_path / "root", 1)
-    with (
-        over(root, {"s0": Circular("s9")}, 0.05) as router,
-        pytest.raises(ShardDown, match=r"shard s0 .*lives at"),
-    ):
+    with over(root, {"s0": Circular("s9")}, 0.05) as router, pytest.raises(ShardDown, match=r"s0 .*lives at"):
         router.search("ann", "x")
 
 
 class Unstarted(FakeShard):
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         return await asyncio.Future[Any]()
 
 
 class Slow(FakeShard):
-    """Is drained once it has been asked often enough for a sign."""
+    """Is drained once it has been pinged often enough."""
 
     async def ask(self, call: DrainCommand) -> bool:
-        while self.calls.count("sign") < 5:
+        while self.calls.count("ping") < 5:
             await asyncio.sleep(0.001)
         return True
 

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.cluster.routing import errors as reach
 from undertow.engine.cluster.routing import shard_client as shard_clients
 from undertow.engine.cluster.routing.errors import ShardDown, ShardExited, ShardGone
 from undertow.engine.cluster.settings import ClusterSettings
@@ -18,15 +17,9 @@ from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import StoreError
 
 from ...support.cluster.fake_shard import FakeShard, always_full, said
-from ...support.cluster.shard_client import Sent, put, with_lane, with_lanes
+from ...support.cluster.shard_client import Sent, put, with_client, with_clients
 
-
-@pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_clients, "PROBATION_S", 0.02)
-    monkeypatch.setattr(shard_clients, "COURTESY_S", 0.001)
-    monkeypatch.setattr(reach, "SHORTEST_PAUSE_S", 0.001)
-    monkeypatch.setattr(shard_clients, "REFUSAL_PATIENCE_S", 0.02)
+pytestmark = pytest.mark.usefixtures("hasty")
 
 
 @pytest.mark.parametrize("place", [0, 3, 7])
@@ -39,10 +32,10 @@ def test_the_turn_that_kills_is_found_among_others_and_parked(place: int) -> Non
         assert await calls[1] == ["parked" if n == place else "stored" for n in range(8)]
         assert [await calls[0], await calls[2]] == [["stored"], ["stored"]]
 
-    with_lane(shard, work)
+    with_client(shard, work)
     assert shard.parked == said("badger")
     assert shard.stored == said("first", *(t for t in texts if t != "badger"), "last")
-    # one with the others under way, then: the parcel alone, its halves, and the turn three times
+    # one with the others under way, then: the batch alone, its halves, and the turn three times
     assert shard.deaths <= 2 + 2 + 1 + 3
 
 
@@ -59,7 +52,7 @@ def test_a_shard_that_dies_without_a_turn_too_has_the_turn_acquitted() -> None:
     async def work(sent: Sent) -> None:
         assert await put(sent, "innocent") == ["stored"]
 
-    with_lane(shard, work)
+    with_client(shard, work)
     assert not shard.parked
     assert shard.deaths == 5
 
@@ -84,7 +77,7 @@ class Entangled(FakeShard):
         return any(self.deadly in turn.text for turn in call.turns)
 
 
-def test_two_lanes_whose_shard_dies_blame_only_the_turn_that_kills_it() -> None:
+def test_two_clients_whose_shard_dies_blame_only_the_turn_that_kills_it() -> None:
     shard = Entangled()
 
     async def work(guilty: Sent, innocent: Sent) -> None:
@@ -94,20 +87,20 @@ def test_two_lanes_whose_shard_dies_blame_only_the_turn_that_kills_it() -> None:
             ["parked"], ["stored"], ["stored"], ["stored"], ["stored"]
         ]  # fmt: skip
 
-    with_lanes(shard, work, "guilty", "innocent")
+    with_clients(shard, work, "guilty", "innocent")
     assert shard.parked == said("badger")
     assert sorted(shard.stored) == said("a1", "b0", "b1", "b2")
     assert shard.deaths == 1 + shard_clients.DEATHS + 1
 
 
-def test_two_lanes_find_their_own_culprits() -> None:
+def test_two_clients_find_their_own_culprits() -> None:
     shard = Entangled()
 
     async def work(*both: Sent) -> None:
         calls = [put(one, f"x{n}", f"badger {n}", f"y{n}") for n, one in enumerate(both)]
         assert [await found for found in calls] == [["stored", "parked", "stored"]] * 2
 
-    with_lanes(shard, work, "one", "other")
+    with_clients(shard, work, "one", "other")
     assert sorted(shard.parked) == said("badger 0", "badger 1")
 
 
@@ -118,7 +111,7 @@ def test_losses_that_are_no_deaths_blame_no_turn() -> None:
         assert await put(sent, "a") == ["duplicate"]
         assert sent.shard_client.deaths == 0
 
-    with_lane(shard, work)
+    with_client(shard, work)
     assert not shard.parked
 
 
@@ -139,7 +132,7 @@ def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
     async def work(sent: Sent) -> None:
         assert await put(sent, "a") == ["stored"]
 
-    with_lane(shard, work)
+    with_client(shard, work)
     assert shard.deaths == 3 * shard_clients.DEATHS
     assert not shard.trials and not shard.parked
 
@@ -154,7 +147,7 @@ def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on() ->
         shard.broken = None
         assert await put(sent, "b") == ["stored"]
 
-    with_lane(shard, work)
+    with_client(shard, work)
     assert shard.stored == said("b")
 
 
@@ -175,7 +168,7 @@ def test_a_call_that_the_shard_never_takes_fails_those_that_wait_for_it_there() 
                 await found
         assert await put(sent, "b") == ["stored"]
 
-    with_lane(shard, work)
+    with_client(shard, work)
     assert shard.stored == said("b")
 
 
@@ -188,7 +181,7 @@ def test_a_shard_that_has_no_room_and_stores_nothing_fails_its_calls() -> None:
             with pytest.raises(QueueFull, match=r"s0 has had no room for 0\.01 s.*cluster status"):
                 await found
 
-    with_lane(shard, work, ClusterSettings(patience_s=0.01))
+    with_client(shard, work, ClusterSettings(patience_s=0.01))
 
 
 def test_a_shard_that_has_no_room_but_stores_what_others_sent_is_waited_for() -> None:
@@ -206,7 +199,7 @@ def test_a_shard_that_has_no_room_but_stores_what_others_sent_is_waited_for() ->
     async def work(sent: Sent) -> None:
         assert await put(sent, "a") == ["stored"]
 
-    with_lane(shard, work, ClusterSettings(patience_s=0.01))
+    with_client(shard, work, ClusterSettings(patience_s=0.01))
     assert len(shard.stored) == 4
 
 
@@ -222,7 +215,7 @@ def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
         with pytest.raises(ShardDown, match=r"shard s0 .*does not answer.*ray status"):
             await put(sent, "a")
 
-    with_lane(shard, work, ClusterSettings(patience_s=0.02))
+    with_client(shard, work, ClusterSettings(patience_s=0.02))
 
 
 def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> None:
@@ -237,4 +230,4 @@ def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> No
         with pytest.raises(UndertowError, match="no such bucket"):
             await put(sent, "a")
 
-    with_lane(shard, work)
+    with_client(shard, work)

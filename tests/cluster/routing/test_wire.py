@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import orjson
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undertow.engine.base.model import InputError, Message, PackedTurn, Turn
+from undertow.engine.base.model import InputError, Message, Turn
 from undertow.engine.base.results import Receipt
 from undertow.engine.cluster.wire import (
     TURNS,
@@ -47,11 +46,6 @@ def test_a_shard_stores_the_row_that_an_engine_would_store(turns: list[Turn], in
         # a turn without a time of its own gets that of its session when it is stored
         timestamp = turn.timestamp or inherited
         assert turn_row("t", "k", 1, 5, sent, timestamp) == turn_row("t", "k", 1, 5, turn, timestamp)
-
-
-def test_an_empty_call() -> None:
-    assert unpack(pack([])) == []
-    assert unpack_receipts(receipts_table([]), []) == []
 
 
 @pytest.mark.parametrize(
@@ -141,15 +135,3 @@ def test_a_table_whose_text_is_no_unicode_is_refused() -> None:
     broken = sound.set_column(sound.schema.get_field_index("text"), TURNS.field("text"), text)
     with pytest.raises(ValueError, match="UTF8"):
         check_turns(broken)
-
-
-def test_a_packed_turn_holds_what_the_journal_stores() -> None:
-    (sent,) = unpack(pack([Turn("a", (Message("user", "hi", "Ada"),), "k", "s", "2026-03-01", {"x": 1})]))
-    assert sent == PackedTurn("a", "k", "s", "2026-03-01", "Ada: hi", sent.payload)
-    assert orjson.loads(sent.payload) == {
-        "key": "k",
-        "session": "s",
-        "messages": [{"role": "user", "content": "hi", "name": "Ada"}],
-        "timestamp": "2026-03-01",
-        "metadata": {"x": 1},
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from undertow.engine.tenants.registry import UnknownTenant
 from undertow.engine.tenants.tenant import Tenant
 
 from ...engine.search.test_hybrid_search import QUERIES, turns
-from ...support.cluster.in_process import begin, settings
 from ...support.engine import NEVER, open_engine
+from .conftest import Start
 
 SOON_S = 30.0
 SLICE = 8
@@ -145,10 +144,8 @@ def without_llm(_: Settings) -> None: ...
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> Iterator[Shard]:
-    made = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), EngineParts(llm=without_llm))
-    yield made
-    made.close()
+def shard(start: Start) -> Shard:
+    return start(EngineParts(llm=without_llm), **NEVER)
 
 
 def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Shard) -> None:
@@ -180,7 +177,7 @@ class Counting(MockLLM):
 
 
 def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_llm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = Counting(MockReplies(0))
     begun, go = threading.Event(), threading.Event()
@@ -192,20 +189,17 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
         return take_in(retrieval, tenant)
 
     monkeypatch.setattr(Ranker, "prepare", prepare)
-    shard = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), EngineParts(llm=lambda _: llm))
-    try:
-        token = shard.hello("client", 1).result(SOON_S).token
-        shard.add(pack(turns("ann", LARGE)), CallStamp("client", token, 0, 1)).result(SOON_S)
-        answer, search = shard.ask(AnswerQuery("ann", QUERIES[0])), shard.ask(SearchQuery("ann", QUERIES[0]))
-        assert begun.wait(SOON_S)
-        assert answer.cancel() and search.cancel()
-        go.set()
-        assert shard.ask(SearchQuery("ann", QUERIES[1])).result(SOON_S).turns
-        assert llm.asked == 0
-        assert shard.ask(AnswerQuery("ann", QUERIES[0])).result(SOON_S).text
-        assert llm.asked == 1
-    finally:
-        shard.close()
+    shard = start(EngineParts(llm=lambda _: llm), **NEVER)
+    token = shard.hello("client", 1).result(SOON_S).token
+    shard.add(pack(turns("ann", LARGE)), CallStamp("client", token, 0, 1)).result(SOON_S)
+    answer, search = shard.ask(AnswerQuery("ann", QUERIES[0])), shard.ask(SearchQuery("ann", QUERIES[0]))
+    assert begun.wait(SOON_S)
+    assert answer.cancel() and search.cancel()
+    go.set()
+    assert shard.ask(SearchQuery("ann", QUERIES[1])).result(SOON_S).turns
+    assert llm.asked == 0
+    assert shard.ask(AnswerQuery("ann", QUERIES[0])).result(SOON_S).text
+    assert llm.asked == 1
 
 
 def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from undertow.engine.api import erasure
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.erasure import NotCertified
 from undertow.engine.base.config import Settings
@@ -27,7 +25,7 @@ from undertow.engine.base.queries import (
 )
 from undertow.engine.base.results import Certificate, Updated
 from undertow.engine.cluster import shard_map
-from undertow.engine.cluster.root_thresholds import agree, in_force
+from undertow.engine.cluster.root import agree_on_thresholds, with_thresholds
 from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard_map import STORES, ShardMap
@@ -42,19 +40,7 @@ from ...support.cluster.shard import SOON_S, Sender, hold, some
 from ...support.engine import bytes_hold, turn_of
 from ...support.erasure import turns_of_topics
 from ...support.faults.harness import THETA
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Location:
-    return begin(tmp_path / "root", 1)
-
-
-@pytest.fixture
-def shard(root: Location) -> Iterator[Shard]:
-    made = Shard(root, "s0", settings(), PARTS)
-    yield made
-    made.close()
-
+from .conftest import Start
 
 # ---- the engine's calls
 
@@ -80,35 +66,29 @@ def test_an_earlier_line_of_a_client_is_refused(shard: Shard) -> None:
     assert [r["seq"] for r in new.add(some("ann", 0))] == [0]
 
 
-def test_a_full_shard_refuses_and_keeps_the_order(root: Location) -> None:
-    slow = Shard(root, "s0", settings(queue_turns=8), PARTS)
-    try:
-        sender = Sender(slow)
-        release = hold(slow)
-        first = slow.add(pack(some("ann", *range(6))), sender.stamp())
-        again = sender.stamp()
-        behind = slow.add(pack(some("ann", 9)), sender.stamp())
-        with pytest.raises(QueueFull):
-            slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S)
-        release()
-        assert first.result(SOON_S).column("seq").to_pylist() == list(range(6))
-        assert not behind.done()
-        assert slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S).column("seq").to_pylist() == [
-            6,
-            7,
-            8,
-        ]
-        assert behind.result(SOON_S).column("seq").to_pylist() == [9]
-    finally:
-        slow.close()
+def test_a_full_shard_refuses_and_keeps_the_order(start: Start) -> None:
+    slow = start(queue_turns=8)
+    sender = Sender(slow)
+    release = hold(slow)
+    first = slow.add(pack(some("ann", *range(6))), sender.stamp())
+    again = sender.stamp()
+    behind = slow.add(pack(some("ann", 9)), sender.stamp())
+    with pytest.raises(QueueFull):
+        slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S)
+    release()
+    assert first.result(SOON_S).column("seq").to_pylist() == list(range(6))
+    assert not behind.done()
+    assert slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S).column("seq").to_pylist() == [
+        6,
+        7,
+        8,
+    ]
+    assert behind.result(SOON_S).column("seq").to_pylist() == [9]
 
 
-def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(root: Location) -> None:
-    small = Shard(root, "s0", settings(queue_turns=8), PARTS)
-    try:
-        assert [r["seq"] for r in Sender(small).add(some("ann", *range(40)))] == list(range(40))
-    finally:
-        small.close()
+def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(start: Start) -> None:
+    small = start(queue_turns=8)
+    assert [r["seq"] for r in Sender(small).add(some("ann", *range(40)))] == list(range(40))
 
 
 def test_errors_of_a_call_are_its_callers_and_the_shard_goes_on(shard: Shard) -> None:
@@ -123,8 +103,8 @@ def test_errors_of_a_call_are_its_callers_and_the_shard_goes_on(shard: Shard) ->
     assert shard.status().result(SOON_S)["reopened"] == 0
 
 
-def test_a_closed_shard_says_so(root: Location) -> None:
-    shard = Shard(root, "s0", settings(), PARTS)
+def test_a_closed_shard_says_so(start: Start) -> None:
+    shard = start()
     sender = Sender(shard)
     release = hold(shard)
     lost = shard.add(pack(some("ann", 0)), sender.stamp())
@@ -191,17 +171,6 @@ def test_erasures_that_wait_share_a_purge(
     assert shard.ask(EraseCommand("nobody", now=True, again=True)).result(SOON_S) is None
 
 
-def test_a_certificate_says_when_the_bytes_went_not_when_it_was_asked_for(
-    shard: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Sender(shard).add([turn_of("ann", 0, "words of ann")])
-    monkeypatch.setattr(erasure, "_now", lambda: "2026-01-01T00:00:00+00:00")
-    certificate = shard.ask(EraseCommand("ann", now=True)).result(SOON_S)
-    monkeypatch.setattr(erasure, "_now", lambda: "2027-01-01T00:00:00+00:00")
-    assert shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S) == certificate
-    assert certificate is not None and certificate.purged_at == "2026-01-01T00:00:00+00:00"
-
-
 def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shard: Shard) -> None:
     Sender(shard).add([turn_of("ann", 0, "words of ann")])
     assert shard._supervisor.engine is not None
@@ -255,24 +224,19 @@ def test_repeated_updates_are_made_once(shard: Shard) -> None:
         assert call.result(SOON_S) is None
 
 
-def test_a_flush_that_is_repeated_loads_nobody(root: Location, shard: Shard) -> None:
+def test_a_flush_that_is_repeated_loads_nobody(shard: Shard, start: Start) -> None:
     Sender(shard).add(some("ann", 0, 1))
     assert shard.ask(FlushCommand("ann")).result(SOON_S)
     before = records(shard)
     shard.close()
-    after = Shard(root, "s0", settings(), PARTS)
-    try:
-        assert after.ask(FlushCommand("ann", again=True)).result(SOON_S)
-        assert loaded(after) == []
-        Sender(after).add(some("ann", 2))
-        assert after.ask(FlushCommand("ann", again=True)).result(SOON_S), (
-            "there is a turn behind the last one"
-        )
-        assert records(after) == before + 2
-        with pytest.raises(UnknownTenant):
-            after.ask(FlushCommand("bob", again=True)).result(SOON_S)
-    finally:
-        after.close()
+    after = start()
+    assert after.ask(FlushCommand("ann", again=True)).result(SOON_S)
+    assert loaded(after) == []
+    Sender(after).add(some("ann", 2))
+    assert after.ask(FlushCommand("ann", again=True)).result(SOON_S), "there is a turn behind the last one"
+    assert records(after) == before + 2
+    with pytest.raises(UnknownTenant):
+        after.ask(FlushCommand("bob", again=True)).result(SOON_S)
 
 
 def loaded(shard: Shard) -> list[str]:
@@ -290,30 +254,27 @@ def records(shard: Shard) -> int:
 # ---- whose tenants
 
 
-def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path: Path) -> None:
+def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path: Path, start: Start) -> None:
     root = begin(tmp_path / "root", 3)
     keys = shard_map.load(root)
     names = [f"tenant-{n}" for n in range(12)]
-    shard = Shard(root, "s1", settings(), PARTS)
-    try:
-        receipts = Sender(shard).add([turn_of(name, 0, name) for name in names])
-        for name, receipt in zip(names, receipts, strict=True):
-            owner = keys.owner(name)
-            expected = ("stored", None) if owner == "s1" else ("moved", owner)
-            assert (receipt["status"], receipt["detail"]) == expected
-        stranger = next(name for name in names if keys.owner(name) != "s1")
-        for call in (
-            shard.ask(SearchQuery(stranger, "x")),
-            shard.ask(GetQuery("m", stranger)),
-            shard.ask(HistoryQuery("m", stranger)),
-            shard.ask(UpdateCommand("m", stranger, "x")),
-            shard.ask(FlushCommand(stranger)),
-            shard.ask(EraseCommand(stranger)),
-        ):
-            with pytest.raises(Moved):
-                call.result(SOON_S)
-    finally:
-        shard.close()
+    shard = start(name="s1", where=root)
+    receipts = Sender(shard).add([turn_of(name, 0, name) for name in names])
+    for name, receipt in zip(names, receipts, strict=True):
+        owner = keys.owner(name)
+        expected = ("stored", None) if owner == "s1" else ("moved", owner)
+        assert (receipt["status"], receipt["detail"]) == expected
+    stranger = next(name for name in names if keys.owner(name) != "s1")
+    for call in (
+        shard.ask(SearchQuery(stranger, "x")),
+        shard.ask(GetQuery("m", stranger)),
+        shard.ask(HistoryQuery("m", stranger)),
+        shard.ask(UpdateCommand("m", stranger, "x")),
+        shard.ask(FlushCommand(stranger)),
+        shard.ask(EraseCommand(stranger)),
+    ):
+        with pytest.raises(Moved):
+            call.result(SOON_S)
 
 
 def test_a_shard_reads_the_map_that_its_clients_know(root: Location, shard: Shard) -> None:
@@ -327,7 +288,9 @@ def test_a_shard_reads_the_map_that_its_clients_know(root: Location, shard: Shar
     assert shard.status().result(SOON_S)["map_version"] == 2
 
 
-def test_a_call_brings_its_map_so_that_a_tenants_first_turns_keep_their_order(tmp_path: Path) -> None:
+def test_a_call_brings_its_map_so_that_a_tenants_first_turns_keep_their_order(
+    tmp_path: Path, start: Start
+) -> None:
     """The line was begun while the resharding was closing; the router knows since that it clears."""
     root = begin(tmp_path / "root", 1)
     moving = shard_map.load(root).toward(["s0", "s1"])
@@ -335,65 +298,55 @@ def test_a_call_brings_its_map_so_that_a_tenants_first_turns_keep_their_order(tm
     for newer in (moving, closing):
         shard_map.publish(root, newer)
     name = next(name for name in (f"tenant-{n}" for n in range(99)) if closing.owner(name) == "s1")
-    shard = Shard(root, "s1", settings(), PARTS)
-    try:
-        token = shard.hello("client", closing.version).result(SOON_S).token
-        early = shard.add(pack(some(name, 0)), CallStamp("client", token, 0, closing.version)).result(SOON_S)
-        assert early.column("status").to_pylist() == ["moved"]
-        shard_map.publish(root, closing.after())
-        found = [
-            shard.add(pack(some(name, n)), CallStamp("client", token, n + 1, closing.version + 1)).result(
-                SOON_S
-            )
-            for n in range(2)
-        ]
-        assert [receipts.column("seq").to_pylist() for receipts in found] == [[0], [1]]
-    finally:
-        shard.close()
+    shard = start(name="s1", where=root)
+    token = shard.hello("client", closing.version).result(SOON_S).token
+    early = shard.add(pack(some(name, 0)), CallStamp("client", token, 0, closing.version)).result(SOON_S)
+    assert early.column("status").to_pylist() == ["moved"]
+    shard_map.publish(root, closing.after())
+    found = [
+        shard.add(pack(some(name, n)), CallStamp("client", token, n + 1, closing.version + 1)).result(SOON_S)
+        for n in range(2)
+    ]
+    assert [receipts.column("seq").to_pylist() for receipts in found] == [[0], [1]]
 
 
 # ---- the thresholds of a root
 
 
 def test_a_shard_decides_by_its_roots_thresholds_whoever_starts_it(root: Location) -> None:
-    agree(root, settings())
+    agree_on_thresholds(root, settings())
     starter = Settings(device="cpu", encoder="hash:384", profile="assistant")
     shard = Shard(root, "s0", starter, PARTS)
-    try:
-        Sender(shard).add(some("ann", 0))
-        engine = shard._supervisor.engine
-        assert engine is not None
-        found = engine.tenants.existing("ann").thresholds_at(0)
-        assert (found.theta_sim, found.theta_merge, found.theta_count) == tuple(THETA.values())
-    finally:
-        shard.close()
+    Sender(shard).add(some("ann", 0))
+    engine = shard._supervisor.engine
+    assert engine is not None
+    found = engine.tenants.existing("ann").thresholds_at(0)
+    assert (found.theta_sim, found.theta_merge, found.theta_count) == tuple(THETA.values())
+    shard.close()
 
 
 def test_settings_that_name_other_thresholds_than_the_root_are_refused(root: Location) -> None:
-    agree(root, Settings(profile="assistant"))
-    agree(root, Settings())  # names none
-    agree(root, Settings(theta_sim=0.6, theta_count=4))
+    agree_on_thresholds(root, Settings(profile="assistant"))
+    agree_on_thresholds(root, Settings())  # names none
+    agree_on_thresholds(root, Settings(theta_sim=0.6, theta_count=4))
     with pytest.raises(UndertowError, match=r"theta_sim 0\.6, .*say theta_sim 0\.7, .*thresholds\.json"):
-        agree(root, Settings(profile="companion"))
-    assert in_force(root, Settings()).recurrence_count == 4
+        agree_on_thresholds(root, Settings(profile="companion"))
+    assert with_thresholds(root, Settings()).recurrence_count == 4
     root.write("thresholds.json", b'{"theta_sim": 0.5}')
     with pytest.raises(StoreError, match="must hold theta_sim, theta_merge, theta_count"):
-        agree(root, Settings())
+        agree_on_thresholds(root, Settings())
     root.write("thresholds.json", b'{"theta_sim": 5, "theta_merge": 0.5, "theta_count": 3}')
     with pytest.raises(StoreError, match="holds no thresholds"):
-        in_force(root, Settings())
+        with_thresholds(root, Settings())
 
 
-def test_what_was_undecided_is_decided_after_a_restart_without_a_call(root: Location) -> None:
+def test_what_was_undecided_is_decided_after_a_restart_without_a_call(root: Location, start: Start) -> None:
     with Engine(
         root / STORES / "s0", settings(), PARTS.encoder(settings()), hash_key=shard_map.load(root).hash_key
     ) as engine:
         engine.add_batch(some("ann", *range(6)))
-    shard = Shard(root, "s0", settings(), PARTS)
-    try:
-        until_s = time.monotonic() + SOON_S
-        while shard.status().result(SOON_S).get("undecided_turns", 1) and time.monotonic() < until_s:
-            time.sleep(0.02)
-        assert shard.status().result(SOON_S)["undecided_turns"] == 0
-    finally:
-        shard.close()
+    shard = start()
+    until_s = time.monotonic() + SOON_S
+    while shard.status().result(SOON_S).get("undecided_turns", 1) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert shard.status().result(SOON_S)["undecided_turns"] == 0

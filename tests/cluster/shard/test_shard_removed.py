@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from undertow.engine.base.queries import (
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.shard.call_queue import CallStamp
-from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard_map import STORES, Removed, ShardMap
 from undertow.engine.cluster.wire import pack
 from undertow.engine.storage.journal import Fenced
@@ -28,19 +26,7 @@ from undertow.engine.storage.location import Location
 
 from ...support.cluster.in_process import PARTS, begin, settings
 from ...support.cluster.shard import SOON_S, Sender, some
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Location:
-    return begin(tmp_path / "root", 1)
-
-
-@pytest.fixture
-def shard(root: Location) -> Iterator[Shard]:
-    made = Shard(root, "s0", settings(), PARTS)
-    yield made
-    made.close()
-
+from .conftest import Start
 
 # ---- a shard that the map does without
 
@@ -57,43 +43,35 @@ def remove(root: Location, shard: str) -> ShardMap:
 
 
 @pytest.mark.parametrize("how", ["add", "hello", "look"])
-def test_a_shard_that_the_map_does_without_ends(tmp_path: Path, how: str) -> None:
+def test_a_shard_that_the_map_does_without_ends(tmp_path: Path, how: str, start: Start) -> None:
     root = begin(tmp_path / "root", 2)
-    shard = Shard(root, "s1", settings(), PARTS)
-    try:
-        sender = Sender(shard)
-        settled = remove(root, "s1")
-        calls = {
-            "add": lambda: shard.add(
-                pack(some("ann", 0)), CallStamp("client", sender.token, 0, settled.version)
-            ),
-            "hello": lambda: shard.hello("client", settled.version),
-            "look": shard.look,
-        }
-        with pytest.raises(Removed, match="by map 5"):
-            calls[how]().result(SOON_S)
-        for call in (
-            shard.ask(SearchQuery("ann", "x")),
-            shard.ask(StatsQuery()),
-            shard.ask(DrainCommand()),
-            shard.look(),
-        ):
-            with pytest.raises(Removed):
-                call.result(SOON_S)
-    finally:
-        shard.close()
+    shard = start(name="s1", where=root)
+    sender = Sender(shard)
+    settled = remove(root, "s1")
+    calls = {
+        "add": lambda: shard.add(pack(some("ann", 0)), CallStamp("client", sender.token, 0, settled.version)),
+        "hello": lambda: shard.hello("client", settled.version),
+        "look": shard.look,
+    }
+    with pytest.raises(Removed, match="by map 5"):
+        calls[how]().result(SOON_S)
+    for call in (
+        shard.ask(SearchQuery("ann", "x")),
+        shard.ask(StatsQuery()),
+        shard.ask(DrainCommand()),
+        shard.look(),
+    ):
+        with pytest.raises(Removed):
+            call.result(SOON_S)
 
 
-def test_a_shard_that_the_map_does_without_makes_no_store(tmp_path: Path) -> None:
+def test_a_shard_that_the_map_does_without_makes_no_store(tmp_path: Path, start: Start) -> None:
     root = begin(tmp_path / "root", 2)
     remove(root, "s1")
-    shard = Shard(root, "s1", settings(), PARTS)
-    try:
-        with pytest.raises(Removed):
-            shard.hello("client", 1).result(SOON_S)
-        assert not root.exists(f"{STORES}/s1")
-    finally:
-        shard.close()
+    shard = start(name="s1", where=root)
+    with pytest.raises(Removed):
+        shard.hello("client", 1).result(SOON_S)
+    assert not root.exists(f"{STORES}/s1")
 
 
 def test_all_shards_are_asked_again_where_one_was_removed_meanwhile(tmp_path: Path) -> None:
@@ -142,7 +120,7 @@ def test_the_actor_of_a_removed_shard_ends_for_good(tmp_path: Path, monkeypatch:
         asyncio.run(actors.RayShard(start, "s1").call("search", "ann", "x"))
 
 
-def test_a_caller_hears_that_a_shard_was_fenced_and_does_not_guess(root: Location) -> None:
+def test_a_caller_hears_that_a_shard_was_fenced_and_does_not_guess() -> None:
     """Of a process that only dies it would have to think that it died of what it was sent."""
     ray = pytest.importorskip("ray")
     from undertow.engine.cluster.ray import actors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from undertow.engine.cluster.wire import pack, receipts_table
 from undertow.engine.step.admission import QueueFull
 
 from ...support.cluster.in_process import PARTS, begin, settings
+from ...support.cluster.shard import SOON_S, hold
 from ...support.engine import turn_of
-
-SOON_S = 30
 
 
 def call(text: str = "x") -> TurnCall:
@@ -61,29 +59,17 @@ def test_a_trial_that_is_not_used_lapses() -> None:
         lines.accept(call(), CallStamp("suspect", token, 0, 1, trial or ""), 0)
 
 
-def test_a_shard_stores_a_call_on_trial_before_it_does_anything_else(tmp_path: Path) -> None:
-    shard = Shard(begin(tmp_path / "root", 1), "s0", settings(), PARTS)
-    began, gate = threading.Event(), threading.Event()
-
-    def hold() -> bool:
-        began.set()
-        return gate.wait(SOON_S)
-
-    try:
-        hello = shard.hello("suspect", 1).result(SOON_S)
-        assert shard.hello("other", 1).result(SOON_S).process == hello.process
-        trial = shard.trial("suspect").result(SOON_S)
-        assert trial is not None
-        shard._engine_thread.ask_without(hold)
-        assert began.wait(SOON_S)
-        stored = shard.add(pack([turn_of("ann", 0, "x")]), CallStamp("suspect", hello.token, 0, 1, trial))
-        was_stored = shard._engine_thread.ask_without(stored.done)
-        gate.set()
-        assert was_stored.result(SOON_S)
-        assert shard.trial("other").result(SOON_S) is not None
-    finally:
-        gate.set()
-        shard.close()
+def test_a_shard_stores_a_call_on_trial_before_it_does_anything_else(shard: Shard) -> None:
+    hello = shard.hello("suspect", 1).result(SOON_S)
+    assert shard.hello("other", 1).result(SOON_S).process == hello.process
+    trial = shard.trial("suspect").result(SOON_S)
+    assert trial is not None
+    release = hold(shard)
+    stored = shard.add(pack([turn_of("ann", 0, "x")]), CallStamp("suspect", hello.token, 0, 1, trial))
+    was_stored = shard._engine_thread.ask_without(stored.done)
+    release()
+    assert was_stored.result(SOON_S)
+    assert shard.trial("other").result(SOON_S) is not None
 
 
 def test_an_actor_that_is_to_be_restarted_takes_no_call_with_it(

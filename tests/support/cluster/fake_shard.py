@@ -47,9 +47,9 @@ class FakeShard:
     ready: list[TurnCall] = field(default_factory=list)
     _granted: str | None = None
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
-        return await getattr(self, method)(*args, **kwargs)
+        return await getattr(self, method)(*args)
 
     async def hello(self, client: str, map_version: int) -> SessionStart:
         self.hellos += 1
@@ -68,7 +68,7 @@ class FakeShard:
     async def status(self) -> dict[str, Any]:
         return {"journal_rows": len(self.stored)}
 
-    async def sign(self) -> None:
+    async def ping(self) -> None:
         return None
 
     async def park(self, table: pa.Table, reason: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,11 +111,11 @@ class LocalCalls:
     def __init__(self, shards: LocalShards, name: str) -> None:
         self._shards, self._name = shards, name
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         while self._name in self._shards.held:
             await asyncio.sleep(0.005)
         shard = self._shards.shard(self._name)
-        future: Future[Any] = getattr(shard, method)(*args, **kwargs)
+        future = shard.call(method, *args)
         while not future.done():
             if self._shards.running.get(self._name) is not shard:
                 raise ShardGone(f"shard {self._name} was killed")
@@ -134,7 +133,7 @@ def cluster_state(root: Location) -> State:
     """The end states of all shards of a root, as one: a tenant at two of them fails the test."""
     exports: dict[str, list[str]] = {}
     jobs: list[dict[str, Any]] = []
-    for shard in shard_map.load(root).everyone:
+    for shard in shard_map.load(root).all_shards:
         store = Path(str(root)) / STORES / shard
         if not (store / "store.json").exists():
             continue  # no tenant has come to it

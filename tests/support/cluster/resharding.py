@@ -1,4 +1,4 @@
-"""What test_resharding.py and test_resharding_refusals.py share."""
+"""What the tests of resharding share."""
 
 from __future__ import annotations
 
@@ -9,29 +9,19 @@ from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.cluster.shard_map import publish
 
 from ...support.faults.harness import turns_of
-from ...support.faults.moving import (
-    Shards,
-)
+from ...support.faults.moving import Shards
 
-# of a, of b, and those that a third shard c takes from each
+# the tenants of shards a and b, and those that a third shard c takes from each
 STAY = ("ada", "dan", "bob", "hal")
-
-
 LEAVE_A, LEAVE_B = ("cleo", "lea", "pam"), ("eve", "gil", "zoe")
-
-
 TENANTS = (*STAY, *LEAVE_A, *LEAVE_B)
-
-
-# with the policies beside RecMem: of each kind some, and all that the tests look at
+# for the policies beside RecMem: some of each kind, and all that the tests look at
 FEW = (STAY[0], STAY[2], *LEAVE_A, LEAVE_B[0])
-
-
 TURNS = 10
 
 
 def logged(log: Path, policy: PolicyName) -> list[Turn]:
-    """The log's turns, the tenants by turns; of few of them for the policies beside RecMem."""
+    """The log's turns, the tenants by turns; those of FEW for the policies beside RecMem."""
     every = [turn for of_tenant in zip(*turns_of(log).values(), strict=True) for turn in of_tenant]
     return [turn for turn in every if policy == "recmem" or turn.tenant in FEW]
 
@@ -40,10 +30,22 @@ def where(shards: Shards) -> dict[str, str]:
     return {name: shard for shard in shards.map.shards for name in shards(shard)._engine.tenants.names()}
 
 
-def advance(shards: Shards) -> None:
-    publish(shards.root, shards.map.after())
-    for shard in shards.map.everyone:
+def adopt(shards: Shards) -> None:
+    """Let all shards adopt the newest map."""
+    for shard in shards.map.all_shards:
         shards(shard).adopt(shards.map)
+
+
+def begin_move(shards: Shards) -> None:
+    """Publish the map that brings in shard c."""
+    publish(shards.root, shards.map.toward(["a", "b", "c"]))
+    adopt(shards)
+
+
+def advance(shards: Shards) -> None:
+    """Publish the next phase."""
+    publish(shards.root, shards.map.after())
+    adopt(shards)
 
 
 def keys_of(shards: Shards, names: Sequence[str]) -> list[str]:

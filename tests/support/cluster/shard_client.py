@@ -23,7 +23,7 @@ SETTINGS = ClusterSettings(window_turns=4, patience_s=5)
 
 @dataclass
 class Sent:
-    """A lane in use: what was put, and what came back for other shards."""
+    """A shard client in use, and what came back for other shards."""
 
     shard_client: ShardClient
     returned: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
@@ -31,13 +31,13 @@ class Sent:
     # whether tenants are still away when their turns are sent anew
     stays_away: bool = False
     held: int = 0
-    # what reading the map, and sending parcels anew, fails with
+    # what reading the map, and sending batches anew, fails with
     no_map: Exception | None = None
     no_way: Exception | None = None
 
 
 def in_use(shard: FakeShard, client: str, settings: ClusterSettings) -> Sent:
-    def change(parcel: ShardBatch, others: Any) -> None:
+    def change(batch: ShardBatch, others: Any) -> None:
         sent.held += len(others) - 1
 
     async def read_map() -> None:
@@ -45,16 +45,16 @@ def in_use(shard: FakeShard, client: str, settings: ClusterSettings) -> Sent:
         if sent.no_map is not None:
             raise sent.no_map
 
-    def anew(parcels: Any, moved: dict[str, str], in_transit: AbstractSet[str]) -> None:
+    def anew(batches: Any, moved: dict[str, str], in_transit: AbstractSet[str]) -> None:
         if sent.no_way is not None:
-            sent.held -= len(parcels)
+            sent.held -= len(batches)
             raise sent.no_way
-        sent.returned.append(([t.text for p in parcels for t in unpack(p.table)], moved))
+        sent.returned.append(([t.text for p in batches for t in unpack(p.table)], moved))
         sent.in_transit |= in_transit
         if not sent.stays_away:
             shard.away.clear()
-        for parcel in parcels:
-            sent.shard_client.put(parcel)
+        for batch in batches:
+            sent.shard_client.put(batch)
 
     shard_client = ShardClient(
         "s0",
@@ -70,13 +70,13 @@ def in_use(shard: FakeShard, client: str, settings: ClusterSettings) -> Sent:
     return sent
 
 
-def with_lanes(
+def with_clients(
     shard: FakeShard,
     work: Callable[..., Coroutine[Any, Any, None]],
     *clients: str,
     settings: ClusterSettings = SETTINGS,
 ) -> None:
-    """Run `work` with a lane to the shard for each client."""
+    """Run `work` with a ShardClient for each name."""
 
     async def run() -> None:
         every = [in_use(shard, client, settings) for client in clients]
@@ -92,20 +92,20 @@ def with_lanes(
     asyncio.run(run())
 
 
-def with_lane(
+def with_client(
     shard: FakeShard, work: Callable[[Sent], Coroutine[Any, Any, None]], settings: ClusterSettings = SETTINGS
 ) -> None:
-    with_lanes(shard, work, "client", settings=settings)
+    with_clients(shard, work, "client", settings=settings)
 
 
 def put(sent: Sent, *texts: str, tenant: str = "ann") -> asyncio.Future[list[str]]:
     table = pack([turn_of(tenant, n, text) for n, text in enumerate(texts)])
-    delivery = PendingAdd(len(texts))
+    pending = PendingAdd(len(texts))
     sent.held += 1
-    sent.shard_client.put(ShardBatch(delivery, np.arange(len(texts)), table))
+    sent.shard_client.put(ShardBatch(pending, np.arange(len(texts)), table))
 
     async def statuses() -> list[str]:
-        receipts = await asyncio.wrap_future(delivery.future)
+        receipts = await asyncio.wrap_future(pending.future)
         found: list[str] = receipts.column("status").to_pylist()
         return found
 

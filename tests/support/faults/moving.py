@@ -15,8 +15,8 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PolicyName, Turn
-from undertow.engine.cluster.resharding.coordinator import ReshardingCalls
-from undertow.engine.cluster.resharding.participant import DepartingTenant, ReshardingParticipant
+from undertow.engine.cluster.resharding.coordinator import AskShard
+from undertow.engine.cluster.resharding.participant import ReshardingParticipant
 from undertow.engine.cluster.shard_map import ShardMap, exists, load, publish
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
@@ -71,6 +71,19 @@ class Shards:
             self._open[shard] = ReshardingParticipant(engine, shard, self.root / "shards", now)
         return self._open[shard]
 
+    def ask(self, shard: str, method: str, *args: Any) -> Any:
+        """See coordinator.AskShard."""
+        return getattr(self(shard), method)(*args)
+
+    def busy(self, happen: Callable[[], None]) -> AskShard:
+        """`ask` for shards that hear each call only after something else has happened."""
+
+        def ask(shard: str, method: str, *args: Any) -> Any:
+            happen()
+            return self.ask(shard, method, *args)
+
+        return ask
+
     def __enter__(self) -> Shards:
         return self
 
@@ -118,7 +131,7 @@ class Shards:
         return [turn for turn in turns if holders[turn.tenant] is None]
 
     def drain(self) -> None:
-        for shard in self.map.everyone:
+        for shard in self.map.all_shards:
             self(shard)
             assert self.engines[shard].drain()
 
@@ -143,38 +156,6 @@ def alone(folder: Path, turns: Sequence[Turn], policy: PolicyName = "recmem") ->
         engine.add_batch(turns)
         assert engine.drain()
     return end_state(folder)
-
-
-@dataclass
-class Busy:
-    """A shard that hears a call only after something else has happened there."""
-
-    shard: ReshardingCalls
-    happen: Callable[[], None]
-
-    def adopt(self, shard_map: ShardMap) -> object:
-        self.happen()
-        return self.shard.adopt(shard_map)
-
-    def leaving(self) -> Sequence[DepartingTenant]:
-        self.happen()
-        return self.shard.leaving()
-
-    def seal(self, version: int, keys: Sequence[str]) -> object:
-        self.happen()
-        return self.shard.seal(version, keys)
-
-    def pull(self, version: int, source: str, keys: Sequence[str]) -> int:
-        self.happen()
-        return self.shard.pull(version, source, keys)
-
-    def release(self, version: int, keys: Sequence[str]) -> object:
-        self.happen()
-        return self.shard.release(version, keys)
-
-    def clear(self, version: int) -> Any:
-        self.happen()
-        return self.shard.clear(version)
 
 
 # ---- kills

@@ -22,7 +22,7 @@ from undertow.engine.cluster.resharding.coordinator import reshard, resume
 
 from .driver import load_prompts
 from .harness import turns_of
-from .moving import Busy, Shards, Traffic
+from .moving import Shards, Traffic
 
 
 def child(task: dict[str, Any]) -> None:
@@ -42,9 +42,7 @@ def child(task: dict[str, Any]) -> None:
             if sends == 0:
                 Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-        def busy(shard: str) -> Busy:
-            return Busy(shards(shard), send)
-
+        busy = shards.busy(send)
         send()
         if shards.map.before is not None:
             resume(shards.root, busy)
