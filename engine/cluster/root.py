@@ -113,7 +113,8 @@ def agree_on_thresholds(root: Location, settings: Settings) -> None:
     if settings.model_fields_set & NAMING and _thresholds(stored) != _thresholds(settings):
         raise UndertowError(
             f"the tenants of {root} are decided by {_shown(stored)}, "
-            f"and the settings say {_shown(settings)}. Leave profile and thresholds out (the options, UNDERTOW_PROFILE and UNDERTOW_THETA_*); or, to "
+            f"and the settings say {_shown(settings)}. "
+            "Leave profile and thresholds out (the options, UNDERTOW_PROFILE and UNDERTOW_THETA_*); or, to "
             "change them for all later turns, end the shards (`undertow cluster drain --stop`) and change "
             f"{root / THRESHOLDS}."
         )

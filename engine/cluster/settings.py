@@ -1,8 +1,4 @@
-"""What a shard may use of a cluster, and how a router talks to it: settings, checked once.
-
-The environment (prefix UNDERTOW_CLUSTER_) is read here for the cluster, as engine/base/config.py does for the
-engine of a shard.
-"""
+"""Settings of a cluster: the resources of a shard and the bounds of a router. Prefix: UNDERTOW_CLUSTER_."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ THREAD_VARIABLES = (
 
 
 class ResourcesLacking(UndertowError):
-    """The cluster has not what its shards ask for."""
+    """The cluster lacks resources that its shards need."""
 
 
 class ClusterSettings(BaseSettings):
@@ -48,23 +44,22 @@ class ClusterSettings(BaseSettings):
     # more nodes may come: shards that find no room yet wait for them
     autoscaling: bool = False
 
-    # calls and turns that are under way at a shard from one router (a single call may have more turns), and
-    # turns that wait in the router for it, those included
+    # calls and turns of one router under way at a shard (a single call may have more turns), and turns that
+    # wait in the router for it, those included
     window_calls: int = Field(default=16, ge=1)
     window_turns: int = Field(default=8_192, ge=1)
     lane_turns: int = Field(default=16_384, ge=1)
     call_turns: int = Field(default=2_048, ge=1, le=65_536)
-    # calls of any kind that one router may have pending at a shard; more are refused, and tried again
+    # calls of any kind of one router pending at a shard; more are refused and retried
     max_pending_calls: int = Field(default=256, ge=8)
     # how long calls wait for a shard that is down, before they fail
     patience_s: float = Field(default=300.0, gt=0)
 
     @model_validator(mode="after")
     def _leave_room(self) -> Self:
-        """Turns on both ways to a shard (see routes.Way) must never take the places of all other calls.
+        """The adds of both routes to a shard (see Route) must leave places for other calls.
 
-        A call that finds no place is sent again, and by then those behind it would have taken it: at the
-        shard they wait for it.
+        Otherwise the successors of a refused add could take its place, and wait for it at the shard.
         """
         if 4 * self.window_calls > self.max_pending_calls:
             raise ValueError(
@@ -79,18 +74,18 @@ class ClusterSettings(BaseSettings):
         return {name: amount for name, amount in asked.items() if amount}
 
     def environment(self) -> dict[str, str]:
-        """Variables of a shard's process: also what is set here for OpenTelemetry, but for secrets.
+        """Variables of a shard's process, with those of OpenTelemetry that are set here.
 
-        Headers may hold some, and Ray shows what it is given: set those on the nodes.
+        Headers are left out, as they may hold secrets, which Ray would show: set them on the nodes.
         """
         threads = {} if self.threads is None else dict.fromkeys(THREAD_VARIABLES, str(self.threads))
         traced = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
         return ONE_HEAP | threads | {name: value for name, value in traced.items() if "HEADERS" not in name}
 
     def check(self, shards: int, free: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
-        """ResourcesLacking unless `shards` more shards find room.
+        """ResourcesLacking unless there is room for `shards` more shards.
 
-        `free`: what the cluster has left of each resource; `nodes`: what each of its nodes has in all.
+        `free`: what the cluster has left of each resource; `nodes`: the total of each node.
         """
         demand = self.demand()
         if self.autoscaling or not demand or not shards:

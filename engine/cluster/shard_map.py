@@ -1,11 +1,9 @@
-"""Which shard owns a tenant: rendezvous hashing over a versioned map that lies in the cluster's root.
+"""Which shard owns a tenant: rendezvous hashing over a versioned map in the cluster's root.
 
 Each (shard, tenant) pair has a pseudorandom weight, and the shard of the highest weight owns the tenant
-(Thaler and Ravishankar, 1998). So a shard that comes or goes moves only the tenants that it gains or
-loses, an expected 1/n of them.
-
-The tenant enters by its keyed hash, the one that journals use: an erased name, of which nothing but this
-hash is left, has an owner too. All shards of a root share one hash key; the map carries it.
+(Thaler and Ravishankar, 1998). So adding or removing a shard moves only the tenants that it gains or loses,
+an expected 1/n of them. The weight is computed from the tenant's keyed hash, as erased names are known by
+that alone. All shards of a root share one hash key; the map carries it.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class MapConflict(UndertowError):
 
 
 class Removed(UndertowError):
-    """The newest map does without this shard: its tenants live at the others."""
+    """The shard is not in the newest map: its tenants live at the others."""
 
     def __init__(self, shard: str, version: int) -> None:
         super().__init__(shard, version)
@@ -54,10 +52,10 @@ class Removed(UndertowError):
 class ShardMap:
     """The shards of a cluster. While `before` is set, tenants move from their owners there to `shards`.
 
-    A resharding takes one version for each of its phases, then a last one that is settled (no phase):
-    *moving*: each former owner gives tenants away; also who is new begins at the former owner.
-    *closing*: it takes no one new any more, and gives away the last.
-    *clearing*: the owners serve all; what has moved is removed where it was.
+    A resharding takes one version for each of its phases, then a settled one (no phase):
+    *moving*: tenants leave their former owners; new tenants still begin there.
+    *closing*: former owners take no new tenants; the last ones leave.
+    *clearing*: the owners serve all tenants; moved rows are removed at the former owners.
 
     `shards` and `before` are kept sorted. `hash_key`: hexadecimal; empty hashes without a key.
     """
@@ -101,10 +99,7 @@ class ShardMap:
         return _highest(self._points, self._points_of(tenants))
 
     def home(self, tenant: str) -> str:
-        """The shard to ask first: the owner, or until all have moved the former owner.
-
-        The former owner serves the tenant until it has moved, and then answers `Moved`.
-        """
+        """The shard to ask first: the owner, or the former owner until all tenants have moved."""
         return self.homes([tenant])[0]
 
     def homes(self, tenants: Sequence[str]) -> list[str]:
@@ -114,7 +109,7 @@ class ShardMap:
         return [self.before[i] for i in _highest(self._points_before, self._points_of(tenants))]
 
     def leaving(self, shard: str, keys: Sequence[str]) -> dict[str, str]:
-        """Of the tenants with these keys: those that must leave `shard` under this map, and where to."""
+        """The targets of those of the tenants with these keys that must leave `shard`, by key."""
         if self.before is None or shard not in self.before:
             return {}
         points = np.array([int(key[:16], 16) for key in keys], dtype=np.uint64)
@@ -143,11 +138,11 @@ class ShardMap:
     def _points_before(self) -> NDArray[np.uint64]:
         return _points_of_shards(self.before or ())
 
-    # ---- how it changes
+    # ---- changes
 
     @property
     def all_shards(self) -> tuple[str, ...]:
-        """All shards that must run under this map, sorted: a shard that is leaving serves to the end."""
+        """All shards that must run under this map, sorted, with those that are being removed."""
         return tuple(sorted({*self.shards, *(self.before or ())}))
 
     def require(self, shard: str) -> None:
@@ -177,7 +172,7 @@ class ShardMap:
 
 
 def load(root: Location) -> ShardMap:
-    """The newest map of a cluster's root. StoreError where there is none, or a damaged one."""
+    """The newest map of a cluster's root. StoreError: there is none, or it is damaged."""
     versions = root.list(FOLDER)
     if not versions:
         raise StoreError(f"{root} is no cluster's root (it has no map/). Check the path.")
@@ -196,10 +191,10 @@ def exists(root: Location) -> bool:
 
 
 def publish(root: Location, shard_map: ShardMap) -> None:
-    """Put a map in force. MapConflict: another one of this version was quicker, and stays in force.
+    """Put a map in force. MapConflict: another map of this version is in force already.
 
-    Its file is made only where there is none; so of two processes that build on the same version one
-    succeeds. To publish the same map again changes nothing.
+    The file is created only if there is none, so of two processes one succeeds. Publishing the same map
+    again changes nothing.
     """
     data = orjson.dumps(asdict(shard_map), option=orjson.OPT_INDENT_2)
     name = _name(shard_map.version)

@@ -1,8 +1,7 @@
-"""Turns and receipts as Arrow tables: what travels between a router and its shards.
+"""Turns and receipts as Arrow tables, as they travel between a router and its shards.
 
-A turn's row is made where the turn is packed: the JSON that the journal will store, and the words that
-will be embedded. So a shard neither decodes nor encodes it again (measured: docs/performance.md), and
-what JSON, Unicode or Arrow cannot hold is refused at the sender, before anything is sent.
+The sender packs the JSON that the journal stores and the text to embed. So a shard neither decodes nor
+encodes it again (measured: docs/performance.md), and invalid Unicode or JSON is refused before it is sent.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ RECEIPTS = pa.schema(
 
 
 class Status(StrEnum):
-    """What became of a turn that was sent.
+    """The outcome of a sent turn.
 
-    `detail` holds the reason of a parked turn; for a moved one, the shard to send it to. Of a turn in
-    transit nothing was done: it is to be sent again shortly.
+    `detail`: the reason of a parked turn; the new shard of a moved one. A turn in transit was not stored and
+    must be sent again shortly.
     """
 
     STORED = "stored"
@@ -54,7 +53,7 @@ class Status(StrEnum):
     IN_TRANSIT = "in_transit"
 
 
-# of a table on its way: Ray sends an argument with its call up to 100 KiB (max_direct_call_object_size)
+# Ray sends an argument with its call up to 100 KiB (max_direct_call_object_size)
 PIECE_BYTES = 96_000
 # and all of a call's arguments up to 10 MiB together (task_rpc_inlined_bytes_limit)
 INLINE_BYTES = 8 << 20
@@ -93,10 +92,7 @@ def check_turns(table: pa.Table) -> None:
 
 
 def to_buffer(table: pa.Table) -> pa.Buffer:
-    """The table as an Arrow stream, for Ray to carry: a tenth of the work of Ray's own way with a table.
-
-    What a slice hides of its buffers stays behind.
-    """
+    """The table as an Arrow stream: a tenth of the work of Ray's serialisation. A slice travels alone."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
@@ -109,10 +105,7 @@ def from_buffer(buffer: pa.Buffer) -> pa.Table:
 
 
 def to_pieces(table: pa.Table) -> list[bytes]:
-    """The table as arguments small enough for Ray to send with the call itself, past its object stores.
-
-    One too large for that is a single piece.
-    """
+    """The table as arguments that Ray sends with the call, past its object stores; a large one as a whole."""
     stream = to_buffer(table)
     step = PIECE_BYTES if stream.size <= INLINE_BYTES else stream.size
     return [stream[at : at + step].to_pybytes() for at in range(0, stream.size, step)]
@@ -130,7 +123,7 @@ def receipts_table(rows: Sequence[tuple[Status, str | None, int | None, str | No
 
 
 def unpack_receipts(receipts: pa.Table, tenants: Iterable[str]) -> list[Receipt]:
-    """The engine's receipts of the turns of `tenants`, one a row of `receipts`, in order."""
+    """The receipts of the turns of `tenants`, one a row of `receipts`, in order."""
     rows = zip(*(receipts.column(name).to_pylist() for name in RECEIPTS.names), strict=True)
     return [
         Receipt(

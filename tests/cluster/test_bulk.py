@@ -24,7 +24,7 @@ from undertow.engine.cluster.bulk import ingest as bulk
 from undertow.engine.cluster.bulk import reading as bulk_reading
 from undertow.engine.cluster.bulk.feeding import CALL_TURNS, calls, inspect
 from undertow.engine.cluster.bulk.ingest import BulkIngest
-from undertow.engine.cluster.bulk.reading import ORDER, FileReport, Piece
+from undertow.engine.cluster.bulk.reading import ORDER, FileReport, Piece, waves_of
 from undertow.engine.cluster.bulk.records import (
     FileProgress,
     IngestRecords,
@@ -32,7 +32,6 @@ from undertow.engine.cluster.bulk.records import (
     reached_by,
     wave_name,
 )
-from undertow.engine.cluster.bulk.waves import waves_of
 from undertow.engine.cluster.wire import TURNS, pack
 from undertow.engine.readers import Log, find_logs, read
 from undertow.engine.storage.location import Location
@@ -370,14 +369,3 @@ def test_a_log_that_was_replaced_in_an_interrupted_wave_is_read_anew(
     stored = kept.stored()
     for tenant, keys in one_process_order(logs).items():
         assert set(keys) <= set(stored[tenant])
-
-
-@pytest.mark.usefixtures("ray_address")
-def test_a_grown_log_is_read_on(root: Location, logs: list[Log], kept: Kept) -> None:
-    ingest(root, kept, logs)
-    path = Path(logs[1].uri)
-    path.write_text(path.read_text() + json.dumps(line("t0", "one more")) + "\n")
-    grown = [Log.of(Path(log.uri)) for log in logs]
-    run = ingest(root, kept, grown, resume=True)
-    assert (run.report.read_turns, run.report.new_turns) == (1, 1)
-    assert kept.stored()["t0"][-1] == one_process_order([grown[1]])["t0"][-1]

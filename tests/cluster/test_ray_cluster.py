@@ -205,7 +205,5 @@ def test_more_shards_than_there_is_room_for_are_refused(root: Location) -> None:
     wants: dict[str, Any] = {"patience_s": 5}
     with pytest.raises(ResourcesLacking, match="no node has that"):
         Cluster.open(root, settings(), shards=1, resources=ClusterSettings(num_cpus=64, **wants))
-    with pytest.raises(ResourcesLacking, match="no node has that"):
-        Cluster.open(root, settings(), shards=1, resources=ClusterSettings(num_gpus=0.25, **wants))
     with pytest.raises(UndertowError, match="1 shards"):
         Cluster.open(root, settings(), shards=9, resources=ClusterSettings(num_cpus=2, **wants))

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,17 @@ import pyarrow as pa
 from undertow.engine.api.ingest_files import IngestReport
 from undertow.engine.base.model import BadInput, UndertowError
 from undertow.engine.cluster.bulk.feeding import TOLD_PARKED, Feeder, FeedReport, feed_group, inspect
-from undertow.engine.cluster.bulk.reading import ORDER, FileReport, Piece, Span, WaveReader, read_all
+from undertow.engine.cluster.bulk.reading import (
+    ORDER,
+    FileReport,
+    Piece,
+    Span,
+    WaveReader,
+    read_all,
+    rows_bytes,
+    waves_of,
+)
 from undertow.engine.cluster.bulk.records import IngestRecords, pieces_left, reached_by, wave_name
-from undertow.engine.cluster.bulk.waves import rows_bytes, waves_of
 from undertow.engine.cluster.shard_map import ShardMap, load
 from undertow.engine.cluster.wire import Status
 from undertow.engine.readers import Format, Log
@@ -101,65 +109,53 @@ class _Wave:
     reports: list[FileReport]
 
 
+@dataclass
 class BulkIngest:
-    """Feeds logs to the shards of a root. Ray must be initialised, and the shards must run."""
+    """Feeds logs to the shards of a root. Ray must be initialised, and the shards must run.
 
-    def __init__(
-        self,
-        root: Location,
-        connect: Callable[[], Feeder],
-        *,
-        format: Format = "auto",
-        max_message_bytes: int,
-        resume: bool = False,
-        strict: bool = False,
-        wave_bytes: int | None = None,
-        group_bytes: int = GROUP_BYTES,
-        on_error: Callable[[BadInput], None] = lambda _: None,
-        on_warning: Callable[[str], None] = lambda _: None,
-        on_progress: Callable[[BulkProgress], None] = lambda _: None,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`connect` is called in the workers, and must be picklable.
+    `connect` is called in the workers, and must be picklable. `resume`: skip what earlier runs have taken.
+    `strict`: store nothing of the wave with the first refused input, nor of later ones. `stop` is polled
+    while shards are fed; once it is true, the groups under way are finished and the run ends. `wave_bytes`
+    of rows in Arrow; None: what Ray's object store has room for.
+    """
 
-        `resume`: pass over what earlier runs have taken. `strict`: nothing of the wave in which the first
-        refused input stands is stored, nor of later ones. `stop` is asked while shards are fed: once it
-        says so, the groups under way are finished and the run ends. `wave_bytes` of rows in Arrow; None: what
-        Ray's object store has room for.
-        """
-        self.report = BulkReport()
-        self._root = root
-        self._connect = connect
-        self._format: Format = format
-        self._max_message_bytes = max_message_bytes
-        self._resume, self._strict = resume, strict
-        self._wave_bytes, self._group_bytes = wave_bytes, group_bytes
-        self._on_error, self._on_warning = on_error, on_warning
-        self._on_progress, self._stop = on_progress, stop
-        self._records = IngestRecords(root)
+    root: Location
+    connect: Callable[[], Feeder]
+    _: KW_ONLY
+    max_message_bytes: int
+    format: Format = "auto"
+    resume: bool = False
+    strict: bool = False
+    wave_bytes: int | None = None
+    group_bytes: int = GROUP_BYTES
+    on_error: Callable[[BadInput], None] = lambda _: None
+    on_warning: Callable[[str], None] = lambda _: None
+    on_progress: Callable[[BulkProgress], None] = lambda _: None
+    stop: Callable[[], bool] = lambda: False
+    report: BulkReport = field(default_factory=BulkReport, init=False)
 
     def feed(self, logs: Sequence[Log]) -> None:
         """Store every turn of the logs. UndertowError: some shard could not be fed; the others were."""
         began_s = time.perf_counter()
-        shard_map = load(self._root)
+        shard_map = load(self.root)
         pieces = [Piece(n, log, 0) for n, log in enumerate(logs)]
-        if self._resume:
-            pieces, changed = pieces_left(shard_map, logs, self._records.reached())
+        if self.resume:
+            pieces, changed = pieces_left(shard_map, logs, IngestRecords(self.root).reached())
             for log in changed:
                 self._warn(f"{log}: has changed since it was last read; reading it from the start")
-        waves = list(waves_of(pieces, self._wave_bytes or _room_bytes()))
+        waves = list(waves_of(pieces, self.wave_bytes or _room_bytes()))
         if pieces and not _free_cpus():
-            self._on_warning("no processor of the Ray cluster is free to read the logs: waiting for one")
+            self.on_warning("no processor of the Ray cluster is free to read the logs: waiting for one")
         with _quiet_ray_data():
             try:
                 self._feed_waves(shard_map, waves)
             finally:
                 self.report.admit_s += time.perf_counter() - began_s
         if not self.report.ended:
-            self._records.tidy()
+            IngestRecords(self.root).tidy()
 
     def _stopping(self) -> bool:
-        return self.report.interrupt_if(self._stop)
+        return self.report.interrupt_if(self.stop)
 
     def _feed_waves(self, shard_map: ShardMap, waves: list[list[Piece]]) -> None:
         """Feed one wave while the next is read."""
@@ -180,11 +176,11 @@ class BulkIngest:
     def _read(self, shard_map: ShardMap, pieces: list[Piece]) -> _Wave:
         """A wave's turns in groups in Ray's object store. Read again where Ray has lost parts of it."""
         size_bytes = sum(rows_bytes(piece.log) for piece in pieces)
-        buckets = max(1, round(size_bytes / self._group_bytes / len(shard_map.shards)))
-        reading = WaveReader(shard_map, buckets, self._format, self._max_message_bytes)
+        buckets = max(1, round(size_bytes / self.group_bytes / len(shard_map.shards)))
+        reading = WaveReader(shard_map, buckets, self.format, self.max_message_bytes)
         name = wave_name(reading, pieces)
-        if self._resume:
-            reading = replace(reading, done=self._records.stored(name))
+        if self.resume:
+            reading = replace(reading, done=IngestRecords(self.root).stored(name))
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 groups, reports = _sorted(reading, pieces)
@@ -202,17 +198,17 @@ class BulkIngest:
             if report.errors or report.warnings:
                 self.report.files.append((piece.log, report))
             for warning in report.first_warnings:
-                self._on_warning(warning)
+                self.on_warning(warning)
             for error in report.first_errors:
-                self._on_error(error)
-                if self._strict:
+                self.on_error(error)
+                if self.strict:
                     self.report.stopped_by = error
                     return True
         return False
 
     def _warn(self, text: str) -> None:
         self.report.warnings += 1
-        self._on_warning(text)
+        self.on_warning(text)
 
     # ---- feeding
 
@@ -225,15 +221,15 @@ class BulkIngest:
             return feed_group((block.slice(start, count) for block, start, count in blocks), *how)
 
         task = ray.remote(feed).options(num_cpus=FEEDER_CPUS, max_retries=-1)
-        lines = _lines(wave)
+        queues = _queues(wave)
         running: dict[Any, str] = {}
         failures: dict[str, Exception] = {}
         while True:
-            for shard, line in lines.items():
+            for shard, queue in queues.items():
                 busy = sum(1 for other in running.values() if other == shard)
-                while line and busy < FEEDERS_PER_SHARD and shard not in failures and not self._stopping():
-                    group = line.popleft()
-                    ref = task.remote(wave.groups[group], group, self._connect, self._root, wave.name)
+                while queue and busy < FEEDERS_PER_SHARD and shard not in failures and not self._stopping():
+                    group = queue.popleft()
+                    ref = task.remote(wave.groups[group], group, self.connect, self.root, wave.name)
                     running[ref] = shard
                     busy += 1
             if not running:
@@ -245,14 +241,14 @@ class BulkIngest:
                     self._count(ray.get(ref))
                 except (UndertowError, RayError) as error:
                     failures.setdefault(shard, error)
-            left = len(running) + sum(map(len, lines.values()))
-            self._on_progress(progress(self.report.stored_turns, left))
+            left = len(running) + sum(map(len, queues.values()))
+            self.on_progress(progress(self.report.stored_turns, left))
         if failures:
             raise _failed(failures)
         if not self.report.ended:
             reports = zip(wave.pieces, wave.reports, strict=True)
             whole = [reached_by(wave.reading.shard_map, p.log, r) for p, r in reports if r.whole]
-            self._records.note_reached(wave.name, dict(whole))
+            IngestRecords(self.root).note_reached(wave.name, dict(whole))
 
     def _count(self, fed: FeedReport) -> None:
         self.report.read_turns += fed.turns
@@ -297,12 +293,12 @@ def _sorted(reading: WaveReader, pieces: Sequence[Piece]) -> tuple[dict[int, lis
     return groups, sorted(reports, key=lambda report: report.file)
 
 
-def _lines(wave: _Wave) -> dict[str, deque[int]]:
+def _queues(wave: _Wave) -> dict[str, deque[int]]:
     """The groups that wait for each shard."""
-    lines: dict[str, deque[int]] = {}
+    queues: dict[str, deque[int]] = {}
     for group in sorted(wave.groups):
-        lines.setdefault(wave.reading.shard_of(group), deque()).append(group)
-    return lines
+        queues.setdefault(wave.reading.shard_of(group), deque()).append(group)
+    return queues
 
 
 def _failed(failures: dict[str, Exception]) -> UndertowError:

@@ -1,7 +1,7 @@
-"""What a worker of a bulk ingest reads: logs in, tables of turns out, each turn with its group and place.
+"""What a worker of a bulk ingest reads: logs in, tables of turns out, each turn with its group and position.
 
-A group holds whole tenants of one shard. Within it the order of turns is that in which one process would
-take them: by file, then by place in the file.
+A group holds whole tenants of one shard. Its turns are in the order in which one process would take them: by
+file, then by position in the file. Logs are read in waves, and each wave in tasks, of bounded size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.wire import TURNS, pack
 from undertow.engine.readers import Format, Log, Record, read
 
+# rows in Arrow per byte of a log: each turn is there as words and as JSON
+EXPANSION = {".gz": 12.0, ".parquet": 8.0}
+PLAIN_EXPANSION = 2.0
 # turns a table; Ray Data joins them to blocks
 TABLE_TURNS = 1_024
 # of each file and kind, how many problems are reported word by word
@@ -36,9 +39,7 @@ ROWS = pa.schema(
         *TURNS,
     ]
 )
-
-
-# within a wave
+# the order of rows within a wave
 ORDER = ("group", "file", "number")
 
 
@@ -70,7 +71,7 @@ class FileReport:
     whole: bool = False
 
     def stop(self, log: Log, problem: Exception) -> None:
-        """Something failed that is no fault of the input: the file ends here."""
+        """End the file after a failure that the input is not to blame for."""
         self.whole = False
         reason = (
             f"reading stopped after position {self.position}, with {self.turns:,} turns taken: "
@@ -98,7 +99,7 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is to be read of one log: all of it after a position. `file` is its number in the order."""
+    """One log to read after a position. `file`: its number in the order."""
 
     file: int
     log: Log
@@ -135,7 +136,7 @@ class WaveReader:
     def tables(self, piece: Piece) -> Iterator[pa.Table]:
         """The turns of one log, in order, in tables of ROWS; the last has the file's report alone.
 
-        Whatever fails, in a reader or after it, ends this file and no other: it is an error of the report.
+        A failure, in a reader or after it, ends this file alone and is an error of its report.
         """
         report = FileReport(piece.file, piece.after, head=piece.log.head())
         numbered = enumerate(self._turns(piece, report))
@@ -192,3 +193,23 @@ def spans(block: pa.Table) -> list[Span]:
         Span(int(groups[start]), (int(files[start]), int(numbers[start])), start, end - start)
         for start, end in pairwise([*starts, len(groups)])
     ]
+
+
+def waves_of(pieces: Sequence[Piece], wave_bytes: int) -> Iterator[list[Piece]]:
+    """Consecutive pieces whose rows fit into `wave_bytes` together; a larger one is a wave alone."""
+    wave: list[Piece] = []
+    size_bytes = 0.0
+    for piece in pieces:
+        if wave and size_bytes + rows_bytes(piece.log) > wave_bytes:
+            yield wave
+            wave, size_bytes = [], 0.0
+        wave.append(piece)
+        size_bytes += rows_bytes(piece.log)
+    if wave:
+        yield wave
+
+
+def rows_bytes(log: Log) -> float:
+    """About how many bytes a log's rows take in Arrow."""
+    suffix = next((s for s in EXPANSION if log.name.endswith(s)), "")
+    return log.size_bytes * EXPANSION.get(suffix, PLAIN_EXPANSION)

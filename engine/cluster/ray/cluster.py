@@ -46,7 +46,7 @@ class Cluster(Router):
         """Find the shards of a root, and start those that do not run. Ray must be initialised (`connect`).
 
         `shards`: how many a new root begins with; None: it must exist. `settings`, `resources` and `parts`
-        (housing.Parts) are those of shards that are started now; the thresholds are the root's.
+        (EngineParts) are those of shards that are started now; the thresholds are the root's.
         UndertowError where the root has other thresholds, or another number of shards; ResourcesLacking.
         """
         location = Location.of(root)

@@ -1,13 +1,11 @@
-"""Moving tenants between shards: what one shard does in a resharding (see `coordinator`).
+"""One shard's part in a resharding (see `coordinator`): its tenants move in batches, in three steps.
 
-The tenants that leave go in batches, each in three steps: their shard *seals* their logs, the other
-*pulls* them out of its journal in one commit, and the first *releases* them. Every step is a commit of
-one journal or none, and can be repeated: what has been done is read from the two journals alone. A step
-that others build upon is on the disk before it returns, whatever the durability of appends.
+Their shard *seals* their logs, the other *pulls* them out of its journal in one commit, and the first
+*releases* them. Every step is at most one commit of one journal, and can be repeated: what has been done is
+read from the two journals. A step is on disk before it returns, whatever the durability of appends.
 
-Two rules keep a tenant at one shard, whatever map its callers go by: where it comes to, it is served only
-once it has arrived; where it leaves, only until it is sealed. The rows stay at the shard that was left, out
-of use, until all have gone and it is cleared.
+Whatever map its callers have, a tenant is served by one shard: at the source until it is sealed, at the
+target once it has arrived. Its rows stay at the source, out of use, until that is cleared.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class StaleMap(MoveError):
 
 @dataclass(frozen=True, slots=True)
 class DepartingTenant:
-    """A tenant (or the tombstone of one) that has yet to leave: its key, where to, its size in rows."""
+    """A tenant, or the tombstone of one, that has yet to leave: its key, its target, its rows."""
 
     key: str
     to: str
@@ -57,7 +55,7 @@ class DepartingTenant:
 class ReshardingParticipant:
     """One shard's part in reshardings. Called from the thread that owns the engine.
 
-    `siblings`: the place whose folders are the stores of the cluster's shards, this one's among them.
+    `siblings`: the folder of the stores of all shards.
     """
 
     def __init__(self, engine: Engine, shard: str, siblings: Location, shard_map: ShardMap) -> None:
@@ -76,11 +74,7 @@ class ReshardingParticipant:
     # ---- whom this shard serves
 
     def refusals(self, tenants: Sequence[str]) -> dict[str, Moved | InTransit]:
-        """Why this shard does not serve some of these tenants; the others it does.
-
-        A tenant that moves is served where it comes to only once it has arrived, so it is never at two
-        shards, whatever map its caller goes by.
-        """
+        """Why this shard does not serve some of these tenants, by name; it serves all others."""
         names = list(dict.fromkeys(tenants))
         refused: dict[str, Moved | InTransit] = {}
         for name, home, owner in zip(names, self.map.homes(names), self.map.owners(names), strict=True):
@@ -97,7 +91,10 @@ class ReshardingParticipant:
         return refused
 
     def _departure(self, name: str, to: str) -> Moved | InTransit | None:
-        """Of a tenant that must leave: whether it has. In the end no one new is taken who must leave."""
+        """The refusal of a tenant that must leave; None: it is still served here.
+
+        After the moving phase, new tenants that must leave are not taken any more.
+        """
         tenants = self._engine.tenants
         key = self.map.tenant_key(name)
         if (move := tenants.departed.get(key)) is not None:
@@ -106,10 +103,7 @@ class ReshardingParticipant:
         return None if known or self.map.phase == "moving" else InTransit(name, to)
 
     def adopt(self, shard_map: ShardMap) -> None:
-        """Go by this map from here on. StaleMap: the shard has a newer one.
-
-        The moves of a resharding that has ended are forgotten.
-        """
+        """Adopt a map, and forget the moves of an ended resharding. StaleMap: the shard has a newer one."""
         if shard_map.version < self.map.version:
             raise StaleMap(f"shard {self._shard} has map {self.map.version}, not {shard_map.version}.")
         self.map = shard_map
@@ -133,10 +127,9 @@ class ReshardingParticipant:
     # ---- the steps of a move
 
     def leaving(self) -> list[DepartingTenant]:
-        """Who has yet to leave this shard, by key.
+        """The tenants that have yet to leave, by key.
 
-        Also those that are sealed but not released, those of whom there is but a tombstone, and those of
-        whom a first turn is queued.
+        Also those that are sealed but not released, that are only a tombstone, or whose first turn is queued.
         """
         tenants = self._engine.tenants
         here = tenants.stored_keys() | tenants.erased.keys() | tenants.departed.keys()
@@ -163,14 +156,14 @@ class ReshardingParticipant:
         names = queued | tenants.names_of(fresh)
         tickets = self._engine.dismiss([names[key] for key in fresh if key in names], rows)
         self._note(rows)
-        self._engine.journal.sync()  # lost, they would be served here again while they are over there
+        self._engine.journal.sync()  # if lost, they would be served here again as well as over there
         return tickets
 
     def pull(self, version: int, source: str, keys: Sequence[str]) -> int:
         """Take tenants over out of the journal of the shard that has sealed them; returns their rows.
 
-        In one commit, after which they are served and decided here. Those that have arrived are left
-        alone. StaleMap; NotYet; MoveError where they are not sealed there, or their vectors do not fit.
+        In one commit, after which they are served here. Those that have arrived are skipped. StaleMap;
+        NotYet; MoveError: they are not sealed there, or their vectors do not fit.
         """
         self._expect(version, "moving", "closing")
         tenants, journal = self._engine.tenants, self._engine.journal
@@ -183,7 +176,7 @@ class ReshardingParticipant:
         tenants, journal = self._engine.tenants, self._engine.journal
         records = [move_row(key, Move("arrived", source, version)) for key in missing]
         with self._journal_of(source) as other:
-            _check_twins(journal, other)
+            _check_compatible(journal, other)
             transfer = TenantTransfer(other, missing, self._shard, version)
             stones = transfer.tombstones(journal.next_lsn)
             buried = [Row("tombstone", "", key, -1, orjson.dumps(stone)) for key, stone in stones.items()]
@@ -243,7 +236,7 @@ class ReshardingParticipant:
             self._engine.tenants.note_move(row.tenant_key, move_of(row))
 
     def _rows_of(self, keys: Mapping[str, Any]) -> dict[str, int]:
-        """How many rows with contents these tenants have in the journal; those with none are left out."""
+        """The rows with contents of these tenants in the journal; those with none are left out."""
         table = self._engine.journal.columns(["tenant_key", "lsn"], kinds=CONTENTS)
         counts = table.group_by("tenant_key").aggregate([("lsn", "count")])
         pairs = zip(counts["tenant_key"].to_pylist(), counts["lsn_count"].to_pylist(), strict=True)
@@ -266,8 +259,8 @@ class ReshardingParticipant:
             yield journal
 
 
-def _check_twins(journal: Journal, other: Journal) -> None:
-    """Rows may only go between stores that know tenants by the same keys and texts by the same vectors."""
+def _check_compatible(journal: Journal, other: Journal) -> None:
+    """MoveError unless both stores have the same hash key and encoder."""
     if journal.info.hash_key != other.info.hash_key:
         raise MoveError(
             f"{other.location} and {journal.location} have different hash keys; no tenant can move."

@@ -1,4 +1,4 @@
-"""What tenants bring along when they move: their rows in the journal of the shard that they leave."""
+"""The rows of moving tenants, read from the journal of the shard that they leave."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from undertow.engine.storage.journal import Journal, Kind, Row
 from undertow.engine.storage.lance_log import LANCE_ERRORS
 from undertow.engine.tenants.migration_records import Move, MoveError, NotYet, move_of
 
-# what a tenant's log and memories are made of
+# the rows of a tenant's log and memories
 CONTENTS = tuple(kind for kind in get_args(Kind) if kind not in ("move", "tombstone", "epoch"))
 
 
 class TenantTransfer:
-    """What sealed tenants bring along, read from the journal of the shard that they leave."""
+    """The rows and tombstones of sealed tenants in the journal of their source."""
 
     def __init__(self, journal: Journal, keys: Sequence[str], to: str, version: int) -> None:
         """NotYet; MoveError: the journal has not sealed one of them for this move."""
@@ -40,9 +40,9 @@ class TenantTransfer:
         self._decided: dict[str, int] = {}
 
     def tombstones(self, lsn: int) -> dict[str, dict[str, Any]]:
-        """Of earlier lives, by key, for a journal that is at `lsn`: all that was erased stays behind.
+        """The tombstones of earlier lives, by key, for a journal at `lsn`. Erased rows stay behind.
 
-        Their certificates will be issued over there, once nothing is left here either.
+        Their certificates are issued at the target, once no rows are left at the source.
         """
         return {
             key: {**stone, "lsn": lsn, "rows_elsewhere": stone["rows"]} for key, stone in self._stones.items()
@@ -71,7 +71,7 @@ class TenantTransfer:
             yield row
 
     def behind(self) -> list[str]:
-        """Names of the tenants whose log is longer than what has been decided; once `rows` is read."""
+        """Names of the tenants with undecided records; once `rows` is read."""
         return sorted(
             self.names[key] for key, seq in self._logged.items() if seq > self._decided.get(key, -1)
         )
@@ -79,7 +79,7 @@ class TenantTransfer:
 
 @contextmanager
 def reading(journal: Journal) -> Iterator[None]:
-    """Around what reads another shard's journal. NotYet."""
+    """NotYet for errors of reading another shard's journal."""
     try:
         yield
     except LANCE_ERRORS as error:

@@ -52,13 +52,6 @@ def traces(shards: Shards, name: str) -> dict[str, bool]:
     return {shard: bytes_hold(Path(shards.store(shard).uri), name) for shard in "abc"}
 
 
-def test_what_was_moved_leaves_no_byte_behind(shards: Shards) -> None:
-    name = LEAVE_A[0]
-    assert traces(shards, name) == {"a": True, "b": False, "c": False}
-    resume(shards.root, shards.ask)
-    assert traces(shards, name) == {"a": False, "b": False, "c": True}
-
-
 def test_a_name_erased_before_it_moves_begins_anew_as_another(shards: Shards, turns: list[Turn]) -> None:
     """One whose name lives again by then, one whose tombstone goes alone."""
     again, alone_ = LEAVE_A[:2]

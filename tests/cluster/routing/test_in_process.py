@@ -12,7 +12,7 @@ import pytest
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.transfer.import_ import RECORDS_PER_STEP, ImportCancelled
-from undertow.engine.base.model import Turn, UndertowError
+from undertow.engine.base.model import UndertowError
 from undertow.engine.base.queries import EraseCommand, ExportQuery, ImportCommand, SearchQuery, TenantsQuery
 from undertow.engine.cluster.root import SINGLE, SingleStoreRoot
 from undertow.engine.cluster.routing.in_process import InProcess
@@ -29,6 +29,7 @@ from undertow.engine.storage.location import StoreError
 from undertow.engine.storage.store_info import StoreLocked, read_info
 
 from ...support.cluster.in_process import PARTS, FailingEncoder, begin, mock_llm, settings
+from ...support.cluster.shard import some
 from ...support.engine import bytes_hold, turn_of
 
 SOON_S = 60
@@ -48,10 +49,6 @@ def opened(store: Path) -> Iterator[InProcess]:
 
 def engine_of(store: Path) -> Engine:
     return Engine(store, settings(), PARTS.encoder(settings()), llm=mock_llm(settings()))
-
-
-def some(tenant: str, *numbers: int) -> list[Turn]:
-    return [turn_of(tenant, n, f"word{n} other{n}") for n in numbers]
 
 
 def test_a_store_that_an_engine_has_made_is_served_and_given_back(store: Path) -> None:
