@@ -1,9 +1,9 @@
 """How fast the CPU gate reads: `python -m undertow.bench.micro.gate`.
 
 Many small tenants, one query each. Measured in one process, on the same threads, in turns: a plain sum over
-the bytes of the rows (the machine's read bandwidth), the gate, and a loop over faiss IndexFlatIP indexes (turns
-and episodes of each tenant), as one would write it without a ragged kernel. Medians of the repeats. Other load
-on the machine distorts all of them, so it is reported too.
+the bytes of the rows (the machine's read bandwidth), the gate, and a loop over faiss IndexFlatIP indexes, two
+a tenant, as one would write it without a ragged kernel. Medians of the repeats. Other load on the machine
+distorts all of them, so it is reported too.
 """
 
 from __future__ import annotations
