@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import orjson
@@ -108,28 +108,25 @@ class Profile(BaseModel):
         path.write_bytes(orjson.dumps(self.model_dump(), option=orjson.OPT_INDENT_2) + b"\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What is asked: GPUs (one shard each), tenants, and turns/s in all (None: 70% of the capacity)."""
+class Size(NamedTuple):
+    """GPUs (one shard each), tenants, and turns/s in all (None: 70% of the capacity)."""
 
     gpus: int
     tenants: int
     turns_per_s: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.gpus < 1 or self.tenants < 1 or (self.turns_per_s is not None and self.turns_per_s <= 0):
-            raise ValueError(f"a size needs GPUs, tenants and a rate above 0, not {self}")
-
     @classmethod
     def of(cls, text: str) -> Self:
-        """`GPUS:TENANTS` or `GPUS:TENANTS:TURNS_PER_S`. ValueError."""
+        """`GPUS:TENANTS` or `GPUS:TENANTS:TURNS_PER_S`, all above 0. ValueError."""
         try:
-            gpus, tenants, rate, *_ = (*text.split(":", 2), None)
-            return cls(int(gpus), int(float(tenants)), None if rate is None else float(rate))
+            gpus, tenants, *rate = map(float, text.split(":"))
+            if min(gpus, tenants, *rate) <= 0 or len(rate) > 1:
+                raise ValueError("two or three numbers above 0")
         except ValueError as error:
             raise ValueError(
                 f"{text!r} is not a size ({error}); write GPUS:TENANTS[:TURNS_PER_S], as in 10:1e6:5000"
             ) from None
+        return cls(int(gpus), int(tenants), rate[0] if rate else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +163,9 @@ class Traffic:
         self.tail = tail / total
         self.squares = float((self.head**2).sum()) + self._tail(2.0) / total**2
 
-    def _tail(self, power: float, to: float | None = None) -> float:
-        """Sum of i ** (-skew * power) over ranks behind the head up to `to`, by the midpoint rule."""
-        low, high = HEAD_TENANTS + 0.5, (self.tenants if to is None else to) + 0.5
-        exponent = 1 - self.skew * power
+    def _tail(self, power: float) -> float:
+        """Sum of i ** (-skew * power) over the ranks behind the head, by the midpoint rule."""
+        low, high, exponent = HEAD_TENANTS + 0.5, self.tenants + 0.5, 1 - self.skew * power
         if high <= low:
             return 0.0
         return math.log(high / low) if exponent == 0 else (high**exponent - low**exponent) / exponent
@@ -180,25 +176,14 @@ class Traffic:
         owners = of.owner_ids([f"tenant-{rank}" for rank in range(1, len(self.head) + 1)])
         return float(np.bincount(owners, weights=self.head, minlength=shards).max()) + self.tail / shards
 
-    def resident(self, turns: float) -> tuple[int, float]:
-        """The most active tenants that have `turns` stored turns together: their number and traffic share."""
-        share = turns / self.turns
-        if share >= 1:
-            return self.tenants, 1.0
-        held = np.cumsum(self.head)
-        if share <= held[-1]:
-            return int(np.searchsorted(held, share, side="right")), share
-        ranks = np.geomspace(HEAD_TENANTS, self.tenants, 1_000)
-        shares = held[-1] + self.tail * np.array([self._tail(1.0, rank) for rank in ranks]) / self._tail(1.0)
-        return int(np.interp(share, shares, ranks)), share
-
 
 def plan(profile: Profile, size: Size, given: Assumptions, llm_servers: int | None = None) -> dict[str, Any]:
     """One size in figures: capacities, LLM servers, lags, memory, and the bottleneck. Rates in turns/s."""
     traffic = Traffic(size.tenants, given)
     share, largest = traffic.hottest_share(size.gpus), float(traffic.head[0])
-    resident, resident_share = traffic.resident(size.gpus * profile.arena_bytes / profile.bytes_per_turn)
-    load_s = (1 - resident_share) / given.session_turns * profile.load_s
+    # turns are distributed like the traffic, so the share of turns in the arenas is that of resident traffic
+    resident = min(1.0, size.gpus * profile.arena_bytes / profile.bytes_per_turn / traffic.turns)
+    load_s = (1 - resident) / given.session_turns * profile.load_s
     # the rows of the tenant that a random turn belongs to
     rows = traffic.turns * traffic.squares * (1 + profile.memories_per_turn)
     searchable = 1 / (given.slowdown * (profile.searchable_s + load_s) * share)
@@ -224,7 +209,7 @@ def plan(profile: Profile, size: Size, given: Assumptions, llm_servers: int | No
         "llm_servers_needed": needed,
         "llm_servers": servers,
         "hottest_over_mean_shard": round(share * size.gpus, 3),
-        "resident_tenants": resident,
+        "resident_traffic_share": round(resident, 3),
         "largest_tenant_turns": round(largest * traffic.turns),
         "arena_bytes_per_shard": round(share * traffic.turns * profile.bytes_per_turn),
         "tenants_beyond_their_order": int(np.count_nonzero(traffic.head * rate * profile.llm_s > 1)),
