@@ -243,7 +243,7 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _options() -> argparse.Namespace:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m undertow.bench.mock.server")
     parser.add_argument("--port", type=int, default=0, help="0: a free one; it is printed")
     parser.add_argument("--seed", type=int, default=0, help="decides which replies and requests are affected")
@@ -264,12 +264,12 @@ def _options() -> argparse.Namespace:
         "undecided-rate": "replies of a judge that are neither yes nor no",
     }.items():
         parser.add_argument(f"--{name}", type=_rate, default=0.0, help=f"share of {words}")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
     """Serve the mock LLM on 127.0.0.1 until terminated."""
-    of = _options()
+    of = options().parse_args()
     replies = MockReplies(
         of.seed, of.refusal_rate, of.empty_rate, of.malformed_rate, of.malformed_sticky, of.undecided_rate
     )
@@ -280,8 +280,9 @@ def main() -> None:
     listener = socket.create_server(("127.0.0.1", of.port), backlog=2048)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)  # connections wait in the backlog
-    quiet = {"log_level": "critical", "access_log": False, "lifespan": "off"}
-    uvicorn.Server(uvicorn.Config(server.app(), backlog=2048, **quiet)).run(sockets=[listener])
+    app = server.app()
+    config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", backlog=2048)
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":
