@@ -60,7 +60,8 @@ def measure(command: str, path: str) -> float:
 
 def compare(old: str, new: str, path: str, pairs: int, name: str) -> dict[str, Any]:
     """Run both commands `pairs` times. `ratios`: new / old, in the order of the runs."""
-    olds, news = [], []
+    olds: list[float] = []
+    news: list[float] = []
     for n in range(pairs):
         for command, figures in ((old, olds), (new, news))[:: -1 if n % 2 else 1]:
             figures.append(measure(command, path))

@@ -1,19 +1,19 @@
 """MemoryApi for an event loop: no thread is blocked while a call waits.
 
-The HTTP service stands on it, over a shard in this process or shards on Ray alike.
+The HTTP service uses it, over one engine in this process or over shards on Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import AbstractContextManager, ExitStack, aclosing, suppress
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.memory_api import MemoryApi, Receipts
+from undertow.engine.base.memory_api import Receipts
 from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, ApiCall, ExportQuery, R
 from undertow.engine.base.results import Answer, Report
@@ -25,35 +25,29 @@ from undertow.engine.cluster.wire import pack, unpack_receipts
 from undertow.engine.llm.client import BrokenOff
 from undertow.engine.storage.location import Location
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
-# records in each page that an export asks for
+# records in each page of an export
 EXPORT_RECORDS = 1_000
-
-
-Method: TypeAlias = Callable[Concatenate[Any, P], R]
-
-
-def awaited(method: Method[P, R]) -> Method[P, Coroutine[Any, Any, R]]:
-    """A method of MemoryApi for a class whose `call` is a coroutine: the same arguments, awaited.
-
-    Each method of MemoryApi returns what `call` returns, so that nothing but its type changes.
-    """
-    return cast(Method[P, Coroutine[Any, Any, R]], method)
 
 
 class AsyncMemories:
     """Calls of MemoryApi, awaited. Use as an asynchronous context manager, from one event loop.
 
-    A call that is cancelled while it waits is left undone if its shard has not begun it. Turns that were
+    A call that is cancelled while it waits is not carried out if its shard has not begun it. Turns that were
     added are stored all the same.
     """
 
     def __init__(self, router: Router, close: Callable[[], object] | None = None) -> None:
-        """`close`: what `close` does, on a thread; left out, the router is closed."""
+        """`close`: how to close the router, called on a thread; default: `router.close`."""
         self._router = router
         self._close = close or router.close
+
+    @classmethod
+    def enter(cls, router: AbstractContextManager[Router]) -> Self:
+        """Enter a router's context; `close` exits it. Blocks."""
+        stack = ExitStack()
+        return cls(stack.enter_context(router), stack.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,28 +56,12 @@ class AsyncMemories:
         await self.close()
 
     async def close(self) -> None:
-        """Answer what was sent, then close the store. Shards on a Ray that others started go on."""
+        """Answer the calls under way, then close. Shards on a Ray that others started keep running."""
         await asyncio.to_thread(self._close)
 
     async def call(self, call: ApiCall[R]) -> R:
         """Carry out one call of MemoryApi."""
         return await self._result(self._router.begin(call))
-
-    search = awaited(MemoryApi.search)
-    answer = awaited(MemoryApi.answer)
-    get = awaited(MemoryApi.get)
-    history = awaited(MemoryApi.history)
-    list = awaited(MemoryApi.list)
-    explain = awaited(MemoryApi.explain)
-    turns_by_key = awaited(MemoryApi.turns_by_key)
-    policy = awaited(MemoryApi.policy)
-    set_policy = awaited(MemoryApi.set_policy)
-    tenant_stats = awaited(MemoryApi.tenant_stats)
-    usage = awaited(MemoryApi.usage)
-    stats = awaited(MemoryApi.stats)
-    tenant_names = awaited(MemoryApi.tenant_names)
-    replay_jobs = awaited(MemoryApi.replay_jobs)
-    purge = awaited(MemoryApi.purge)
 
     async def add(self, turns: Sequence[Turn]) -> Receipts:
         """Store turns; durable and searchable on return. One receipt a turn, in order.
@@ -97,20 +75,20 @@ class AsyncMemories:
     async def answer_stream(self, query: AnswerQuery) -> AsyncGenerator[str | Answer]:
         """An answer in pieces as the LLM writes them, then the whole Answer.
 
-        Closing the generator, or cancelling its task, cancels the LLM call. BrokenOff: no more pieces come,
-        and those so far are no answer.
+        Closing the generator, or cancelling its task, cancels the LLM call. BrokenOff: the shard was lost;
+        the pieces so far are not an answer.
         """
-        told = False
+        yielded = False
         while True:
             begun = self._router.begin_stream(query)
             try:
                 async with aclosing(self._pieces(begun)) as pieces:
                     async for piece in pieces:
-                        told = True
+                        yielded = True
                         yield piece
                 return
             except UnknownTicket as lost:
-                if told:
+                if yielded:
                     raise BrokenOff(f"the answer broke off in the middle: {lost}") from None
 
     async def _pieces(self, begun: Future[AnswerTicket]) -> AsyncGenerator[str | Answer]:
@@ -119,7 +97,8 @@ class AsyncMemories:
         try:
             ticket = await asyncio.shield(self._result(begun))
             while answer is None:
-                text, answer = await self._more(ticket, at)
+                more = self._router.begin_at(ticket.shard, "answer_more", ticket.id, at)
+                text, answer = cast(Said, await self._result(more))
                 at += len(text)
                 if text:
                     yield text
@@ -128,16 +107,12 @@ class AsyncMemories:
             if answer is None:
                 begun.add_done_callback(self._drop)
 
-    async def _more(self, ticket: AnswerTicket, at: int) -> Said:
-        said: Said = await self._result(self._router.begin_at(ticket.shard, "answer_more", ticket.id, at))
-        return said
-
     def _drop(self, begun: Future[AnswerTicket]) -> None:
-        """Cancel an answer that nobody waits for any more. Runs on the router's thread."""
+        """Cancel an abandoned answer. Runs on the router's thread."""
         if begun.cancelled() or begun.exception() is not None:
             return
         ticket = begun.result()
-        with suppress(UndertowError):  # closed: so is the answer
+        with suppress(UndertowError):  # a closed router has cancelled the answer already
             self._router.begin_at(ticket.shard, "answer_drop", ticket.id)
 
     async def export(self, tenant: str, *, vectors: bool = False) -> AsyncGenerator[Report]:
@@ -151,7 +126,7 @@ class AsyncMemories:
                 return
 
     async def status(self) -> ShardStates:
-        """Each shard's report of itself; see Router.status."""
+        """The status report of each shard; see Router.status."""
         return await self._result(self._router.begin_status())
 
     def tenant_key(self, tenant: str) -> str:
@@ -170,29 +145,11 @@ class AsyncMemories:
 
 
 def open_memories(
-    store: Location | Path | str,
-    settings: Settings,
-    *,
-    ray: str | None = None,
-    shards: int | None = None,
-    parts: EngineParts | None = None,
+    store: Location | Path | str, settings: Settings, *, parts: EngineParts | None = None
 ) -> AsyncMemories:
-    """Open a plain store in this process, made if it is missing; with `ray`, a cluster's root.
+    """Open a store in this process; creates a missing one.
 
-    `ray`: the address of a Ray, or "local" for one that starts and ends with these memories. `shards`: how
-    many a new root begins with. `parts`: what makes encoder, LLM client and observers of shards.
-    Blocks until the store is open. StoreLocked; UndertowError says what is amiss.
+    `parts`: factories of the encoder, LLM client and observers. Blocks until the store is open. StoreLocked;
+    UndertowError says what is wrong.
     """
-    location = Location.of(store)
-    stack = ExitStack()
-    if ray is not None:
-        from undertow.serving.cli.ray_session import open_cluster
-
-        router: Router = stack.enter_context(
-            open_cluster(location, settings, ray, shards=shards, parts=parts)
-        )
-    elif shards is not None:
-        raise ValueError("shards are those of a cluster: give the address of its Ray too, or leave them out.")
-    else:
-        router = stack.enter_context(InProcess(location, settings, parts))
-    return AsyncMemories(router, stack.close)
+    return AsyncMemories.enter(InProcess(Location.of(store), settings, parts))

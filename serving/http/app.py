@@ -1,12 +1,11 @@
-"""The application: routes over one `AsyncMemories`, behind one guard."""
+"""The application: routes over one Service, behind the middleware."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,71 +13,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from undertow.engine.base.config import Settings
-from undertow.serving.auth.audit import AuditLog
-from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.limits import TokenBudgets, answer_tokens
 from undertow.serving.http.job_actions import works
-from undertow.serving.http.jobs import JobQueue
+from undertow.serving.http.mcp_endpoint import mcp_mounted
 from undertow.serving.http.middleware.front import Front
-from undertow.serving.http.middleware.guard import Guard
-from undertow.serving.http.middleware.idempotency import IdempotencyStore
-from undertow.serving.http.middleware.load_limits import LoadLimits
+from undertow.serving.http.middleware.request_observer import RequestObserver
 from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
-from undertow.serving.http.readiness import Readiness
-from undertow.serving.http.routes import add as adding
-from undertow.serving.http.routes import admin, health, tenants
-from undertow.serving.http.routes import memories as memories_routes
-from undertow.serving.http.routes import search_and_answer as asking
-from undertow.serving.http.routes.receipts import AddCalls
-from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.services import Service
-from undertow.serving.http.state_db import StateDb
-from undertow.serving.mcp.http_mount import mcp_mounted
-from undertow.serving.telemetry.metrics import HTTPMetrics
-from undertow.serving.telemetry.request_observer import RequestObserver
+from undertow.serving.http.routes import add, admin, health, memories, search_and_answer, tenants
+from undertow.serving.http.service import Service
 from undertow.serving.telemetry.tracing import Tracing
 
-if TYPE_CHECKING:
-    from undertow.serving.async_memories import AsyncMemories
 
-
-def make_app(
-    memories: AsyncMemories,
-    *,
-    guard: Guard,
-    budgets: TokenBudgets,
-    audit: AuditLog,
-    state: StateDb,
-    key_file: KeyFile | None = None,
-    settings: ServiceSettings | None = None,
-    engine: Settings | None = None,
-    tracing: Tracing | None = None,
-) -> FastAPI:
-    """The service's application. What it is given stays the caller's, who closes it after the application.
-
-    `key_file`: where the names of erased tenants are to go; `engine`: the settings of the engines behind;
-    `tracing`: None where nothing is traced.
-    """
-    settings, engine = settings or ServiceSettings(), engine or Settings()
-    service = Service(
-        memories=memories,
-        guard=guard,
-        budgets=budgets,
-        audit=audit,
-        key_file=key_file,
-        settings=settings,
-        load=LoadLimits(settings),
-        adding=AddCalls(memories),
-        once=IdempotencyStore(state, settings.keep_s),
-        jobs=JobQueue(state, settings),
-        state=state,
-        readiness=Readiness(memories, llm=engine.llm_url is not None),
-        metrics=HTTPMetrics(),
-        answer_tokens=partial(answer_tokens, engine),
-        max_message_bytes=engine.max_message_bytes,
-    )
+def make_app(service: Service, tracing: Tracing | None = None) -> FastAPI:
+    """The application of a service. `tracing`: None to trace nothing."""
     app = FastAPI(
         title=TITLE,
         version=version("undertow"),
@@ -88,11 +35,11 @@ def make_app(
         exception_handlers={HTTPException: _problem, RequestValidationError: _problem},
     )
     app.state.service = service
-    for part in (adding, asking, memories_routes, tenants, admin, health):
-        app.include_router(part.router)
+    for routes in (add, search_and_answer, memories, tenants, admin, health):
+        app.include_router(routes.router)
     app.add_middleware(Front, load=service.load, guard=service.guard)
     app.add_middleware(
-        RequestObserver, metrics=service.metrics, tenant_key=memories.tenant_key, tracing=tracing
+        RequestObserver, metrics=service.metrics, tenant_key=service.memories.tenant_key, tracing=tracing
     )
     describe(app)
     return app
@@ -100,7 +47,7 @@ def make_app(
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Jobs are taken up when the application starts, and left for the next one when it ends."""
+    """Resumes open jobs at the start; leaves them for the next service at the end."""
     service: Service = app.state.service
     await service.jobs.start(works(service))
     try:
@@ -120,11 +67,10 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods that the routes of this path know."""
+    """The methods of this path's routes."""
     routes: list[Any] = request.app.routes
-    methods: set[str] = set()
-    for method in ("GET", "POST", "PUT", "DELETE"):
-        scope = {**request.scope, "method": method}
-        if any(route.matches(scope)[0] is Match.FULL for route in routes):
-            methods.add(method)
-    return sorted(methods)
+    return [
+        method
+        for method in ("DELETE", "GET", "POST", "PUT")
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    ]

@@ -1,9 +1,8 @@
-"""Opens all that a service stands on, serves, and lets go of it in order."""
+"""Opens everything that a service needs, serves, and closes it in order."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,11 +20,16 @@ from undertow.serving.auth.authenticator import Authenticator
 from undertow.serving.auth.key_file import FILE_NAME as KEYS_NAME
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import RequestRates, TokenBudgets
+from undertow.serving.client import AsyncClient
 from undertow.serving.http.app import make_app
+from undertow.serving.http.mcp_endpoint import HERE, in_process
 from undertow.serving.http.middleware.guard import Guard, KeyGuard, OpenGuard, is_loopback
 from undertow.serving.http.server import HttpServer, bound
+from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.state_db import StateDb
+from undertow.serving.mcp.server import Caller
+from undertow.serving.mcp.stdio import serve_stdio
 from undertow.serving.telemetry.tracing import tracing
 
 STATE_NAME = "service"
@@ -34,7 +38,7 @@ SPENDING_NAME = "spending.json"
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where a service's own files lie. `keys` is None where no key is demanded."""
+    """The paths of a service's own files. `keys`: None if no key is required."""
 
     keys: Path | None
     audit: Path
@@ -42,7 +46,7 @@ class Files:
 
     @classmethod
     def beside(cls, store: Location, keys: Path | None, state: Path | None, *, open_to_all: bool) -> Files:
-        """Those that are given, else in the store's folder. UndertowError: it has none."""
+        """The given paths; by default, in the store's folder. UndertowError: the store is not a folder."""
         folder = store.folder
         if folder is None and state is None:
             raise UndertowError(f"{store} is no folder: give --state FOLDER for the service's own files")
@@ -60,7 +64,7 @@ def hosted(
     settings: ServiceSettings | None = None,
     engine: Settings | None = None,
 ) -> Iterator[FastAPI]:
-    """The application over some memories, with the files open while the block lasts. UndertowError."""
+    """The application over some memories, with its files open. UndertowError."""
     with ExitStack() as stack:
         state = StateDb(files.state)
         stack.callback(state.close)
@@ -68,17 +72,17 @@ def hosted(
         stack.callback(budgets.close)
         audit = AuditLog(files.audit)
         stack.callback(audit.close)
-        yield make_app(
+        service = Service(
             memories,
+            state,
             guard=_guard(stack, files.keys),
             budgets=budgets,
             audit=audit,
-            state=state,
             key_file=None if files.keys is None else KeyFile(files.keys),
             settings=settings,
             engine=engine,
-            tracing=tracing(),
         )
+        yield make_app(service, tracing())
 
 
 def _guard(stack: ExitStack, keys_path: Path | None) -> Guard:
@@ -99,9 +103,9 @@ def run(
     engine: Settings,
     on_start: Callable[[int], None],
 ) -> None:
-    """Serve until a signal ends it. UndertowError: it cannot begin.
+    """Serve until a signal ends it. UndertowError: it cannot start.
 
-    `on_start` is told the port once requests are taken. Without keys `host` must be a loopback address.
+    `on_start` gets the port once requests are accepted. Without keys `host` must be a loopback address.
     """
     if files.keys is None and not is_loopback(host):
         raise UndertowError(
@@ -109,23 +113,28 @@ def run(
             "--host, or make keys with `undertow keys create`"
         )
     listening = bound(host, port)  # before the store is opened, which takes long
+
+    async def serve() -> None:
+        async with await asyncio.to_thread(open_memories) as memories:
+            with hosted(memories, files, settings, engine) as app:
+                await HttpServer(app, host, listening[0].getsockname()[1], on_start).serve(listening)
+
     try:
-        asyncio.run(_run(open_memories, files, host, listening, settings, engine, on_start))
+        asyncio.run(serve())
     finally:
         for one in listening:
             one.close()
 
 
-async def _run(
+async def serve_mcp(
     open_memories: Callable[[], AsyncMemories],
     files: Files,
-    host: str,
-    listening: list[socket.socket],
+    tenant: str | None,
     settings: ServiceSettings,
     engine: Settings,
-    on_start: Callable[[int], None],
 ) -> None:
+    """Serve MCP on stdio over a store of this machine, until standard input ends. UndertowError."""
     async with await asyncio.to_thread(open_memories) as memories:
         with hosted(memories, files, settings, engine) as app:
-            server = HttpServer(app, host, listening[0].getsockname()[1], on_start)
-            await server.serve(listening)
+            async with app.router.lifespan_context(app), in_process(app) as http:
+                await serve_stdio(Caller(AsyncClient(HERE, http=http), tenant))

@@ -1,4 +1,4 @@
-"""What a caller may wait for or have done as a job: flush, import, erase. Each may be repeated."""
+"""The operations that can run as a job: flush, import and erase. Each may be repeated safely."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from undertow.engine.base.results import Certificate
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.auth.key_file import KeyFileError
 from undertow.serving.http.jobs import Operation, ServiceJob, Work
-from undertow.serving.http.routes.audited import audited
 
 if TYPE_CHECKING:
-    from undertow.serving.http.services import Service
+    from undertow.serving.http.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +32,17 @@ KEYS_OUT_OF_REACH = "the key file, which could not be changed and may still name
 
 
 def works(service: Service) -> Mapping[Operation, Work]:
-    """How a job of each operation is done."""
-
-    async def flush_job(job: ServiceJob) -> Mapping[str, Any]:
-        return await flush(service, _tenant(job), again=job.again)
+    """The function that carries out each operation."""
 
     async def import_job(job: ServiceJob) -> Mapping[str, Any]:
         body = await asyncio.to_thread(service.jobs.body_of(job).read_bytes)
         return await import_(service, _tenant(job), body, again=job.again)
 
-    async def erase_job(job: ServiceJob) -> Mapping[str, Any]:
-        return await erase(service, _tenant(job), job.key_id)
-
-    return {"flush": flush_job, "import": import_job, "erase": erase_job}
+    return {
+        "flush": lambda job: flush(service, _tenant(job), again=job.again),
+        "import": import_job,
+        "erase": lambda job: erase(service, _tenant(job), job.key_id),
+    }
 
 
 def _tenant(job: ServiceJob) -> str:
@@ -54,15 +51,15 @@ def _tenant(job: ServiceJob) -> str:
 
 
 async def flush(service: Service, tenant: str, *, again: bool = False) -> dict[str, Any]:
-    """Wait until all that is stored of a tenant is decided."""
+    """Wait until every stored record of a tenant is decided."""
     return {"decided": await service.memories.call(FlushCommand(tenant, again=again))}
 
 
 async def import_(service: Service, tenant: str, body: bytes, *, again: bool = False) -> dict[str, Any]:
-    """Take back an export, as it was sent. InputError names the line; Problem 409: there is something."""
+    """Import the body of an export. InputError names the line; TenantExists."""
     records = await asyncio.to_thread(parsed, body)
-    imported = await service.memories.call(ImportCommand(tenant, records, again=again))
-    return asdict(imported)
+    report = await service.memories.call(ImportCommand(tenant, records, again=again))
+    return asdict(report)
 
 
 def parsed(body: bytes) -> list[dict[str, Any]]:
@@ -87,43 +84,34 @@ def _bad_line(number: int, reason: str) -> InputError:
 
 
 async def erase(service: Service, tenant: str, by: str) -> dict[str, Any]:
-    """Erase a tenant, its bytes too, from the store and from what the service keeps; the certificate.
+    """Erase a tenant from the store, bytes included, and from the service's files; returns the certificate.
 
-    Of one that was erased or deleted before, the certificate of that. UnknownTenant: there never was any.
-    NotCertified: it was moved to another shard, and some of its bytes are still where it was.
-    `by`: the id of the key.
+    A tenant that was erased or deleted before gets that certificate. UnknownTenant: it never existed.
+    NotCertified: it was moved to another shard, and some bytes are still at the former one. `by`: a key's id.
     """
-    memories = service.memories
-    key = memories.tenant_key(tenant)
-    async with audited(service.audit, "erase", by, key) as entry:
-        # before the memories, as an import among them would bring some back
+    key = service.memories.tenant_key(tenant)
+    async with service.audited("erase", by, tenant) as entry:
+        # first the jobs: an import among them would bring memories back
         entry.counts["jobs_dropped"] = await service.jobs.forget(key)
         try:
-            certificate = await memories.call(EraseCommand(tenant, now=True, again=True))
-        except NotCertified:  # it is erased all the same, and the caller asks again
+            certificate = await service.memories.call(EraseCommand(tenant, now=True, again=True))
+        except NotCertified:  # the tenant is erased all the same; the caller repeats the request
             await _forget(service, tenant, key)
             raise
         if certificate is None:
             raise UnknownTenant(tenant)
-        left = await _forget(service, tenant, key)
-    return certified(certificate, left)
+        return certified(certificate, await _forget(service, tenant, key))
 
 
 def certified(certificate: Certificate, more: tuple[str, ...] = OUT_OF_REACH) -> dict[str, Any]:
-    """A certificate as callers see it, with what the service knows that it cannot reach."""
-    document = asdict(certificate)
-    return {**document, "out_of_reach": [*certificate.out_of_reach, *more]}
+    """A certificate as callers see it, with what is out of the service's reach."""
+    return {**asdict(certificate), "out_of_reach": [*certificate.out_of_reach, *more]}
 
 
 async def _forget(service: Service, tenant: str, key: str) -> tuple[str, ...]:
-    """Drop what the service itself keeps of an erased tenant; what is out of reach."""
+    """Remove an erased tenant from the service's own files; returns what is out of reach."""
     await service.once.forget(key)
     await service.state.scrub()
-    return await _forget_name(service, tenant)
-
-
-async def _forget_name(service: Service, tenant: str) -> tuple[str, ...]:
-    """Take the tenant's name out of the keys; what is out of reach."""
     if service.key_file is None:
         return OUT_OF_REACH
     try:

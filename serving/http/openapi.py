@@ -1,4 +1,4 @@
-"""The OpenAPI document: for each route who may use it, and every status that can come."""
+"""The OpenAPI document: its texts, and the error responses of every route."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from undertow.serving.http.problems import MEDIA_TYPE
-from undertow.serving.http.routes.access_rules import Access
+from undertow.serving.http.routes.schemas import ResponseModel
 
 TITLE = "Undertow"
 SUMMARY = "Long-term memory for LLM agents."
 DESCRIPTION = """\
-Many tenants, each with memories of its own: **turns** as they were said, **episodes** and **facts** that a
-language model writes when a topic recurs. A turn is durable and searchable when the answer to its request
-comes; no language model stands in that path.
+Each tenant has its own memories: **turns** as they were said, **episodes** and **facts** that a language
+model writes when a topic recurs. A turn is durable and searchable when its request is answered; no language
+model is on that path.
 
 **Keys.** Send yours as `Authorization: Bearer ut_...` or as `X-API-Key`. A key is bound to tenants and to
-scopes (read, write, erase, admin), of which none includes another. Whether a tenant exists makes no
-difference to what a key that may not use it is told: 403.
+scopes (read, write, erase, admin); no scope includes another. A key that may not use a tenant gets 403,
+whether or not the tenant exists.
 
-**Tenants** stand in the path, percent-encoded: `acme/bob` is `/v1/tenants/acme%2Fbob`. The first turn makes a
-tenant.
+**Tenants** are part of the path, percent-encoded: `acme/bob` is `/v1/tenants/acme%2Fbob`. The first turn
+creates a tenant.
 
 **Errors** are problem details (RFC 9457), `application/problem+json`, with a `type` for programs and a
-`detail` for people; `errors` names the fields of bad input. 429 and most 503 say in `Retry-After` when to
-come again.
+`detail` for people; `errors` names the fields of bad input. 429 and most 503 responses have a
+`Retry-After`.
 
-**Repeating.** POST, PUT and DELETE that change something take an `Idempotency-Key`: the same request again
-with the same key has the first answer and is not done twice; with another request the answer is 422, while
-the first is under way 409. Adding knows its keys for ever, other requests for a day by default. A request
-that failed may be sent again under its key, and takes effect once. Keys of two API keys never meet.
+**Repeating.** POST, PUT and DELETE requests that change something accept an `Idempotency-Key`: the same
+request with the same key gets the first response and is not carried out twice. A different request gets
+422; while the first is under way, 409. Add keys are kept for the tenant's lifetime, others for a day by
+default. A request that failed may be repeated under its key, and takes effect once. Keys of different API
+keys never collide.
 
-**Jobs.** Flush, import and erase take `Prefer: respond-async`: the answer is 202 with the job's `Location`,
-and what was accepted is done even if the service is killed.
+**Jobs.** Flush, import and erase accept `Prefer: respond-async`: the response is 202 with the job's
+`Location`. An accepted job is carried out even if the service is killed.
 
-**Limits.** Requests a second and tokens a day are those of the key. Tokens are those of its answers; what
-consolidating memories costs is the tenant's, as it comes later and from all who add: see `usage`. Beside
-them, bounds hold on requests under way for a tenant, with a key and in all: beyond them the service refuses
-at once, with 429. 503 says that a part of the service is away, or that it is ending.
+**Limits.** A key has a rate of requests per second and a budget of tokens per day. The budget covers its
+answers. Consolidation tokens are counted for the tenant: see `usage`. Requests under way are also limited
+per tenant, per key and in total; requests over a limit get 429 and are never queued. 503: a part of the
+service is unavailable, or it is shutting down.
 """
 
 STATUSES = {
@@ -72,8 +73,17 @@ IDEMPOTENCY_KEY = {
 }
 
 
-def problem_response(status: int) -> dict[str, Any]:
-    """How a status of problem details is declared."""
+class ProblemView(ResponseModel):
+    """Problem details for HTTP APIs (RFC 9457). `detail` says what to do; `errors` names fields."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    errors: list[dict[str, str]] | None = None
+
+
+def _problem_response(status: int) -> dict[str, Any]:
     response: dict[str, Any] = {"description": STATUSES[status], "content": {MEDIA_TYPE: {"schema": PROBLEM}}}
     if status in WAITS:
         seconds = {"description": "Seconds to wait.", "schema": {"type": "string"}}
@@ -81,21 +91,14 @@ def problem_response(status: int) -> dict[str, Any]:
     return response
 
 
-def documented(access: Access) -> dict[int | str, dict[str, Any]]:
-    """The statuses of a route beside its good ones."""
-    return {status: problem_response(status) for status in STATUSES} if access.scope is not None else {}
-
-
-def told(access: Access, endpoint_doc: str | None) -> str:
-    """A route's description, with who may use it."""
-    words = (endpoint_doc or "").strip()
-    if access.scope is None:
-        return f"{words}\n\nNeeds no key."
-    return f"{words}\n\nNeeds a key with the scope `{access.scope.value}`, for {access.reaches.value}."
+PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: _problem_response(status) for status in STATUSES
+}
+"""The error responses of every route that needs a key."""
 
 
 def describe(app: FastAPI) -> None:
-    """Have the application give this document."""
+    """Make the application serve this document."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -104,15 +107,9 @@ def describe(app: FastAPI) -> None:
             )
             components = document.setdefault("components", {})
             components["securitySchemes"] = SCHEMES
-            components.setdefault("schemas", {}).update(_problem_schema())
+            components.setdefault("schemas", {})["ProblemView"] = ProblemView.model_json_schema()
             document["security"] = [{name: []} for name in SCHEMES]
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _problem_schema() -> dict[str, Any]:
-    from undertow.serving.http.schemas.service import ProblemView
-
-    return {"ProblemView": ProblemView.model_json_schema()}

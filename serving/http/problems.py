@@ -1,7 +1,7 @@
-"""Every error of the service as problem details (RFC 9457), and which engine error has which status.
+"""Errors as problem details (RFC 9457), and the status of each engine error.
 
-What a problem says is for whoever called: it names the cure, and nothing of the machine behind. What the
-operator needs goes into the log: types and places of exceptions, never their words, which may quote a turn.
+A problem tells the caller what to do, and reveals nothing about the server. The log has the operator's part:
+types and code locations of exceptions, never their messages, which may quote a turn.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from undertow.engine.storage.store_info import StoreError
 from undertow.engine.tenants.migration_records import InTransit, Moved
 from undertow.engine.tenants.registry import ArenaFull, UnknownTenant
 from undertow.serving.auth.audit import AuditError
-from undertow.serving.telemetry.exception_sites import tell
+from undertow.serving.telemetry.logs import log_failure
 
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 URN = "urn:undertow:error:"
 MOST_ERRORS = 32
-# what pydantic puts into a place for one of the forms that a value may have
+# parts that pydantic adds to a location for the alternatives of a union
 FORM = re.compile(r"str|int|float|list\[.*\]|function-.*|nullable\[.*\]|constrained-.*")
-# in a request's scope: the slug of the error that it was answered with, for metrics and the log
+# in a request's scope: the slug of its error, for metrics and the log
 SLUG = "undertow.problem"
 CLOSE = {"Connection": "close"}
 
@@ -60,7 +60,7 @@ TITLES = {
 
 
 class Problem(HTTPException):
-    """An error as the caller sees it. `slug` tells its kind apart from others of the status, for programs."""
+    """An error as the caller sees it. `slug`: its kind, for programs."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ def bad_field(field: str, detail: str) -> Problem:
 
 
 class _Kind(NamedTuple):
-    """What the caller is told of an exception: its own words, where `detail` is None."""
+    """The problem for an exception type. `detail` None: the exception's message."""
 
     status: int
     slug: str
@@ -119,7 +119,7 @@ _NO_LLM = (
     "Whoever runs it can give it one: `undertow serve --llm URL`."
 )
 
-# the first that fits counts, so subclasses stand before their bases
+# the first match counts, so subclasses come before their bases
 KINDS: Mapping[type[Exception], _Kind] = {
     UnknownTenant: _Kind(404, "unknown-tenant", "This tenant has no memories here. Add some first."),
     UnknownMemory: _Kind(404, "unknown-memory", "This tenant has no memory of this id, or none any more."),
@@ -145,11 +145,17 @@ KINDS: Mapping[type[Exception], _Kind] = {
     AuditError: _Kind(503, "audit", "The act cannot be written down, so it was not begun. Try later.", 30),
     UndertowError: _Kind(503, "engine", "The engine cannot do this now. Try again later.", 5),
 }
+FRAMEWORK = {
+    404: "There is nothing here. /docs and /openapi.json list the routes. A tenant in a path is "
+    "percent-encoded: acme%2Fbob.",
+    405: "This route does not know that method; the header Allow names those it knows.",
+    400: "The request's body cannot be read.",
+}
 INTERNAL = _Kind(500, "internal", "The service failed at this request; its log says where.")
 
 
 def problem_of(error: Exception) -> Problem:
-    """What the caller is told of any exception. Of what is the service's fault, the log tells."""
+    """The problem for any exception. Logs those that are the service's fault."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, RequestValidationError):
@@ -158,21 +164,21 @@ def problem_of(error: Exception) -> Problem:
         return _of_framework(error)
     kind = next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), INTERNAL)
     if kind.status >= 500:
-        tell(log, error)
+        log_failure(log, error)
     if isinstance(error, InputError):
         return _of_input(error.problem)
     return Problem(kind.status, kind.slug, kind.detail or str(error), retry_after_s=kind.retry_after_s)
 
 
 def _of_input(bad: BadInput) -> Problem:
-    """Input that the engine cannot take came in a request: no file is spoken of."""
+    """Invalid input of a request; the message names no file."""
     line = [] if bad.line is None else [f"line {bad.line}"]
     place = ", ".join([*line, bad.field] if bad.field else line) or "body"
     return bad_field(place, f"{bad.reason}. {'Correct it.' if bad.cure == READ_ON else bad.cure}")
 
 
 def _of_validation(error: RequestValidationError) -> Problem:
-    """Names each field, and quotes nothing that stood in it."""
+    """Names each invalid field, without its value."""
     details: dict[str, str] = {}
     for flaw in error.errors():
         details.setdefault(_field(flaw), _flaw(flaw, error.body))
@@ -190,10 +196,7 @@ def _flaw(flaw: Mapping[str, Any], body: object) -> str:
 
 
 def _field(flaw: Mapping[str, Any]) -> str:
-    """A place in the request as callers write it: messages[2].content.
-
-    Where the form of a value was one of several, each of those is a part of the place too: they are left out.
-    """
+    """A location in the request, such as messages[2].content, without pydantic's names of alternatives."""
     head, *rest = flaw["loc"] or ("body",)
     parts = rest if head in ("body", "query", "path", "header") else [head, *rest]
     text = ""
@@ -207,11 +210,5 @@ def _field(flaw: Mapping[str, Any]) -> str:
 
 def _of_framework(error: HTTPException) -> Problem:
     """404, 405 and 400, which the framework raises itself."""
-    words = {
-        404: "There is nothing here. /docs and /openapi.json list the routes. A tenant in a path is "
-        "percent-encoded: acme%2Fbob.",
-        405: "This route does not know that method; the header Allow names those it knows.",
-        400: "The request's body cannot be read.",
-    }
-    detail = words.get(error.status_code, "The request cannot be served.")
+    detail = FRAMEWORK.get(error.status_code, "The request cannot be served.")
     return Problem(error.status_code, "", detail, headers=error.headers)

@@ -1,7 +1,7 @@
-"""Whether anything can be served, and how the LLM's server is.
+"""Whether any shard serves, and the state of the LLM server.
 
-One shard that is down is no reason to be unready: its tenants are told 503, and a balancer that then took
-every replica away would cut off all others.
+A shard that is down does not make the service unready: its tenants get 503. A load balancer that removed
+every replica for it would cut off all other tenants.
 """
 
 from __future__ import annotations
@@ -19,21 +19,16 @@ LLM = Literal["ok", "trouble", "unknown", "off"]
 
 
 class Readiness:
-    """Looks once in `look_every_s` at most, whoever asks.
+    """Checks the shards at most once in `look_every_s`, for all callers.
 
-    Who asks waits for a look for `patience_s` at most, then is told what the last one saw: a shard that is
-    slow to answer is not to look like a service that is dead. A look ends by itself (Router.status).
+    A caller waits at most `patience_s` for a check, then gets the last result: a slow shard must not look
+    like a dead service. A check ends by itself (Router.status).
     """
 
     def __init__(
-        self,
-        memories: AsyncMemories,
-        look_every_s: float = 1.0,
-        *,
-        patience_s: float = 1.0,
-        llm: bool = True,
+        self, memories: AsyncMemories, look_every_s: float = 1.0, *, patience_s: float = 1.0, llm: bool = True
     ) -> None:
-        """`llm`: the engines have a server for it."""
+        """`llm`: whether the engines have an LLM server."""
         self._llm = llm
         self._memories = memories
         self._look_every_s = look_every_s
@@ -43,7 +38,7 @@ class Readiness:
         self._looking: asyncio.Task[None] | None = None
 
     async def look(self) -> tuple[bool, LLM]:
-        """Whether a shard serves, and how the LLM is."""
+        """Whether a shard serves, and the state of the LLM."""
         if self._looking is None and time.monotonic() - self._looked_s >= self._look_every_s:
             self._looking = asyncio.create_task(self._look())
         if (looking := self._looking) is not None:
@@ -54,12 +49,12 @@ class Readiness:
 
     async def _look(self) -> None:
         try:
-            self._seen = await self._ask()
+            self._seen = await self._check()
         finally:
             self._looked_s = time.monotonic()
             self._looking = None
 
-    async def _ask(self) -> tuple[bool, LLM]:
+    async def _check(self) -> tuple[bool, LLM]:
         try:
             shards = (await self._memories.status()).values()
         except UndertowError:

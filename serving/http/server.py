@@ -1,4 +1,4 @@
-"""The server that runs the application: uvicorn, with bounds on connections and an end that loses nothing."""
+"""The server process: uvicorn with connection limits, deadlines and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from undertow.engine.base.model import UndertowError
 from undertow.serving.http.problems import MEDIA_TYPE, Problem
+from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.services import Service
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ TOO_MANY = "Too many connections are open. Try again in a moment."
 class HttpServer(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once.
 
-    Draining: /health/ready says so and new requests are refused, while those under way go on, as long as the
-    settings allow. Only then is the listening socket closed.
+    While it drains, /health/ready reports it, new requests are refused, and requests under way continue, up
+    to the settings' time limit. The listening socket closes last.
     """
 
     def __init__(
         self, app: FastAPI, host: str, port: int, on_start: Callable[[int], None] = lambda _: None
     ) -> None:
-        """`on_start` is told the port, once requests are taken."""
+        """`on_start` gets the port once requests are accepted."""
         self._on_start = on_start
         self._service: Service = app.state.service
         super().__init__(config_of(app, host, port, self._service.settings))
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What uvicorn calls at a signal, in its main thread. The signal counts as dealt with."""
+        """Handles a signal; uvicorn calls it in its main thread."""
         if self._service.load.draining or not self.started:
             self.should_exit = self.force_exit = True
             return
@@ -74,17 +74,17 @@ class HttpServer(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets at a host's addresses for `HttpServer.serve`, which refuse till then. UndertowError."""
+    """Sockets bound to a host's addresses, for `HttpServer.serve`; not listening yet. UndertowError."""
     made: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for n, (family, kind, protocol, _, address) in enumerate(found):
-            # a free port is taken once: the same at every address
+            # the same free port at every address
             at = made[0].getsockname()[1] if made else port
             try:
                 made.append(_bound_at(family, kind, protocol, (address[0], at, *address[2:])))
             except OSError as error:
-                # a name may have an address of a family that this machine does not speak
+                # a name may have addresses of a family that this machine lacks
                 if error.errno not in NOT_HERE or (n == len(found) - 1 and not made):
                     raise
     except OSError as error:
@@ -111,7 +111,7 @@ def _bound_at(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -
 
 
 def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> uvicorn.Config:
-    """uvicorn's options. Its access log is off: paths hold tenants' names."""
+    """uvicorn's options. Its access log is off: paths contain tenants' names."""
     return uvicorn.Config(
         app,
         host=host,
@@ -132,73 +132,69 @@ def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> 
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, with a bound on connections, and a deadline for a request's headers.
+    """uvicorn's protocol with a bound on connections and a deadline for each phase of a request.
 
-    That runs from the request's first byte, or the connection's beginning: without it, connections that say
-    nothing stay for ever. The same goes for a body that is still to come when its request is answered: what
-    of it comes is passed over, and it has as long as any body. And who reads nothing of an answer is cut off.
+    headers: from the first byte, or the beginning of the connection; an idle connection does not stay for
+    ever. body: for the rest of a body whose request is answered already; it is discarded, and has as long
+    as any body. read: a client that reads nothing of a response is cut off.
     """
 
-    _deadline: asyncio.TimerHandle | None = None
-    # of what is left of the body of `_answered`
-    _overdue: asyncio.TimerHandle | None = None
     _answered: RequestResponseCycle | None = None
-    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
             self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
         else:
-            self._wait_for_headers()
+            self._start("headers", self._settings.header_timeout_s, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         # one piece may hold the end of a late body and the beginning of the next request
         if self.cycle is not self._answered or self.conn.their_state is not h11.SEND_BODY:
-            self._stop_waiting_for_body()
-        if self.conn.their_state is not h11.IDLE:  # the headers are there
-            self._stop_waiting()
-        elif not self.conn.trailing_data[0]:  # it was the end of a body that nobody waited for
+            self._stop("body")
+        if self.conn.their_state is not h11.IDLE:  # the headers are complete
+            self._stop("headers")
+        elif not self.conn.trailing_data[0]:  # it was the end of a discarded body
             self._stay_alive()
-        elif self._deadline is None:
-            self._wait_for_headers()
+        elif "headers" not in self._deadlines:
+            self._start("headers", self._settings.header_timeout_s, self._too_slow)
 
     def eof_received(self) -> None:
-        """A request that was cut off is told so. After a whole one, its sender counts as gone."""
+        """Answers an incomplete request with 400. After a complete one the client counts as disconnected."""
         if self._lacks_body:
-            self.cycle.disconnected = True  # what the application says now comes too late
+            self.cycle.disconnected = True  # the application's response would come too late
         is_cut = self._lacks_body or (self.conn.their_state is h11.IDLE and self.conn.trailing_data[0])
         if is_cut and not self.transport.is_closing():
             self._say(Problem(400, "cut-off", "The connection ended within a request."))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._stop_waiting_for_body()
-        self._stop_waiting_for_reader()
+        for name in list(self._deadlines):
+            self._stop(name)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """As much waits for the reader as may."""
+        """The write buffer is full: the client must read some of it."""
         super().pause_writing()
-        self._unread = self.loop.call_later(self._settings.read_timeout_s, self.transport.abort)
+        self._start("read", self._settings.read_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_waiting_for_reader()
+        self._stop("read")
 
     def on_response_complete(self) -> None:
         self._answered = answered = self.cycle
         super().on_response_complete()
-        if self.cycle is not answered:  # another request was there already
+        if self.cycle is not answered:  # the next request is being served already
             return
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._unset_keepalive_if_required()  # it may be shorter
-            self._overdue = self.loop.call_later(self._settings.body_timeout_s, self.transport.close)
+            self._start("body", self._settings.body_timeout_s, self.transport.close)
 
     @property
     def _lacks_body(self) -> bool:
-        """Whether a request has neither come to its end nor been answered."""
+        """Whether a request is incomplete and not answered yet."""
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
 
     @property
@@ -207,41 +203,30 @@ class Protocol(H11Protocol):
         return settings
 
     def _stay_alive(self) -> None:
-        """As uvicorn does behind an answer; it stops at whatever comes next, be it the end of a body."""
+        """Starts uvicorn's keep-alive timer, as after a response; any further data stops it."""
         self._unset_keepalive_if_required()
         later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         self.timeout_keep_alive_task = later
 
-    def _wait_for_headers(self) -> None:
-        self._deadline = self.loop.call_later(self._settings.header_timeout_s, self._too_slow)
+    def _start(self, name: str, after_s: float, act: Callable[[], None]) -> None:
+        self._deadlines[name] = self.loop.call_later(after_s, act)
 
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _stop_waiting_for_body(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
-
-    def _stop_waiting_for_reader(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _stop(self, name: str) -> None:
+        if (deadline := self._deadlines.pop(name, None)) is not None:
+            deadline.cancel()
 
     def _too_slow(self) -> None:
-        self._deadline = None
+        self._stop("headers")
         if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
             return
         self._say(Problem(408, "slow", "The request's headers did not come in time."))
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn answers to what is no HTTP."""
+        """uvicorn's response to invalid HTTP."""
         self._say(Problem(400, "", "This is no HTTP/1.1 request, or its headers are too large."))
 
     def _say(self, problem: Problem) -> None:
-        """Answer outside any request, and close. Nothing is said behind an answer."""
+        """Respond outside of any request, and close; if a response has begun, only close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
@@ -252,11 +237,8 @@ class Protocol(H11Protocol):
             ("connection", "close"),
             *(problem.headers or {}).items(),
         ]
-        events: list[Any] = [
-            h11.Response(status_code=problem.status_code, headers=headers),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ]
+        response = h11.Response(status_code=problem.status_code, headers=headers)
+        events: list[Any] = [response, h11.Data(data=body), h11.EndOfMessage()]
         for event in events:
             if output := self.conn.send(event):
                 self.transport.write(output)

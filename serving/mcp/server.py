@@ -1,4 +1,4 @@
-"""An MCP server over a client of the service. It keeps nothing between two requests."""
+"""An MCP server over a client of the service. It is stateless between requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from pydantic import TypeAdapter, ValidationError
 
 import undertow
 from undertow.serving.client import AsyncClient, ServiceError
-from undertow.serving.mcp.arguments import TENANT, Arguments, Tenant
-from undertow.serving.mcp.results import UNTRUSTED, Result
+from undertow.serving.mcp.schemas import TENANT, UNTRUSTED, Result, Tenant
 from undertow.serving.mcp.tools import TOOLS, Tool
-from undertow.serving.telemetry.exception_sites import tell
+from undertow.serving.telemetry.logs import log_failure
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ _TENANT_NAME: TypeAdapter[str] = TypeAdapter(Tenant)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request: the client that speaks for them, and the one tenant they are bound to, if any."""
+    """The sender of a request: a client with their key, and the one tenant they are bound to, if any."""
 
     client: AsyncClient
     tenant: str | None
@@ -50,41 +49,24 @@ CallerOf = Callable[[Any], AbstractAsyncContextManager[Caller]]
 
 
 class ToolRefused(Exception):
-    """A call that cannot be made; its text is for the LLM that made it."""
+    """An invalid call; its message is for the LLM that made it."""
 
 
 def make_server(caller_of: CallerOf) -> Server[Any]:
     """A server whose tools do what each caller's client may do."""
-    face = _Face(caller_of)
-    return Server(
-        "undertow",
-        title="Undertow memory",
-        version=undertow.__version__,
-        instructions=INSTRUCTIONS,
-        on_list_tools=face.list_tools,
-        on_call_tool=face.call_tool,
-    )
-
-
-class _Face:
-    """Answers the two requests that tools need."""
-
-    def __init__(self, caller_of: CallerOf) -> None:
-        self._caller_of = caller_of
 
     async def list_tools(
-        self, context: ServerRequestContext[Any, Any], _: PaginatedRequestParams | None
+        context: ServerRequestContext[Any, Any], _: PaginatedRequestParams | None
     ) -> ListToolsResult:
-        async with self._caller_of(context.request) as caller:
+        async with caller_of(context.request) as caller:
             bound = caller.tenant is not None
-        return ListToolsResult(
-            tools=[tool.described(bound=bound) for tool in TOOLS.values() if tool.of_tenant or not bound]
-        )
+        tools = (tool for tool in TOOLS.values() if tool.of_tenant or not bound)
+        return ListToolsResult(tools=[tool.described(bound=bound) for tool in tools])
 
     async def call_tool(
-        self, context: ServerRequestContext[Any, Any], params: CallToolRequestParams
+        context: ServerRequestContext[Any, Any], params: CallToolRequestParams
     ) -> CallToolResult:
-        async with self._caller_of(context.request) as caller:
+        async with caller_of(context.request) as caller:
             tool = TOOLS.get(params.name)
             if tool is None or (caller.tenant is not None and not tool.of_tenant):
                 raise MCPError(INVALID_PARAMS, f"no tool is called {params.name[:64]!r}; list the tools")
@@ -92,9 +74,18 @@ class _Face:
                 return _success(await _run(tool, caller, params.arguments or {}))
             except (ToolRefused, ServiceError) as error:
                 return _failure(str(error))
-            except Exception as error:  # noqa: BLE001 - a call's boundary: the SDK would send its words out
-                tell(log, error, f"the tool {tool.name}")
+            except Exception as error:  # noqa: BLE001 - the boundary of a call: the SDK would send its message
+                log_failure(log, error, f"the tool {tool.name}")
                 return _failure(FAILED)
+
+    return Server(
+        "undertow",
+        title="Undertow memory",
+        version=undertow.__version__,
+        instructions=INSTRUCTIONS,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+    )
 
 
 async def _run(tool: Tool, caller: Caller, arguments: Mapping[str, Any]) -> Result:
@@ -106,10 +97,15 @@ async def _run(tool: Tool, caller: Caller, arguments: Mapping[str, Any]) -> Resu
     elif TENANT in given:
         raise ToolRefused(f"{TENANT}: this server is for one tenant's memories alone. Call it without.")
     try:
-        return await tool.run(caller.client, tenant, _checked(tool.takes, given))
-    except ValidationError:  # a flaw of ours
+        checked = tool.takes.model_validate(given)
+    except ValidationError as error:
+        flaws = [f"{'.'.join(map(str, flaw['loc']))}: {flaw['msg']}" for flaw in error.errors()[:5]]
+        raise ToolRefused(f"{'; '.join(flaws)}. The tool's schema says what it takes.") from error
+    try:
+        return await tool.run(caller.client, tenant, checked.model_dump())
+    except ValidationError:  # of a result: a bug
         raise
-    except ValueError as error:  # the client's: what no name, or no JSON, can hold
+    except ValueError as error:  # of the client: a name or a value that JSON cannot hold
         raise ToolRefused(str(error)) from error
 
 
@@ -120,14 +116,6 @@ def _checked_tenant(name: Any) -> str:
         raise ToolRefused(
             f"{TENANT}: {error.errors()[0]['msg']}. Give the name of the memories' owner."
         ) from error
-
-
-def _checked(takes: type[Arguments], given: Mapping[str, Any]) -> Arguments:
-    try:
-        return takes.model_validate(given)
-    except ValidationError as error:
-        flaws = [f"{'.'.join(map(str, flaw['loc']))}: {flaw['msg']}" for flaw in error.errors()[:5]]
-        raise ToolRefused(f"{'; '.join(flaws)}. The tool's schema says what it takes.") from error
 
 
 def _success(result: Result) -> CallToolResult:

@@ -9,13 +9,13 @@ from mcp.server.stdio import stdio_server
 from undertow.serving.client import AsyncClient, AuthError, Retries, ServiceError
 from undertow.serving.mcp.server import Caller, make_server
 
-# an agent waits for each call, and may well try again itself
+# an agent waits for each call, and may retry it itself
 _RETRIES = Retries(patience_s=10)
 _LOOK_S = 5.0
 
 
 async def wants_key(url: str) -> bool:
-    """Whether a service answers nobody without a key. False too where none answers: it may come later."""
+    """Whether a service requires a key. False too if none responds: it may start later."""
     async with AsyncClient(url, timeout_s=_LOOK_S, retries=Retries(patience_s=0)) as client:
         try:
             async for _ in client.tenants():
@@ -28,13 +28,13 @@ async def wants_key(url: str) -> bool:
 
 
 async def serve_stdio(caller: Caller) -> None:
-    """Serve until standard input ends. What else writes to standard output meanwhile goes to stderr."""
+    """Serve until standard input ends. Other output to stdout goes to stderr meanwhile."""
     server = make_server(lambda _: nullcontext(caller))
     async with stdio_server() as (asked, answered):
         await server.run(asked, answered, server.create_initialization_options())
 
 
 async def serve_remote(url: str, key: str | None, tenant: str | None) -> None:
-    """As `serve_stdio`, for a service elsewhere. ValueError: the URL or the key cannot be one."""
+    """As `serve_stdio`, for a remote service. ValueError: the URL or the key is invalid."""
     async with AsyncClient(url, key, retries=_RETRIES) as client:
         await serve_stdio(Caller(client, tenant))

@@ -1,23 +1,34 @@
 """Logs of the service: JSON lines on stderr, without content.
 
-What a line may say: our own words, with numbers and names of shards and servers. What it may not: words of
-exceptions, which may quote a turn; words of other people's libraries, but for their fixed texts; a tenant's
-name, which its keyed hash stands for.
+A line contains our own texts, numbers, and names of shards and servers. It never contains an exception's
+message, which may quote a turn; a library's text with arguments; or a tenant's name, only its keyed hash.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
 from undertow.engine.storage.location import StoreError
-from undertow.serving.telemetry.exception_sites import places
 
 OURS = "undertow"
+PLACES = 8
+
+
+def places(error: BaseException) -> list[str]:
+    """The code locations that an exception passed, the innermost first."""
+    frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
+
+
+def log_failure(log: logging.Logger, error: BaseException, where: str = "") -> None:
+    """Log an internal failure by its type and code locations. `where`: what failed, if they do not say."""
+    log.error("%s%s at %s", type(error).__name__, where and f" in {where}", " < ".join(places(error)))
 
 
 class JSONLines(logging.Formatter):
@@ -36,7 +47,7 @@ class JSONLines(logging.Formatter):
 
 
 def set_up(level: int = logging.INFO) -> None:
-    """Send all logs of this process to stderr as JSON lines; of other libraries, warnings and worse."""
+    """Send the logs of this process to stderr as JSON lines; from other libraries, warnings and above."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JSONLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -45,14 +56,14 @@ def set_up(level: int = logging.INFO) -> None:
 
 def _words(record: logging.LogRecord) -> str:
     if record.name.partition(".")[0] != OURS:
-        # a library's first line is its own; what follows, and what is put in, may be anybody's
+        # only the first line of a library's own template is safe to log
         return str(record.msg).partition("\n")[0] if isinstance(record.msg, str) else "(no text)"
     args = record.args if isinstance(record.args, tuple) else ()
     return str(record.msg) % tuple(map(_quotable, args)) if args else str(record.msg)
 
 
 def _quotable(value: object) -> object:
-    """Of exceptions only those of disks and stores are told in words: they name paths, never a turn."""
+    """Only messages of disk and store errors are logged: they name paths, never a turn."""
     if isinstance(value, OSError):
         return f"{type(value).__name__}: {value.strerror}"
     if isinstance(value, BaseException) and not isinstance(value, StoreError):

@@ -1,13 +1,13 @@
-"""Prometheus metrics: of the HTTP face from here, of the engines from what their shards say of themselves.
+"""Prometheus metrics: of the HTTP service, counted here, and of the engines, from their shards' status.
 
-Shards count in plain data (engine/step/shard_metrics.py), which comes with their status. So a shard in this
-process and one on Ray report alike; a shard that does not answer is reported as down, the others as usual.
-No metric has a tenant's label.
+Shards count in plain data (engine/step/shard_metrics.py), which is part of their status: the same for a shard
+in this process and for one on Ray. A shard that does not respond is reported as down. No metric has a
+tenant label.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -26,17 +26,17 @@ from prometheus_client.process_collector import ProcessCollector
 from undertow.engine.step.shard_metrics import BOUNDS_S
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# why a request was refused though nothing was wrong with it
+# statuses that refuse a request, though its content may be valid
 REFUSALS = frozenset({401, 403, 408, 413, 429, 503})
 
 Status = Mapping[str, Mapping[str, Any]]
 
-# of each counter and histogram a second series, with the moment when it was made: nobody asks for it
+# the creation time of each counter and histogram, which would be a second series
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class HTTPMetrics:
-    """What is counted of requests, in a registry of this service's own."""
+    """Metrics of HTTP requests, in a registry of this service."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -55,7 +55,7 @@ class HTTPMetrics:
         )
         self._refused = Counter(
             "undertow_http_refused",
-            "Requests refused for who sent them, for their size or pace, or for the service's state.",
+            "Requests refused for their sender, their size or pace, or for the service's state.",
             ["reason"],
             registry=self.registry,
         )
@@ -65,179 +65,133 @@ class HTTPMetrics:
         ProcessCollector(registry=self.registry)
 
     def note(self, method: str, route: str, status: int, seconds: float, problem: str | None) -> None:
-        """One request that has ended; `problem`: the slug of its error."""
+        """Count one completed request; `problem`: the slug of its error."""
         self._requests.labels(route, method, f"{status // 100}xx").inc()
         self._seconds.labels(route, method).observe(seconds)
         if status in REFUSALS:
             self._refused.labels(problem or str(status)).inc()
 
     def exposition(self, status: Status) -> bytes:
-        """All metrics in Prometheus' text format; `status` is what Router.status says now."""
-        return generate_latest(_Scrape(self.registry, status))
-
-
-class _Scrape(CollectorRegistry):
-    """One scrape: the registry's metrics, then the shards'."""
-
-    def __init__(self, registry: CollectorRegistry, status: Status) -> None:
-        super().__init__()
-        self.register(registry)
-        self.register(ShardCollector(status))
+        """All metrics in Prometheus' text format; `status`: the current Router.status."""
+        scrape = CollectorRegistry()
+        scrape.register(self.registry)
+        scrape.register(ShardCollector(status))
+        return generate_latest(scrape)
 
 
 class ShardCollector:
-    """A prometheus_client Collector over what shards have said."""
+    """A prometheus_client Collector over the shards' status."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
 
-    def collect(self) -> Iterator[Metric]:
-        up = _gauge("undertow_shard_up", "Whether the shard answers and has its engine open (1) or not (0).")
+    def collect(self) -> Iterable[Metric]:
+        families = {
+            name: kind(name, words, labels=["shard", *labels])
+            for name, (kind, words, *labels) in SHARD_METRICS.items()
+        }
         for shard, state in self._status.items():
-            up.add_metric([shard], float(state.get("state") == "serving"))
-        yield up
-        yield from self._gauges()
-        yield from self._steps()
-        yield from self._calls()
-        yield from self._llm()
-
-    @property
-    def _tallies(self) -> list[tuple[str, Mapping[str, Any]]]:
-        return [(shard, state["tally"]) for shard, state in self._status.items() if "tally" in state]
-
-    def _gauges(self) -> Iterator[Metric]:
-        for name, key, words in GAUGES:
-            gauge = _gauge(name, words)
-            for shard, state in self._status.items():
-                if (value := _number(state.get(key))) is not None:
-                    gauge.add_metric([shard], value)
-            yield gauge
-        reachable = _gauge(
-            "undertow_llm_reachable",
-            "0 while the LLM server is silent: it has failed, and not answered since.",
-        )
-        for shard, state in self._status.items():
-            if "llm_silent_s" in state:
-                reachable.add_metric([shard], float(state["llm_silent_s"] is None))
-        yield reachable
-
-    def _steps(self) -> Iterator[Metric]:
-        turns = _counter("undertow_turns", "Turns taken in by steps: stored, or known already.", "outcome")
-        decisions = _counter("undertow_decisions", "Records of tenants' logs decided, by kind.", "decision")
-        phases = _counter(
-            "undertow_phase_seconds",
-            "Spent in phases of steps and searches; decide holds gate, admit encode.",
-            "phase",
-        )
-        rows = _counter("undertow_journal_committed_rows", "Rows committed to the journal.")
-        commit_s = _histogram("undertow_journal_commit_seconds", "One commit to the journal.")
-        step_s = _histogram("undertow_step_seconds", "One step of the engine: admit, decide, commit, ask.")
-        for shard, tally in self._tallies:
-            for outcome in ("stored", "duplicate"):
-                turns.add_metric([shard, outcome], tally["turns"].get(outcome, 0))
-            for decision, count in tally["decisions"].items():
-                decisions.add_metric([shard, decision], count)
-            for phase, spent in tally["phases"].items():
-                phases.add_metric([shard, phase], spent["total_s"])
-            _add_spread(step_s, [shard], tally["phases"].get("step"))
-            if (spent := tally["phases"].get("commit")) is not None:
-                _add_spread(commit_s, [shard], spent)
-                rows.add_metric([shard], spent["work"])
-        yield from (turns, decisions, phases, rows, commit_s, step_s)
-
-    def _calls(self) -> Iterator[Metric]:
-        failures = _counter(
-            "undertow_shard_call_failures",
-            "Calls of shards that ended in an error.",
-            "call",
-        )
-        seconds = _histogram(
-            "undertow_shard_call_seconds",
-            "Calls of shards, their waiting included.",
-            "call",
-        )
-        for shard, tally in self._tallies:
-            for call, spent in tally["calls"].items():
-                failures.add_metric([shard, call], spent["failures"])
-                _add_spread(seconds, [shard, call], spent)
-        yield from (failures, seconds)
-
-    def _llm(self) -> Iterator[Metric]:
-        requests = _counter("undertow_llm_requests", "HTTP requests to LLM servers.", "operation", "outcome")
-        tokens = _counter("undertow_llm_tokens", "Tokens that LLM servers report.", "operation", "kind")
-        seconds = _histogram("undertow_llm_request_seconds", "One request to an LLM server.", "operation")
-        for shard, tally in self._tallies:
-            for operation, spent in tally["llm"].items():
-                for outcome, count in spent["outcomes"].items():
-                    requests.add_metric([shard, operation, outcome], count)
-                for kind, name in TOKENS.items():
-                    tokens.add_metric([shard, operation, kind], spent["tokens"].get(name, 0))
-                _add_spread(seconds, [shard, operation], spent)
-        yield from (requests, tokens, seconds)
+            for name, labels, value in _samples(state):
+                family = families[name]
+                if isinstance(family, HistogramMetricFamily):
+                    family.add_metric([shard, *labels], _buckets(value["counts"]), value["total_s"])
+                else:
+                    family.add_metric([shard, *labels], float(value))
+        return families.values()
 
 
-# of the status: metric, key, what it says
-GAUGES = (
-    ("undertow_waiting_turns", "waiting_turns", "Turns that a shard has taken and not stored yet."),
-    (
-        "undertow_undecided_turns",
-        "undecided_turns",
-        "Consolidation lag: turns stored and not decided.",
-    ),
-    (
+COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+# gauges by their key in the status
+GAUGES: dict[str, tuple[str, str]] = {
+    "waiting_turns": ("undertow_waiting_turns", "Turns that a shard has accepted and not stored yet."),
+    "undecided_turns": ("undertow_undecided_turns", "Consolidation lag: turns stored and not decided."),
+    "oldest_undecided_s": (
         "undertow_oldest_undecided_seconds",
-        "oldest_undecided_s",
         "Consolidation lag: how long the engine, since it was opened, has had the oldest of it.",
     ),
-    ("undertow_running_jobs", "running_jobs", "Consolidations that wait for the LLM."),
-    (
-        "undertow_blocked_tenants",
-        "blocked_tenants",
-        "Tenants whose deciding has stopped.",
+    "running_jobs": ("undertow_running_jobs", "Consolidations that wait for the LLM."),
+    "blocked_tenants": ("undertow_blocked_tenants", "Tenants whose consolidation is blocked."),
+    "parked": ("undertow_parked_turns", "Turns set aside because the engine failed at them."),
+    "llm_in_flight": ("undertow_llm_requests_in_flight", "Requests at the LLM servers."),
+    "arena_bytes": ("undertow_arena_bytes", "Memory of the arena of vectors."),
+    "journal_rows": ("undertow_journal_rows", "Rows in the journal."),
+    "reopened": ("undertow_engine_reopened", "How often the shard has reopened its engine."),
+    "uptime_s": ("undertow_shard_uptime_seconds", "Time since the shard started."),
+}
+# each with its kind, its help text, and its labels besides the shard
+SHARD_METRICS: dict[str, tuple[Any, ...]] = {
+    "undertow_shard_up": (GAUGE, "Whether the shard responds and its engine is open (1) or not (0)."),
+    **{name: (GAUGE, words) for name, words in GAUGES.values()},
+    "undertow_llm_reachable": (
+        GAUGE,
+        "0 while the LLM server is silent: it failed, and has not answered since.",
     ),
-    ("undertow_parked_turns", "parked", "Turns set aside as they made the engine fail."),
-    ("undertow_llm_requests_in_flight", "llm_in_flight", "Requests at the LLM servers."),
-    ("undertow_arena_bytes", "arena_bytes", "Memory of the arena of vectors."),
-    ("undertow_journal_rows", "journal_rows", "Rows in the journal."),
-    (
-        "undertow_engine_reopened",
-        "reopened",
-        "How often the shard has opened its engine anew.",
+    "undertow_turns": (COUNTER, "Turns that steps took in: stored, or known already.", "outcome"),
+    "undertow_decisions": (COUNTER, "Records of tenants' logs decided, by kind.", "decision"),
+    "undertow_phase_seconds": (
+        COUNTER,
+        "Spent in phases of steps and searches; decide includes gate, admit includes encode.",
+        "phase",
     ),
-    ("undertow_shard_uptime_seconds", "uptime_s", "Since the shard began."),
-)
-
-# cached ones are among the prompt's
+    "undertow_journal_committed_rows": (COUNTER, "Rows committed to the journal."),
+    "undertow_journal_commit_seconds": (HISTOGRAM, "One commit to the journal."),
+    "undertow_step_seconds": (HISTOGRAM, "One step of the engine: admit, decide, commit, dispatch."),
+    "undertow_shard_call_failures": (COUNTER, "Calls of shards that ended in an error.", "call"),
+    "undertow_shard_call_seconds": (HISTOGRAM, "Calls of shards, including time in the queue.", "call"),
+    "undertow_llm_requests": (COUNTER, "HTTP requests to LLM servers.", "operation", "outcome"),
+    "undertow_llm_tokens": (COUNTER, "Tokens that LLM servers report.", "operation", "kind"),
+    "undertow_llm_request_seconds": (HISTOGRAM, "One request to an LLM server.", "operation"),
+}
+# cached tokens are also counted as prompt tokens
 TOKENS = {
     "prompt": "prompt_tokens",
     "cached_prompt": "cached_prompt_tokens",
     "completion": "completion_tokens",
 }
 
-
-def _gauge(name: str, words: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, words, labels=["shard"])
-
-
-def _counter(name: str, words: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(name, words, labels=["shard", *labels])
+Sample = tuple[str, tuple[str, ...], Any]
+"""A metric's name, its labels besides the shard, and its value; of a histogram {"counts", "total_s"}."""
 
 
-def _histogram(name: str, words: str, *labels: str) -> HistogramMetricFamily:
-    return HistogramMetricFamily(name, words, labels=["shard", *labels])
+def _samples(state: Mapping[str, Any]) -> Iterator[Sample]:
+    yield "undertow_shard_up", (), state.get("state") == "serving"
+    for key, (name, _) in GAUGES.items():
+        if (value := state.get(key)) is not None:
+            yield name, (), len(value) if isinstance(value, list) else value
+    if "llm_silent_s" in state:
+        yield "undertow_llm_reachable", (), state["llm_silent_s"] is None
+    if "tally" in state:
+        yield from _step_samples(state["tally"])
+        yield from _call_samples(state["tally"])
 
 
-def _add_spread(
-    family: HistogramMetricFamily, labels: Sequence[str], spent: Mapping[str, Any] | None
-) -> None:
-    if spent is None:
-        return
-    bounds = [*(str(bound) for bound in BOUNDS_S), "+Inf"]
-    family.add_metric(labels, list(zip(bounds, accumulate(spent["counts"]), strict=True)), spent["total_s"])
+def _step_samples(tally: Mapping[str, Any]) -> Iterator[Sample]:
+    for outcome in ("stored", "duplicate"):
+        yield "undertow_turns", (outcome,), tally["turns"].get(outcome, 0)
+    for decision, count in tally["decisions"].items():
+        yield "undertow_decisions", (decision,), count
+    for phase, spent in tally["phases"].items():
+        yield "undertow_phase_seconds", (phase,), spent["total_s"]
+        if phase == "step":
+            yield "undertow_step_seconds", (), spent
+        if phase == "commit":
+            yield "undertow_journal_commit_seconds", (), spent
+            yield "undertow_journal_committed_rows", (), spent["work"]
 
 
-def _number(value: Any) -> float | None:
-    """A count, or how many there are of what is listed."""
-    if isinstance(value, list):
-        return float(len(value))
-    return None if value is None else float(value)
+def _call_samples(tally: Mapping[str, Any]) -> Iterator[Sample]:
+    for call, spent in tally["calls"].items():
+        yield "undertow_shard_call_failures", (call,), spent["failures"]
+        yield "undertow_shard_call_seconds", (call,), spent
+    for operation, spent in tally["llm"].items():
+        yield "undertow_llm_request_seconds", (operation,), spent
+        for outcome, count in spent["outcomes"].items():
+            yield "undertow_llm_requests", (operation, outcome), count
+        for kind, name in TOKENS.items():
+            yield "undertow_llm_tokens", (operation, kind), spent["tokens"].get(name, 0)
+
+
+def _buckets(counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound."""
+    return list(zip([*map(str, BOUNDS_S), "+Inf"], map(float, accumulate(counts)), strict=True))

@@ -1,10 +1,9 @@
-"""OpenTelemetry spans: of HTTP requests, of the calls of shards, of steps and of requests to the LLM.
+"""OpenTelemetry spans of HTTP requests, shard calls, steps and LLM requests.
 
-Off unless an OTLP endpoint is set. Sampling is decided once, where the request comes in; its traceparent
-(engine/base/trace_context.py) carries the decision over threads and Ray calls. A step serves many
-requests, so it is a trace of its own, linked to each; so is what the LLM is asked for consolidation, which
-comes long after the request. Nothing is drawn of steps that serve no traced request. Spans hold no content
-and no tenant's name.
+Off unless an OTLP endpoint is set. Sampling is decided once, at the incoming request; its traceparent
+(engine/base/trace_context.py) carries the decision across threads and Ray calls. A step serves many requests,
+so it is a trace of its own with a link to each, as is an LLM request of a later consolidation. A step without
+a traced request makes no span. Spans contain no content and no tenant's name.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import (
     Link,
     Span,
-    SpanContext,
     SpanKind,
     Status,
     StatusCode,
@@ -53,12 +51,12 @@ from undertow.prompts.builders import QUERY_OPERATIONS
 SERVICE = "undertow"
 
 _W3C = TraceContextTextMapPropagator()
-# from time.perf_counter to nanoseconds of the wall clock
+# offset from time.perf_counter to wall-clock nanoseconds
 _EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 
 
 class TracingSettings(BaseSettings):
-    """Of OpenTelemetry's variables those that are read here; its SDK reads the rest."""
+    """OpenTelemetry's variables that are read here; its SDK reads the others."""
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", env_ignore_empty=True, frozen=True)
 
@@ -66,7 +64,7 @@ class TracingSettings(BaseSettings):
     exporter_otlp_traces_endpoint: str | None = None
     sdk_disabled: bool = False
     service_name: str = SERVICE
-    # of the requests that come without a sampled traceparent, how many are traced
+    # the share of requests to trace, of those without a traceparent
     traces_sampler_arg: float = Field(default=0.1, ge=0, le=1)
 
     @property
@@ -77,7 +75,7 @@ class TracingSettings(BaseSettings):
 
 
 class LinkedSampler(Sampler):
-    """A span without a parent is drawn if one is that it is linked to; without links either, by ratio."""
+    """Samples a span without a parent if any linked span is sampled; without links, by ratio."""
 
     def __init__(self, ratio: float) -> None:
         self._by_parent: Sampler = ParentBased(TraceIdRatioBased(ratio))
@@ -105,7 +103,7 @@ class LinkedSampler(Sampler):
 
 
 class Tracing:
-    """Draws spans with one provider. `close` sends what waits."""
+    """Makes spans with one provider. `close` flushes them."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -113,7 +111,7 @@ class Tracing:
 
     @contextmanager
     def request(self, method: str, headers: Mapping[str, str]) -> Iterator[RequestSpan]:
-        """A span around an HTTP request, in the trace that its headers name; its work is done for that."""
+        """A span around an HTTP request, in the trace of its headers and the context of its work."""
         span = self._tracer.start_span(
             method, _W3C.extract(headers), SpanKind.SERVER, {"http.request.method": method}
         )
@@ -124,7 +122,7 @@ class Tracing:
                 span.end()
 
     def observer(self, model: str | None) -> Observer:
-        """For one shard. `model`: that its LLM server is asked for, if it is set."""
+        """An observer for one shard. `model`: the model of its LLM requests, if set."""
         return SpanObserver(self._tracer, model)
 
     def close(self) -> None:
@@ -133,7 +131,7 @@ class Tracing:
 
 @cache
 def tracing() -> Tracing | None:
-    """What the environment asks for, made once a process; None: nothing is to be traced."""
+    """The process's tracing as the environment configures it; None: off."""
     settings = TracingSettings()
     if not settings.wanted:
         return None
@@ -144,25 +142,25 @@ def tracing() -> Tracing | None:
 
 
 def observers(settings: Settings) -> Sequence[Observer]:
-    """For `Parts`: a shard's, in whatever process it runs."""
+    """The observers of a shard in any process, for EngineParts."""
     made = tracing()
     return () if made is None else (made.observer(settings.llm_model),)
 
 
 class RequestSpan:
-    """The span of an HTTP request that is under way."""
+    """The span of an HTTP request under way."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
 
     @property
     def ids(self) -> dict[str, str]:
-        """For the log."""
+        """The ids for the log."""
         context = self._span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
     def end(self, method: str, route: str, status: int, tenant: str | None, problem: str | None) -> None:
-        """What is known once it was answered; `tenant` is the keyed hash."""
+        """Set the attributes that are known at the end; `tenant`: the keyed hash."""
         self._span.update_name(f"{method} {route}")
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
         if tenant is not None:
@@ -175,14 +173,14 @@ class RequestSpan:
 
 @dataclass(slots=True)
 class _Node:
-    """A phase that has begun: what was in it, and for whom."""
+    """A phase under way: its inner phases, and the requests that it serves."""
 
     inner: list[tuple[Phase, _Node]] = field(default_factory=list)
     traceparents: set[str] = field(default_factory=set)
 
 
 class SpanObserver:
-    """An engine's Observer. A step becomes spans when it is over, if it has served a traced request."""
+    """An engine's Observer. Makes a step's spans at its end, if it served a traced request."""
 
     def __init__(self, tracer: Tracer, model: str | None) -> None:
         self._tracer = tracer
@@ -201,7 +199,7 @@ class SpanObserver:
         if self._under_way:
             self._under_way[-1].inner.append((phase, node))
         elif node.traceparents or current_traceparent() is not None:
-            self._draw(phase, node, _context_of(current_traceparent()), _links(node.traceparents))
+            self._make_spans(phase, node, _context_of(current_traceparent()), _links(node.traceparents))
 
     def called(self, call: ShardCall) -> None:
         if current_traceparent() is None:
@@ -213,27 +211,26 @@ class SpanObserver:
         span.end(_wall_ns(call.ended_s))
 
     def requested(self, request: LLMRequest) -> None:
-        """As OpenTelemetry's conventions for generative AI have it, without any message."""
-        asked_by = current_traceparent()
-        if asked_by is None:
+        """A span by OpenTelemetry's conventions for generative AI, without messages."""
+        if (cause := current_traceparent()) is None:
             return
         waits = request.operation in QUERY_OPERATIONS
         span = self._tracer.start_span(
             f"chat {self._model}" if self._model else "chat",
-            _context_of(asked_by) if waits else Context(),
+            _context_of(cause) if waits else Context(),
             SpanKind.CLIENT,
-            self._of_request(request),
-            links=() if waits else _links({asked_by}),
+            self._attributes(request),
+            links=() if waits else _links({cause}),
             start_time=_wall_ns(request.began_s),
         )
         _fail(span, None if request.outcome == "ok" else request.outcome)
         span.end(_wall_ns(request.ended_s))
 
-    def _of_request(self, request: LLMRequest) -> dict[str, str | int]:
+    def _attributes(self, request: LLMRequest) -> dict[str, str | int]:
         usage = request.usage
         return {
             "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": "openai",  # by the protocol: whose server it is, nobody says
+            "gen_ai.provider.name": "openai",  # the protocol; the server's provider is unknown
             **({"gen_ai.request.model": self._model} if self._model else {}),
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": usage.cached_prompt_tokens,
@@ -241,7 +238,7 @@ class SpanObserver:
             "undertow.llm.operation": request.operation,
         }
 
-    def _draw(self, phase: Phase, node: _Node, parent: Context, links: Sequence[Link]) -> None:
+    def _make_spans(self, phase: Phase, node: _Node, parent: Context, links: Sequence[Link]) -> None:
         span = self._tracer.start_span(
             phase.name,
             parent,
@@ -252,12 +249,12 @@ class SpanObserver:
         if span.is_recording():
             inside = set_span_in_context(span, Context())
             for inner, its in node.inner:
-                self._draw(inner, its, inside, ())
+                self._make_spans(inner, its, inside, ())
         span.end(_wall_ns(phase.ended_s))
 
 
 def _traceparent(span: Span) -> str | None:
-    """None for a span that is not drawn: nobody is to be told of it then."""
+    """None for a span that is not sampled."""
     if not span.get_span_context().trace_flags.sampled:
         return None
     carrier: dict[str, str] = {}
@@ -269,12 +266,9 @@ def _context_of(traceparent: str | None) -> Context:
     return Context() if traceparent is None else _W3C.extract({"traceparent": traceparent}, Context())
 
 
-def _span_context(traceparent: str) -> SpanContext:
-    return get_current_span(_context_of(traceparent)).get_span_context()
-
-
 def _links(traceparents: Iterable[str]) -> list[Link]:
-    return [Link(_span_context(traceparent)) for traceparent in sorted(traceparents)]
+    contexts = (_context_of(traceparent) for traceparent in sorted(traceparents))
+    return [Link(get_current_span(context).get_span_context()) for context in contexts]
 
 
 def _fail(span: Span, error: str | None) -> None:

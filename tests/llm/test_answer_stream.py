@@ -19,7 +19,7 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.bench.mock.server import spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.model import Turn, UndertowError, Usage
-from undertow.engine.base.queries import AnswerQuery
+from undertow.engine.base.queries import AnswerQuery, SearchQuery, TenantUsageQuery
 from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
@@ -392,7 +392,7 @@ def test_many_answers_side_by_side_do_not_mix(tmp_path: Path, server: str) -> No
             questions = [f"What of word{n}?" for n in range(20)]
             told = await asyncio.gather(*(heard(memories, asked) for asked in questions))
             for asked, (pieces, answer) in zip(questions, told, strict=True):
-                whole = await memories.answer("ann", asked)
+                whole = await memories.call(AnswerQuery("ann", asked))
                 assert "".join(pieces) == answer.text == whole.text
 
     run(work())
@@ -439,7 +439,7 @@ def test_errors_come_where_the_pieces_end(tmp_path: Path) -> None:
                     async for piece in memories.answer_stream(AnswerQuery("ann", "Where?")):
                         pieces.append(piece)
                 assert pieces == ["Ann sails"]
-                assert (await memories.usage("ann"))["answer"]["calls"] == 1
+                assert (await memories.call(TenantUsageQuery("ann")))["answer"]["calls"] == 1
                 with pytest.raises(UnknownTenant):
                     await anext(memories.answer_stream(AnswerQuery("nobody", "Where?")))
                 with pytest.raises(ValueError, match="empty"):
@@ -476,7 +476,7 @@ def test_a_shard_that_is_opened_anew_asks_again_unless_it_has_begun(tmp_path: Pa
             telling = asyncio.create_task(heard(memories))
             assert await asyncio.to_thread(breaking.asked.wait, SOON_S)
             with pytest.raises(RuntimeError, match="badger"):  # that costs the shard its engine
-                await memories.search("ann", "the badger")
+                await memories.call(SearchQuery("ann", "the badger"))
             if said:
                 with pytest.raises(BrokenOff, match="opened anew"):
                     await telling
@@ -514,7 +514,7 @@ def test_over_ray_it_is_the_same(ray_address: str, tmp_path: Path) -> None:
         async with AsyncMemories(cluster, cluster.stop) as memories:
             await memories.add(some("ann", *range(6)))
             pieces, answer = await heard(memories)
-            whole = await memories.answer("ann", "What of word3?")
+            whole = await memories.call(AnswerQuery("ann", "What of word3?"))
             assert "".join(pieces) == answer.text == whole.text
             assert len(pieces) > 1
             gone = server_stats(server)["faults"].get("client left", 0)

@@ -12,11 +12,12 @@ from undertow.engine.api.policy_change import PolicyConflict
 from undertow.engine.api.transfer.import_ import TenantExists
 from undertow.engine.base import queries as q
 from undertow.engine.base.memory_api import MemoryApi
-from undertow.engine.base.model import BadInput, InputError, Turn, UnknownMemory
+from undertow.engine.base.model import BadInput, InputError, Turn, UnknownMemory, Usage
 from undertow.engine.base.results import (
     Answer,
     Certificate,
     Hit,
+    HitKind,
     ImportReport,
     Page,
     Receipt,
@@ -119,25 +120,30 @@ def _hit(found: ClientHit) -> Hit:
 
 
 def _search(client: Client, query: q.SearchQuery) -> SearchResult:
-    tiers: list[tuple[Hit, ...]] = []
-    where = {"filters": query.where, "since": query.since, "until": query.until}
-    for kind, k in (("episode", query.k_epi), ("fact", query.k_sem), ("turn", query.k_sub)):
-        kinds: Any = [kind]
-        hits = (
-            [] if k == 0 else client.search(query.tenant, query.text, kinds=kinds, top_k=k, **where).results
+    def tier(kind: HitKind, k: int | None) -> tuple[Hit, ...]:
+        if k == 0:
+            return ()
+        found = client.search(
+            query.tenant,
+            query.text,
+            kinds=[kind],
+            top_k=k,
+            filters=query.where,
+            since=query.since,
+            until=query.until,
         )
-        tiers.append(tuple(_hit(hit) for hit in hits))
-    return SearchResult(*tiers)
+        return tuple(_hit(hit) for hit in found.results)
+
+    return SearchResult(tier("episode", query.k_epi), tier("fact", query.k_sem), tier("turn", query.k_sub))
 
 
 def _answer(client: Client, query: q.AnswerQuery) -> Answer:
-    from undertow.engine.base.model import Usage
-
     said = client.answer(query.tenant, query.question, as_of=query.as_of, mode=query.mode)
-    by_kind = {
-        kind: tuple(_hit(h) for h in said.memories if h.kind == kind) for kind in ("episode", "fact", "turn")
-    }
-    return Answer(said.answer, SearchResult(*by_kind.values()), Usage(**said.usage))
+
+    def tier(kind: HitKind) -> tuple[Hit, ...]:
+        return tuple(_hit(hit) for hit in said.memories if hit.kind == kind)
+
+    return Answer(said.answer, SearchResult(tier("episode"), tier("fact"), tier("turn")), Usage(**said.usage))
 
 
 def _report(memory: Model, tenant: str) -> Report:

@@ -100,9 +100,8 @@ def _serve_store(
 ) -> None:
     from undertow.engine.base.process_tuning import settle_in
     from undertow.serving.async_memories import open_memories
-    from undertow.serving.http.hosting import Files
+    from undertow.serving.http.hosting import Files, serve_mcp
     from undertow.serving.http.service_settings import ServiceSettings
-    from undertow.serving.mcp.local_store import serve_store
 
     if is_root(store):
         raise WrongUsage(f"{store} is a cluster's root: serve it with `undertow serve`, then give --url")
@@ -112,4 +111,4 @@ def _serve_store(
         settings = ServiceSettings()
     files = Files.beside(store, None, None, open_to_all=True)
     settle_in()
-    asyncio.run(serve_store(lambda: open_memories(store, engine), files, tenant, settings, engine))
+    asyncio.run(serve_mcp(lambda: open_memories(store, engine), files, tenant, settings, engine))

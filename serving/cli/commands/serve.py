@@ -64,7 +64,8 @@ def serve(
     # not before the line above: torch alone takes seconds to load
     from undertow.engine.base.process_tuning import settle_in
     from undertow.engine.cluster.shard.supervisor import EngineParts
-    from undertow.serving.async_memories import open_memories
+    from undertow.serving.async_memories import AsyncMemories, open_memories
+    from undertow.serving.cli.ray_session import open_cluster
     from undertow.serving.http.hosting import Files, run
     from undertow.serving.telemetry.logs import set_up
     from undertow.serving.telemetry.tracing import observers, tracing
@@ -74,12 +75,17 @@ def serve(
     parts = None if tracing() is None else EngineParts(observers=observers)
     settle_in()
 
+    def opened() -> AsyncMemories:
+        if ray is None:
+            return open_memories(store, engine, parts=parts)
+        return AsyncMemories.enter(open_cluster(store, engine, ray, shards=shards, parts=parts))
+
     def tell(at: int) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{at}"
         say(f"Ready on {url}, serving {store}. The API is described at {url}/docs and {url}/openapi.json.")
 
     run(
-        lambda: open_memories(store, engine, ray=ray, shards=shards, parts=parts),
+        opened,
         Files.beside(store, keys, state, open_to_all=insecure_no_auth),
         host,
         port,

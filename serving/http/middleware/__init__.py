@@ -1,1 +1,1 @@
-"""What a request passes on its way to an endpoint: keys, limits, idempotency."""
+"""What a request passes before its endpoint: log and span, id, key, rate, load, body limits, idempotency."""

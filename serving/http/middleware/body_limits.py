@@ -1,4 +1,4 @@
-"""A request's body as it comes in: bounded in bytes and in time, whoever reads it."""
+"""Limits on a request's body in bytes and in time, whoever reads it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from undertow.serving.http.problems import CLOSE, Problem
 
 
 def bounded(receive: Receive, headers: Headers, max_bytes: int, timeout_s: float) -> Receive:
-    """`receive` for a body of at most `max_bytes` that is there within `timeout_s` from now.
+    """`receive` for a body of at most `max_bytes` that must be complete within `timeout_s` from now.
 
-    Problem at once where the length that is announced is too large; else, when it is called: 413, 408, and
-    400 for a sender who leaves before the end. A response that goes before the body has come closes the
-    connection.
+    Problem at once if the announced length is too large. The returned function raises Problem 413, 408, or
+    400 for a client that disconnects before the end. A response before the end closes the connection.
     """
     announced = headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -25,7 +24,7 @@ def bounded(receive: Receive, headers: Headers, max_bytes: int, timeout_s: float
 
     async def receive_within() -> Message:
         nonlocal taken, complete
-        if complete:  # what comes now is that the sender leaves, whenever that is
+        if complete:  # the next message is the disconnect
             return await receive()
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -60,7 +59,7 @@ async def read_all(receive: Receive) -> bytes:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives a body that was read already, then what else comes."""
+    """A `receive` that returns a body that was read already, then further messages."""
     given = False
 
     async def receive_again() -> Message:

@@ -1,4 +1,4 @@
-"""Who sends a request: the key that it brings, or nobody in particular on a loopback address."""
+"""Authentication: by API key, or without keys on a loopback address only."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ANYONE = Principal(WITHOUT_KEY, "", TenantScope(all_tenants=True), frozenset(Sco
 
 
 class Guard(Protocol):
-    """Tells who sends a request, from its headers alone."""
+    """Identifies the sender of a request from its headers."""
 
     def admit(self, headers: Headers) -> Principal:
-        """Problem: 401 for a key that is not accepted, 403 and 429 where the sender may not, or not yet."""
+        """Problem: 401 for a missing or invalid key; 403: a host that is not loopback; 429: over its rate."""
         ...
 
 
 class KeyGuard:
-    """Demands a key. Every request with one that is accepted counts at its rate, refused input included."""
+    """Requires a key. Every request with a valid key counts against its rate, rejected input included."""
 
     def __init__(self, keys: Authenticator, rates: RequestRates) -> None:
         self._keys = keys
@@ -42,12 +42,7 @@ class KeyGuard:
     def admit(self, headers: Headers) -> Principal:
         text = key_text(headers)
         if text is None:
-            raise Problem(
-                401,
-                "no-key",
-                NO_KEY,
-                headers=CHALLENGE,
-            )
+            raise Problem(401, "no-key", NO_KEY, headers=CHALLENGE)
         try:
             principal = self._keys.check(text)
         except KeyRefused as refused:
@@ -55,17 +50,16 @@ class KeyGuard:
             raise Problem(401, "key-refused", str(refused), headers=CHALLENGE) from None
         wait_s = self._rates.take(principal)
         if wait_s:
-            raise Problem(
-                429, "rate", "This key sends more requests than it may. Wait.", retry_after_s=wait_s
-            )
+            words = "This key sends more requests than it may. Wait."
+            raise Problem(429, "rate", words, retry_after_s=wait_s)
         return principal
 
 
 class OpenGuard:
-    """Lets everybody do everything: for one's own machine, on a loopback address alone.
+    """Allows everything to everyone: for one's own machine, on a loopback address only.
 
-    A request must name that address as its host: else a web page anywhere could have a browser on this
-    machine send it, by a name that leads here.
+    A request must have a loopback Host. Otherwise a web page could make a browser on this machine send one,
+    through a DNS name that resolves to it.
     """
 
     def admit(self, headers: Headers) -> Principal:
@@ -78,7 +72,7 @@ class OpenGuard:
 
 
 def key_text(headers: Headers) -> str | None:
-    """The key that a request brings; None: it brings none."""
+    """The key in a request's headers, if any."""
     scheme, _, text = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and text.strip():
         return text.strip()
@@ -86,7 +80,7 @@ def key_text(headers: Headers) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host leads to this machine alone: by an address, not by a name that might lead elsewhere."""
+    """Whether a host is a loopback address or "localhost"; other names might resolve elsewhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,9 +1,8 @@
-"""Idempotency-Key: the same request again has the first one's answer, and is not done twice.
+"""Idempotency-Key: a repeated request gets the first response, and is not carried out twice.
 
-An answer is kept when the request has succeeded; one that was refused has changed nothing, and may be tried
-again under the same key. Of one that failed, or was cut off, nobody knows: it is done again as a repeat, to
-which what is done already is no error. Adding to memory does not come here: the journal itself knows its
-keys (turns.py).
+A response is kept if the request succeeded. A refused request changed nothing, and may be tried again under
+its key. A request that failed or was interrupted is carried out again as a repeat, for which work that is
+done already is no error. Add requests do not pass here: the journal has their dedupe keys (add_batches.py).
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from undertow.serving.http.state_db import StateDb
 
 KEY_HEADER = "idempotency-key"
 LONGEST_KEY = 255
-# of a response, what is its own
+# kept with a response
 KEPT_HEADERS = ("content-type", "location")
-# of a request, what is part of it beside its path and body
-ASKED_HEADERS = ("prefer",)
-# of a request that is done, whether it was begun before
+# compared between repeats, like path and body
+REQUEST_HEADERS = ("prefer",)
+# in a request's scope: whether an earlier process began it
 AGAIN = "undertow.again"
 
 OTHER_REQUEST = "This Idempotency-Key was used for another request. Take a new key for a new request."
@@ -53,7 +52,7 @@ class Response:
             self.body += message.get("body", b"")
 
     def located(self, change: Callable[[str], str]) -> Response:
-        """The same with another Location, if it has one."""
+        """The same response with a changed Location, if it has one."""
         headers = [
             (name, change(value.decode("latin-1")).encode("latin-1") if name == b"location" else value)
             for name, value in self.headers
@@ -67,7 +66,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class IdempotentRequest:
-    """A request that is to be done now, and its entry. `again`: it was begun before; see Once.begin."""
+    """The entry of a request to carry out. `again`: it was begun before; see IdempotencyStore.begin."""
 
     mark: bytes
     at: float
@@ -75,21 +74,21 @@ class IdempotentRequest:
 
 
 class IdempotencyStore:
-    """The answers that are kept."""
+    """The kept responses."""
 
     def __init__(self, state: StateDb, keep_s: float) -> None:
         self._state = state
         self._keep_s = keep_s
-        # what another process has begun and not ended was cut off: it is done again
+        # requests that another process began and did not finish are repeated
         self._process = secrets.token_hex(8)
 
     async def begin(
         self, mark: bytes, tenant_key: str | None, request: bytes
     ) -> Response | IdempotentRequest:
-        """The answer that was given; else the request is to be done now. Problem 409, 422.
+        """The kept response, or the entry of a request to carry out now. Problem 409, 422.
 
-        Again: a service that has ended since had begun it, and nobody knows how far it came. `tenant_key`:
-        whose erasure is to forget it.
+        `again`: a service that has ended since began it, and nobody knows how far it got. `tenant_key`: the
+        tenant whose erasure deletes the entry.
         """
 
         def begin(db: sqlite3.Connection) -> Response | IdempotentRequest:
@@ -115,7 +114,7 @@ class IdempotencyStore:
         return await self._state.run(begin)
 
     async def keep(self, begun: IdempotentRequest, response: Response) -> None:
-        """The answer to what was begun, unless that was forgotten meanwhile."""
+        """Keep the response, unless the entry was deleted meanwhile."""
         headers = {
             name.decode(): value.decode("latin-1")
             for name, value in response.headers
@@ -124,21 +123,24 @@ class IdempotencyStore:
         row = (time.time(), response.status, orjson.dumps(headers).decode(), bytes(response.body))
         await self._change("update kept set at = ?, status = ?, headers = ?, body = ?", begun, *row)
 
-    async def give_up(self, begun: IdempotentRequest) -> None:
-        """What was begun was refused."""
-        await self._change("delete from kept", begun)
+    async def fail(self, begun: IdempotentRequest, status: int) -> None:
+        """Forget a refused request (4xx), which changed nothing. A failed one (5xx) is left unfinished."""
+        if status >= 500:
+            await self.leave(begun)
+        else:
+            await self._change("delete from kept", begun)
 
     async def leave(self, begun: IdempotentRequest) -> None:
-        """Nobody knows how far what was begun came: as if its process had ended."""
+        """Leave a request unfinished, as if its process had ended: nobody knows how far it got."""
         await self._change("update kept set process = ''", begun)
 
     async def _change(self, change: str, begun: IdempotentRequest, *values: object) -> None:
-        """Of the very entry that was begun: forgotten meanwhile, it may have a successor."""
+        """Change this very entry: if it was deleted meanwhile, the key may have a newer one."""
         where = f"{change} where mark = ? and at = ?"
         await self._state.run(lambda db: db.execute(where, (*values, begun.mark, begun.at)))
 
     async def forget(self, tenant_key: str) -> None:
-        """Drop all that is kept for a tenant."""
+        """Delete everything kept for a tenant."""
         await self._state.run(lambda db: db.execute("delete from kept where tenant_key = ?", (tenant_key,)))
 
 
@@ -149,37 +151,39 @@ def _response(status: int, headers: str, body: bytes) -> Response:
 
 
 class Sender(NamedTuple):
-    """Who sends a request: an API key's id; and the tenant in its path, by name and by keyed hash."""
+    """The sender of a request: an API key's id, the tenant in the path, and that tenant's keyed hash.
+
+    `erases`: the request is an erasure. Its kept response outlives the tenant, so that a repeat does not
+    erase memories added since.
+    """
 
     key_id: str
     tenant: str | None
     tenant_key: str | None
+    erases: bool = False
 
 
 async def answer_once(
     once: IdempotencyStore,
     sender: Sender,
-    outlives_erasure: bool,
     handle: Callable[[Scope, Receive, Send], Awaitable[None]],
     scope: Scope,
     receive: Receive,
     send: Send,
 ) -> None:
-    """Have `handle` answer a request with an Idempotency-Key, or give the answer that it gave before.
+    """Respond to a request with an Idempotency-Key: by `handle`, or with the kept response.
 
-    The key is the sender's own: of this API key, this tenant and this route. `outlives_erasure`: so does the
-    answer to an erasure, a repeat of which is not to erase what came after it. Problem 409, 422.
-
-    What is kept has no tenant's name in it: a path stands there from the tenant's on, and so does a Location.
+    A key is scoped to an API key, a tenant and a route. Problem 409, 422. Nothing that is kept contains a
+    tenant's name: a path, and a Location, is kept from the part after the tenant.
     """
     headers = Headers(scope=scope)
     key = idempotency_key(headers)
     body = await read_all(receive)
     mark = _digest(sender.key_id, scope["method"], scope["route"].path, sender.tenant_key or "", key)
-    asked = [headers.get(name, "") for name in ASKED_HEADERS]
+    relevant = [headers.get(name, "") for name in REQUEST_HEADERS]
     root, rest = _parted(scope["path"], sender.tenant)
-    request = _digest(rest, scope["query_string"].decode("latin-1"), *asked, body)
-    begun = await once.begin(mark, None if outlives_erasure else sender.tenant_key, request)
+    request = _digest(rest, scope["query_string"].decode("latin-1"), *relevant, body)
+    begun = await once.begin(mark, None if sender.erases else sender.tenant_key, request)
     if isinstance(begun, Response):
         await begun.located(lambda place: root + place).give(send)
         return
@@ -189,7 +193,7 @@ async def answer_once(
         await handle(scope, replayed(body, receive), response.take)
     except Exception as error:
         problem = problem_of(error)
-        await _end_without(once, begun, problem.status_code)
+        await once.fail(begun, problem.status_code)
         raise problem from error
     except BaseException:
         await once.leave(begun)
@@ -197,24 +201,19 @@ async def answer_once(
     if 200 <= response.status < 300:
         await once.keep(begun, response.located(lambda place: place.removeprefix(root)))
     else:
-        await _end_without(once, begun, response.status)
+        await once.fail(begun, response.status)
     await response.give(send)
 
 
-async def _end_without(once: IdempotencyStore, begun: IdempotentRequest, status: int) -> None:
-    """What was begun ends without success."""
-    await (once.leave(begun) if status >= 500 else once.give_up(begun))
-
-
 def _parted(path: str, tenant: str | None) -> tuple[str, str]:
-    """A path as it was sent: up to the tenant's part, and what follows."""
+    """A path as it was sent, split after the tenant."""
     parts = path.split("/")
     cut = 0 if tenant is None else parts.index("tenants") + 2
     return "/".join(parts[:cut]), "/".join(["", *parts[cut:]] if cut else parts)
 
 
 def idempotency_key(headers: Headers) -> str:
-    """The request's Idempotency-Key, which it has. Problem 422: it cannot be one."""
+    """The Idempotency-Key of a request that has one. Problem 422: it is invalid."""
     key = headers[KEY_HEADER]
     if not 1 <= len(key) <= LONGEST_KEY or not key.isprintable():
         raise bad_field("Idempotency-Key", f"must be 1 to {LONGEST_KEY} printable characters, as a UUID.")

@@ -1,1 +1,1 @@
-"""The endpoints, by subject."""
+"""The endpoints, their request and response bodies (schemas), and their access rules (access)."""

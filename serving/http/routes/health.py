@@ -1,4 +1,4 @@
-"""Whether the process lives, and whether it should be sent requests. No key is needed."""
+"""Liveness and readiness. No key is needed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from undertow.serving.http.routes.access import GuardedRoute, needs
-from undertow.serving.http.routes.dependencies import Served
-from undertow.serving.http.schemas.service import Health
+from undertow.serving.http.routes.access import Access, GuardedRoute
+from undertow.serving.http.routes.schemas import Health
+from undertow.serving.http.service import Served
 
 router = APIRouter(route_class=GuardedRoute, tags=["health"])
 
@@ -18,22 +18,21 @@ UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description"
 
 
 @router.get("/health/live", openapi_extra=OPEN)
-@needs(None)
+@Access(None)
 async def live() -> Health:
-    """The process answers."""
+    """The process responds to requests."""
     return Health(status="ok")
 
 
 @router.get("/health/ready", response_model=Health, responses=UNREADY, openapi_extra=OPEN)
-@needs(None)
+@Access(None)
 async def ready(service: Served) -> Any:
-    """The store, or a shard of it, is open, and the service is not about to end.
+    """At least one shard serves, and the service is not shutting down.
 
-    `llm` says how the language model's server is: ok, trouble, unknown, or off where none is set. That it is
-    lost is no reason to be unready: adding and searching go on.
+    `llm`: the state of the language model's server: ok, trouble, unknown, or off if none is configured. A
+    lost LLM does not make the service unready: adding and searching continue.
     """
     if service.load.draining:
         return JSONResponse({"status": "draining"}, 503)
     serving, llm = await service.readiness.look()
-    status = "ok" if serving else "unready"
-    return JSONResponse({"status": status, "llm": llm}, 200 if serving else 503)
+    return JSONResponse({"status": "ok" if serving else "unready", "llm": llm}, 200 if serving else 503)

@@ -8,21 +8,28 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Query, Request
 
-from undertow.engine.base.queries import DeleteCommand, EraseCommand, UpdateCommand
+from undertow.engine.base.queries import (
+    DeleteCommand,
+    EraseCommand,
+    GetQuery,
+    HistoryQuery,
+    ListQuery,
+    UpdateCommand,
+)
 from undertow.serving.auth.principal import Scope
 from undertow.serving.http.problems import bad_field
-from undertow.serving.http.routes.access import GuardedRoute, needs
-from undertow.serving.http.routes.audited import audited
-from undertow.serving.http.routes.dependencies import Again, MemoryId, Sender, Served, Tenant
-from undertow.serving.http.schemas.base import Kind, MomentText
-from undertow.serving.http.schemas.memories import (
+from undertow.serving.http.routes.access import Access, GuardedRoute
+from undertow.serving.http.routes.schemas import (
     AllDeleted,
     Changed,
     History,
+    Kind,
     MemoryList,
     MemoryView,
+    MomentText,
     UpdateRequest,
 )
+from undertow.serving.http.service import Again, MemoryId, Sender, Served, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
 
@@ -31,93 +38,92 @@ ALL = "/v1/tenants/{tenant}/memories"
 FILTER = "filter."
 
 
-@router.get(ALL, name="list")
-@needs(Scope.READ)
+@router.get(ALL, name="list", response_model=MemoryList)
+@Access(Scope.READ)
 async def list_(
     request: Request,
     tenant: Tenant,
     service: Served,
-    kind: Annotated[list[Kind] | None, Query(description="May be repeated; left out: all kinds.")] = None,
+    kind: Annotated[list[Kind] | None, Query(description="Repeatable; default: all kinds.")] = None,
     since: Annotated[MomentText | None, Query()] = None,
     until: Annotated[MomentText | None, Query()] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[str | None, Query(description="The `next` of the page before.")] = None,
-) -> MemoryList:
-    """A tenant's memories in order of birth, page by page.
+) -> Any:
+    """A tenant's memories in creation order, page by page.
 
-    `filter.KEY=VALUE` asks for turns with that value of a metadata key, and for what rests on them; repeated
-    for one key it means any of the values. A value that reads as a JSON number, true or false means that too.
+    `filter.KEY=VALUE` selects turns with that value of a metadata key, and memories made from them; repeated
+    for one key it means any of the values. A value that parses as a JSON number, true or false matches that
+    too.
     """
     if limit > service.settings.max_page:
         raise bad_field("limit", f"is {limit}; ask for at most {service.settings.max_page:,}.")
-    where = _where(request)
-    page = await service.memories.list(
-        tenant, kinds=kind, since=since, until=until, where=where or None, limit=limit, after=after
-    )
-    return MemoryList(results=[view(report) for report in page.items], next=page.after)
+    query = ListQuery(tenant, kind, since, until, _filters(request) or None, limit, after)
+    page = await service.memories.call(query)
+    return {"results": [_view(report) for report in page.items], "next": page.after}
 
 
-@router.get(ONE)
-@needs(Scope.READ)
-async def get(tenant: Tenant, memory_id: MemoryId, service: Served) -> MemoryView:
-    """One memory as it stands."""
-    return view(await service.memories.get(memory_id, tenant=tenant))
+@router.get(ONE, response_model=MemoryView)
+@Access(Scope.READ)
+async def get(tenant: Tenant, memory_id: MemoryId, service: Served) -> Any:
+    """One memory in its current version."""
+    report = await service.memories.call(GetQuery(memory_id, tenant))
+    return _view(report)
 
 
-@router.get(ONE + "/history")
-@needs(Scope.READ)
-async def history(tenant: Tenant, memory_id: MemoryId, service: Served) -> History:
-    """Every version of one memory, its deletion included. Of a deleted turn nothing is left: 404."""
-    versions = await service.memories.history(memory_id, tenant=tenant)
-    return History(results=[view(version) for version in versions])
+@router.get(ONE + "/history", response_model=History)
+@Access(Scope.READ)
+async def history(tenant: Tenant, memory_id: MemoryId, service: Served) -> Any:
+    """Every version of one memory, its deletion included. A deleted turn leaves no history: 404."""
+    versions = await service.memories.call(HistoryQuery(memory_id, tenant))
+    return {"results": [_view(version) for version in versions]}
 
 
-@router.put(ONE)
-@needs(Scope.WRITE, once=True)
+@router.put(ONE, response_model=Changed)
+@Access(Scope.WRITE, once=True)
 async def update(
     tenant: Tenant, memory_id: MemoryId, asked: UpdateRequest, service: Served, again: Again
-) -> Changed:
-    """Put other words in the place of a memory.
+) -> Any:
+    """Reword a memory.
 
-    An episode or a fact has a new version under the same id; its history stays. A turn is deleted, and
-    another with its session, time and metadata takes its place under a new id: the one that is answered.
+    An episode or a fact gets a new version under the same id; its history stays. A turn is deleted and
+    replaced by another with its session, time and metadata: the response has the new id.
     """
     wording = asked.messages if asked.text is None else asked.text
     assert wording is not None, "one of both was given"
     updated = await service.memories.call(UpdateCommand(memory_id, tenant, wording, again=again))
-    return Changed.model_validate({"id": updated.id, "kind": updated.kind, "event": "UPDATE"})
+    return {"id": updated.id, "kind": updated.kind, "event": "UPDATE"}
 
 
-@router.delete(ONE)
-@needs(Scope.WRITE, once=True)
-async def delete(tenant: Tenant, memory_id: MemoryId, service: Served, again: Again) -> Changed:
-    """Delete one memory. The words of a turn are gone at once, and what rests on it is remade without it; an
-    episode or a fact goes alone, and its history stays."""
+@router.delete(ONE, response_model=Changed)
+@Access(Scope.WRITE, once=True)
+async def delete(tenant: Tenant, memory_id: MemoryId, service: Served, again: Again) -> Any:
+    """Delete one memory. A turn's words are gone at once, and memories made from it are remade without it; an
+    episode or a fact is deleted alone, and its history stays."""
     kind = await service.memories.call(DeleteCommand(memory_id, tenant, again=again))
-    return Changed.model_validate({"id": memory_id, "kind": kind, "event": "DELETE"})
+    return {"id": memory_id, "kind": kind, "event": "DELETE"}
 
 
 @router.delete(ALL)
-@needs(Scope.ERASE, once=True, act="delete_all")
+@Access(Scope.ERASE, once=True, act="delete_all")
 async def delete_all(tenant: Tenant, service: Served, sender: Sender, again: Again) -> AllDeleted:
-    """Delete all of a tenant's memories with their history: gone from every answer at once.
+    """Delete all of a tenant's memories with their history: gone from every response at once.
 
-    The bytes go with the next purge; to have them gone now, with a certificate, erase the tenant.
+    The next purge removes the bytes. To remove them now, with a certificate, erase the tenant.
     """
-    async with audited(service.audit, "delete_all", sender, service.memories.tenant_key(tenant)):
+    async with service.audited("delete_all", sender.key_id, tenant):
         await service.memories.call(EraseCommand(tenant, again=again))
     return AllDeleted()
 
 
-def view(report: Mapping[str, Any]) -> MemoryView:
-    """A report of the engine as callers see it, in the words of requests; its tenant they know."""
+def _view(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A report of the engine in the field names of requests, without its tenant."""
     names = {"text": "memory", "session": "session_id"}
-    shown = {names.get(name, name): value for name, value in report.items() if name != "tenant"}
-    return MemoryView(**{"memory": "", **shown})
+    return {"memory": "", **{names.get(k, k): value for k, value in report.items() if k != "tenant"}}
 
 
-def _where(request: Request) -> dict[str, list[Any]]:
-    """The filters of a query string."""
+def _filters(request: Request) -> dict[str, list[Any]]:
+    """The metadata filters of a query string."""
     where: dict[str, list[Any]] = {}
     for name, value in request.query_params.multi_items():
         if name.startswith(FILTER):
@@ -126,7 +132,7 @@ def _where(request: Request) -> dict[str, list[Any]]:
 
 
 def _scalar(text: str) -> list[Any]:
-    """What a text reads as in JSON, if that is a number, true or false."""
+    """The JSON number, true or false that a text parses as, if any."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -1,68 +1,60 @@
-"""Searching, and answers, on request as a stream."""
+"""Search, and answers: whole, or streamed as server-sent events."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from undertow.engine.base.queries import AnswerQuery
+from undertow.engine.base.queries import AnswerQuery, SearchQuery
+from undertow.engine.base.results import Answer
 from undertow.serving.auth.principal import Scope
-from undertow.serving.http.middleware.disconnect import ClientDisconnected, unless_gone
 from undertow.serving.http.middleware.token_budget import BudgetedCall
 from undertow.serving.http.problems import Problem, bad_field, problem_of
-from undertow.serving.http.routes.access import GuardedRoute, needs
-from undertow.serving.http.routes.dependencies import Sender, Served, Tenant
-from undertow.serving.http.schemas.search_and_answer import (
+from undertow.serving.http.routes.access import Access, GuardedRoute
+from undertow.serving.http.routes.schemas import (
     AnswerRequest,
     AnswerResponse,
-    FoundMemory,
+    Kind,
     SearchRequest,
     SearchResponse,
-    Tokens,
 )
-
-if TYPE_CHECKING:
-    from undertow.engine.base.results import Answer, Hit
+from undertow.serving.http.routes.streaming import ClientDisconnected, started, unless_gone
+from undertow.serving.http.service import Sender, Served, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
 
-TIERS = {"turn": "k_sub", "episode": "k_epi", "fact": "k_sem"}
+# in the order of k_sub, k_epi, k_sem
+KINDS: tuple[Kind, ...] = ("turn", "episode", "fact")
 EVENTS = {
     "schema": {"type": "string"},
     "example": 'event: delta\ndata: {"text": "On "}\n\nevent: done\ndata: {"answer": "On Sunday.", ...}\n\n',
 }
 
 
-@router.post("/v1/tenants/{tenant}/search")
-@needs(Scope.READ)
-async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> SearchResponse:
-    """The memories nearest to a query. Filters are applied before the ranking: a tenant that has k memories
-    which pass them gets k, whatever else is stored.
+@router.post("/v1/tenants/{tenant}/search", response_model=SearchResponse)
+@Access(Scope.READ)
+async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Any:
+    """The memories nearest to a query. Filters are applied before the ranking: a tenant with k matching
+    memories gets k, whatever else is stored.
 
-    With `top_k`, so many over all kinds that are asked for; without, each kind has its own count.
+    `top_k` counts over all requested kinds; without it, each kind has its own count.
     """
     if asked.top_k is not None and asked.top_k > service.settings.max_top_k:
         raise bad_field("top_k", f"is {asked.top_k}; ask for at most {service.settings.max_top_k:,}.")
-    kinds = asked.kinds or TIERS.keys()
-    tiers = {count: asked.top_k if kind in kinds else 0 for kind, count in TIERS.items()}
-    found = await service.memories.search(
-        tenant,
-        asked.query,
-        **tiers,
-        since=_text(asked.since),
-        until=_text(asked.until),
-        where=asked.filters or None,
-    )
+    kinds = asked.kinds or KINDS
+    k_sub, k_epi, k_sem = (asked.top_k if kind in kinds else 0 for kind in KINDS)
+    since, until = _text(asked.since), _text(asked.until)
+    query = SearchQuery(tenant, asked.query, k_sub, k_epi, k_sem, since, until, asked.filters or None)
+    found = await service.memories.call(query)
     hits = found.ranked(asked.top_k)
     if asked.threshold is not None:
         hits = [hit for hit in hits if hit.score >= asked.threshold]
-    return SearchResponse(results=_found(hits), recall=found.turn_recall)
+    return {"results": hits, "recall": found.turn_recall}
 
 
 @router.post(
@@ -70,21 +62,21 @@ async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Searc
     response_model=AnswerResponse,
     responses={
         200: {
-            "description": "The answer; streamed: events `delta` with a piece of `text` each, then `done` "
-            "with what is the body otherwise, or `error` with a problem.",
+            "description": "The answer. Streamed: `delta` events with a piece of `text` each, then `done` "
+            "with the body of a whole answer, or `error` with a problem.",
             "content": {"text/event-stream": EVENTS},
         }
     },
 )
-@needs(Scope.READ, long=True)
+@Access(Scope.READ, long=True)
 async def answer(
     tenant: Tenant, asked: AnswerRequest, service: Served, sender: Sender, request: Request
 ) -> Any:
-    """Answer a question from a tenant's memory, with one call of the language model, or up to three where
-    it is answered by best effort.
+    """Answer a question from a tenant's memory, with one call of the language model, or up to three in
+    best-effort mode.
 
-    Its tokens count towards the key's budget of the day. Before the call the most that it may take must fit
-    into what is left. Who leaves before the answer has ended ends its call, and is charged the most.
+    Its tokens are charged to the key's daily budget. The most that the call may cost must fit into the rest
+    of the budget. A client that disconnects early cancels the call, and is charged that maximum.
     """
     query = AnswerQuery(tenant, asked.question, _text(asked.as_of), asked.mode)
     spending = BudgetedCall(service.budgets, sender, service.answer_tokens(asked.mode))
@@ -94,21 +86,16 @@ async def answer(
                 given = await unless_gone(request, service.memories.call(query))
                 spending.took(given.usage)
         except ClientDisconnected:
-            raise Problem(400, "cut-off", "The sender left before the answer was there.") from None
-        return _answered(given)
-    pieces = _charged(service.memories.answer_stream(query), spending)
-    try:
-        first = await anext(pieces)  # what goes wrong before it is a problem with a status of its own
-    except BaseException:
-        await pieces.aclose()
-        raise
-    return StreamingResponse(_events(first, pieces), media_type="text/event-stream")
+            raise Problem(400, "cut-off", "The client disconnected before the answer.") from None
+        return _response(given)
+    pieces = await started(_charged(service.memories.answer_stream(query), spending))
+    return StreamingResponse(_events(pieces), media_type="text/event-stream")
 
 
 async def _charged(
     pieces: AsyncGenerator[str | Answer], spending: BudgetedCall
 ) -> AsyncGenerator[str | Answer]:
-    """The same pieces; what they cost is charged. Closed before its end, it closes them."""
+    """The same pieces, charged to the budget. Closing it closes them."""
     async with spending, aclosing(pieces) as stream:
         async for piece in stream:
             if not isinstance(piece, str):
@@ -116,37 +103,31 @@ async def _charged(
             yield piece
 
 
-async def _events(first: str | Answer, pieces: Any) -> AsyncIterator[bytes]:
-    """Server-sent events: the pieces, the whole, or the error that came between."""
+async def _events(pieces: AsyncGenerator[str | Answer]) -> AsyncIterator[bytes]:
+    """Server-sent events: the pieces, then the whole answer or an error."""
     async with aclosing(pieces):
-        yield _event(first)
         try:
             async for piece in pieces:
                 yield _event(piece)
-        except Exception as error:  # noqa: BLE001 - the status is sent: this is how the reader is told
+        except Exception as error:  # noqa: BLE001 - the status is sent already: an event reports the error
             yield _line("error", problem_of(error).document)
 
 
 def _event(piece: str | Answer) -> bytes:
     if isinstance(piece, str):
         return _line("delta", {"text": piece})
-    return _line("done", _answered(piece).model_dump())
+    return _line("done", _response(piece).model_dump())
 
 
 def _line(event: str, data: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (event.encode(), orjson.dumps(data))
 
 
-def _answered(given: Answer) -> AnswerResponse:
-    return AnswerResponse(
-        answer=given.text, memories=_found(given.found.ranked()), usage=Tokens(**asdict(given.usage))
-    )
-
-
-def _found(hits: Sequence[Hit]) -> list[FoundMemory]:
-    return [FoundMemory(**{**asdict(hit), "source_seqs": list(hit.source_seqs)}) for hit in hits]
+def _response(answer: Answer) -> AnswerResponse:
+    fields = {"answer": answer.text, "memories": answer.found.ranked(), "usage": answer.usage}
+    return AnswerResponse.model_validate(fields, from_attributes=True)
 
 
 def _text(moment: str | int | float | None) -> str | None:
-    """A moment as it was normalised."""
+    """A moment, which its validation has normalised."""
     return None if moment is None else str(moment)

@@ -2,65 +2,27 @@
 
 from __future__ import annotations
 
-import re
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-import orjson
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from undertow.bench.mock.llm import MockLLM, MockReplies
+from undertow.bench.mock.llm import MockLLM
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.policy_change import PolicyConflict
-from undertow.engine.api.transfer.export import ExportBroken, ExportTrailer
+from undertow.engine.api.transfer.export import ExportTrailer
 from undertow.engine.api.transfer.import_ import TenantExists
-from undertow.engine.base.model import InputError, Message, PolicyName, Turn
+from undertow.engine.base.model import InputError, PolicyName
 from undertow.engine.base.queries import ImportCommand
 from undertow.engine.base.results import ImportReport, Report
-from undertow.engine.cluster.routing.errors import ShardGone
-from undertow.engine.cluster.routing.router import Router
-from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.storage.row_codec import usage_from_json
-from undertow.engine.tenants.registry import UnknownTenant
-from undertow.prompts.builders import QUERY_OPERATIONS
 
-from ...support.cluster.in_process import LocalShards, begin
-from ...support.cluster.in_process import settings as cluster_settings
-from ...support.engine import ENCODER, bytes_hold, opened, rows_of, settings_of
-from ...support.faults.harness import PARKING, RATES, THETA, TOPICS, Driver, shared_driver
-
-ID = re.compile(rb'"[0-9a-f]{32}"')
-REPLIES = MockReplies(**{**RATES, **PARKING, "malformed_rate": 0.3})
-
-
-def engine_at(store: Path, **changes: Any) -> Engine:
-    return opened(store, settings_of(**{**THETA, **changes}), ENCODER, MockLLM(REPLIES))
-
-
-def said(tenant: str, n: int) -> Turn:
-    """The n-th turn: of one of few topics, so that it merges, fires or waits."""
-    words = TOPICS[n * n % 3].split()
-    text = " ".join([*(words[(n + i) % len(words)] for i in range(6)), f"n{n}."])
-    messages = (Message("user", text, "Ada"), Message("assistant", "I see."))
-    when = f"2026-03-{1 + n % 28:02d}T10:00:00" if n % 4 else None
-    return Turn(tenant, messages, f"key {n}", f"s{n % 2}", when, {"topic": n % 3} if n % 2 else {})
-
-
-def exported(engine: Engine, tenant: str, *, limit: int = 1000, vectors: bool = False) -> list[Report]:
-    """By pages, through JSON, as a client has it."""
-    records: list[Report] = []
-    after = None
-    while True:
-        page = engine.export_page(tenant, after=after, limit=limit, vectors=vectors)
-        records += [orjson.loads(orjson.dumps(item)) for item in page.items]
-        if (after := page.after) is None:
-            return records
+from ...support.engine import rows_of, settings_of
+from ...support.faults.harness import THETA
+from ...support.transfer import REPLIES, act, engine_at, exported, nameless, said, seen
 
 
 def resealed(records: Sequence[Report]) -> list[Report]:
@@ -71,17 +33,6 @@ def resealed(records: Sequence[Report]) -> list[Report]:
     return [*records[:-1], seal.end(records[0]["tenant"])]
 
 
-def nameless(records: Sequence[Report], *names: str) -> bytes:
-    """As JSON, with ids and names by the order of their appearance; without the fingerprint of all."""
-    records = [record for record in records if record.get("kind") != "end"]
-    text = orjson.dumps(records, option=orjson.OPT_SORT_KEYS)
-    seen: dict[bytes, bytes] = {}
-    text = ID.sub(lambda found: seen.setdefault(found[0], b'"id %d"' % len(seen)), text)
-    for name in names:
-        text = text.replace(orjson.dumps(name), b'"name"')
-    return text
-
-
 def place(record: Report) -> tuple[Any, ...]:
     """In the log: commits have another order in runs that decide the same, as replies take their time."""
     at = record.get("made_at_seq", record.get("seq", -1))
@@ -89,79 +40,22 @@ def place(record: Report) -> tuple[Any, ...]:
     return (at, record["kind"], *birth, record.get("state", ""))
 
 
-def stats_of(engine: Engine, tenant: str) -> dict[str, int]:
-    """As tenant_stats, less what jobs have cost that were given up half-way: that is their store's."""
-    stats = engine.tenant_stats(tenant)
-    for row in engine.journal.read(kinds=["usage"]):
-        for operation, lost in usage_from_json(orjson.loads(row.payload)).items():
-            if row.tenant == tenant and operation not in QUERY_OPERATIONS:
-                stats["llm_calls"] -= lost.calls
-                for name in ("prompt_tokens", "cached_prompt_tokens", "completion_tokens"):
-                    stats[name] -= getattr(lost, name)
-    return stats
-
-
-def seen(engine: Engine, tenant: str) -> list[Any]:
-    """What the tenant's user can see."""
-    found = engine.search(tenant, "harbour boat garden", k_sub=99, k_epi=99, k_sem=99)
-    hits = [(hit.kind, hit.memory, hit.score, hit.timestamp, hit.source_seqs) for hit in found.ranked()]
-    listed = engine.list(tenant, limit=1000)
-    live = engine.tenants.get(tenant)
-    jobs = [(job.seq, job.state, job.operation, job.cluster, job.reason) for job in live.jobs.values()]
-    gates = (live.cursor, live.next_seq, live.waiting_count, sorted(live.keys), live.last_timestamp)
-    some = [item["id"] for item in listed.items if item["kind"] != "turn"][:4]
-    histories = [version for memory_id in some for version in engine.history(memory_id, tenant=tenant)]
-    return [
-        nameless(listed.items, tenant),
-        nameless(engine.explain(tenant), tenant),
-        nameless(histories, tenant),
-        stats_of(engine, tenant),
-        hits,
-        jobs,
-        gates,
-        live.thresholds_from,
-    ]
-
-
-def act(engine: Engine, tenant: str, what: str, n: int) -> None:
-    """One thing that a user does, to what they have."""
-    live = engine.tenants.get(tenant)
-    turns = [seq for seq in live.seq_by_row if live.exists(seq)]
-    memories = [*live.current("episode"), *live.current("fact")]
-    if what == "add":
-        engine.add_batch([said(tenant, n), said(tenant, n + 1)])
-    elif what == "drain":
-        engine.drain()
-    elif what == "flush":
-        engine.log_flush(tenant)
-    elif what == "replay":
-        engine.replay_jobs()
-    elif what in ("delete turn", "update turn") and turns:
-        hits = engine.list(tenant, kinds=["turn"], limit=1000).items
-        chosen = hits[n % len(hits)]["id"]
-        if what == "delete turn":
-            engine.delete(chosen)
-        else:
-            engine.update(chosen, f"garden seed soil {n}")
-    elif what == "change policy":
-        engine.set_policy(tenant, "eager" if n % 2 else "recmem", drop_edits=True)
-    elif what in ("delete memory", "update memory") and memories:
-        chosen = memories[n % len(memories)].id
-        with suppress(PolicyConflict):  # while a log is read again
-            if what == "delete memory":
-                engine.delete(chosen)
-            else:
-                engine.update(chosen, f"The user sails boat number {n}.")
-
-
 CHANGES = [f"{act} {what}" for act in ("delete", "update") for what in ("turn", "memory")]
+
+
 ACTS = ("add", "drain", "flush", "replay", *CHANGES)
+
+
 LIVES = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 40)), max_size=14)
 
 
 # the log read again, once, and once broken off for another change
 CHANGE = ("change policy", 1)
+
+
 CHANGED = [CHANGE, ("add", 3), ("delete turn", 3), ("drain", 0), ("delete turn", 2), ("update memory", 1)]
+
+
 BROKEN_OFF = [("delete turn", 4), CHANGE, ("add", 7), ("change policy", 0), ("add", 9), ("drain", 0)]
 
 
@@ -390,139 +284,3 @@ def test_texts_are_embedded_by_the_store_that_takes_them(source: list[Report], t
         hit = engine.search("bob", said("bob", 60).text).turns[0]
         assert hit.memory == said("bob", 60).text and hit.score == pytest.approx(1.0, abs=1e-3)
     assert {len(row.vector) for row in rows_of(tmp_path, "turn") if row.vector is not None} == {128}
-
-
-# ---- pages
-
-
-def test_words_deleted_between_two_pages_do_not_come_in(tmp_path: Path) -> None:
-    with engine_at(tmp_path / "a") as here, engine_at(tmp_path / "b") as there:
-        here.add_batch([said("ann", n) for n in range(30)])
-        assert here.drain()
-        page = here.export_page("ann", limit=45)
-        records = [*page.items]
-        doomed = [r for r in records if r["kind"] == "turn" and r["seq"] < 8]
-        for turn in doomed:
-            here.delete(turn["id"])
-        here.add_batch([said("ann", 99)])
-        assert here.drain()
-        while page.after:
-            page = here.export_page("ann", after=page.after, limit=45)
-            records += page.items
-        there.import_("bob", records)
-        there.drain()
-        assert seen(there, "bob") == seen(here, "ann")
-        words = {m["content"] for turn in doomed for m in turn["messages"] if m["role"] == "user"}
-    assert words and not any(bytes_hold(tmp_path / "b", text) for text in words)
-
-
-def test_pages_of_another_life_or_place_are_refused(tmp_path: Path) -> None:
-    with engine_at(tmp_path / "a") as engine, engine_at(tmp_path / "b") as other:
-        for one in (engine, other):
-            one.add_batch([said("ann", n) for n in range(5)])
-        page = engine.export_page("ann", limit=2)
-        with pytest.raises(ExportBroken, match="Begin the export again"):
-            other.export_page("ann", after=page.after)
-        engine.erase("ann")
-        with pytest.raises(UnknownTenant):
-            engine.export_page("ann", after=page.after)
-        engine.add_batch([said("ann", n) for n in range(5)])
-        with pytest.raises(ExportBroken):
-            engine.export_page("ann", after=page.after)
-        for wrong in ({"after": "x"}, {"after": "a.b.c.d"}, {"limit": 0}, {"limit": 10**9}):
-            with pytest.raises(InputError):
-                engine.export_page("ann", **wrong)
-
-
-# ---- killed
-
-
-@pytest.fixture(scope="module")
-def driver() -> Driver:
-    return shared_driver()
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("method", ["append_stream", "_acknowledge"])
-def test_killed_around_its_commit_an_import_is_there_whole_or_not_at_all(
-    method: str, after: bool, source: list[Report], tmp_path: Path, driver: Driver
-) -> None:
-    file = tmp_path / "export.jsonl"
-    file.write_bytes(b"\n".join(map(orjson.dumps, source)))
-    task = {"task": "import", "file": file, "tenant": "bob", "settings": {**THETA, "encoder": "hash:64"}}
-    store = tmp_path / "store"
-    kill = {"method": method, "n": 1, "after": after}
-    assert driver.run(store=store, kill=kill, **task).status == -signal.SIGKILL
-    stored = (method, after) != ("append_stream", False)
-    with engine_at(store) as engine:
-        assert ("bob" in engine.tenants) == stored
-        done = engine.call(ImportCommand("bob", source, again=True))
-        assert done.turns == sum(r["kind"] == "turn" for r in source)
-        engine.resume()
-        engine.drain()
-        found = seen(engine, "bob")
-    with engine_at(tmp_path / "whole") as undisturbed:
-        undisturbed.import_("bob", source)
-        undisturbed.drain()
-        assert found == seen(undisturbed, "bob")
-
-
-# ---- over shards
-
-
-class LosesOneAnswer(LocalShards):
-    """Shards of which the one that has first stored an import dies before it can say so."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lost = 0
-
-    def calls(self, name: str) -> Any:
-        calls, shards = super().calls(name), self
-
-        class Calls:
-            async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-                answer = await calls.call(method, *args, **kwargs)
-                if method == "ask" and isinstance(args[0], ImportCommand) and not shards.lost:
-                    shards.lost += 1
-                    shards.kill(name)
-                    raise ShardGone(f"shard {name} was killed")
-                return answer
-
-        return Calls()
-
-
-def test_over_shards_an_import_is_stored_once_though_its_answer_is_lost(
-    source: list[Report], tmp_path: Path
-) -> None:
-    root = begin(tmp_path / "root", 2)
-    shards = LosesOneAnswer(root, cluster_settings())
-    with shards, Router(root, shards.calls, ClusterSettings(patience_s=60)) as router:
-        names = [f"tenant {n}" for n in range(4)]
-        done = [router.import_(name, source) for name in names]
-        assert shards.lost == 1 and len(set(done)) == 1
-        assert router.drain()
-        with pytest.raises(TenantExists):
-            router.import_(names[0], source)
-        assert router.tenant_names() == names
-        assert router.tenant_names(prefix="tenant", limit=2, after="tenant 1") == names[2:]
-        copies = {nameless(all_pages(router, name), name) for name in names}
-        assert len(copies) == 1
-        listed = router.list(names[0], kinds=["fact"], limit=3)
-        assert [item["kind"] for item in listed.items] == ["fact"] * 3
-        stats = [router.tenant_stats(name) for name in names]
-        assert stats[1:] == stats[:-1] and stats[0]["turns"] == done[0].turns
-        assert {len(router.explain(name, limit=5)) for name in names} == {5}
-        spent = [router.usage(name)["episode"]["calls"] for name in names]
-        assert router.usage()["episode"]["calls"] == sum(spent) > 0
-        router.erase(names[0])
-        assert len(router.purge()) == 1 and router.tenant_names() == names[1:]
-
-
-def all_pages(router: Router, tenant: str) -> list[Report]:
-    page = router.export_page(tenant, limit=50)
-    records = [*page.items]
-    while page.after:
-        page = router.export_page(tenant, after=page.after, limit=50)
-        records += page.items
-    return records

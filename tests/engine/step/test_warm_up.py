@@ -11,7 +11,7 @@ import pytest
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
-from undertow.engine.base.queries import TenantsQuery
+from undertow.engine.base.queries import StatsQuery, TenantsQuery
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.encoders.base import Encoder, Float16
 from undertow.engine.encoders.hashing import HashingEncoder
@@ -63,7 +63,7 @@ def test_a_shard_is_open_when_it_is_warm_and_has_counted_nothing(tmp_path: Path)
         opened = await asyncio.to_thread(open_memories, tmp_path, settings(), parts=parts)
         async with opened as memories:
             assert recorder.given == list(TEXTS)
-            assert (await memories.stats())["turns"] == 0
+            assert (await memories.call(StatsQuery()))["turns"] == 0
             assert await memories.call(TenantsQuery()) == []
             (state,) = (await memories.status()).values()
             assert state["state"] == "serving"

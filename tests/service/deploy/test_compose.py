@@ -78,7 +78,7 @@ def options(command: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in command if word[:2] == "--")}
 
 
-def test_every_word_is_one_of_the_specification(
+def test_every_key_is_in_the_specification(
     compose: dict[str, Any], services: dict[str, dict[str, Any]]
 ) -> None:
     assert set(compose) == TOP
@@ -91,7 +91,9 @@ def test_every_word_is_one_of_the_specification(
         assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
 
 
-def test_what_is_referred_to_is_there(compose: dict[str, Any], services: dict[str, dict[str, Any]]) -> None:
+def test_volumes_images_and_dependencies_exist(
+    compose: dict[str, Any], services: dict[str, dict[str, Any]]
+) -> None:
     mounted = {volume.split(":")[0] for service in services.values() for volume in service["volumes"]}
     assert mounted == set(compose["volumes"])
     for service in services.values():
@@ -230,7 +232,7 @@ def test_a_check_passes_when_the_service_is_ready_and_only_then(
     assert subprocess.run([sys.executable, *program], capture_output=True, timeout=60).returncode == 0
 
 
-def test_the_path_that_is_asked_is_a_route_that_needs_no_key() -> None:
+def test_the_health_check_s_path_needs_no_key() -> None:
     assert "/health/ready" in {route.path for route in router.routes}  # type: ignore[attr-defined]
 
 

@@ -18,16 +18,8 @@ ROOT = Path(__file__).resolve().parents[3]
 FILES = ("Dockerfile", "Dockerfile.vllm")
 # what the vLLM actor must be able to do without, as Dockerfile.vllm installs none of it
 HEAVY = {
-    "faiss",
-    "jinja2",
-    "lance",
-    "numba",
-    "numpy",
-    "openai",
-    "pyarrow",
-    "pydantic_settings",
-    "torch",
-    "transformers",
+    *("faiss", "jinja2", "lance", "numba", "numpy"),
+    *("openai", "pyarrow", "pydantic_settings", "torch", "transformers"),
 }
 
 
@@ -112,7 +104,7 @@ def test_the_last_folder_has_no_kernels_in_it(name: str) -> None:
     assert values(name, "WORKDIR")[-1] != values(name, "WORKDIR")[0]
 
 
-def test_what_is_copied_is_what_the_package_is_built_from() -> None:
+def test_the_build_context_has_the_package_and_nothing_else() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     assert lines[0] == "*", "all is left out but what is named"
     kept = {line[1:] for line in lines if line.startswith("!")}

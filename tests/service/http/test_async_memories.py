@@ -1,4 +1,4 @@
-"""The asynchronous face: the engine's answers, side by side, without a thread for each that waits."""
+"""AsyncMemories: concurrent calls without a thread each, cancellation, and closing."""
 
 from __future__ import annotations
 
@@ -11,29 +11,21 @@ from typing import Any, TypeVar
 
 import pytest
 
-from undertow.engine.api.engine import Engine
-from undertow.engine.base.model import InputError, Turn, UndertowError
+from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import (
-    DeleteCommand,
-    EraseCommand,
+    AnswerQuery,
     FlushCommand,
-    GetQuery,
-    HistoryQuery,
-    ImportCommand,
-    TenantsQuery,
-    UpdateCommand,
+    SearchQuery,
+    StatsQuery,
 )
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.step.admission import QueueFull
-from undertow.engine.storage.store_info import read_info
-from undertow.engine.tenants.registry import UnknownTenant
 from undertow.serving.async_memories import AsyncMemories, open_memories
 
-from ...support.cluster.in_process import PARTS, begin, mock_llm, settings
+from ...support.cluster.in_process import PARTS, begin, settings
 from ...support.engine import HeldLLM, turn_of
-from ...support.faults.harness import turns_of, write_log
 
 SOON_S = 60
 T = TypeVar("T")
@@ -57,132 +49,6 @@ async def opened(store: Path, parts: EngineParts = PARTS) -> AsyncIterator[Async
         yield memories
 
 
-def log_of(folder: Path) -> list[Turn]:
-    return [t for of in turns_of(write_log(folder / "log.jsonl", ["ann", "bob"], 30)).values() for t in of]
-
-
-def test_it_gives_what_the_engine_gives(tmp_path: Path) -> None:
-    turns = log_of(tmp_path)
-    query, question = turns[40].text, "What of the harbour?"
-
-    async def awaited() -> list[Any]:
-        async with opened(tmp_path / "store") as memories:
-            receipts = await memories.add(turns)
-            assert await memories.call(FlushCommand("ann"))
-            assert await memories.call(FlushCommand("bob"))
-            found = await memories.search("bob", query, k_sub=3, k_epi=2)
-            answer = await memories.answer("bob", question)
-            episode, turn = found.episodes[0].id, receipts[3].id or ""
-            updated = await memories.call(UpdateCommand(episode, "bob", "Bob has sold the boat."))
-            kind = await memories.call(DeleteCommand(turn, "ann"))
-            assert await memories.call(FlushCommand("bob"))
-            assert await memories.call(FlushCommand("ann"))
-            given = (
-                await memories.call(GetQuery(episode, "bob")),
-                await memories.call(HistoryQuery(episode, "bob")),
-            )
-            counts = await memories.stats()
-            with pytest.raises(UndertowError, match="no memory"):
-                await memories.call(GetQuery(turn, "ann"))
-            with pytest.raises(UndertowError, match="no memory"):
-                await memories.call(GetQuery(episode, "ann"))  # it is bob's
-            return [[(r.id, r.seq) for r in receipts], found, answer.text, updated, kind, *given, counts]
-
-    def called() -> list[Any]:
-        engine = Engine(tmp_path / "plain", settings(), PARTS.encoder(settings()), llm=mock_llm(settings()))
-        with engine:
-            receipts = engine.add_batch(turns)
-            assert engine.flush("ann")
-            assert engine.flush("bob")
-            found = engine.search("bob", query, k_sub=3, k_epi=2)
-            answer = engine.answer("bob", question)
-            episode, turn = found.episodes[0].id, receipts[3].id or ""
-            updated = engine.update(episode, "Bob has sold the boat.", tenant="bob")
-            kind = engine.delete(turn, tenant="ann")
-            assert engine.flush("bob")
-            assert engine.flush("ann")
-            given = engine.get(episode, tenant="bob"), engine.history(episode, tenant="bob")
-            return [
-                [(r.id, r.seq) for r in receipts],
-                found,
-                answer.text,
-                updated,
-                kind,
-                *given,
-                engine.stats(),
-            ]
-
-    assert run(awaited()) == called()
-
-
-def test_erasing_gives_a_certificate_under_the_tenants_key(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path / "store") as memories:
-            await memories.add(some("ann", 1, 2))
-            await memories.add(some("bob", 1))
-            certificate = await memories.call(EraseCommand("ann", now=True))
-            assert certificate is not None
-            assert certificate.turns_removed == 2
-            assert certificate.tenant_key == memories.tenant_key("ann")
-            assert memories.tenant_key("ann") == read_info(tmp_path / "store").tenant_key("ann")
-            with pytest.raises(UnknownTenant):
-                await memories.search("ann", "word1")
-            assert (await memories.search("bob", "word1")).turns
-            assert await memories.call(EraseCommand("bob", now=False)) is None
-
-    run(work())
-
-
-def test_what_is_of_a_tenant_as_a_whole(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path / "store") as memories:
-            await memories.add(log_of(tmp_path))
-            assert await memories.call(FlushCommand("ann"))
-            assert await memories.call(FlushCommand("bob"))
-            page = await memories.list("ann", kinds=["fact"], limit=2)
-            rest = await memories.list("ann", kinds=["fact"], after=page.after)
-            facts = [item["id"] for item in (*page.items, *rest.items)]
-            records = [record async for record in memories.export("ann")]
-            assert len(facts) == len(set(facts)) == (await memories.tenant_stats("ann"))["facts"] > 2
-            imported = await memories.call(ImportCommand("eve", records))
-            assert imported.turns == (await memories.tenant_stats("ann"))["turns"] == 30
-            again = [record async for record in memories.export("eve")]
-            assert [record["kind"] for record in again] == [record["kind"] for record in records]
-            assert (await memories.explain("eve", limit=5))[-1]["seq"] >= 4
-            assert await memories.call(TenantsQuery()) == ["ann", "bob", "eve"]
-            assert await memories.call(TenantsQuery("b", limit=1)) == ["bob"]
-            spent = await memories.usage()
-            ann, bob = await memories.usage("ann"), await memories.usage("bob")
-            assert spent["episode"]["calls"] >= ann["episode"]["calls"] + bob["episode"]["calls"] > 0
-            await memories.call(EraseCommand("ann", now=False))
-            assert set(await memories.purge()) == {memories.tenant_key("ann")}
-
-    run(work())
-
-
-def test_errors_are_the_engines_own(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path / "store") as memories:
-            with pytest.raises(UnknownTenant):
-                await memories.search("nobody", "word1")
-            with pytest.raises(InputError, match="tenant"):
-                await memories.add(some("", 1))
-            await memories.add(some("ann", 1))
-            for how, named in (({"where": {"place": None}}, "place"), ({"since": "yesterday"}, "yesterday")):
-                with pytest.raises(ValueError, match=named):
-                    await memories.search("ann", "word1", **how)
-            with pytest.raises(ValueError, match="empty"):
-                await memories.search("ann", " ")
-            states = await memories.status()
-            assert [state["state"] for state in states.values()] == ["serving"]
-            assert [state["reopened"] for state in states.values()] == [0]
-
-    run(work())
-
-
-# ---- side by side
-
-
 class Held:
     """A shard's LLM client that the test holds."""
 
@@ -196,16 +62,19 @@ class Held:
             await asyncio.sleep(0.005)
 
 
-def test_many_calls_wait_side_by_side_without_a_thread_each(tmp_path: Path) -> None:
+def test_many_calls_wait_without_a_thread_each(tmp_path: Path) -> None:
     async def work() -> None:
         held = Held()
         async with opened(tmp_path / "store", held.parts) as memories:
             await memories.add(some("ann", *range(5)))
             threads = threading.active_count()
-            answers = [asyncio.create_task(memories.answer("ann", f"What of word{n}?")) for n in range(100)]
+            answers = [
+                asyncio.create_task(memories.call(AnswerQuery("ann", f"What of word{n}?")))
+                for n in range(100)
+            ]
             await held.asked(100)
             assert threading.active_count() <= threads
-            found = await memories.search("ann", "word3", k_sub=1)  # meanwhile
+            found = await memories.call(SearchQuery("ann", "word3", k_sub=1))  # meanwhile
             assert "word3" in found.turns[0].memory
             held.llm.release()
             texts = [answer.text for answer in await asyncio.gather(*answers)]
@@ -214,12 +83,12 @@ def test_many_calls_wait_side_by_side_without_a_thread_each(tmp_path: Path) -> N
     run(work())
 
 
-def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_cancelled_call_ends_and_others_continue(tmp_path: Path) -> None:
     async def work() -> None:
         held = Held()
         async with opened(tmp_path / "store", held.parts) as memories:
             await memories.add(some("ann", 1))
-            waiting = asyncio.create_task(memories.answer("ann", "What of word1?"))
+            waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
             await held.asked(1)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -230,7 +99,7 @@ def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.0):
                     await memories.call(FlushCommand("ann"))
-            other = asyncio.create_task(memories.answer("ann", "What of word1 now?"))
+            other = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1 now?")))
             await held.asked(2)
             held.llm.release()
             assert (await other).text
@@ -238,7 +107,7 @@ def test_who_is_cancelled_is_let_go_and_the_rest_goes_on(tmp_path: Path) -> None
     run(work())
 
 
-def test_an_add_that_nobody_waits_for_is_stored_and_its_repetition_is_a_duplicate(tmp_path: Path) -> None:
+def test_a_cancelled_add_is_stored_and_its_repeat_is_a_duplicate(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path / "store") as memories:
             adding = asyncio.create_task(memories.add(some("ann", *range(20))))
@@ -248,7 +117,7 @@ def test_an_add_that_nobody_waits_for_is_stored_and_its_repetition_is_a_duplicat
                 await adding
             receipts = await memories.add(some("ann", *range(20)))
             assert [receipt.duplicate for receipt in receipts] == [True] * 20
-            assert (await memories.stats())["turns"] == 20
+            assert (await memories.call(StatsQuery()))["turns"] == 20
 
     run(work())
 
@@ -274,34 +143,26 @@ def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
             assert refused
             for n in refused:
                 assert len(await memories.add(some("ann", 2 * n, 2 * n + 1))) == 2
-            assert (await memories.stats())["turns"] == 60
+            assert (await memories.call(StatsQuery()))["turns"] == 60
 
     run(work())
 
 
-# ---- its end
-
-
-def test_what_is_under_way_when_it_closes_is_told(tmp_path: Path) -> None:
+def test_calls_under_way_at_closing_raise(tmp_path: Path) -> None:
     async def work() -> None:
         held = Held()
         async with opened(tmp_path / "store", held.parts) as memories:
             await memories.add(some("ann", 1))
-            waiting = asyncio.create_task(memories.answer("ann", "What of word1?"))
+            waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
             await held.asked(1)
         with pytest.raises(UndertowError, match="were closed"):
             await waiting
         with pytest.raises(UndertowError, match="was closed"):
-            await memories.search("ann", "word1")
+            await memories.call(SearchQuery("ann", "word1"))
 
     run(work())
 
 
-@pytest.mark.parametrize("wrong", ["shards", "root"])
-def test_what_cannot_be_opened(tmp_path: Path, wrong: str) -> None:
-    if wrong == "shards":
-        with pytest.raises(ValueError, match="Ray"):
-            open_memories(tmp_path / "store", settings(), shards=2, parts=PARTS)
-    else:
-        with pytest.raises(UndertowError, match="--ray"):
-            open_memories(begin(tmp_path / "root", 1), settings(), parts=PARTS)
+def test_a_clusters_root_cannot_be_opened_as_a_store(tmp_path: Path) -> None:
+    with pytest.raises(UndertowError, match="--ray"):
+        open_memories(begin(tmp_path / "root", 1), settings(), parts=PARTS)

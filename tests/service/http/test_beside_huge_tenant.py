@@ -111,7 +111,7 @@ def test_a_small_tenant_next_to_a_huge_one_gets_its_k_results(
         assert recall == 1.0, "the small one is searched exactly"
 
 
-def test_a_huge_tenant_gets_k_of_what_is_rare_in_it(
+def test_a_huge_tenant_gets_k_results_of_a_rare_topic(
     running: Running, indexed: bool, client: httpx2.Client
 ) -> None:
     found, recall = ask(client, "huge", top_k=10)

@@ -13,6 +13,7 @@ from undertow.engine.base.queries import (
     EraseCommand,
     FlushCommand,
     ImportCommand,
+    TurnsByKeyQuery,
     UpdateCommand,
 )
 from undertow.serving.async_memories import open_memories
@@ -22,11 +23,12 @@ from undertow.serving.http.state_db import StateDb, StateError
 
 from ...support.cluster.in_process import PARTS, settings
 from ...support.engine import turn_of
+from ...support.service.http import with_state
 
 MARK, OTHER, REQUEST = b"m" * 32, b"o" * 32, b"r" * 32
 
 
-def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
+def test_requests_of_a_killed_service_are_repeated(tmp_path: Path) -> None:
     async def go(state: StateDb) -> None:
         killed, now = IdempotencyStore(state, 60.0), IdempotencyStore(state, 60.0)
         cut_off = await killed.begin(MARK, "key", REQUEST)
@@ -59,12 +61,10 @@ def test_what_a_killed_service_had_begun_is_done_again(tmp_path: Path) -> None:
         await now.keep(anew, given)
         assert isinstance(await now.begin(MARK, "key", REQUEST), IdempotentRequest)
 
-    state = StateDb(tmp_path)
-    asyncio.run(go(state))
-    state.close()
+    with_state(tmp_path, go)
 
 
-def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
+def test_kept_responses_expire(tmp_path: Path) -> None:
     async def go(state: StateDb) -> None:
         once = IdempotencyStore(state, 0.0)
         begun = await once.begin(MARK, None, REQUEST)
@@ -75,9 +75,7 @@ def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
             assert isinstance(anew, IdempotentRequest)
             assert not anew.again
 
-    state = StateDb(tmp_path)
-    asyncio.run(go(state))
-    state.close()
+    with_state(tmp_path, go)
 
 
 def test_a_state_folder_is_of_one_service(tmp_path: Path) -> None:
@@ -88,7 +86,7 @@ def test_a_state_folder_is_of_one_service(tmp_path: Path) -> None:
     StateDb(tmp_path).close()
 
 
-def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_state_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "service.sqlite3").write_bytes(b"no database" * 100)
     with pytest.raises(StateError, match="begun anew"):
         StateDb(tmp_path)
@@ -139,11 +137,11 @@ def test_turns_are_found_by_their_keys(tmp_path: Path) -> None:
             receipts = await memories.add(turns)
             await memories.call(DeleteCommand(receipts[4].id or "", "ann"))
             keys = [turns[n].dedupe_key for n in (1, 4)]
-            found = await memories.turns_by_key("ann", [*keys, "none"])
+            found = await memories.call(TurnsByKeyQuery("ann", [*keys, "none"]))
             assert found.keys() == set(keys)
             assert (found[keys[0]]["id"], found[keys[0]]["seq"]) == (receipts[1].id, 1)
             assert found[keys[0]]["messages"][0]["content"] == turns[1].messages[0].content
             assert found[keys[1]] == {"id": receipts[4].id, "seq": 4}
-            assert await memories.turns_by_key("nobody", keys) == {}
+            assert await memories.call(TurnsByKeyQuery("nobody", keys)) == {}
 
     asyncio.run(go())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,17 @@ from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.http.state_db import StateDb
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import SOON_S, Running, at, intercepted, is_problem, said, serving
+from ...support.service.http import (
+    SOON_S,
+    Held,
+    Running,
+    at,
+    intercepted,
+    is_problem,
+    said,
+    serving,
+    with_state,
+)
 
 ASYNC = {"Prefer": "respond-async"}
 
@@ -71,23 +81,18 @@ def test_a_flush_as_a_job(client: httpx2.Client) -> None:
     assert client.post(at("acme/ann", "/flush")).json() == {"decided": True}
 
 
-def test_a_job_is_its_tenants_alone(client: httpx2.Client) -> None:
+def test_a_job_is_visible_to_its_tenant_only_and_says_why_it_failed(client: httpx2.Client) -> None:
     add(client, "bob", "hi")
     location = client.post(at("bob", "/flush"), headers=ASYNC).headers["location"]
     job_id = location.rpartition("/")[2]
     is_problem(client.get(at("ann", f"/jobs/{job_id}")), 404, "unknown-job")
     assert client.get(at("ann", "/jobs")).json() == {"results": []}
     assert ended(client, location)["status"] == "done"
+    failed = ended(client, client.post(at("nobody", "/flush"), headers=ASYNC).headers["location"])
+    assert (failed["status"], failed["error"]["status"], "result" in failed) == ("failed", 404, False)
 
 
-def test_a_job_that_fails_says_why(client: httpx2.Client) -> None:
-    location = client.post(at("nobody", "/flush"), headers=ASYNC).headers["location"]
-    job = ended(client, location)
-    assert (job["status"], job["error"]["status"]) == ("failed", 404)
-    assert "result" not in job
-
-
-def test_the_same_request_again_is_not_done_again(running: Running, client: httpx2.Client) -> None:
+def test_a_repeated_request_is_carried_out_once(running: Running, client: httpx2.Client) -> None:
     (made,) = add(client, "cyd", "the meeting is on monday")
     one = at("cyd", f"/memories/{made}")
     key = {"Idempotency-Key": "u-1"}
@@ -107,7 +112,7 @@ def test_the_same_request_again_is_not_done_again(running: Running, client: http
     is_problem(client.delete(other), 404, "unknown-memory")
 
 
-def test_what_failed_may_be_tried_again_under_its_key(client: httpx2.Client) -> None:
+def test_a_failed_request_may_be_retried_under_its_key(client: httpx2.Client) -> None:
     key = {"Idempotency-Key": "f-1"}
     is_problem(client.post(at("dan", "/flush"), headers=key), 404, "unknown-tenant")
     add(client, "dan", "hi")
@@ -116,7 +121,7 @@ def test_what_failed_may_be_tried_again_under_its_key(client: httpx2.Client) -> 
 
 
 @pytest.mark.parametrize("failure", [ShardDown("s0", 1.0, "it is gone"), asyncio.CancelledError()])
-def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
+def test_a_repeat_of_a_completed_change_without_response_succeeds(
     tmp_path: Path, failure: BaseException
 ) -> None:
     failures = [failure]
@@ -141,18 +146,9 @@ def test_what_was_done_though_its_answer_failed_is_known_when_it_is_repeated(
         assert new["memory"] == "user: on friday"
 
 
-def test_a_tenants_jobs_hold_up_no_other_and_no_erasure(tmp_path: Path) -> None:
-    go = threading.Event()
-
-    def slow(memories: AsyncMemories) -> AsyncMemories:
-        async def flush(command: FlushCommand, go_on: Callable[[], Awaitable[Any]]) -> Any:
-            if command.tenant == "ann":
-                await asyncio.to_thread(go.wait, SOON_S)
-            return await go_on()
-
-        return intercepted(memories, FlushCommand, flush)
-
-    with serving(tmp_path, wrap=slow, jobs_at_once=2, max_tenant_jobs=4) as running:
+def test_a_tenants_jobs_delay_no_other_tenant_and_no_erasure(tmp_path: Path) -> None:
+    held = Held(FlushCommand, tenant="ann")
+    with serving(tmp_path, wrap=held.around, jobs_at_once=2, max_tenant_jobs=4) as running:
         client = running.client()
         for tenant in ("ann", "bob"):
             add(client, tenant, "hi")
@@ -164,7 +160,7 @@ def test_a_tenants_jobs_hold_up_no_other_and_no_erasure(tmp_path: Path) -> None:
                 assert ended(client, job.headers["location"])["status"] == "done"
             assert client.get(waiting[1].headers["location"]).json()["status"] == "queued"
         finally:
-            go.set()
+            held.go.set()
         for job in waiting:
             assert ended(client, job.headers["location"])["status"] == "done"
 
@@ -180,7 +176,7 @@ def test_a_job_under_a_key_is_one_job(client: httpx2.Client) -> None:
     ended(client, first.headers["location"])
 
 
-def test_what_is_kept_of_a_request_does_not_name_its_tenant(running: Running, client: httpx2.Client) -> None:
+def test_kept_requests_do_not_name_the_tenant(running: Running, client: httpx2.Client) -> None:
     add(client, "gil of note", "hi")
     headers = {**ASYNC, "Idempotency-Key": "n-1"}
     first = client.post(at("gil of note", "/flush"), headers=headers)
@@ -210,7 +206,7 @@ def test_an_erasure_that_is_repeated_under_its_key_erases_nothing_new(client: ht
     assert client.get(at("hal", "/stats")).json()["turns"] == 1
 
 
-def test_a_key_that_goes_with_its_tenant_waits_for_the_certificate(
+def test_a_key_that_names_the_tenant_cannot_erase_it_as_a_job(
     running: Running, client: httpx2.Client
 ) -> None:
     add(client, "ida", "hi")
@@ -220,39 +216,29 @@ def test_a_key_that_goes_with_its_tenant_waits_for_the_certificate(
     assert own.delete(at("ida")).json()["turns_removed"] == 1
 
 
-def test_an_erasure_that_was_accepted_tells_its_end_whichever_erasure_came_first(tmp_path: Path) -> None:
-    """The first one waits in the store until all are there; what it drops is the tenant's other jobs."""
-    go = threading.Event()
-    begun: list[str] = []
-
-    def slow(memories: AsyncMemories) -> AsyncMemories:
-        async def erase(command: EraseCommand, go_on: Callable[[], Awaitable[Any]]) -> Any:
-            begun.append(command.tenant)
-            await asyncio.to_thread(go.wait, SOON_S)
-            return await go_on()
-
-        return intercepted(memories, EraseCommand, erase)
-
-    with serving(tmp_path, wrap=slow, max_tenant_jobs=4) as running:
+def test_every_accepted_erasure_reports_a_certificate(tmp_path: Path) -> None:
+    """Erasures of one tenant, as jobs and not, are under way together; each drops the tenant's other jobs."""
+    held = Held(EraseCommand)
+    with ThreadPoolExecutor(1) as pool, serving(tmp_path, wrap=held.around, max_tenant_jobs=4) as running:
         client, other = running.client(), running.client()
         add(client, "ann", "the boat", "the knee")
         flushed = client.post(at("ann", "/flush"), headers=ASYNC).headers["location"]
         ended(client, flushed)
-        accepted = [client.delete(at("ann"), headers=ASYNC).headers["location"] for _ in range(2)]
-        wait_until(lambda: len(begun) == 1)  # the other job waits for it
-        answers: list[httpx2.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(other.delete(at("ann"))))
-        asking.start()
-        wait_until(lambda: len(begun) == 2)
-        assert client.get(flushed).status_code == 404
-        go.set()
-        asking.join(SOON_S)
+        try:
+            accepted = [client.delete(at("ann"), headers=ASYNC).headers["location"] for _ in range(2)]
+            wait_until(lambda: held.begun == 1)  # the other job waits for it
+            asked = pool.submit(other.delete, at("ann"))
+            wait_until(lambda: held.begun == 2)
+            assert client.get(flushed).status_code == 404
+        finally:
+            held.go.set()
+        answer = asked.result(SOON_S)
         jobs = [ended(client, location) for location in accepted]
-        certificates = [answers[0].json(), *(job["result"] for job in jobs)]
+        certificates = [answer.json(), *(job["result"] for job in jobs)]
         assert [job["status"] for job in jobs] == ["done", "done"]
         assert {c["tenant_key"] for c in certificates} == {running.service.memories.tenant_key("ann")}
         assert [c["turns_removed"] for c in certificates] == [2, 2, 2]
-        # a later life's erasure is another one: the certificates of this one stay as they are
+        # erasing the tenant's next life leaves these certificates as they are
         add(client, "ann", "the shed")
         assert client.delete(at("ann")).json()["turns_removed"] == 1
         assert [client.get(location).json() for location in accepted] == jobs
@@ -275,7 +261,7 @@ class Late(JobQueue):
             super()._launch(job)
 
 
-def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) -> None:
+def test_a_forgotten_job_does_not_begin(tmp_path: Path) -> None:
     done: list[str] = []
 
     async def work(job: ServiceJob) -> dict[str, Any]:
@@ -293,14 +279,12 @@ def test_a_job_that_was_forgotten_before_it_began_is_not_done(tmp_path: Path) ->
             await asyncio.sleep(0.001)
         await jobs.stop()
 
-    state = StateDb(tmp_path)
-    asyncio.run(go(state))
-    state.close()
+    with_state(tmp_path, go)
     assert done == ["bob"]
     assert list((tmp_path / "jobs").iterdir()) == []
 
 
-def test_jobs_and_what_they_bring_are_bounded(tmp_path: Path) -> None:
+def test_jobs_and_their_bodies_are_bounded(tmp_path: Path) -> None:
     async def go(state: StateDb) -> None:
         bounds = {"max_jobs": 3, "max_job_bytes": 2_048, "max_import_bytes": 2_048}
         jobs = Late(state, ServiceSettings(**bounds))
@@ -315,9 +299,7 @@ def test_jobs_and_what_they_bring_are_bounded(tmp_path: Path) -> None:
         with pytest.raises(Problem, match="Too many jobs are open"):
             await jobs.accept("flush", "eve", "eve", "k")
 
-    state = StateDb(tmp_path)
-    asyncio.run(go(state))
-    state.close()
+    with_state(tmp_path, go)
 
 
 def files_with(folder: Path, text: bytes) -> list[str]:

@@ -38,7 +38,7 @@ def found(client: httpx2.Client, tenant: str, query: str, **more: object) -> lis
     return results
 
 
-def test_what_is_added_is_found(client: httpx2.Client) -> None:
+def test_added_messages_are_found(client: httpx2.Client) -> None:
     first = added(client, "ann", "the boat needs new planks")
     second = added(client, "ann", "my knee hurts")
     assert (first["event"], first["seq"], second["seq"]) == ("ADD", 0, 1)
@@ -98,7 +98,7 @@ def test_names_of_tenants_may_hold_anything(client: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["%zz", "%ff%fe", "a%00b", "a%", "a%2"])
-def test_paths_that_name_no_tenant(client: httpx2.Client, name: str) -> None:
+def test_invalid_tenant_names_in_paths_are_refused(client: httpx2.Client, name: str) -> None:
     request = client.build_request("POST", "/", json={"messages": said("hello")})
     request.url = request.url.copy_with(raw_path=f"/v1/tenants/{name}/memories".encode())
     document = is_problem(client.send(request), 422, "input")
@@ -181,7 +181,9 @@ def test_bodies_that_are_no_json(client: httpx2.Client, raw: bytes) -> None:
         ({"json": {"query": "x", "since": "one day"}}, "since: 'one day' is not a timestamp"),
     ],
 )
-def test_bad_bodies_are_told_with_a_cure(client: httpx2.Client, sent: dict[str, Any], words: str) -> None:
+def test_a_problem_of_a_bad_body_says_what_to_do(
+    client: httpx2.Client, sent: dict[str, Any], words: str
+) -> None:
     document = is_problem(client.post(at("ann", "/search"), **sent), 422, "input")
     assert words in document["detail"]
 
@@ -232,7 +234,7 @@ def test_repeating_an_add_does_not_bring_a_deleted_turn_back(client: httpx2.Clie
     assert [r["event"] for r in add(body, "k")] == ["ADD", "ADD"]
 
 
-def test_what_is_asked_of_nobody(client: httpx2.Client) -> None:
+def test_unknown_tenants_paths_and_methods_are_problems(client: httpx2.Client) -> None:
     is_problem(client.post(at("nobody", "/search"), json={"query": "x"}), 404, "unknown-tenant")
     is_problem(client.get(at("nobody", "/memories/0123")), 404)
     unescaped = is_problem(client.get("/v1/tenants/acme/bob/memories"), 404)

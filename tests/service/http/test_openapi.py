@@ -107,7 +107,7 @@ def test_every_operation_is_described(document: Any) -> None:
                     assert list(response["content"]) == ["application/problem+json"], (path, status)
 
 
-def test_what_changes_takes_an_idempotency_key(document: Any) -> None:
+def test_every_change_accepts_an_idempotency_key(document: Any) -> None:
     reading = {("post", "/v1/tenants/{tenant}/search"), ("post", "/v1/tenants/{tenant}/answer")}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

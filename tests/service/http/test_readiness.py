@@ -22,7 +22,7 @@ class Slow(AsyncMemories):
         return {"s0": {"state": "serving"}}
 
 
-def test_a_look_that_takes_long_is_one_and_holds_up_nobody() -> None:
+def test_a_slow_check_is_shared_and_delays_nobody() -> None:
     async def go() -> None:
         slow = Slow()
         readiness = Readiness(slow, 0.0, patience_s=0.0)
@@ -45,7 +45,7 @@ def test_a_look_that_takes_long_is_one_and_holds_up_nobody() -> None:
     asyncio.run(in_time())
 
 
-def test_a_look_is_waited_for_as_long_as_it_is_quick() -> None:
+def test_a_quick_check_is_waited_for() -> None:
     async def go() -> None:
         slow = Slow()
         slow.may.set()

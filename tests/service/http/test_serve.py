@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,19 +93,11 @@ class HeldLLM:
         return 200, completion("On Sunday.", usage={"prompt_tokens": 7, "completion_tokens": 3})
 
 
-def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) -> None:
-    held, answers = HeldLLM(), []
-    env = {"UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}
-    with odd_server(held) as llm, process(tmp_path, "--llm", llm, env=env) as service:
-        client, other = service.client(), service.client()
-        assert client.get("/openapi.json").status_code == 200
-        client.post(at("ann", "/memories"), json={"messages": said("the boat on sunday")})
-
-        def ask() -> None:
-            answers.append(client.post(at("ann", "/answer"), json={"question": "When?"}))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
+def drain(service: Process, key: str, tenant: str, held: HeldLLM) -> None:
+    """SIGTERM while an answer is under way: it is finished, new requests are refused, the process exits."""
+    client, other = service.client(key), service.client(key)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, at(tenant, "/answer"), json={"question": "When?"})
         try:
             wait_until(lambda: held.asked == 1)
             assert other.get("/health/ready").json()["status"] == "ok"
@@ -112,19 +105,29 @@ def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) ->
             wait_until(lambda: other.get("/health/ready").status_code == 503)
             assert other.get("/health/ready").json() == {"status": "draining"}
             assert other.get("/health/live").status_code == 200
-            refused = other.post(at("ann", "/memories"), json={"messages": said("late")})
+            refused = other.post(at(tenant, "/memories"), json={"messages": said("late")})
             is_problem(refused, 503, "draining")
             assert refused.headers["retry-after"] == "1"
         finally:
             held.go.set()
-        asking.join(SOON_S)
-        assert service.popen.wait(SOON_S) == 0
-    (answer,) = answers
+        answer = asked.result(SOON_S)
+    assert service.popen.wait(SOON_S) == 0
     assert (answer.status_code, answer.json()["answer"]) == (200, "On Sunday.")
     assert not any("Traceback" in line for line in service.said)
 
 
-def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
+def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) -> None:
+    held = HeldLLM()
+    env = {"UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}
+    with odd_server(held) as llm, process(tmp_path, "--llm", llm, env=env) as service:
+        key = service.key()
+        client = service.client(key)
+        assert client.get("/openapi.json").status_code == 200
+        client.post(at("ann", "/memories"), json={"messages": said("the boat on sunday")})
+        drain(service, key, "ann", held)
+
+
+def test_acknowledged_work_survives_a_kill(tmp_path: Path) -> None:
     held = HeldLLM()
     items = [{"messages": line["messages"], "session_id": "s"} for line in conversation("ann", 9)]
     once, later = {"Idempotency-Key": "once"}, {"Prefer": "respond-async"}
@@ -155,16 +158,22 @@ def test_what_was_acknowledged_outlives_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "words"),
+    ("options", "env", "code", "words"),
     [
-        (("--insecure-no-auth", "--host", "0.0.0.0"), 1, "loopback"),
-        (("--shards", "2"), 2, "--shards goes with --ray"),
-        (("--insecure-no-auth", "--keys", "keys.json"), 2, "exclude each other"),
-        (("--encoder", "hash:x"), 2, "hash:x"),
+        (("--insecure-no-auth", "--host", "0.0.0.0"), {}, 1, "loopback"),
+        (("--shards", "2"), {}, 2, "--shards goes with --ray"),
+        (("--insecure-no-auth", "--keys", "keys.json"), {}, 2, "exclude each other"),
+        (("--encoder", "hash:x"), {}, 2, "hash:x"),
+        ((), {"MAX_REQUESTS": "5"}, 2, "must be smaller than max_requests"),
+        ((), {"MAX_REQUEST": "5"}, 2, "UNDERTOW_SERVICE_MAX_REQUEST is no setting"),
+        ((), {"MAX_REQUEST": "5"}, 2, "UNDERTOW_SERVICE_MAX_REQUESTS"),
     ],
 )
-def test_what_cannot_be_served(tmp_path: Path, options: tuple[str, ...], code: int, words: str) -> None:
-    ran = run("serve", "--store", tmp_path, *options)
+def test_wrong_options_and_settings_are_refused(
+    tmp_path: Path, options: tuple[str, ...], env: dict[str, str], code: int, words: str
+) -> None:
+    variables = {f"UNDERTOW_SERVICE_{name}": value for name, value in env.items()}
+    ran = run("serve", "--store", tmp_path, *options, env=variables)
     assert ran.code == code
     assert words in ran.err
     assert "Traceback" not in ran.err
@@ -180,7 +189,7 @@ def test_without_an_llm_an_answer_says_so(tmp_path: Path) -> None:
         assert "--llm URL" in is_problem(told, 503, "no-llm")["detail"]
 
 
-def test_a_port_in_use_is_told_before_a_store_is_made(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_the_store_is_created(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ran = run("serve", "--store", tmp_path / "store", "--insecure-no-auth", "--port", port)
@@ -195,19 +204,6 @@ def test_a_free_port_is_the_same_at_every_address(host: str) -> None:
     assert len({one.getsockname()[1] for one in made}) == 1
     for one in made:
         one.close()
-
-
-def test_settings_of_the_environment_are_checked(tmp_path: Path) -> None:
-    ran = run("serve", "--store", tmp_path, env={"UNDERTOW_SERVICE_MAX_REQUESTS": "5"})
-    assert ran.code == 2
-    assert "must be smaller than max_requests" in ran.err
-
-
-def test_a_setting_that_is_misspelt_is_refused_with_those_that_may_be_meant(tmp_path: Path) -> None:
-    ran = run("serve", "--store", tmp_path, env={"UNDERTOW_SERVICE_MAX_REQUEST": "5"})
-    assert ran.code == 2
-    assert "UNDERTOW_SERVICE_MAX_REQUEST is no setting" in ran.err
-    assert "UNDERTOW_SERVICE_MAX_REQUESTS" in ran.err
 
 
 def test_a_second_service_is_refused(tmp_path: Path) -> None:

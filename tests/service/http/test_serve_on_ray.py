@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 
 import httpx2
 
 from ...support.cli import run
-from ...support.llm_servers import odd_server, wait_until
-from ...support.service.http import SOON_S, at, is_problem, said
-from .test_serve import HeldLLM, process
+from ...support.llm_servers import odd_server
+from ...support.service.http import at, said
+from .test_serve import HeldLLM, drain, process
 
 SMALL = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
 BOAT = "the boat needs new planks before summer"
@@ -29,7 +28,7 @@ def stop_shards(root: Path, ray_address: str) -> None:
 
 
 def test_it_drains_and_finds_everything_again(tmp_path: Path, ray_address: str) -> None:
-    held, answers = HeldLLM(), []
+    held = HeldLLM()
     on_ray = ("--ray", ray_address)
     env = {**SMALL, "UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}
     with (
@@ -37,27 +36,10 @@ def test_it_drains_and_finds_everything_again(tmp_path: Path, ray_address: str) 
         process(tmp_path, *on_ray, "--shards", "1", "--llm", llm, env=env) as service,
     ):
         key = service.key()
-        client, other = service.client(key), service.client(key)
+        client = service.client(key)
         client.post(at("acme/ann", "/memories"), json={"messages": said(BOAT)})
         assert has_boat(client)
-
-        def ask() -> None:
-            answers.append(client.post(at("acme/ann", "/answer"), json={"question": "When?"}))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        try:
-            wait_until(lambda: held.asked == 1)
-            service.popen.send_signal(signal.SIGTERM)
-            wait_until(lambda: other.get("/health/ready").status_code == 503)
-            refused = other.post(at("acme/ann", "/memories"), json={"messages": said("late")})
-            is_problem(refused, 503, "draining")
-        finally:
-            held.go.set()
-        asking.join(SOON_S)
-        assert service.popen.wait(SOON_S) == 0
-    assert [answer.json()["answer"] for answer in answers] == ["On Sunday."]
-    assert not any("Traceback" in line for line in service.said)
+        drain(service, key, "acme/ann", held)
     stop_shards(tmp_path, ray_address)
 
     with process(tmp_path, *on_ray, "--llm", "off", env=SMALL) as service:

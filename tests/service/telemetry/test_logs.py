@@ -77,7 +77,7 @@ def record(name: str, text: str, *args: object, error: BaseException | None = No
         ("asyncio", "Task exception\nfuture: xyzzy", (), "Task exception"),
     ],
 )  # fmt: skip
-def test_a_line_holds_our_words_and_nobody_elses(
+def test_a_log_line_contains_no_foreign_text(
     name: str, text: str, args: tuple[object, ...], message: str
 ) -> None:
     line = json.loads(JSONLines().format(record(name, text, *args)))
@@ -120,7 +120,9 @@ def test_a_request_is_one_line(tmp_path: Path) -> None:
     assert slashed["tenant"] == other
 
 
-def test_no_secret_is_told_whatever_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_route_leaks_a_secret_into_logs_metrics_or_spans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through every route with every kind of trouble: bad bodies, no key, a turn that is poison."""
     spans = InMemorySpanExporter()
     provider = TracerProvider(LinkedSampler(1.0))

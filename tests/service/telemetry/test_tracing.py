@@ -131,7 +131,7 @@ def test_a_request_is_one_trace_with_the_steps_that_serve_it_linked(
     assert not [key for key in attributes if "message" in key or "prompt" in key]
 
 
-def test_who_is_not_sampled_is_not_drawn(
+def test_an_unsampled_request_makes_no_span(
     tmp_path: Path, drawn: EngineParts, spans: InMemorySpanExporter
 ) -> None:
     with serving(tmp_path, parts=drawn) as service:
@@ -165,7 +165,7 @@ def test_a_refusal_is_an_error_of_its_span_and_names_no_tenant(
     assert "zebrafish" not in "".join(span.to_json() for span in spans.get_finished_spans())
 
 
-def test_a_step_is_drawn_with_its_phases_at_their_times(spans: InMemorySpanExporter) -> None:
+def test_spans_of_a_step_have_the_times_of_its_phases(spans: InMemorySpanExporter) -> None:
     provider = TracerProvider(LinkedSampler(0.0))
     provider.add_span_processor(SimpleSpanProcessor(spans))
     observer = SpanObserver(provider.get_tracer("test"), None)
@@ -278,7 +278,9 @@ def served(folder: Path, ray: bool) -> Iterator[Callable[[dict[str, str]], None]
     import asyncio
 
     from undertow.engine.base.model import Message, Turn
-    from undertow.serving.async_memories import open_memories
+    from undertow.engine.storage.location import Location
+    from undertow.serving.async_memories import AsyncMemories, open_memories
+    from undertow.serving.cli.ray_session import open_cluster
     from undertow.serving.telemetry.tracing import observers
 
     from ...support.cluster.in_process import settings
@@ -294,8 +296,12 @@ def served(folder: Path, ray: bool) -> Iterator[Callable[[dict[str, str]], None]
 
     if ray:
         pytest.importorskip("ray", reason="Ray is not installed")
-    where = {"ray": "local", "shards": 1} if ray else {}
-    memories = open_memories(folder / "store", settings(), parts=EngineParts(observers=observers), **where)  # type: ignore[arg-type]
+    store, parts = Location.of(folder / "store"), EngineParts(observers=observers)
+    memories = (
+        AsyncMemories.enter(open_cluster(store, settings(), "local", shards=1, parts=parts))
+        if ray
+        else open_memories(store, settings(), parts=parts)
+    )
     try:
         yield lambda headers: asyncio.run(add(memories, headers))
     finally:

@@ -1,11 +1,11 @@
-"""What the tests of the HTTP face share: a real service on loopback, over a real store, with keys."""
+"""Shared by the tests of the HTTP service: a real service on loopback, over a real store, with keys."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import NO_LIMITS, KeyLimits, Scope, TenantScope
 from undertow.serving.http.hosting import Files, hosted
 from undertow.serving.http.server import HttpServer
+from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.services import Service
+from undertow.serving.http.state_db import StateDb
 
 from ..cluster.in_process import PARTS
 from ..cluster.in_process import settings as engine_settings
@@ -89,19 +90,43 @@ class Running:
 
 def intercepted(
     memories: AsyncMemories,
-    kind: type[ApiCall[Any]],
+    kinds: type[ApiCall[Any]] | tuple[type[ApiCall[Any]], ...],
     act: Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]],
 ) -> AsyncMemories:
-    """The memories, with `act` in the way of each call of a kind; `go_on` makes the call."""
+    """The memories, with `act` instead of each call of some kinds; its second argument makes the call."""
     whole = memories.call
 
     async def call(asked: ApiCall[Any]) -> Any:
-        if isinstance(asked, kind):
+        if isinstance(asked, kinds):
             return await act(asked, lambda: whole(asked))
         return await whole(asked)
 
     memories.call = call  # type: ignore[method-assign, assignment]
     return memories
+
+
+class Held:
+    """Holds calls of some kinds, of one tenant or of all, until `go` is set; `begun` counts them."""
+
+    def __init__(self, *kinds: type[ApiCall[Any]], tenant: str | None = None) -> None:
+        self.begun = 0
+        self.go = threading.Event()
+        self._kinds, self._tenant = kinds, tenant
+
+    def around(self, memories: AsyncMemories) -> AsyncMemories:
+        return intercepted(memories, self._kinds, self._hold)
+
+    async def _hold(self, call: Any, go_on: Callable[[], Awaitable[Any]]) -> Any:
+        if self._tenant in (None, call.tenant):
+            self.begun += 1
+            await asyncio.to_thread(self.go.wait, SOON_S)
+        return await go_on()
+
+
+def with_state(folder: Path, go: Callable[[StateDb], Coroutine[Any, Any, None]]) -> None:
+    """Run `go` with a state database, alone."""
+    with closing(StateDb(folder)) as state:
+        asyncio.run(go(state))
 
 
 @contextmanager

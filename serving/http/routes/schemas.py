@@ -1,0 +1,363 @@
+"""Request and response bodies, as the OpenAPI page shows them.
+
+Endpoints return the engine's results; a response model reads its fields from their attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+
+from undertow.engine.base.model import AnswerMode
+from undertow.engine.base.timestamps import ACCEPTED, parse_timestamp
+from undertow.engine.search.metadata_index import Where
+
+Kind = Literal["turn", "episode", "fact"]
+
+MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1, "examples": ["user", "assistant", "system", "tool"]},
+        "content": {
+            "description": "Text, or OpenAI content parts, of which the text is kept.",
+            "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "object"}}],
+        },
+        "name": {"type": "string", "description": "The speaker, if the role does not identify it."},
+        "timestamp": {"anyOf": [{"type": "string"}, {"type": "number"}], "description": ACCEPTED},
+    },
+}
+
+
+def _moment(value: str | float) -> str:
+    return parse_timestamp(value)
+
+
+def _filters(value: dict[str, Any]) -> dict[str, Any]:
+    Where.of(value)
+    return value
+
+
+Moment = Annotated[
+    str | int | float, AfterValidator(_moment), Field(description=ACCEPTED, examples=["2026-05-08T13:56:00Z"])
+]
+MomentText = Annotated[str, AfterValidator(_moment), Field(description=ACCEPTED)]
+Messages = Annotated[
+    list[dict[str, Any]],
+    WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}),
+    Field(description="Messages of one session, in order. A user message and its reply make one turn."),
+]
+Filters = Annotated[
+    dict[str, Any],
+    AfterValidator(_filters),
+    Field(
+        description="For each metadata key the value that a turn must have, or a list of accepted values. An "
+        "episode or a fact passes if one of its source turns does. Values compare as in JSON: 1 equals 1.0, "
+        'but neither true nor "1".',
+        examples=[{"topic": ["sailing", "work"], "rating": 5}],
+    ),
+]
+Words = Annotated[str, Field(min_length=1, pattern=r"\S")]
+
+
+class RequestModel(BaseModel):
+    """A request body; unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ResponseModel(BaseModel):
+    """A response body."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+# ---- add
+
+
+class Lot(RequestModel):
+    """Messages that are added together."""
+
+    messages: Messages
+    session_id: str = Field(
+        default="", max_length=1024, description="The messages of one session are ordered."
+    )
+    timestamp: Moment | None = Field(default=None, description="For messages without a timestamp.")
+    metadata: dict[str, Any] = Field(default_factory=dict, description="Kept with each turn; see filters.")
+
+
+class Item(Lot):
+    """One item of a batch."""
+
+    idempotency_key: str | None = Field(default=None, min_length=1, max_length=255)
+
+
+class AddRequest(RequestModel):
+    """Either messages, or items with messages each."""
+
+    messages: Messages | None = None
+    session_id: str | None = Field(default=None, max_length=1024)
+    timestamp: Moment | None = None
+    metadata: dict[str, Any] | None = None
+    items: Annotated[
+        list[Any] | None,
+        WithJsonSchema(
+            {"type": "array", "minItems": 1, "items": {"type": "object", "additionalProperties": True}}
+        ),
+        Field(
+            description="Each with messages, session_id, timestamp and metadata as above, and its own "
+            "idempotency_key. A rejected item does not affect the others."
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.messages is None) == (self.items is None):
+            raise ValueError("give messages, or items with messages each")
+        if self.items is not None and self.model_fields_set - {"items"}:
+            raise ValueError("beside items there is nothing else: give each item its own fields")
+        return self
+
+
+class Added(ResponseModel):
+    """One turn. DUPLICATE: it was stored before, under the same Idempotency-Key."""
+
+    id: str | None
+    memory: str
+    event: Literal["ADD", "DUPLICATE"]
+    seq: int | None
+
+
+class AddedItem(ResponseModel):
+    """The result of one item: its turns, or why it was rejected."""
+
+    status: int
+    results: list[Added] | None = None
+    detail: str | None = None
+    errors: list[dict[str, str]] | None = None
+
+
+class AddResponse(ResponseModel):
+    """`results`: one per turn. For a request with items: `items`, in the same order."""
+
+    results: list[Added] | None = None
+    items: list[AddedItem] | None = None
+
+
+# ---- search and answer
+
+
+class SearchRequest(RequestModel):
+    query: Words
+    top_k: int | None = Field(default=None, ge=1, le=1000, description="Default: a count for each kind.")
+    kinds: list[Kind] | None = Field(default=None, min_length=1, description="Default: all three.")
+    filters: Filters = Field(default_factory=dict)
+    since: Moment | None = Field(default=None, description="Nothing earlier; excludes undated memories.")
+    until: Moment | None = Field(default=None, description="Nothing later; a date means its whole day.")
+    threshold: float | None = Field(default=None, ge=-1, le=1, description="The lowest score to return.")
+
+
+class FoundMemory(ResponseModel):
+    """`score`: the cosine of query and memory, raised towards 1 by shared words; `source_seqs`: its source
+    turns."""
+
+    id: str
+    memory: str
+    score: float
+    kind: Kind
+    timestamp: str | None
+    source_seqs: list[int]
+
+
+class SearchResponse(ResponseModel):
+    """Nearest first. `recall`: measured, of the index that found the turns; 1.0 for an exact search."""
+
+    results: list[FoundMemory]
+    recall: float
+
+
+class AnswerRequest(RequestModel):
+    question: Words
+    as_of: Moment | None = Field(default=None, description="When the question is asked.")
+    mode: AnswerMode | None = Field(
+        default=None,
+        description="hybrid: from all tiers at once. best_effort, under HiMem: from its notes, and from its "
+        "episodes only if the notes do not suffice. Default: the service's setting.",
+    )
+    stream: bool = Field(default=False, description="As text/event-stream; see the response.")
+
+
+class Tokens(ResponseModel):
+    calls: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+
+class AnswerResponse(ResponseModel):
+    """The answer, the memories that the language model was given, and the cost."""
+
+    answer: str
+    memories: list[FoundMemory]
+    usage: Tokens
+
+
+# ---- memories
+
+
+class MemoryView(ResponseModel):
+    """A memory, or one version of it. A turn also has messages, session_id and metadata; an episode or a fact
+    also has its version, and the seqs of its source turns."""
+
+    id: str
+    kind: Kind
+    memory: str
+    timestamp: str | None
+
+
+class MemoryList(ResponseModel):
+    """In creation order; `next`: the cursor of the next page, null at the end."""
+
+    results: list[MemoryView]
+    next: str | None
+
+
+class History(ResponseModel):
+    """Oldest first."""
+
+    results: list[MemoryView]
+
+
+class UpdateRequest(RequestModel):
+    """Either new text for any memory, or the messages of one exchange for a turn."""
+
+    text: Words | None = None
+    messages: Messages | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("give text, or messages")
+        return self
+
+
+class Changed(ResponseModel):
+    """`id`: a turn has a new one after an update."""
+
+    id: str
+    kind: Kind
+    event: Literal["UPDATE", "DELETE"]
+
+
+class AllDeleted(ResponseModel):
+    event: Literal["DELETE_ALL"] = "DELETE_ALL"
+
+
+# ---- tenants and their jobs
+
+
+class Flushed(ResponseModel):
+    """`decided` false: something is blocked, or the LLM server is lost. Everything stays stored."""
+
+    decided: bool
+
+
+class Imported(ResponseModel):
+    """What was stored: turns that were not deleted, and every version of episodes and facts."""
+
+    turns: int
+    episodes: int
+    facts: int
+    decisions: int
+
+
+class PolicyRequest(RequestModel):
+    """`drop_edits`: change even if users have reworded or deleted memories; the history stays."""
+
+    policy: Words
+    drop_edits: bool = False
+
+
+class PolicyChangeView(ResponseModel):
+    """A change in progress: `decided` of the `records` in the tenant's log are done."""
+
+    policy: str
+    generation: int
+    decided: int
+    records: int
+
+
+class PolicyView(ResponseModel):
+    """The policy that made the memories now searched, and their generation."""
+
+    policy: str
+    generation: int
+    change: PolicyChangeView | None
+
+
+class CertificateView(ResponseModel):
+    """What an erasure removed. It identifies the tenant by its keyed hash only."""
+
+    tenant_key: str
+    erased_at: str
+    purged_at: str
+    rows_removed: int
+    turns_removed: int
+    episodes_removed: int
+    facts_removed: int
+    out_of_reach: list[str]
+
+
+class Accepted(ResponseModel):
+    """An accepted job. It will be carried out even if the service is killed."""
+
+    id: str
+    status: Literal["queued"]
+
+
+class JobView(ResponseModel):
+    """`result`: the operation's response, once done; `error`: a problem, once failed."""
+
+    id: str
+    operation: Literal["flush", "import", "erase"]
+    status: Literal["queued", "running", "done", "failed"]
+    created_at: str
+    finished_at: str | None
+
+
+class JobList(ResponseModel):
+    """Newest first."""
+
+    results: list[JobView]
+
+
+class Records(ResponseModel):
+    """Records in order; `next_after_seq`: where the next page starts, null at the end."""
+
+    results: list[dict[str, Any]]
+    next_after_seq: int | None
+
+
+# ---- the store
+
+
+class TenantList(ResponseModel):
+    """Sorted by name; `next`: the cursor of the next page, null at the end."""
+
+    results: list[str]
+    next: str | None
+
+
+class Purged(ResponseModel):
+    """The certificates of all tenants whose bytes were removed."""
+
+    certificates: list[CertificateView]
+
+
+class Replayed(ResponseModel):
+    replayed: int
+
+
+class Health(ResponseModel):
+    status: Literal["ok", "unready", "draining"]

@@ -1,0 +1,236 @@
+"""Moving tenants between shards: cut off anywhere, nothing is lost, doubled or out of order."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from undertow.engine.base.model import PolicyName, Turn
+from undertow.engine.cluster.resharding import coordinator as resharding
+from undertow.engine.cluster.resharding.coordinator import reshard, resume
+from undertow.engine.cluster.shard_map import publish
+from undertow.engine.storage.location import Location
+
+from ...support.cluster.resharding import (
+    LEAVE_A,
+    LEAVE_B,
+    STAY,
+    TENANTS,
+    TURNS,
+    logged,
+    where,
+)
+from ...support.faults.harness import KINDS, State, assert_same_state, write_log
+from ...support.faults.moving import (
+    Busy,
+    Killed,
+    Shards,
+    Snapshots,
+    Strike,
+    Traffic,
+    after_commits,
+    alone,
+    assert_stored,
+    state_of,
+)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", TENANTS, TURNS, session_turns=4)
+
+
+@pytest.fixture
+def policy() -> PolicyName:
+    """Of most tests' shards; some are parametrised with it."""
+    return "recmem"
+
+
+@pytest.fixture
+def turns(log: Path, policy: PolicyName) -> list[Turn]:
+    return logged(log, policy)
+
+
+@pytest.fixture(scope="module")
+def stayed(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[PolicyName], State]:
+    """What a policy makes of its turns where no one moves."""
+
+    @cache
+    def of(policy: PolicyName) -> State:
+        state = alone(tmp_path_factory.mktemp("alone"), logged(log, policy), policy)
+        assert KINDS[policy] | {"parked", "turn"} <= state.kinds()
+        return state
+
+    return of
+
+
+@pytest.fixture
+def expected(stayed: Callable[[PolicyName], State], policy: PolicyName) -> State:
+    return stayed(policy)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resharding, "TENANTS_PER_BATCH", 2)
+
+
+def test_only_those_move_that_must_and_all_go_on_as_if_they_had_not(
+    turns: list[Turn], expected: State, tmp_path: Path
+) -> None:
+    half = len(turns) // 2
+    with Shards(tmp_path) as shards:
+        assert shards.add(turns[:half]) == []
+        before = where(shards)
+        done = reshard(shards.root, ["a", "b", "c"], shards)
+        after = where(shards)
+        moved = {name for name in TENANTS if before[name] != after[name]}
+        assert {after[name] for name in moved} == {"c"}
+        assert 0 < len(moved) < len(TENANTS)
+        assert after == {name: shards.map.owner(name) for name in TENANTS}
+        assert (done.tenants, done.shard_map) == (len(moved), shards.map)
+        assert shards.map.before is None and shards.map.version == 5
+        assert shards.add(turns[half:]) == []
+        shards.drain()
+    assert_same_state(state_of(tmp_path), expected)
+
+
+def test_cut_off_after_any_commit(turns: list[Turn], expected: State, tmp_path: Path) -> None:
+    """Turns come in between all calls, some of new tenants, and others are in work when theirs move."""
+    early, late = ([turn for turn in turns if turn.tenant == new] for new in (LEAVE_B[2], LEAVE_A[2]))
+    known = [turn for turn in turns if turn not in [*early, *late]]
+    with Shards(tmp_path / "root") as shards:
+        traffic = Traffic(shards, known[:42] + early + late + known[42:])
+        pulls: Counter[str | None] = Counter()
+
+        def look(name: str) -> None:
+            if not traffic.under_way:
+                pulls[shards.map.phase] += name == "append_stream"
+                snapshots.take(name)
+
+        traffic.send(40)
+        snapshots = Snapshots(tmp_path / "root", tmp_path / "snapshots", acked=traffic.acked)
+        with after_commits(look):
+            reshard(shards.root, ["a", "b", "c"], lambda shard: Busy(shards(shard), lambda: traffic.send(1)))
+        assert traffic.line
+    commits = Counter(name for name, _, _ in snapshots.taken)
+    assert pulls["moving"] > 2 and pulls["closing"] > 0, "all that can happen has happened"
+    assert commits["drop_history"] == 2 and commits["create"] >= 4
+    for name, root, acked in snapshots.taken:
+        with Shards(root) as shards:
+            resume(shards.root, shards)
+            assert shards.map.before is None and shards.map.shards in (("a", "b"), ("a", "b", "c")), name
+            assert_stored(shards, turns, acked)
+            assert shards.add(turns) == []
+            shards.drain()
+        assert_same_state(state_of(root), expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [("recmem", 0), ("recmem", 1), ("recmem", 2), ("eager", 3), ("nemori", 4), ("himem", 5)],
+)
+def test_killed_again_and_again(
+    policy: PolicyName, seed: int, turns: list[Turn], expected: State, tmp_path: Path
+) -> None:
+    """Also while it takes up what an earlier kill has left, there and back, with turns in between."""
+    rng = random.Random(seed)
+    line = list(turns)
+    most_commits = 40 if policy == "recmem" else 20  # the others' worlds are smaller
+    kills = 0
+    for wanted in (["a", "b", "c"], ["b", "c"], ["a"]):
+        ended = False
+        while not ended:
+            shards = Shards(tmp_path, policy=policy)
+            try:
+                with after_commits(Strike(rng.randrange(1, most_commits))):
+                    line = shards.add(line[:20]) + line[20:]
+                    resume(shards.root, shards)
+                    reshard(shards.root, wanted, shards)
+                shards.close()
+                ended = True
+            except Killed:
+                kills += 1
+                shards.crash()
+    assert kills > 3
+    with Shards(tmp_path, policy=policy) as shards:
+        assert shards.map.everyone == ("a",)
+        assert shards.add(turns) == []
+        shards.drain()
+    assert_same_state(state_of(tmp_path), expected)
+
+
+def test_killed_by_the_system_at_random_moments(
+    log: Path, turns: list[Turn], expected: State, tmp_path: Path
+) -> None:
+    rng = random.Random(5)
+    acked: Counter[str] = Counter()
+    root, out = tmp_path / "root", tmp_path / "acked.jsonl"
+    with Shards(root) as shards:
+        shards.add(turns[:30])
+    statuses = []
+    command = [sys.executable, "-B", "-m", "tests.support.faults.moving_driver"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    ) as driver:
+        assert driver.stdin is not None and driver.stdout is not None
+        for n in range(6):
+            wanted = ["a", "b"] if n % 2 else ["a", "b", "c"]
+            task = {"root": root, "log": log, "shards": wanted, "out": out}
+            task["kill"] = (rng.randrange(1, 24), rng.uniform(0, 0.05)) if n < 5 else None
+            driver.stdin.write(json.dumps(task, default=str) + "\n")
+            driver.stdin.flush()
+            statuses.append(json.loads(driver.stdout.readline())["exit"])
+            if out.exists():
+                for line in out.read_text().splitlines():
+                    acked |= Counter(json.loads(line))
+            out.unlink(missing_ok=True)
+        driver.stdin.close()
+    # one that finds most of it done may end before its moment
+    assert set(statuses) == {0, -signal.SIGKILL} and statuses.count(-signal.SIGKILL) > 2
+    assert statuses[-1] == 0
+    with Shards(root) as shards:
+        assert shards.map.before is None and shards.map.shards == ("a", "b")
+        assert_stored(shards, turns, acked)
+        assert shards.add(turns) == []
+        shards.drain()
+    assert_same_state(state_of(root), expected)
+
+
+def test_on_an_object_store(turns: list[Turn], tmp_path: Path, s3: dict[str, str]) -> None:
+    some = [turn for turn in turns if turn.tenant in (STAY[0], LEAVE_A[0], LEAVE_B[0])]
+    half = len(some) // 2
+    root = Location.of("s3://memories/cluster")
+    with Shards(root) as shards:
+        shards.add(some[:half])
+        with after_commits(Strike(9)), pytest.raises(Killed):
+            reshard(root, ["a", "b", "c"], shards)
+        shards.crash()
+    with Shards(root) as shards:
+        assert resume(root, shards).tenants > 0
+        assert shards.add(some[half:]) == []
+        shards.drain()
+    assert_same_state(state_of(root), alone(tmp_path, some))
+
+
+# ---- what a shard answers meanwhile
+
+
+@pytest.fixture
+def shards(tmp_path: Path, turns: list[Turn]) -> Iterator[Shards]:
+    """Two shards with some turns each, and the map that brings in a third."""
+    with Shards(tmp_path / "root") as shards:
+        shards.add(turns[:50])
+        shards.drain()
+        publish(shards.root, shards.map.toward(["a", "b", "c"]))
+        for shard in "abc":
+            shards(shard).adopt(shards.map)
+        yield shards

@@ -1,0 +1,240 @@
+"""A shard client whose shard dies, refuses or fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from undertow.engine.base.model import UndertowError
+from undertow.engine.cluster.routing import errors as reach
+from undertow.engine.cluster.routing import shard_client as shard_clients
+from undertow.engine.cluster.routing.errors import ShardDown, ShardExited, ShardGone
+from undertow.engine.cluster.settings import ClusterSettings
+from undertow.engine.cluster.shard.call_queue import CallStamp, SessionStart, TurnCall
+from undertow.engine.step.admission import QueueFull
+from undertow.engine.storage.location import StoreError
+
+from ...support.cluster.fake_shard import FakeShard, always_full, said
+from ...support.cluster.shard_client import Sent, put, with_lane, with_lanes
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_clients, "PROBATION_S", 0.02)
+    monkeypatch.setattr(shard_clients, "COURTESY_S", 0.001)
+    monkeypatch.setattr(reach, "SHORTEST_PAUSE_S", 0.001)
+    monkeypatch.setattr(shard_clients, "REFUSAL_PATIENCE_S", 0.02)
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_the_turn_that_kills_is_found_among_others_and_parked(place: int) -> None:
+    shard = FakeShard()
+    texts = ["badger" if n == place else f"a{n}" for n in range(8)]
+
+    async def work(sent: Sent) -> None:
+        calls = [put(sent, "first"), put(sent, *texts), put(sent, "last")]
+        assert await calls[1] == ["parked" if n == place else "stored" for n in range(8)]
+        assert [await calls[0], await calls[2]] == [["stored"], ["stored"]]
+
+    with_lane(shard, work)
+    assert shard.parked == said("badger")
+    assert shard.stored == said("first", *(t for t in texts if t != "badger"), "last")
+    # one with the others under way, then: the parcel alone, its halves, and the turn three times
+    assert shard.deaths <= 2 + 2 + 1 + 3
+
+
+def test_a_shard_that_dies_without_a_turn_too_has_the_turn_acquitted() -> None:
+    shard = FakeShard(dies_idle=1)
+    left = [4]
+
+    def four_times(texts: list[str]) -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    shard.kill_when = four_times
+
+    async def work(sent: Sent) -> None:
+        assert await put(sent, "innocent") == ["stored"]
+
+    with_lane(shard, work)
+    assert not shard.parked
+    assert shard.deaths == 5
+
+
+class Entangled(FakeShard):
+    """Dies of its word only while a call of another client is there too, if one comes at all.
+
+    And an innocent call takes for as long as a deadly one is there.
+    """
+
+    async def is_due(self, client: str, call: TurnCall) -> bool:
+        if not self._kills(call):
+            entangled = any(self._kills(other) for _, other in self.inside)
+            return not entangled and await super().is_due(client, call)
+        for _ in range(20):
+            if any(other != client for other, _ in self.inside):
+                break
+            await asyncio.sleep(0.001)
+        return call in self.ready
+
+    def _kills(self, call: TurnCall) -> bool:
+        return any(self.deadly in turn.text for turn in call.turns)
+
+
+def test_two_lanes_whose_shard_dies_blame_only_the_turn_that_kills_it() -> None:
+    shard = Entangled()
+
+    async def work(guilty: Sent, innocent: Sent) -> None:
+        calls = [put(guilty, "badger"), put(innocent, "b0"), put(innocent, "b1")]
+        calls += [put(guilty, "a1"), put(innocent, "b2")]
+        assert [await found for found in calls] == [
+            ["parked"], ["stored"], ["stored"], ["stored"], ["stored"]
+        ]  # fmt: skip
+
+    with_lanes(shard, work, "guilty", "innocent")
+    assert shard.parked == said("badger")
+    assert sorted(shard.stored) == said("a1", "b0", "b1", "b2")
+    assert shard.deaths == 1 + shard_clients.DEATHS + 1
+
+
+def test_two_lanes_find_their_own_culprits() -> None:
+    shard = Entangled()
+
+    async def work(*both: Sent) -> None:
+        calls = [put(one, f"x{n}", f"badger {n}", f"y{n}") for n, one in enumerate(both)]
+        assert [await found for found in calls] == [["stored", "parked", "stored"]] * 2
+
+    with_lanes(shard, work, "one", "other")
+    assert sorted(shard.parked) == said("badger 0", "badger 1")
+
+
+def test_losses_that_are_no_deaths_blame_no_turn() -> None:
+    shard = FakeShard(loses=2 * shard_clients.DEATHS + 2)
+
+    async def work(sent: Sent) -> None:
+        assert await put(sent, "a") == ["duplicate"]
+        assert sent.shard_client.deaths == 0
+
+    with_lane(shard, work)
+    assert not shard.parked
+
+
+def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
+    shard = FakeShard()
+    left = [3 * shard_clients.DEATHS]
+
+    def leave(texts: list[str]) -> bool:
+        if left[0]:
+            left[0] -= 1
+            with pytest.raises(ShardGone):
+                shard.die()
+            raise ShardExited("fenced")
+        return False
+
+    shard.kill_when = leave
+
+    async def work(sent: Sent) -> None:
+        assert await put(sent, "a") == ["stored"]
+
+    with_lane(shard, work)
+    assert shard.deaths == 3 * shard_clients.DEATHS
+    assert not shard.trials and not shard.parked
+
+
+def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on() -> None:
+    shard = FakeShard(broken=StoreError("disk full"))
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, f"a{n}") for n in range(8)]:
+            with pytest.raises(StoreError, match="disk full"):
+                await found
+        shard.broken = None
+        assert await put(sent, "b") == ["stored"]
+
+    with_lane(shard, work)
+    assert shard.stored == said("b")
+
+
+def test_a_call_that_the_shard_never_takes_fails_those_that_wait_for_it_there() -> None:
+    shard = FakeShard()
+    add, refusals = shard.add, [ValueError("no turns")]
+
+    async def refuse(table: pa.Table, stamp: CallStamp) -> pa.Table:
+        if refusals:
+            raise refusals.pop()
+        return await add(table, stamp)
+
+    shard.add = refuse  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, f"a{n}") for n in range(6)]:
+            with pytest.raises(ValueError, match="no turns"):
+                await found
+        assert await put(sent, "b") == ["stored"]
+
+    with_lane(shard, work)
+    assert shard.stored == said("b")
+
+
+def test_a_shard_that_has_no_room_and_stores_nothing_fails_its_calls() -> None:
+    shard = FakeShard()
+    always_full(shard)
+
+    async def work(sent: Sent) -> None:
+        for found in [put(sent, "a"), put(sent, "b")]:
+            with pytest.raises(QueueFull, match=r"s0 has had no room for 0\.01 s.*cluster status"):
+                await found
+
+    with_lane(shard, work, ClusterSettings(patience_s=0.01))
+
+
+def test_a_shard_that_has_no_room_but_stores_what_others_sent_is_waited_for() -> None:
+    shard, add = FakeShard(), FakeShard.add
+    always_full(shard)
+
+    async def status() -> dict[str, Any]:
+        shard.stored.append("another's")
+        if len(shard.stored) == 3:
+            shard.add = lambda *args: add(shard, *args)  # type: ignore[method-assign]
+        return {"journal_rows": len(shard.stored)}
+
+    shard.status = status  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        assert await put(sent, "a") == ["stored"]
+
+    with_lane(shard, work, ClusterSettings(patience_s=0.01))
+    assert len(shard.stored) == 4
+
+
+def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
+    shard = FakeShard()
+
+    async def hello(client: str, map_version: int) -> SessionStart:
+        return await asyncio.Future[SessionStart]()
+
+    shard.hello = hello  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        with pytest.raises(ShardDown, match=r"shard s0 .*does not answer.*ray status"):
+            await put(sent, "a")
+
+    with_lane(shard, work, ClusterSettings(patience_s=0.02))
+
+
+def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> None:
+    shard = FakeShard()
+
+    async def refuse(client: str, map_version: int) -> SessionStart:
+        raise StoreError("no such bucket")
+
+    shard.hello = refuse  # type: ignore[method-assign]
+
+    async def work(sent: Sent) -> None:
+        with pytest.raises(UndertowError, match="no such bucket"):
+            await put(sent, "a")
+
+    with_lane(shard, work)

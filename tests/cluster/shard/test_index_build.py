@@ -1,0 +1,236 @@
+"""A large tenant's words are taken in slice by slice: the same index in the end, and nobody else waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.bench.mock.llm import MockLLM, MockReplies
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.config import Settings
+from undertow.engine.base.queries import AnswerQuery, SearchQuery
+from undertow.engine.base.results import SearchResult
+from undertow.engine.cluster.shard.call_queue import CallStamp
+from undertow.engine.cluster.shard.index_build import AfterIndexBuild, IndexBuildQueue
+from undertow.engine.cluster.shard.shard import Shard
+from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
+from undertow.engine.cluster.wire import pack
+from undertow.engine.search import keyword_index as lexicon
+from undertow.engine.search.ranking import Ranker
+from undertow.engine.tenants.registry import UnknownTenant
+from undertow.engine.tenants.tenant import Tenant
+
+from ...engine.search.test_hybrid_search import QUERIES, turns
+from ...support.cluster.in_process import begin, settings
+from ...support.engine import NEVER, open_engine
+
+SOON_S = 30.0
+SLICE = 8
+LARGE = 25 * SLICE
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lexicon, "SLICE_ROWS", SLICE)
+
+
+def asked(preparing: IndexBuildQueue, tenant: str, query: str = QUERIES[0]) -> AfterIndexBuild[SearchResult]:
+    return AfterIndexBuild(preparing, tenant, lambda _: None, lambda engine: engine.search(tenant, query))
+
+
+def rounds(engine: Engine, *searches: AfterIndexBuild[SearchResult]) -> list[int]:
+    """Each is asked once in a round, until it has found something: how many rounds that took."""
+    took = [0] * len(searches)
+    waiting = list(enumerate(searches))
+    while waiting:
+        for n, _ in waiting:
+            took[n] += 1
+        waiting = [(n, search) for n, search in waiting if search(engine) is None]
+        assert max(took) <= LARGE
+    return took
+
+
+def everything(engine: Engine, tenant: str) -> list[SearchResult]:
+    return [engine.search(tenant, query, k_sub=50) for query in QUERIES]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_index_made_in_slices_is_the_index_made_at_once(tmp_path: Path, seed: int) -> None:
+    """To the last bit, while turns come and go between the slices, with episodes and facts."""
+    llm = MockLLM(MockReplies(seed))
+    with open_engine(tmp_path, llm, theta_sim=0.5, theta_merge=0.9, theta_count=3) as engine:
+        said = turns("ann", LARGE)
+        receipts = engine.add_batch(said[: LARGE // 2])
+        assert engine.drain()
+        assert {memory.kind for memory in engine.get_all("ann")} == {"episode", "fact"}
+        search, slices = asked(IndexBuildQueue(), "ann"), 0
+        while (found := search(engine)) is None:
+            slices += 1
+            if slices % 3 == 0:
+                engine.add_batch(said[LARGE // 2 + slices : LARGE // 2 + slices + 3])
+                engine.delete(receipts[slices * (1 + seed)].id or "")
+        assert slices >= LARGE // 2 // SLICE - 2
+        assert found == engine.search("ann", QUERIES[0])
+        engine.add_batch(said)
+        engine.drain()
+        sliced = everything(engine, "ann")
+        engine.retrieval._keyword_indexes.clear()
+        assert everything(engine, "ann") == sliced
+
+
+def test_one_slice_is_made_in_a_round_whoever_waits(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER) as engine:
+        for tenant in ("ann", "bob"):
+            engine.add_batch(turns(tenant, LARGE))
+        engine.add_batch(turns("cyd", SLICE))
+        preparing = IndexBuildQueue()
+        searches = [asked(preparing, tenant) for tenant in ("ann", "ann", "bob", "cyd")]
+        first, second, other, small = rounds(engine, *searches)
+        assert small == 1
+        assert first == second == LARGE // SLICE
+        assert other >= 2 * LARGE // SLICE - 1
+        assert preparing.holder is None
+        assert asked(preparing, "ann", QUERIES[1])(engine) is not None, "from now on it is there at once"
+
+
+def test_turns_that_keep_coming_do_not_put_the_end_off(tmp_path: Path) -> None:
+    said = turns("ann", 3 * LARGE)
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(said[:LARGE])
+        search, come = asked(IndexBuildQueue(), "ann"), LARGE
+        while search(engine) is None:
+            engine.add_batch(said[come : come + 2 * SLICE])
+            come += 2 * SLICE
+            assert come < len(said)
+        engine.add_batch(said[come:])
+        assert asked(IndexBuildQueue(), "ann")(engine) is None, "what has come since a search is sliced too"
+
+
+def test_an_eviction_or_an_erasure_between_slices(tmp_path: Path) -> None:
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(turns("ann", LARGE))
+        engine.add_batch(turns("bob", LARGE))
+        assert engine.drain()
+        expected, preparing = engine.search("ann", QUERIES[0]), IndexBuildQueue()
+        engine.tenants.evict("ann")
+        search = asked(preparing, "ann")
+        assert search(engine) is None and search(engine) is None
+        engine.tenants.evict("ann")
+        assert search(engine) == expected, "it is not begun again and again"
+        waiting, next_one = asked(preparing, "bob"), asked(preparing, "bob")
+        assert waiting(engine) is None and next_one(engine) is None
+        engine.erase("bob")
+        for search in (waiting, next_one):
+            with pytest.raises(UnknownTenant):
+                search(engine)
+        assert preparing.holder is None, "nobody waits for a search that has failed"
+
+
+def test_an_engine_that_was_opened_again_is_prepared_slice_by_slice_too(tmp_path: Path) -> None:
+    said = turns("ann", LARGE)
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(said)
+        search = asked(IndexBuildQueue(), "ann")
+        for _ in range(LARGE // SLICE // 2):
+            assert search(engine) is None
+    with open_engine(tmp_path, **NEVER) as engine:
+        assert rounds(engine, search) == [LARGE // SLICE]
+
+
+def without_llm(_: Settings) -> None: ...
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[Shard]:
+    made = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), EngineParts(llm=without_llm))
+    yield made
+    made.close()
+
+
+def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Shard) -> None:
+    token = shard.hello("client", 1).result(SOON_S).token
+    for n, (tenant, count) in enumerate((("large", LARGE), ("small", SLICE))):
+        shard.add(pack(turns(tenant, count)), CallStamp("client", token, n, 1)).result(SOON_S)
+    order: list[str] = []
+    futures: dict[str, Any] = {"large": shard.ask(SearchQuery("large", QUERIES[0]))}
+    futures["answer"] = shard.ask(AnswerQuery("large", QUERIES[0]))
+    for n in range(3):
+        futures[f"small {n}"] = shard.ask(SearchQuery("small", QUERIES[0]))
+    for name, future in futures.items():
+        future.add_done_callback(lambda _, name=name: order.append(name))
+    assert futures["large"].result(SOON_S).turns
+    with pytest.raises(Exception, match="needs an LLM server"):
+        futures["answer"].result(SOON_S)
+    assert order[:3] == ["small 0", "small 1", "small 2"]
+    assert shard.ask(SearchQuery("large", QUERIES[0])).result(SOON_S) == futures["large"].result()
+
+
+class Counting(MockLLM):
+    """Counts the questions that reach it."""
+
+    asked = 0
+
+    def submit(self, *args: Any, **more: Any) -> Any:
+        self.asked += 1
+        return super().submit(*args, **more)
+
+
+def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_llm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = Counting(MockReplies(0))
+    begun, go = threading.Event(), threading.Event()
+    take_in = Ranker.prepare
+
+    def prepare(retrieval: Ranker, tenant: Tenant) -> int:
+        begun.set()
+        assert go.wait(SOON_S)
+        return take_in(retrieval, tenant)
+
+    monkeypatch.setattr(Ranker, "prepare", prepare)
+    shard = Shard(begin(tmp_path / "root", 1), "s0", settings(**NEVER), EngineParts(llm=lambda _: llm))
+    try:
+        token = shard.hello("client", 1).result(SOON_S).token
+        shard.add(pack(turns("ann", LARGE)), CallStamp("client", token, 0, 1)).result(SOON_S)
+        answer, search = shard.ask(AnswerQuery("ann", QUERIES[0])), shard.ask(SearchQuery("ann", QUERIES[0]))
+        assert begun.wait(SOON_S)
+        assert answer.cancel() and search.cancel()
+        go.set()
+        assert shard.ask(SearchQuery("ann", QUERIES[1])).result(SOON_S).turns
+        assert llm.asked == 0
+        assert shard.ask(AnswerQuery("ann", QUERIES[0])).result(SOON_S).text
+        assert llm.asked == 1
+    finally:
+        shard.close()
+
+
+def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended in the midst of its slices, without being asked again."""
+    token = shard.hello("client", 1).result(SOON_S).token
+    for n, tenant in enumerate(("ann", "bob")):
+        shard.add(pack(turns(tenant, LARGE)), CallStamp("client", token, n, 1)).result(SOON_S)
+    opens = iter(range(10 * LARGE))
+    opened, take_in = ShardSupervisor.open, Ranker.prepare
+
+    def fail_once(supervisor: ShardSupervisor) -> Engine:
+        if next(opens) == 3:
+            raise OSError("the disk is away")
+        return opened(supervisor)
+
+    def prepare(retrieval: Ranker, tenant: Tenant) -> int:
+        monkeypatch.setattr(ShardSupervisor, "open", fail_once)  # from the first slice on
+        return take_in(retrieval, tenant)
+
+    monkeypatch.setattr(Ranker, "prepare", prepare)
+    with pytest.raises(OSError, match="the disk is away"):
+        shard.ask(SearchQuery("ann", QUERIES[0])).result(SOON_S)
+    monkeypatch.setattr(ShardSupervisor, "open", opened)
+    monkeypatch.setattr(Ranker, "prepare", take_in)
+    assert shard.ask(SearchQuery("bob", QUERIES[0])).result(SOON_S).turns
+    assert shard.ask(SearchQuery("ann", QUERIES[0])).result(SOON_S).turns

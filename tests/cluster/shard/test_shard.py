@@ -1,0 +1,399 @@
+"""One shard: order, bounds, and that what fails is contained and told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from undertow.engine.api import erasure
+from undertow.engine.api.engine import Engine
+from undertow.engine.api.erasure import NotCertified
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import UndertowError
+from undertow.engine.base.queries import (
+    DeleteCommand,
+    DrainCommand,
+    EraseCommand,
+    FlushCommand,
+    GetQuery,
+    HistoryQuery,
+    MemoriesQuery,
+    SearchQuery,
+    UpdateCommand,
+)
+from undertow.engine.base.results import Certificate, Updated
+from undertow.engine.cluster import shard_map
+from undertow.engine.cluster.root_thresholds import agree, in_force
+from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession
+from undertow.engine.cluster.shard.shard import Shard
+from undertow.engine.cluster.shard_map import STORES, ShardMap
+from undertow.engine.cluster.wire import pack
+from undertow.engine.step.admission import QueueFull
+from undertow.engine.storage.location import Location, StoreError
+from undertow.engine.tenants.migration_records import Move, Moved
+from undertow.engine.tenants.registry import UnknownTenant
+
+from ...support.cluster.in_process import PARTS, begin, settings
+from ...support.cluster.shard import SOON_S, Sender, hold, some
+from ...support.engine import bytes_hold, turn_of
+from ...support.erasure import turns_of_topics
+from ...support.faults.harness import THETA
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Location:
+    return begin(tmp_path / "root", 1)
+
+
+@pytest.fixture
+def shard(root: Location) -> Iterator[Shard]:
+    made = Shard(root, "s0", settings(), PARTS)
+    yield made
+    made.close()
+
+
+# ---- the engine's calls
+
+
+def test_calls_that_arrive_out_of_order_are_stored_in_order(shard: Shard) -> None:
+    sender = Sender(shard)
+    stamps = [sender.stamp() for _ in range(6)]
+    arrivals = [3, 1, 5, 2, 4, 0]
+    futures = {n: shard.add(pack(some("ann", 2 * n, 2 * n + 1)), stamps[n]) for n in arrivals}
+    seqs = [seq for n in range(6) for seq in futures[n].result(SOON_S).column("seq").to_pylist()]
+    assert seqs == list(range(12))
+
+
+def test_an_earlier_line_of_a_client_is_refused(shard: Shard) -> None:
+    old, ahead = Sender(shard), CallStamp("client", "", 0, 1)
+    waiting = shard.add(pack(some("ann", 9)), CallStamp("client", old.token, 1, 1))
+    new = Sender(shard)
+    with pytest.raises(StaleSession):
+        waiting.result(SOON_S)
+    for stamp in (old.stamp(), ahead):
+        with pytest.raises(StaleSession):
+            shard.add(pack(some("ann", 0)), stamp).result(SOON_S)
+    assert [r["seq"] for r in new.add(some("ann", 0))] == [0]
+
+
+def test_a_full_shard_refuses_and_keeps_the_order(root: Location) -> None:
+    slow = Shard(root, "s0", settings(queue_turns=8), PARTS)
+    try:
+        sender = Sender(slow)
+        release = hold(slow)
+        first = slow.add(pack(some("ann", *range(6))), sender.stamp())
+        again = sender.stamp()
+        behind = slow.add(pack(some("ann", 9)), sender.stamp())
+        with pytest.raises(QueueFull):
+            slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S)
+        release()
+        assert first.result(SOON_S).column("seq").to_pylist() == list(range(6))
+        assert not behind.done()
+        assert slow.add(pack(some("ann", 6, 7, 8)), again).result(SOON_S).column("seq").to_pylist() == [
+            6,
+            7,
+            8,
+        ]
+        assert behind.result(SOON_S).column("seq").to_pylist() == [9]
+    finally:
+        slow.close()
+
+
+def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(root: Location) -> None:
+    small = Shard(root, "s0", settings(queue_turns=8), PARTS)
+    try:
+        assert [r["seq"] for r in Sender(small).add(some("ann", *range(40)))] == list(range(40))
+    finally:
+        small.close()
+
+
+def test_errors_of_a_call_are_its_callers_and_the_shard_goes_on(shard: Shard) -> None:
+    with pytest.raises(UnknownTenant):
+        shard.ask(SearchQuery("nobody", "x")).result(SOON_S)
+    with pytest.raises(ValueError, match="columns"):
+        shard.add(pack(some("ann", 0)).drop_columns(["text"]), CallStamp("client", "", 0, 1)).result(SOON_S)
+    sender = Sender(shard)
+    sender.add(some("ann", 0))
+    with pytest.raises(ValueError, match="empty"):
+        shard.ask(SearchQuery("ann", " ")).result(SOON_S)
+    assert shard.status().result(SOON_S)["reopened"] == 0
+
+
+def test_a_closed_shard_says_so(root: Location) -> None:
+    shard = Shard(root, "s0", settings(), PARTS)
+    sender = Sender(shard)
+    release = hold(shard)
+    lost = shard.add(pack(some("ann", 0)), sender.stamp())
+    release()
+    shard.close()
+    with pytest.raises(UndertowError, match="closed"):
+        shard.add(pack(some("ann", 1)), sender.stamp()).result(SOON_S)
+    assert lost.done()
+
+
+# ---- repeats
+
+
+def test_repeated_calls_change_nothing(shard: Shard) -> None:
+    sender = Sender(shard)
+    first = sender.add(some("ann", 0, 1, 2))
+    assert [r["status"] for r in sender.add(some("ann", 0, 1, 2, 3))] == ["duplicate"] * 3 + ["stored"]
+    turn_id = first[1]["id"]
+    assert shard.ask(DeleteCommand(turn_id, "bo")).result(SOON_S) is None
+    assert shard.ask(DeleteCommand(turn_id, "ann")).result(SOON_S) == "turn"
+    assert shard.ask(DeleteCommand(turn_id, "ann", again=True)).result(SOON_S) == "turn"
+    assert shard.ask(DeleteCommand(turn_id, None, again=True)).result(SOON_S) == "turn"
+    assert shard.ask(DeleteCommand(turn_id, None)).result(SOON_S) is None
+    before = records(shard)
+    assert shard.ask(FlushCommand("ann")).result(SOON_S)
+    assert shard.ask(FlushCommand("ann", again=True)).result(SOON_S)
+    assert records(shard) == before + 1
+    certificate = shard.ask(EraseCommand("ann", now=True)).result(SOON_S)
+    repeated = shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S)
+    assert certificate is not None and repeated is not None
+    assert repeated == certificate
+    with pytest.raises(UnknownTenant):
+        shard.ask(EraseCommand("ann")).result(SOON_S)
+
+
+def test_erasures_that_wait_share_a_purge(
+    root: Location, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = Sender(shard)
+    for n, name in enumerate(("ann", "bob", "cy"), 1):
+        sender.add([turn_of(name, seq, f"words of {name}") for seq in range(n)])
+    purges: list[set[str]] = []
+    purge = Engine.purge
+
+    def counted(engine: Engine) -> dict[str, Certificate]:
+        certificates = purge(engine)
+        purges.append(set(certificates))
+        return certificates
+
+    monkeypatch.setattr(Engine, "purge", counted)
+    go = threading.Event()
+    holding = shard._engine_thread.ask_without(lambda: go.wait(SOON_S))
+    erasing = [shard.ask(EraseCommand(name, now=True)) for name in ("ann", "bob")]
+    unknown = shard.ask(EraseCommand("nobody", now=True))
+    erasing.append(shard.ask(EraseCommand("cy", now=True)))
+    go.set()
+    assert holding.result(SOON_S)
+    certificates = [call.result(SOON_S) for call in erasing]
+    with pytest.raises(UnknownTenant):
+        unknown.result(SOON_S)
+    assert purges == [{c.tenant_key for c in certificates if c is not None}]
+    assert [c.turns_removed for c in certificates if c is not None] == [1, 2, 3]
+    assert not bytes_hold(Path(str(root)), "words of")
+    assert shard.ask(EraseCommand("nobody", now=True, again=True)).result(SOON_S) is None
+
+
+def test_a_certificate_says_when_the_bytes_went_not_when_it_was_asked_for(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Sender(shard).add([turn_of("ann", 0, "words of ann")])
+    monkeypatch.setattr(erasure, "_now", lambda: "2026-01-01T00:00:00+00:00")
+    certificate = shard.ask(EraseCommand("ann", now=True)).result(SOON_S)
+    monkeypatch.setattr(erasure, "_now", lambda: "2027-01-01T00:00:00+00:00")
+    assert shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S) == certificate
+    assert certificate is not None and certificate.purged_at == "2026-01-01T00:00:00+00:00"
+
+
+def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shard: Shard) -> None:
+    Sender(shard).add([turn_of("ann", 0, "words of ann")])
+    assert shard._supervisor.engine is not None
+    tenants, key = shard._supervisor.engine.tenants, shard._supervisor.open().journal.info.tenant_key("ann")
+    tenants.arrived[key] = Move("arrived", "elsewhere", 1)
+    for again in (False, True):
+        with pytest.raises(NotCertified, match="ask again"):
+            shard.ask(EraseCommand("ann", now=True, again=again)).result(SOON_S)
+        with pytest.raises(UnknownTenant):
+            shard.ask(MemoriesQuery("ann")).result(SOON_S)
+    tenants.arrived.clear()
+    certificate = shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S)
+    assert certificate is not None and certificate.turns_removed == 1
+
+
+def test_repeated_updates_are_made_once(shard: Shard) -> None:
+    turns = turns_of_topics("ann", 24)
+    ids = [r["id"] for r in Sender(shard).add(turns)]
+    assert shard.ask(FlushCommand("ann")).result(SOON_S)
+    fact = next(m for m in shard.ask(MemoriesQuery("ann")).result(SOON_S) if m.kind == "fact")
+    for tenant in ("ann", None):
+        assert shard.ask(UpdateCommand(fact.id, tenant, "one ")).result(SOON_S) == Updated(fact.id, "fact")
+        before = records(shard)
+        assert shard.ask(UpdateCommand(fact.id, tenant, "one ", again=True)).result(SOON_S) == Updated(
+            fact.id, "fact"
+        )
+        assert records(shard) == before
+        assert shard.ask(UpdateCommand(fact.id, tenant, "two", again=True)).result(SOON_S) == Updated(
+            fact.id, "fact"
+        )
+        assert records(shard) == before + 1, "the first attempt was lost before it was logged"
+        assert shard.ask(DrainCommand()).result(SOON_S)
+        known = shard.ask(GetQuery(fact.id, tenant)).result(SOON_S)
+        assert known is not None and known["text"] == "two"
+    versions = shard.ask(HistoryQuery(fact.id, "ann")).result(SOON_S)
+    assert versions is not None and [v["text"] for v in versions[-4:]] == ["one", "two"] * 2
+    new = shard.ask(UpdateCommand(ids[3], "ann", "the boat is green")).result(SOON_S)
+    assert new is not None and new.kind == "turn"
+    before = records(shard)
+    for tenant in ("ann", None):
+        assert shard.ask(UpdateCommand(ids[3], tenant, "the boat is green", again=True)).result(SOON_S) == new
+        assert shard.ask(UpdateCommand(ids[3], tenant, "the boat is green")).result(SOON_S) is None
+        assert shard.ask(GetQuery(ids[3], tenant)).result(SOON_S) is None
+        assert shard.ask(HistoryQuery(ids[3], tenant)).result(SOON_S) is None
+    assert records(shard) == before
+    for call in (
+        shard.ask(GetQuery(new.id, "bo")),
+        shard.ask(HistoryQuery(new.id, "bo")),
+        shard.ask(UpdateCommand(new.id, "bo", "x")),
+    ):
+        assert call.result(SOON_S) is None
+
+
+def test_a_flush_that_is_repeated_loads_nobody(root: Location, shard: Shard) -> None:
+    Sender(shard).add(some("ann", 0, 1))
+    assert shard.ask(FlushCommand("ann")).result(SOON_S)
+    before = records(shard)
+    shard.close()
+    after = Shard(root, "s0", settings(), PARTS)
+    try:
+        assert after.ask(FlushCommand("ann", again=True)).result(SOON_S)
+        assert loaded(after) == []
+        Sender(after).add(some("ann", 2))
+        assert after.ask(FlushCommand("ann", again=True)).result(SOON_S), (
+            "there is a turn behind the last one"
+        )
+        assert records(after) == before + 2
+        with pytest.raises(UnknownTenant):
+            after.ask(FlushCommand("bob", again=True)).result(SOON_S)
+    finally:
+        after.close()
+
+
+def loaded(shard: Shard) -> list[str]:
+    engine = shard._supervisor.engine
+    assert engine is not None
+    return [tenant.name for tenant in engine.tenants.loaded()]
+
+
+def records(shard: Shard) -> int:
+    engine = shard._supervisor.engine
+    assert engine is not None
+    return engine.tenants.existing("ann").next_seq
+
+
+# ---- whose tenants
+
+
+def test_tenants_of_other_shards_come_back_while_the_others_are_stored(tmp_path: Path) -> None:
+    root = begin(tmp_path / "root", 3)
+    keys = shard_map.load(root)
+    names = [f"tenant-{n}" for n in range(12)]
+    shard = Shard(root, "s1", settings(), PARTS)
+    try:
+        receipts = Sender(shard).add([turn_of(name, 0, name) for name in names])
+        for name, receipt in zip(names, receipts, strict=True):
+            owner = keys.owner(name)
+            expected = ("stored", None) if owner == "s1" else ("moved", owner)
+            assert (receipt["status"], receipt["detail"]) == expected
+        stranger = next(name for name in names if keys.owner(name) != "s1")
+        for call in (
+            shard.ask(SearchQuery(stranger, "x")),
+            shard.ask(GetQuery("m", stranger)),
+            shard.ask(HistoryQuery("m", stranger)),
+            shard.ask(UpdateCommand("m", stranger, "x")),
+            shard.ask(FlushCommand(stranger)),
+            shard.ask(EraseCommand(stranger)),
+        ):
+            with pytest.raises(Moved):
+                call.result(SOON_S)
+    finally:
+        shard.close()
+
+
+def test_a_shard_reads_the_map_that_its_clients_know(root: Location, shard: Shard) -> None:
+    sender = Sender(shard)
+    names = [f"tenant-{n}" for n in range(12)]
+    sender.add([turn_of(names[0], 0, "x")])
+    shard_map.publish(root, ShardMap(2, ("s0", "s9"), None, shard_map.load(root).hash_key))
+    sender.token, sender.number = shard.hello("client", 2).result(SOON_S).token, 0
+    statuses = {r["status"] for r in sender.add([turn_of(name, 1, "y") for name in names])}
+    assert statuses == {"stored", "moved"}
+    assert shard.status().result(SOON_S)["map_version"] == 2
+
+
+def test_a_call_brings_its_map_so_that_a_tenants_first_turns_keep_their_order(tmp_path: Path) -> None:
+    """The line was begun while the resharding was closing; the router knows since that it clears."""
+    root = begin(tmp_path / "root", 1)
+    moving = shard_map.load(root).toward(["s0", "s1"])
+    closing = moving.after()
+    for newer in (moving, closing):
+        shard_map.publish(root, newer)
+    name = next(name for name in (f"tenant-{n}" for n in range(99)) if closing.owner(name) == "s1")
+    shard = Shard(root, "s1", settings(), PARTS)
+    try:
+        token = shard.hello("client", closing.version).result(SOON_S).token
+        early = shard.add(pack(some(name, 0)), CallStamp("client", token, 0, closing.version)).result(SOON_S)
+        assert early.column("status").to_pylist() == ["moved"]
+        shard_map.publish(root, closing.after())
+        found = [
+            shard.add(pack(some(name, n)), CallStamp("client", token, n + 1, closing.version + 1)).result(
+                SOON_S
+            )
+            for n in range(2)
+        ]
+        assert [receipts.column("seq").to_pylist() for receipts in found] == [[0], [1]]
+    finally:
+        shard.close()
+
+
+# ---- the thresholds of a root
+
+
+def test_a_shard_decides_by_its_roots_thresholds_whoever_starts_it(root: Location) -> None:
+    agree(root, settings())
+    starter = Settings(device="cpu", encoder="hash:384", profile="assistant")
+    shard = Shard(root, "s0", starter, PARTS)
+    try:
+        Sender(shard).add(some("ann", 0))
+        engine = shard._supervisor.engine
+        assert engine is not None
+        found = engine.tenants.existing("ann").thresholds_at(0)
+        assert (found.theta_sim, found.theta_merge, found.theta_count) == tuple(THETA.values())
+    finally:
+        shard.close()
+
+
+def test_settings_that_name_other_thresholds_than_the_root_are_refused(root: Location) -> None:
+    agree(root, Settings(profile="assistant"))
+    agree(root, Settings())  # names none
+    agree(root, Settings(theta_sim=0.6, theta_count=4))
+    with pytest.raises(UndertowError, match=r"theta_sim 0\.6, .*say theta_sim 0\.7, .*thresholds\.json"):
+        agree(root, Settings(profile="companion"))
+    assert in_force(root, Settings()).recurrence_count == 4
+    root.write("thresholds.json", b'{"theta_sim": 0.5}')
+    with pytest.raises(StoreError, match="must hold theta_sim, theta_merge, theta_count"):
+        agree(root, Settings())
+    root.write("thresholds.json", b'{"theta_sim": 5, "theta_merge": 0.5, "theta_count": 3}')
+    with pytest.raises(StoreError, match="holds no thresholds"):
+        in_force(root, Settings())
+
+
+def test_what_was_undecided_is_decided_after_a_restart_without_a_call(root: Location) -> None:
+    with Engine(
+        root / STORES / "s0", settings(), PARTS.encoder(settings()), hash_key=shard_map.load(root).hash_key
+    ) as engine:
+        engine.add_batch(some("ann", *range(6)))
+    shard = Shard(root, "s0", settings(), PARTS)
+    try:
+        until_s = time.monotonic() + SOON_S
+        while shard.status().result(SOON_S).get("undecided_turns", 1) and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert shard.status().result(SOON_S)["undecided_turns"] == 0
+    finally:
+        shard.close()

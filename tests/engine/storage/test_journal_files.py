@@ -1,0 +1,291 @@
+"""The journal's compaction, deletion and durability."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import lance
+import pytest
+from lance.file import LanceFileReader
+
+from undertow.engine.storage import journal as journal_module
+from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage.journal import SCHEMA, Journal, Row
+from undertow.engine.storage.lance_log import LanceLog, _worth_merging
+from undertow.engine.storage.store_info import read_info
+
+from ...support.storage.journal import DIM, contents, files_in, row
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    Journal.create(tmp_path / "store", DIM, {"model": "none"})
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def journal(store: Path) -> Iterator[Journal]:
+    opened = Journal.open(store, writable=True)
+    yield opened
+    opened.close()
+
+
+# ---- compaction
+
+
+def test_compaction_keeps_order_and_content_and_bounds_the_files(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 50)
+    monkeypatch.setattr(log_table, "READER_GRACE", timedelta(0))
+    journal = Journal.open(store, writable=True)
+    expected = []
+    most = 0
+    for n in range(600):
+        one = row(journal, f"tenant {n % 3}", n // 3, text=f"text {n}")
+        journal.append([one])
+        assert one.vector is not None
+        expected.append((n, "turn", one.tenant, one.seq, one.payload, one.vector.tobytes()))
+        if n % 50 == 49:
+            journal.finish_tidying()
+            most = max(most, len(files_in(store)))
+    assert contents(journal) == expected
+    key = journal.info.tenant_key("tenant 1")
+    of_one = [r for r in expected if r[2] == "tenant 1"]
+    assert contents(journal, tenant_keys=[key]) == of_one
+    journal.close()
+    again = Journal.open(store, writable=True)
+    assert again.next_lsn == 600
+    assert contents(again, tenant_keys=[key]) == of_one
+    again.close()
+    # 600 commits: 600 data files, manifests and transactions each if nothing were merged and dropped
+    assert most < 60
+    assert len(files_in(store)) < 60
+
+
+def test_rows_that_no_fragment_limit_holds_stay_in_order(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fragments fill up and are left alone; deletions in the middle and the last lsn survive.
+
+    The index covers all but less than a fragment's rows of older ones, and what has come since.
+    """
+    monkeypatch.setattr(log_table, "ROWS_PER_FRAGMENT", 16)
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 7)
+    journal = Journal.open(store, writable=True)
+    for n in range(100):
+        journal.append([row(journal, "ann", 2 * n), row(journal, "bob", 2 * n + 1)])
+        if n % 10 == 5:
+            journal.delete_rows([2 * n - 7])
+        (index,) = journal._table._dataset.describe_indices()
+        assert journal.row_count - index.num_rows_indexed < 16 + 2 * 7
+    stored = journal._table.scanner(["lsn"]).to_table()["lsn"].to_pylist()
+    assert stored == sorted(stored), "nothing has to be sorted to be read"
+    journal.close()
+    gone = {2 * n - 7 for n in range(100) if n % 10 == 5}
+    again = Journal.open(store, writable=True)
+    assert [r.lsn for r in again.read()] == [lsn for lsn in range(200) if lsn not in gone]
+    assert again.next_lsn == 200
+    of_ann = [r.lsn for r in again.read(tenant_keys=[again.info.tenant_key("ann")])]
+    assert of_ann == [lsn for lsn in range(0, 200, 2) if lsn not in gone]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "merged"),
+    [
+        ({}, set()),
+        ({7: 5}, {7}),
+        ({1: 100, 2: 9, 3: 10, 7: 10}, {2, 3, 7}),
+        ({1: 29, 2: 9, 3: 10, 7: 10}, {1, 2, 3, 7}),
+        ({1: 5, 2: 21, 3: 10, 7: 10}, {3, 7}),
+    ],
+)
+def test_the_newest_fragments_are_merged_up_to_one_larger_than_all_behind_it(
+    rows: dict[int, int], merged: set[int]
+) -> None:
+    assert _worth_merging(rows) == merged
+
+
+def test_an_index_that_a_kill_has_left_out_is_made_by_a_compaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lance.LanceDataset, "create_scalar_index", Mock(side_effect=KeyboardInterrupt))
+        Journal.create(tmp_path, DIM, {})
+    Journal.create(tmp_path, DIM, {})
+    journal = Journal.open(tmp_path, writable=True)
+    journal.append([row(journal, "ann", 0)])
+    assert not journal._table._dataset.describe_indices()
+    journal.compact()
+    assert len(journal._table._dataset.describe_indices()) == 1
+    assert [r.seq for r in journal.read(tenant_keys=[journal.info.tenant_key("ann")])] == [0]
+    journal.close()
+
+
+def test_a_compaction_that_fails_does_not_undo_the_append(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_: LanceLog) -> int:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(LanceLog, "tidy", full)
+        for seq in range(3):
+            journal.append([row(journal, "ann", seq)])
+    assert "cannot compact" in caplog.text
+    journal.append([row(journal, "ann", 3)])
+    assert [r.seq for r in journal.read()] == [0, 1, 2, 3]
+
+
+# ---- deletion
+
+
+def bytes_of(store: Path) -> bytes:
+    return b"\x00".join(path.read_bytes() for path in files_in(store))
+
+
+def every_value_on_disk(store: Path) -> str:
+    """All columns of all Lance files that lie in the store, referenced or not, decoded."""
+    tables = [
+        LanceFileReader(str(path)).read_all().to_table() for path in store.rglob("*.lance") if path.is_file()
+    ]
+    return "\n".join(str(table.to_pylist()) for table in tables)
+
+
+def test_purge_leaves_no_byte_of_deleted_text(journal: Journal, store: Path) -> None:
+    secret, kept = "zq7w-violin-9f3k", "b2mx-harbour-77aa"
+    journal.append([row(journal, secret, 0, secret), row(journal, "bob", 0, kept)])
+    journal.append([row(journal, secret, 1, f"again {secret}")])
+    for found in (bytes_of(store).decode(errors="replace"), every_value_on_disk(store)):
+        assert secret in found and kept in found
+    key = journal.info.tenant_key(secret)
+    assert journal.count([key]) == 2
+    journal.delete([key], before_lsn=journal.next_lsn)
+    assert journal.count([key]) == 0
+    assert [r.tenant for r in journal.read()] == ["bob"]
+    assert secret in bytes_of(store).decode(errors="replace"), "deleting alone must not be enough"
+    journal.purge()
+    for found in (bytes_of(store).decode(errors="replace"), every_value_on_disk(store)):
+        assert secret not in found and kept in found
+    assert contents(journal)[0][2:4] == ("bob", 0)
+    journal.append([row(journal, "bob", 1)])
+    assert [r.lsn for r in journal.read(tenant_keys=[journal.info.tenant_key("bob")])] == [1, 3]
+
+
+def test_deleted_rows_leave_and_the_others_stay(journal: Journal, store: Path) -> None:
+    journal.append([row(journal, "ann", seq, text=f"words {seq} wqx{seq}z") for seq in range(5)])
+    journal.delete_rows([1, 3])
+    journal.delete_rows([])
+    assert [r.lsn for r in journal.read()] == [0, 2, 4]
+    journal.purge()
+    on_disk = every_value_on_disk(store)
+    assert [f"wqx{seq}z" in on_disk for seq in range(5)] == [True, False, True, False, True]
+
+
+def test_deletion_stops_at_the_lsn_it_is_given(journal: Journal) -> None:
+    journal.append([row(journal, "ann", seq) for seq in range(4)])
+    journal.delete([journal.info.tenant_key("ann")], before_lsn=2)
+    assert [r.lsn for r in journal.read()] == [2, 3]
+
+
+def test_a_purge_of_everything_keeps_the_journal_usable(store: Path) -> None:
+    journal = Journal.open(store, writable=True)
+    journal.append([row(journal, "ann", 0)])
+    journal.delete_rows([0])
+    journal.purge()
+    journal.close()
+    again = Journal.open(store, writable=True)
+    again.append([row(again, "bob", 0)])
+    assert [r.tenant for r in again.read(tenant_keys=[again.info.tenant_key("bob")])] == ["bob"]
+    again.close()
+
+
+def test_a_tenants_key_is_a_keyed_hash_of_its_name(store: Path, tmp_path: Path) -> None:
+    Journal.create(tmp_path / "other", DIM, {})
+    here, there = read_info(store), read_info(tmp_path / "other")
+    for name in ("ann", "", "a" * 10_000, "\ud800"):
+        key = here.tenant_key(name)
+        assert key == here.tenant_key(name) != there.tenant_key(name)
+        assert len(key) == 32 and int(key, 16) >= 0
+        assert key != name
+    assert here.tenant_key("ann") != here.tenant_key("Ann")
+
+
+# ---- durability
+
+
+SYNC_RECORDER = """
+import json, os, sys
+from pathlib import Path
+import numpy as np
+from undertow.engine.storage import journal as module
+from undertow.engine.storage.journal import Journal, Row
+synced, really = [], os.fsync
+def fsync(descriptor):
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    synced.append(path)
+    really(descriptor)
+os.fsync = fsync
+store, durability = Path(sys.argv[1]), sys.argv[2]
+def now():
+    return {str(p) for p in store.rglob("*")}
+Journal.create(store, 8, {})
+journal = Journal.open(store, writable=True, durability=durability)
+module.COMMITS_PER_COMPACTION = 4
+for n in range(4):
+    before = now()
+    synced.clear()
+    journal.append([Row("turn", "ann", "k", n, b"{}", vector=np.zeros(8, np.float16))])
+    print(json.dumps({"new": sorted(now() - before), "synced": sorted(set(synced))}))
+print(json.dumps({"rows": [r.seq for r in journal.read()]}))
+"""
+
+
+def appends(store: Path, durability: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-c", SYNC_RECORDER, str(store), durability],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def needed_of(paths: list[str]) -> set[str]:
+    """The files that opening the newest version will read: all but transactions and older manifests."""
+    files = [p for p in paths if Path(p).is_file() and "_transactions" not in p]
+    newest = min(p for p in files if p.endswith(".manifest"))
+    return {p for p in files if not p.endswith(".manifest")} | {newest}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of open files are read from /proc")
+def test_fsync_syncs_data_manifest_and_folders_before_append_returns(tmp_path: Path) -> None:
+    *steps, last = appends(tmp_path / "store", "fsync")
+    assert last["rows"] == [0, 1, 2, 3]
+    uri = tmp_path / "store" / "journal.lance"
+    for step in steps:
+        needed = needed_of(step["new"])
+        assert any(p.endswith(".lance") for p in needed) and any(p.endswith(".manifest") for p in needed)
+        assert needed <= set(step["synced"])
+        assert {str(uri / "data"), str(uri / "_versions")} <= set(step["synced"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of open files are read from /proc")
+def test_commit_durability_leaves_syncing_to_the_system(tmp_path: Path) -> None:
+    *steps, last = appends(tmp_path / "store", "commit")
+    assert last["rows"] == [0, 1, 2, 3]
+    assert all(step["new"] and not step["synced"] for step in steps)
+
+
+def test_the_schema_has_no_column_that_the_rows_lack() -> None:
+    assert set(SCHEMA.names) == set(Row.__slots__)

@@ -1,0 +1,285 @@
+"""Loads with kills, for hours: bulk ingests and reshardings."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from undertow.bench.mock.server import spawn_server
+from undertow.engine.api.engine import Engine, make_llm
+from undertow.engine.api.ingest_files import Ingest
+from undertow.engine.cluster.ray.cluster import Cluster
+from undertow.engine.cluster.settings import ClusterSettings
+from undertow.engine.cluster.shard_map import STORES, load
+from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.readers import find_logs
+from undertow.engine.storage.location import Location
+
+from ..support.cli import ENV, PROGRAM
+from ..support.cluster.in_process import cluster_state, settings
+from ..support.faults.harness import (
+    PARKING,
+    RATES,
+    assert_same_state,
+    end_state,
+    write_log,
+)
+from ..support.soak import report_timed, soak_s
+from ..support.soak_cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
+
+
+THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3")
+
+
+CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
+
+
+PROGRAM_ENV = {**ENV, **CLUSTER_ENV, "UNDERTOW_BATCH_TURNS": "16", "UNDERTOW_LLM_PATIENCE_S": "60"}
+
+
+# ---- kills
+
+
+class Command:
+    """`undertow ...` in a process of its own, and the Ray processes below it."""
+
+    def __init__(self, folder: Path, *args: str | Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._out, self._err = folder / "out.json", folder / "err.txt"
+        with self._out.open("w") as out, self._err.open("w") as err:  # no pipe: orphans would hold it open
+            self.process = subprocess.Popen(
+                [*PROGRAM, *map(str, args)], env={**os.environ, **PROGRAM_ENV}, stdout=out, stderr=err
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_until(self, holds: Callable[[], object]) -> None:
+        """Wait until something holds, or the command has ended."""
+        while self.running and not holds():
+            time.sleep(0.02)
+
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL; what it leaves behind."""
+        try:
+            below: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            below = []
+        self.process.kill()
+        self.process.wait()
+        return below
+
+    def result(self) -> Any:
+        """Wait for its end, which must be a good one: its JSON."""
+        code = self.process.wait(timeout=600)
+        assert code == 0, f"exit code {code}: {self._err.read_text()[-2_000:]}"
+        return json.loads(self._out.read_text())
+
+
+def ray_processes(of: int, kind: str) -> list[psutil.Process]:
+    """The shards, or the workers that read and feed, below a process."""
+    found = []
+    try:
+        for process in psutil.Process(of).children(recursive=True):
+            name = process.name()
+            if name.startswith("ray::") and not name.endswith("Agent"):
+                found += [process] * (("ShardActor" in name) == (kind == "shard"))
+    except psutil.NoSuchProcess:
+        pass
+    return found
+
+
+def strike(of: int, kind: str, rng: random.Random) -> int:
+    """SIGKILL for one of them; how many that were."""
+    found = ray_processes(of, kind)
+    if found:
+        try:
+            rng.choice(found).kill()
+        except psutil.NoSuchProcess:
+            return 0
+    return bool(found)
+
+
+def all_ended(processes: Sequence[psutil.Process]) -> int:
+    """Wait for the end of what killed drivers have left; how many went on, which are ended here."""
+    _, alive = psutil.wait_procs(processes, timeout=90)
+    for process in alive:
+        process.kill()
+    return len(alive)
+
+
+def write_logs(folder: Path, seed: int) -> Path:
+    """Logs of many tenants, each in several files."""
+    folder.mkdir(parents=True)
+    for number in range(6):
+        some = [f"tenant-{(number * 3 + k) % 14}" for k in range(9)]
+        write_log(folder / f"{number}.jsonl", some, 30, seed=100 * seed + number)
+    return folder
+
+
+def test_bulk_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards, workers and the driver of a bulk ingest are killed; the same command ends it."""
+    began_s, rounds, turns = time.monotonic(), 0, 0
+    killed: Counter[str] = Counter()
+    rng = random.Random(3)
+    with spawn_server(latency_ms=20, jitter_ms=20, **RATES, **PARKING) as url:
+        while not rounds or time.monotonic() - began_s < soak_s():
+            folder = tmp_path / str(rounds)
+            logs = write_logs(folder / "logs", rounds)
+            of = settings(llm_url=url)
+            with Engine(folder / "alone", of, HashingEncoder(384), llm=make_llm(of)) as engine:
+                ingest = Ingest(engine)
+                ingest.feed(list(find_logs([logs])))
+                assert ingest.settle()
+            turns += bulk_round(folder, logs, url, rng, killed)
+            expected = end_state(folder / "alone")
+            assert_same_state(cluster_state(Location.of(folder / "root")), expected)
+            rounds += 1
+    report_timed(
+        capsys,
+        "bulk-kills",
+        rounds=rounds,
+        kills=dict(killed),
+        turns=turns,
+        elapsed_s=round(time.monotonic() - began_s, 1),
+        equal_to_one_process=True,
+    )
+    assert killed["driver"] and killed["shard"] and killed["worker"], killed
+
+
+def bulk_round(folder: Path, logs: Path, url: str, rng: random.Random, killed: Counter[str]) -> int:
+    """One bulk ingest, cut off a few times; its turns."""
+    root = str(folder / "root")
+    ingest = ["ingest", str(logs), "--store", root, "--ray", "local", "--shards", "2", "--llm", url]
+    command = [*ingest, *THETAS, *(["--resume"] if rng.random() < 0.5 else []), "--json"]
+    left: list[psutil.Process] = []
+    drivers = rng.randint(1, 3)
+    try:
+        for attempt in range(drivers + 1):
+            running = Command(folder / f"run-{attempt}", *command)
+            pid, last = running.process.pid, attempt == drivers
+            if rng.random() < 0.75 or last:  # once there is something to kill
+                running.wait_until(partial(ray_processes, pid, "shard"))
+            kinds = [rng.choice(["shard", "worker"]) for _ in range(rng.randint(0, 2) + last)]
+            for kind in kinds:
+                time.sleep(rng.uniform(0, 4))
+                killed[kind] += running.running and strike(pid, kind, rng)
+            if not last:
+                time.sleep(rng.uniform(0, 6))
+                killed["driver"] += running.running
+                left += running.kill()  # and on at once: its shards may still be at it
+        return int(running.result()["turns"])
+    finally:
+        left += running.kill() if running.running else []
+        assert not all_ended(left), "what a killed driver started goes on"
+
+
+class Traffic:
+    """Sends turns of many tenants, and counts those that were acknowledged."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.acked: Counter[str] = Counter()
+
+    def run(self, seconds: float, stop: threading.Event) -> None:
+        """Eight turns a second, until it is stopped; `seconds` is the longest."""
+        rng, end_s = random.Random(1), time.monotonic() + seconds
+        while not stop.is_set() and time.monotonic() < end_s:
+            names = rng.sample(TENANTS, 8)
+            receipts = self._cluster.add_batch([turn(name, self.acked[name]) for name in names])
+            assert [receipt.parked for receipt in receipts] == [None] * len(names)
+            self.acked.update(names)
+            stop.wait(1.0)
+
+
+def test_resharding_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards are added and removed again and again under traffic, while movers and shards are killed."""
+    began_s, rng = time.monotonic(), random.Random(8)
+    root = Location.of(tmp_path / "root")
+    killed: Counter[str] = Counter()
+    sizes: list[int] = []
+    moved = 0
+    wide = ClusterSettings(num_cpus=0.1, threads=1, patience_s=240, call_turns=16)
+    with ray_here(cpus=8) as address, spawn_server(latency_ms=20, **RATES, **PARKING) as url:
+        of = settings(llm_url=url)
+        with Cluster.open(root, of, shards=2, resources=wide) as cluster:
+            traffic, stop, errors = Traffic(cluster), threading.Event(), deque[BaseException]()
+            sending = threading.Thread(target=_guarded, args=(traffic.run, 7_200.0, stop, errors))
+            sending.start()
+            try:
+                while not sizes or time.monotonic() - began_s < soak_s():
+                    sizes.append(rng.choice([n for n in (1, 2, 3, 4) if n != len(load(root).shards)]))
+                    moved += reshard(
+                        tmp_path / f"move-{len(sizes)}", root, address, url, sizes[-1], rng, killed
+                    )
+                    assert not errors, errors
+            finally:
+                stop.set()
+                sending.join()
+            assert not errors, errors
+            assert cluster.drain()
+            cluster.stop()
+        assert_all_stored(root, traffic.acked)
+        expected = alone(tmp_path / "alone", traffic.acked, url)
+    assert_same_state(cluster_state(root), expected)
+    for name in (root / STORES).children():
+        if name not in load(root).shards:
+            assert not end_state(root / STORES / name).exports, f"{name} has kept tenants"
+    report_timed(
+        capsys,
+        "resharding-kills",
+        reshardings=len(sizes),
+        shards=sizes,
+        tenants_moved_by_the_last_commands=moved,
+        kills=dict(killed),
+        acked_turns=traffic.acked.total(),
+        elapsed_s=round(time.monotonic() - began_s, 1),
+        equal_to_one_process=True,
+    )
+    assert killed["mover"] or killed["shard"], killed
+
+
+def reshard(
+    folder: Path, root: Location, address: str, url: str, size: int, rng: random.Random, killed: Counter[str]
+) -> int:
+    """Go over to so many shards, however often that is cut off; the tenants that the last command moved."""
+    folder.mkdir()
+    wanted = ("--shards", str(size))
+    for attempt in range(100):
+        command = ["cluster", "move", "--store", str(root), "--ray", address, *wanted, "--llm", url, "--json"]
+        running = Command(folder / str(attempt), *command)
+        if rng.random() < 0.8:
+            running.wait_until(lambda: load(root).before is not None)
+        try:
+            for kind in rng.choice([(), ("shard",), ("mover",), ("shard", "mover"), ("shard", "shard")]):
+                time.sleep(rng.uniform(0, rng.choice([0.5, 2.0, 8.0])))
+                if kind == "shard":
+                    killed[kind] += strike(os.getpid(), kind, rng)
+                elif running.running:
+                    running.kill()
+                    killed[kind] += 1
+            if running.process.wait(timeout=600) == -signal.SIGKILL:
+                continue
+            done = running.result()
+        finally:
+            if running.running:
+                running.kill()
+        assert len(done["shards"]) == size and load(root).before is None, done
+        return int(done["moved_tenants"])
+    raise AssertionError("a hundred attempts were not enough")
