@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.judge.overlap import bleu_1, f1
-from undertow.bench.quality.run.asking import Asker, Talk
-from undertow.bench.quality.run.json_lines import KeptLines, Key
+from undertow.bench.quality.json_lines import KeptLines, Key
+from undertow.bench.quality.judge.f1_bleu import bleu_1, f1
+from undertow.bench.quality.run.llm_requests import Asker, Talk
 from undertow.bench.quality.systems.base import Material, Steps, Stepwise, System
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError, Usage

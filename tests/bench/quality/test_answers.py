@@ -15,10 +15,10 @@ import pytest
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.server import spawn_server
 from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.json_lines import KeptLines
 from undertow.bench.quality.run.answers import Answering
-from undertow.bench.quality.run.asking import Asker
 from undertow.bench.quality.run.folder import run_folder
-from undertow.bench.quality.run.json_lines import KeptLines
+from undertow.bench.quality.run.llm_requests import Asker
 from undertow.bench.quality.run.plan import chosen
 from undertow.bench.quality.systems.base import Material
 from undertow.engine.base.config import Settings

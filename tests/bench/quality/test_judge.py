@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
-from undertow.bench.quality.judge.judging import JUDGE_ATTEMPTS, Judging
+from undertow.bench.quality.json_lines import KeptLines
 from undertow.bench.quality.judge.prompts import JudgePrompts, verdict_of
-from undertow.bench.quality.run.asking import Asker
-from undertow.bench.quality.run.json_lines import KeptLines
+from undertow.bench.quality.run.judging import JUDGE_ATTEMPTS, Judging
+from undertow.bench.quality.run.llm_requests import Asker
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.builders import prompt_version

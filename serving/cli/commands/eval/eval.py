@@ -125,7 +125,7 @@ def evaluate(
     answer sessions in LongMemEval) in the best 5, 10 and 20 turns.
     """
     from undertow.bench.quality.datasets import load
-    from undertow.bench.quality.systems.choice import POLICIES
+    from undertow.bench.quality.systems.registry import POLICIES
 
     name = _known(policy)
     settings = settings_of(
@@ -198,7 +198,7 @@ def _refuse_with_evidence(given: dict[str, object]) -> None:
 
 
 def _known(policy: str | None) -> str:
-    from undertow.bench.quality.systems.choice import DEFAULT, SYSTEMS
+    from undertow.bench.quality.systems.registry import DEFAULT, SYSTEMS
 
     if policy is not None and policy not in SYSTEMS:
         raise WrongUsage(f"--policy {policy!r:.80}: there are {', '.join(SYSTEMS)}.")
@@ -206,7 +206,7 @@ def _known(policy: str | None) -> str:
 
 
 def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
-    from undertow.bench.quality.variants import ABLATIONS, ablated
+    from undertow.bench.quality.ablations import ABLATIONS, ablated
 
     if ablation not in ABLATIONS:
         raise WrongUsage(f"--ablation {ablation!r:.80}: there are {', '.join(ABLATIONS)}.")
@@ -219,7 +219,7 @@ def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
 
 
 def _check_memories(policy: str, folder: Path, memories_of: Path | None) -> None:
-    from undertow.bench.quality.systems.choice import CONSTRUCTING
+    from undertow.bench.quality.systems.registry import CONSTRUCTING
 
     if memories_of is None:
         return

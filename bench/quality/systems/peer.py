@@ -8,16 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from undertow.bench.peers.process import PeerError, PeerProcess, Reply, Spent, command_of
+from undertow.bench.peers.process import OPERATION, PeerError, PeerProcess, Reply, Spent, added, command_of
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.run.json_lines import GrowingFile
+from undertow.bench.quality.json_lines import GrowingFile
 from undertow.bench.quality.systems.base import Material, Means, OnProgress, shown
 from undertow.engine.base.model import Turn, Usage
 
 MEMORIES = 60
 """How many memories answer a question, as in the papers: 30 a speaker on LoCoMo, 45 + 15 on LongMemEval-S."""
 
-OPERATION = "add"
 _ADDED = "added.jsonl"
 
 
@@ -83,12 +82,6 @@ class PeerSystem:
     def close(self) -> None:
         self._process.close()
         self._record.close()
-
-
-def added(turn: Turn) -> dict[str, Any]:
-    """A turn as a runner's `add` takes it."""
-    messages = [{"role": m.role, "speaker": m.speaker, "content": m.content} for m in turn.messages]
-    return {"tenant": turn.tenant, "messages": messages, "date": turn.timestamp}
 
 
 class Record:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
-from undertow.bench.peers.peer import PeerSystem
 from undertow.bench.peers.process import RUNNERS
 from undertow.bench.quality.systems.base import Means, System
 from undertow.bench.quality.systems.baselines import FullContext, NaiveRAG
 from undertow.bench.quality.systems.engine import engine_system
+from undertow.bench.quality.systems.peer import PeerSystem
 from undertow.engine.base.model import PolicyName
 
 DEFAULT = "recmem"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from undertow.bench.quality.json_lines import KeptLines, Key, key_of
 from undertow.bench.quality.judge.prompts import JudgePrompts, verdict_of
-from undertow.bench.quality.run.asking import Asker
-from undertow.bench.quality.run.json_lines import KeptLines, Key, key_of
+from undertow.bench.quality.run.llm_requests import Asker
 from undertow.engine.base.model import UndertowError, Usage
 from undertow.engine.llm.client import BadReply
 from undertow.prompts.builders import Prompt
