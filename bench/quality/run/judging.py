@@ -70,15 +70,13 @@ class Judging:
         for case, reply in self._asker.ask(prompts):
             case.usage += reply.usage
             if isinstance(reply, BadReply):
-                case.replies.append(reply.reason)
-                case.said.append(None)
-                says = None
+                said, told = None, reply.reason
             else:
-                said = str(reply.reply)
-                case.replies.append(said)
-                case.said.append(said)
+                said = told = str(reply.reply)
                 case.model = reply.model
-                says = verdict_of(said)
+            case.replies.append(told)
+            case.said.append(said)
+            says = None if said is None else verdict_of(said)
             if says is None and not is_last:
                 yield case
                 continue
