@@ -1,4 +1,4 @@
-"""The one place where a name becomes a system."""
+"""The measured systems by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT = "recmem"
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 CONSTRUCTING = (*POLICIES, *RUNNERS)
-"""Systems that make memories: a run of them can answer from those of another one."""
+"""Systems that make memories, which another run can reuse (`--memories-of`)."""
 
 SYSTEMS: dict[str, Callable[[Means], System]] = {
     **{name: partial(engine_system, name) for name in POLICIES},
