@@ -1,4 +1,4 @@
-"""A peer as one of the systems that are measured: mem0ai or langmem over their runners."""
+"""mem0ai or langmem as a measured system, through their runners in bench/peers."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from undertow.bench.peers.process import PeerError, PeerProcess, Reply, Spent, command_of
+from undertow.bench.peers.process import OPERATION, PeerError, PeerProcess, Reply, Spent, added, command_of
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.run.json_lines import GrowingFile
+from undertow.bench.quality.json_lines import GrowingFile
 from undertow.bench.quality.systems.base import Material, Means, OnProgress, shown
 from undertow.engine.base.model import Turn, Usage
 
 MEMORIES = 60
 """How many memories answer a question, as in the papers: 30 a speaker on LoCoMo, 45 + 15 on LongMemEval-S."""
 
-OPERATION = "add"
 _ADDED = "added.jsonl"
 
 
 class PeerSystem:
-    """What was added is recorded turn by turn, so that a run that was stopped goes on where it was.
+    """Adds turn by turn and records each, so that a stopped run can be resumed.
 
-    Turns are added one by one: a peer's local store is not made for more. A turn whose add was cut off, or
-    failed, is added again.
+    A peer's local store does not support concurrent adds. A turn whose add failed or was cut off is added
+    again.
     """
 
     def __init__(self, name: str, means: Means, *, command: Sequence[str] | None = None) -> None:
-        """`command`: another runner's. PeerError: the peer is not there or does not start."""
+        """`command` replaces the usual runner. PeerError: the peer is not installed or does not start."""
         self.name = name
         self._process = PeerProcess(
             name,
@@ -49,7 +48,7 @@ class PeerSystem:
             raise
 
     def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
-        """PeerError: the peer failed at a turn. What was added by then is kept."""
+        """PeerError: the peer failed at a turn. Turns added before it are kept."""
         total = sum(len(sample.turns) for sample in samples)
         for done, turn in enumerate((turn for sample in samples for turn in sample.turns), 1):
             if not self._record.has(turn):
@@ -61,12 +60,12 @@ class PeerSystem:
             reply = self._process.ask(OPERATION, **added(turn)).result()
         except PeerError as error:
             if error.spent is not None:
-                self._record.failed(turn, error.spent)
+                self._record.write(turn, error.spent, added=False)
             raise PeerError(
                 f"{error} This was turn {turn.dedupe_key} of {turn.tenant}. What was added before it is "
                 "kept: run the same command again once the cause is gone."
             ) from error
-        self._record.added(turn, reply.spent)
+        self._record.write(turn, reply.spent, added=True)
 
     def material(self, sample: Sample, question: Question) -> Material:
         asked = self._process.ask("search", tenant=sample.tenant, query=question.text, count=MEMORIES)
@@ -77,7 +76,7 @@ class PeerSystem:
         return {OPERATION: self._record.usage[tenant]}
 
     def counts(self) -> dict[str, int]:
-        """`complaints`: errors that the peer logged and did not raise, such as a reply it could not read."""
+        """`complaints`: errors that the peer logged but did not raise, such as an unreadable reply."""
         return {"turns": len(self._record), "complaints": self._record.complaints}
 
     def close(self) -> None:
@@ -85,17 +84,11 @@ class PeerSystem:
         self._record.close()
 
 
-def added(turn: Turn) -> dict[str, Any]:
-    """A turn as a runner's `add` takes it."""
-    messages = [{"role": m.role, "speaker": m.speaker, "content": m.content} for m in turn.messages]
-    return {"tenant": turn.tenant, "messages": messages, "date": turn.timestamp}
-
-
 class Record:
-    """One line a turn that was added, with its cost; the first line says what made it."""
+    """One JSON line a turn, with its cost; the first line names the peer, the encoder and the model."""
 
     def __init__(self, path: Path, made_by: Mapping[str, Any]) -> None:
-        """Reads what there is, and goes on behind it. UndertowError: it is another's, or none of ours."""
+        """Reads the lines. UndertowError: the file is of another peer, encoder or model, or not ours."""
         self._keys: set[tuple[str, str]] = set()
         self.usage: defaultdict[str, Usage] = defaultdict(Usage)
         self.complaints = 0
@@ -125,21 +118,11 @@ class Record:
     def has(self, turn: Turn) -> bool:
         return (turn.tenant, turn.dedupe_key) in self._keys
 
-    def added(self, turn: Turn, spent: Spent) -> None:
-        self._write(turn, spent, added=True)
-
-    def failed(self, turn: Turn, spent: Spent) -> None:
-        """What a turn that was not added has cost."""
-        self._write(turn, spent, added=False)
-
-    def _write(self, turn: Turn, spent: Spent, *, added: bool) -> None:
-        line = {
-            "tenant": turn.tenant,
-            "turn": turn.dedupe_key,
-            "added": added,
-            "usage": asdict(spent.usage),
-            "complaints": spent.complaints,
-        }
+    def write(self, turn: Turn, spent: Spent, *, added: bool) -> None:
+        """`added`: whether the turn was; a failed request costs tokens too."""
+        usage, complaints = asdict(spent.usage), spent.complaints
+        line = {"tenant": turn.tenant, "turn": turn.dedupe_key, "added": added}
+        line |= {"usage": usage, "complaints": complaints}
         self._file.write(line)
         self._book(line)
 

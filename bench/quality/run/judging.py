@@ -1,4 +1,4 @@
-"""The judging half: every answer to the judge, each verdict a line."""
+"""Sends every answer to the judge and writes each verdict as a line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from undertow.bench.quality.json_lines import KeptLines, Key, key_of
 from undertow.bench.quality.judge.prompts import JudgePrompts, verdict_of
-from undertow.bench.quality.run.asking import Asker
-from undertow.bench.quality.run.json_lines import KeptLines, Key, key_of
+from undertow.bench.quality.run.llm_requests import Asker
 from undertow.engine.base.model import UndertowError, Usage
 from undertow.engine.llm.client import BadReply
 from undertow.prompts.builders import Prompt
@@ -21,9 +21,9 @@ JUDGE_ATTEMPTS = 3
 
 @dataclass(slots=True)
 class _Case:
-    """An answer before the judge.
+    """An answer to judge.
 
-    `replies`: what came of each asking, for the record. `said`: of those, the judge's own words; else None.
+    `replies`: the outcome of each attempt, for the record. `said`: the judge's reply, None where it had none.
     """
 
     line: Mapping[str, Any]
@@ -34,17 +34,17 @@ class _Case:
 
 
 class Judging:
-    """Judges what is not judged yet. `verdicts` keeps each verdict at once."""
+    """Judges the answers that have no verdict yet; writes each verdict to `verdicts` at once."""
 
     def __init__(self, prompts: JudgePrompts, verdicts: KeptLines, asker: Asker) -> None:
-        """UndertowError: the verdicts that are there are those of another prompt."""
+        """UndertowError: the existing verdicts were made with another prompt."""
         verdicts.require("prompt_version", prompts.version)
         self._prompts = prompts
         self._verdicts = verdicts
         self._asker = asker
 
     def judge(self, answers: Sequence[Mapping[str, Any]], on_verdict: Callable[[], None]) -> None:
-        """Every one of the lines that has an answer. ServerRefused: what was judged by then is kept."""
+        """Judge every line that has an answer. ServerRefused: verdicts made before it are kept."""
         given = [line for line in answers if "answer" in line]
         for line in given:
             self._check_same(line)
@@ -65,20 +65,18 @@ class Judging:
     def _unread(
         self, cases: Sequence[_Case], is_last: bool, on_verdict: Callable[[], None]
     ) -> Iterator[_Case]:
-        """Ask for each case once; those whose reply could not be read, unless it was the last attempt."""
+        """Judge each case once; yields those with an unreadable reply, except on the last attempt."""
         prompts = ((case, self._prompt(case)) for case in cases)
         for case, reply in self._asker.ask(prompts):
             case.usage += reply.usage
             if isinstance(reply, BadReply):
-                case.replies.append(reply.reason)
-                case.said.append(None)
-                says = None
+                said, told = None, reply.reason
             else:
-                said = str(reply.reply)
-                case.replies.append(said)
-                case.said.append(said)
+                said = told = str(reply.reply)
                 case.model = reply.model
-                says = verdict_of(said)
+            case.replies.append(told)
+            case.said.append(said)
+            says = None if said is None else verdict_of(said)
             if says is None and not is_last:
                 yield case
                 continue

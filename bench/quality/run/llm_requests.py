@@ -1,4 +1,4 @@
-"""Many prompts to an LLM server, so many at a time, each reply handed on as soon as it is there."""
+"""Sends prompts to the LLM server with bounded concurrency; yields each reply as it arrives."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from undertow.prompts.builders import Prompt
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# prompts one after the other, each of which is sent its reply
+# yields prompts one after the other and is sent the reply to each
 Talk = Generator[Prompt, Completion | BadReply | None, Result]
 
 _LOOK_S = 0.25
 
 
 class Asker:
-    """An LLM client that asks whole lists. Nothing is in flight once a list has ended, however it ended."""
+    """Sends lists of prompts. No request is in flight once a list has ended, with or without an error."""
 
     def __init__(self, settings: Settings, client: LLMClient | None = None) -> None:
         """`settings.llm_url` names the server."""
@@ -33,14 +33,13 @@ class Asker:
         self._patience_s = settings.llm_patience_s
 
     def ask(self, prompts: Iterable[tuple[Item, Prompt]]) -> Iterator[tuple[Item, Completion | BadReply]]:
-        """Every item with its reply, as `hold` gives the results of talks of one prompt."""
+        """Each item with its reply, as they arrive. Raises like `hold`."""
         return self.hold((item, _once(prompt)) for item, prompt in prompts)
 
     def hold(self, talks: Iterable[tuple[Item, Talk[Result]]]) -> Iterator[tuple[Item, Result]]:
-        """Every item with what came of its talk, in the order of the last replies.
+        """Each item with the result of its talk, in order of completion.
 
-        Talks are begun as there is room. ServerRefused: the server turns us away, or has been silent for
-        `llm_patience_s`.
+        ServerRefused: the server rejects our requests, or has been silent for `llm_patience_s`.
         """
         waiting = iter(talks)
         asked: dict[Future[Completion], tuple[Item, Talk[Result]]] = {}
@@ -66,7 +65,7 @@ class Asker:
         reply: Completion | BadReply | None,
         asked: dict[Future[Completion], tuple[Item, Talk[Result]]],
     ) -> Iterator[tuple[Item, Result]]:
-        """Send what the talk asks next, or give what has come of it."""
+        """Send the talk's next prompt, or yield its result."""
         try:
             prompt = talk.send(reply)
         except StopIteration as ended:
@@ -100,9 +99,9 @@ def _reply(future: Future[Completion]) -> Completion | BadReply:
 
 
 def named(settings: Settings) -> Settings:
-    """The settings with the name of a model: where they name none, the first of the first server to answer.
+    """The settings with a model name; by default the first model of the first server that responds.
 
-    ServerRefused: none answers, or one offers no list.
+    ServerRefused: no server responds, or one lists no model.
     """
     if settings.llm_model is not None:
         return settings
