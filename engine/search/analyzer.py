@@ -46,7 +46,8 @@ class Analyzer:
 
 class _Numbers(dict[str, int]):
     def __missing__(self, word: str) -> int:
-        number = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(_STEMMER.stemWord(word).encode())
+        is_left_out = word in _FUNCTION_WORDS
+        number = self[word] = _NO_TERM if is_left_out else zlib.crc32(_STEMMER.stemWord(word).encode())
         return number
 
 
