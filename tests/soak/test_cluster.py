@@ -29,8 +29,8 @@ from ..support.faults.harness import (
     RATES,
     assert_same_state,
 )
-from ..support.soak import MIB, Memory, report_timed, soak_s
-from ..support.soak_cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+from ..support.soak.cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+from ..support.soak.runs import MIB, Memory, report_timed, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 

@@ -11,10 +11,10 @@ from undertow.engine.base.model import (
     MemoryKind,
 )
 
-from ..support.engine import (
+from ..engine import (
     turn_of,
 )
-from ..support.faults.harness import (
+from ..faults.harness import (
     reports,
 )
 

@@ -18,8 +18,8 @@ from undertow.engine.base.results import Report
 from undertow.engine.storage.row_codec import usage_from_json
 from undertow.prompts.builders import QUERY_OPERATIONS
 
-from ..support.engine import ENCODER, opened, settings_of
-from ..support.faults.harness import PARKING, RATES, THETA, TOPICS
+from ..engine import ENCODER, opened, settings_of
+from ..faults.harness import PARKING, RATES, THETA, TOPICS
 
 ID = re.compile(rb'"[0-9a-f]{32}"')
 

@@ -20,7 +20,7 @@ from undertow.engine.base.model import Message, PolicyName, Turn
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
 
-from ..support.faults.harness import (
+from ..faults.harness import (
     THETA,
     TOPICS,
     WINDOWS,

@@ -18,15 +18,15 @@ from undertow.engine.cluster.shard_map import STORES, load
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
 
-from ..support.cluster.in_process import settings
-from ..support.faults.harness import (
+from ..cluster.in_process import settings
+from ..faults.harness import (
     FILLER,
     TOPICS,
     State,
     end_state,
     stored_texts,
 )
-from ..support.soak import MIB
+from .runs import MIB
 
 ray = pytest.importorskip("ray")
 
