@@ -107,7 +107,7 @@ def test_an_updated_turn_has_another_id(store: Path, server: str) -> None:
         gone = run(command, turn["id"], "--store", store)
         assert (gone.code, "no memory has the id" in gone.err) == (1, True)
     again = run("update", done.doc["id"], "It is blue.", "--store", store, "--llm", server)
-    assert again.code == 0 and f"Updated turn {done.doc['id']}: in its place is " in again.out
+    assert again.code == 0 and f"Updated turn {done.doc['id']}: it is replaced by " in again.out
 
 
 def test_a_tenant_is_given_another_policy(store: Path, server: str) -> None:
