@@ -18,26 +18,12 @@ THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.55", "--theta-count", "3")
 # -B: a process that is killed, or may not write, must leave no cut-off bytecode behind
 PROGRAM = (sys.executable, "-B", "-m", "undertow.serving.cli")
 
-SUMMARY_KEYS = [
-    "tenants",
-    "turns",
-    "episodes",
-    "facts",
-    "merges",
-    "merge_refusals",
-    "consolidations",
-    "partition_repairs",
-    "waiting_turns",
-    "undecided_turns",
-    "pending_jobs",
-    "dead_letters",
-    "llm_calls",
-    "prompt_tokens",
-    "cached_prompt_tokens",
-    "completion_tokens",
-    "elapsed_s",
-    "turns_per_s",
-]
+SUMMARY = (
+    "tenants turns episodes facts merges merge_refusals consolidations partition_repairs waiting_turns "
+    "undecided_turns pending_jobs dead_letters llm_calls prompt_tokens cached_prompt_tokens "
+    "completion_tokens elapsed_s turns_per_s"
+)
+SUMMARY_KEYS = SUMMARY.split()
 
 TOPICS = (
     "the old wooden boat in the harbour needs new planks and varnish before summer says the carpenter",
@@ -90,11 +76,18 @@ def write_log(path: Path, lines: Sequence[Any]) -> Path:
     return path
 
 
+def listed(store: Path, kind: str, tenant: str, *more: str) -> list[dict[str, Any]]:
+    """A tenant's turns, episodes or facts."""
+    return run("list", "--store", store, "--tenant", tenant, "--kind", kind, *more, "--json").lines
+
+
+def tenants(store: Path) -> dict[str, int]:
+    """The tenants of a store, with their numbers of turns."""
+    sizes = run("list", "--store", store, "--kind", "tenants", "--json").lines
+    return {record["tenant"]: record["turns"] for record in sizes}
+
+
 def contents(store: Path, tenant: str) -> dict[str, list[dict[str, Any]]]:
     """All that a tenant's reports say, for comparing stores."""
-    kinds = ("turns", "episodes", "facts")
-    found = {
-        kind: run("list", "--store", store, "--tenant", tenant, "--kind", kind, "--all", "--json").lines
-        for kind in kinds
-    }
+    found = {kind: listed(store, kind, tenant, "--all") for kind in ("turns", "episodes", "facts")}
     return found | {"explain": run("explain", "--store", store, "--tenant", tenant, "--json").lines}
