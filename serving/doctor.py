@@ -54,14 +54,19 @@ def _python() -> Finding:
     return Finding("python", ok, f"{found} on {platform.system()} {platform.machine()}", needed=True)
 
 
+def _installed(name: str) -> str | None:
+    """The version of a package; None: it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
+
+
 def _packages() -> list[Finding]:
-    findings = []
-    for name in PACKAGES:
-        try:
-            findings.append(Finding(name, True, version(name)))
-        except PackageNotFoundError:
-            findings.append(Finding(name, False, f"is not installed: pip install {name}", needed=True))
-    return findings
+    found = {name: _installed(name) for name in PACKAGES}
+    return [
+        Finding(name, number is not None, number or f"is not installed: pip install {name}", needed=True)
+        for name, number in found.items()
+    ]
 
 
 def _cpu() -> Finding:
@@ -80,10 +85,7 @@ def _cpu() -> Finding:
 
 
 def _faiss() -> Finding:
-    found = {}
-    for name in FAISS_PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
+    found = {name: number for name in FAISS_PACKAGES if (number := _installed(name))}
     text = ", ".join(f"{name} {number}" for name, number in found.items())
     if not found:
         return Finding("faiss", False, "is not installed: pip install faiss-cpu", needed=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.models import OptionInfo
 
 from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import wrong_usage
@@ -18,16 +19,12 @@ def location_of(text: str) -> Location:
         return Location.of(text)
 
 
-Store = Annotated[
-    Location,
-    typer.Option(
-        "--store",
-        parser=location_of,
-        metavar="PLACE",
-        help="The store: a folder, or s3://BUCKET/PREFIX.",
-        show_default=False,
-    ),
-]
+def store_option(help: str, metavar: str = "PLACE") -> OptionInfo:
+    """An option --store of a command, whose value is parsed to a Location."""
+    return typer.Option("--store", parser=location_of, metavar=metavar, help=help, show_default=False)
+
+
+Store = Annotated[Location, store_option("The store: a folder, or s3://BUCKET/PREFIX.")]
 Tenant = Annotated[str, typer.Option("--tenant", help="The tenant's name.", show_default=False)]
 OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only this tenant; left out: all.")]
 InTenant = Annotated[

@@ -63,10 +63,7 @@ def calibrate(
 
 
 def doctor(
-    store: Annotated[
-        Location | None,
-        typer.Option("--store", parser=opt.location_of, metavar="PLACE", help="Also check this store."),
-    ] = None,
+    store: Annotated[Location | None, opt.store_option("Also check this store.")] = None,
     llm: opt.Llm = None,
     model: opt.Model = None,
     encoder: opt.EncoderName = None,

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
     from undertow.serving.auth.key_file import KeyFile, NewSecret
 
 StoreOfKeys = Annotated[
-    Location | None,
-    typer.Option(
-        "--store",
-        parser=opt.location_of,
-        metavar="FOLDER",
-        help="The store or root with the keys.json.",
-    ),
+    Location | None, opt.store_option("The store or cluster's root, with its keys.json.", "FOLDER")
 ]
 Keys = Annotated[
     Path | None, typer.Option("--keys", metavar="FILE", help="A key file elsewhere, instead of --store.")
@@ -38,11 +32,6 @@ COLUMNS = ("id", "state", "label", "reach", "scopes", "created_at", "expires_at"
 DAY_S = 86_400
 
 keys = typer.Typer(help="Make and change the API keys of a service.", no_args_is_help=True)
-
-
-@keys.callback()
-def group() -> None:
-    """Make and change the API keys of a service."""
 
 
 @keys.command()

@@ -34,13 +34,7 @@ def mcp(
         ),
     ] = None,
     store: Annotated[
-        Location | None,
-        typer.Option(
-            "--store",
-            parser=opt.location_of,
-            metavar="FOLDER",
-            help="A store of this machine, without a service.",
-        ),
+        Location | None, opt.store_option("A store of this machine, without a service.", "FOLDER")
     ] = None,
     tenant: Annotated[
         str | None,

@@ -33,9 +33,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Since = Annotated[str | None, typer.Option("--since", help="Only what is dated at or after this time.")]
-Until = Annotated[str | None, typer.Option("--until", help="Only what is dated at or before this time.")]
 
+def moment(text: str) -> str | None:
+    """Parse the value of --since or --until as ISO 8601. WrongUsage says what is accepted."""
+    from undertow.engine.base.timestamps import parse_timestamp
+
+    with wrong_usage("--since or --until"):
+        return parse_timestamp(text)
+
+
+Since = Annotated[
+    str | None, typer.Option("--since", parser=moment, metavar="TIME", help="Only from this time on.")
+]
+Until = Annotated[
+    str | None, typer.Option("--until", parser=moment, metavar="TIME", help="Only up to this time.")
+]
 WhereOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -84,7 +96,6 @@ def search(
 ) -> None:
     """Find a tenant's turns, episodes and facts nearest to a query."""
     _check_words("query", query)
-    since, until = _moment("--since", since), _moment("--until", until)
     filters = _filters(where or [])
     settings = settings_of(llm="off", encoder=encoder)
     with open_engine(store_of(store, tenant), settings, writable=False) as engine:
@@ -104,14 +115,6 @@ def search(
 def _check_words(name: str, text: str) -> None:
     if not text.strip():
         raise WrongUsage(f"the {name} is empty. Give some words to search for.")
-
-
-def _moment(option: str, value: str | None) -> str | None:
-    """The option's value as ISO 8601 text. WrongUsage says what is accepted."""
-    from undertow.engine.base.timestamps import parse_timestamp
-
-    with wrong_usage(option):
-        return None if value is None else parse_timestamp(value)
 
 
 def _filters(options: list[str]) -> dict[str, list[Any]]:
