@@ -27,7 +27,6 @@ from undertow.engine.storage.location import Location
 
 from ..support.cli import (
     ENV,
-    PROGRAM,
     SUMMARY_KEYS,
     THETAS,
     Ran,
@@ -203,9 +202,7 @@ def test_the_same_logs_again_change_nothing(
 @contextmanager
 def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A command in a process of its own, which is killed at the end."""
-    env = {**os.environ, **ENV, **CLUSTER_ENV}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*PROGRAM, *command], env=env, text=True, **pipes) as running:
+    with start(command, **os.environ | ENV | CLUSTER_ENV) as running:
         try:
             yield running
         finally:

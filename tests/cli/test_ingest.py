@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,13 +14,12 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.storage.journal import Journal
 
 from ..support.cli import (
-    ENV,
-    PROGRAM,
     SUMMARY_KEYS,
     THETAS,
     contents,
     conversation,
     run,
+    start,
     tenants,
     turn_line,
     write_log,
@@ -127,10 +125,8 @@ def test_trace_holds_steps_and_calls(tmp_path: Path, log: Path, server: str) -> 
 def test_ctrl_c_ends_after_a_commit_and_resume_completes(tmp_path: Path, log: Path, built: Path) -> None:
     store = tmp_path / "s"
     with spawn_server(refusal_rate=0.2, latency_ms=150) as slow:
-        where = ["--store", str(store), "--llm", slow]
-        command = ["ingest", str(log), *where, "--batch-turns", "8", *THETAS, "--json"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        running = subprocess.Popen([*PROGRAM, *command], env=ENV | {"PATH": ""}, text=True, **pipes)
+        small = ("--batch-turns", "8")
+        running = start(["ingest", log, "--store", store, "--llm", slow, *small, *THETAS, "--json"])
         _wait_for_an_episode(store)
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)
