@@ -23,9 +23,8 @@ from undertow.serving.cli.options import (
     ThetaSim,
 )
 from undertow.serving.cli.output import put_json, put_table, put_text
-from undertow.serving.cli.progress import Bar
+from undertow.serving.cli.progress import Bar, Problems
 from undertow.serving.cli.settings import check_settings, settings_of
-from undertow.serving.cli.summaries import Problems
 
 if TYPE_CHECKING:
     from undertow.engine.api.ingest_files import IngestReport
