@@ -17,13 +17,14 @@ from starlette.routing import Match
 from undertow.engine.base.config import Settings
 from undertow.serving.auth.audit import AuditLog
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.limits import TokenBudgets, answer_tokens
+from undertow.serving.auth.limits import answer_tokens
 from undertow.serving.http.job_actions import works
 from undertow.serving.http.jobs import JobQueue
 from undertow.serving.http.middleware.front import Front
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.idempotency import IdempotencyStore
 from undertow.serving.http.middleware.load_limits import LoadLimits
+from undertow.serving.http.middleware.token_budget import TokenBudgets
 from undertow.serving.http.openapi import TITLE, describe
 from undertow.serving.http.problems import SLUG, problem_of
 from undertow.serving.http.readiness import Readiness

@@ -11,13 +11,13 @@ from fastapi import Request
 from undertow.engine.base.model import AnswerMode
 from undertow.serving.auth.audit import AuditLog
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.limits import TokenBudgets
 from undertow.serving.auth.principal import Principal
 from undertow.serving.http.jobs import JobQueue
 from undertow.serving.http.middleware.front import asked_of
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.idempotency import IdempotencyStore
 from undertow.serving.http.middleware.load_limits import LoadLimits
+from undertow.serving.http.middleware.token_budget import TokenBudgets
 from undertow.serving.http.readiness import Readiness
 from undertow.serving.http.routes.receipts import AddCalls
 from undertow.serving.http.service_settings import ServiceSettings
