@@ -25,12 +25,8 @@ def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
     if folder is None:
         yield Entry(act, local_user(), **known)
         return
-    log = AuditLog(folder / FILE_NAME)
-    try:
-        with log.act(act, local_user(), **known) as entry:
-            yield entry
-    finally:
-        log.close()
+    with AuditLog(folder / FILE_NAME).act(act, local_user(), **known) as entry:
+        yield entry
 
 
 def forget_names(store: Location, erased: Callable[[str], bool]) -> None:

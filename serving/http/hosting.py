@@ -64,13 +64,11 @@ def hosted(
     with ExitStack() as stack:
         state = StateDb(files.state)
         stack.callback(state.close)
-        audit = AuditLog(files.audit)
-        stack.callback(audit.close)
         yield make_app(
             memories,
             guard=_guard(stack, files.keys),
             budgets=TokenBudgets(state),
-            audit=audit,
+            audit=AuditLog(files.audit),
             state=state,
             key_file=None if files.keys is None else KeyFile(files.keys),
             settings=settings,
