@@ -31,9 +31,9 @@ from undertow.prompts.builders import (
 )
 from undertow.prompts.reply_schemas import MergeReply
 from undertow.serving.vllm.local_server import SERVER_PYTHON
-from undertow.serving.vllm.tiny_model import make_tiny_model
 
 from ..support.engine import opened, rows_of, settings_of, turn_of
+from .tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.vllm
 

@@ -93,7 +93,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def keeper(stand_in: Path, quick: None) -> Iterator[ServerKeeper]:
     made = ServerKeeper(LocalVLLM(stand_in.parent, MODEL, python=stand_in, start_timeout_s=60), check_s=0.1)
-    made.begin()
     yield made
     made.stop()
 
@@ -131,41 +130,40 @@ def plan_of(stand_in: Path, **values: Any) -> ServerPlan:
 def test_a_server_that_dies_is_started_again_at_the_same_url(keeper: ServerKeeper) -> None:
     url = keeper.ready(60)
     assert answers(url)
-    first = keeper.state
+    first = keeper.state()
     assert (first.ready, first.url, first.starts, first.error) == (True, url, 1, None)
     assert first.pid is not None
     os.killpg(first.pid, signal.SIGKILL)
-    wait_until(lambda: keeper.state.starts == 2)
+    wait_until(lambda: keeper.state().starts == 2)
     assert keeper.ready(60) == url
-    again = keeper.state
+    again = keeper.state()
     assert again.pid not in (None, first.pid) and answers(url)
     assert "ended with status" in (again.error or "")
 
 
 def test_a_server_that_fails_its_health_check_is_started_again(keeper: ServerKeeper, stand_in: Path) -> None:
     keeper.ready(60)
-    sick_pid = keeper.state.pid
+    sick_pid = keeper.state().pid
     (stand_in.parent / "sick").touch()
-    wait_until(lambda: not keeper.state.ready)
+    wait_until(lambda: not keeper.state().ready)
     (stand_in.parent / "sick").unlink()
     url = keeper.ready(60)
-    assert answers(url) and keeper.state.pid != sick_pid
-    assert "/health" in (keeper.state.error or "")
+    assert answers(url) and keeper.state().pid != sick_pid
+    assert "/health" in (keeper.state().error or "")
     assert sick_pid is not None and not alive(sick_pid)
 
 
 def test_a_start_that_fails_is_told_and_tried_again(stand_in: Path, quick: None) -> None:
     (stand_in.parent / "broken").touch()
     keeper = ServerKeeper(LocalVLLM(stand_in.parent, MODEL, python=stand_in), check_s=0.1)
-    keeper.begin()
     try:
         with pytest.raises(LocalServerError, match=r"(?s)status 3.*no room for the KV cache"):
             keeper.ready(60)
-        state = keeper.state
+        state = keeper.state()
         assert not state.ready and state.url == "" and "no room" in (state.error or "")
         (stand_in.parent / "broken").unlink()
-        wait_until(lambda: keeper.state.ready)
-        assert keeper.state.starts >= 2
+        wait_until(lambda: keeper.state().ready)
+        assert keeper.state().starts >= 2
     finally:
         keeper.stop()
 
@@ -176,14 +174,13 @@ def test_stopping_ends_a_start_that_is_under_way(tmp_path: Path) -> None:
     deaf.chmod(0o755)
     (tmp_path / "config.json").write_text("{}")
     keeper = ServerKeeper(LocalVLLM(tmp_path, MODEL, python=deaf))
-    keeper.begin()
-    wait_until(lambda: keeper.state.pid is not None)
-    pid = keeper.state.pid
+    wait_until(lambda: keeper.state().pid is not None)
+    pid = keeper.state().pid
     with pytest.raises(LocalServerError, match="did not answer in 0 s"):
         keeper.ready(0.1)
     keeper.stop()
     assert pid is not None and not alive(pid)
-    assert not keeper.state.ready and keeper.state.pid is None
+    assert not keeper.state().ready and keeper.state().pid is None
 
 
 # ---- the plan
