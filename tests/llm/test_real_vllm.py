@@ -266,11 +266,6 @@ def test_a_prompt_over_the_context_is_a_400_and_harms_nobody(client: openai.Open
     assert ask(client, "still there?").usage is not None
 
 
-def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="no-such", messages=[{"role": "user", "content": "hi"}])
-
-
 def test_stop_leaves_no_process_and_the_port_is_free_again(
     client: openai.OpenAI, tiny_vllm: KeptServer
 ) -> None:

@@ -142,17 +142,6 @@ def test_the_longest_line_is_within_the_bound(log: AuditLog, path: Path) -> None
     assert 1_000 < path.stat().st_size <= LINE_BYTES
 
 
-def test_a_log_that_was_moved_away_is_begun_anew(log: AuditLog, path: Path) -> None:
-    log.refused("erase", KEY)
-    moved = path.rename(path.with_name("audit.jsonl.1"))
-    log.refused("erase", KEY)
-    path.unlink()
-    path.parent.joinpath("audit.jsonl").touch()  # as logrotate's create does
-    log.refused("export", KEY)
-    assert [line["act"] for line in lines(moved)] == ["erase"]
-    assert [line["act"] for line in lines(path)] == ["export"]
-
-
 def test_a_torn_line_of_a_killed_writer_spoils_no_other(log: AuditLog, path: Path) -> None:
     log.refused("erase", KEY)
     with path.open("ab") as file:

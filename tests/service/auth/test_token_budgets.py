@@ -27,11 +27,6 @@ def holder(n: int, tokens_per_day: int | None) -> Principal:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def state(tmp_path: Path) -> Iterator[StateDb]:
     opened = StateDb(tmp_path)
     yield opened
