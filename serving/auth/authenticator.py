@@ -91,14 +91,18 @@ class Authenticator:
         except OSError:
             file.close()
             raise
-        self.close()
-        self._file, self._identity = file, identity
+        if identity == self._identity:  # another thread was faster
+            file.close()
+            return
+        trouble = None
         try:
             self._keys = parse(data, self._path)
         except KeyFileError as error:
-            self._report(str(error))
-        else:
-            self._report(None)
+            trouble = str(error)
+        self.close()
+        # only now: threads that see this identity use `_keys` without waiting
+        self._file, self._identity = file, identity
+        self._report(trouble)
 
     def _unreadable(self, error: OSError) -> None:
         """A file that is missing at the start is no trouble: nobody has made a key yet."""

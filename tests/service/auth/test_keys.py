@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -18,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from undertow.serving.auth import authenticator
 from undertow.serving.auth.authenticator import Authenticator, KeyRefused
 from undertow.serving.auth.key_file import (
     KEY_TEXT,
+    Key,
     KeyFile,
     KeyFileError,
     describe,
@@ -319,6 +323,27 @@ def test_a_revoked_key_keeps_the_time_of_its_first_end(file: KeyFile, clock: Clo
     clock.pass_s(5)
     assert file.revoke(made.key.id) == first == file.read()[made.key.id]
     assert first.revoked_at == NOON + timedelta(seconds=5)
+
+
+def test_a_check_during_a_read_of_the_file_uses_the_new_keys(
+    file: KeyFile, keys: Authenticator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = file.create(ADA, READ)
+    keys.check(made.text)
+    file.revoke(made.key.id)
+    reading, really = threading.Event(), authenticator.parse
+
+    def parse_slowly(data: bytes, path: Path) -> dict[str, Key]:
+        reading.set()
+        time.sleep(0.2)
+        return really(data, path)
+
+    monkeypatch.setattr(authenticator, "parse", parse_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(reason, keys, made.text)
+        assert reading.wait(10)
+        assert reason(keys, made.text).endswith("revoked")
+        assert first.result().endswith("revoked")
 
 
 def test_many_threads_check_while_keys_change(file: KeyFile, keys: Authenticator) -> None:
