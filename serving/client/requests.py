@@ -106,22 +106,6 @@ def item(
     )
 
 
-def listing(
-    tenant: str,
-    *,
-    kinds: Sequence[str] | None,
-    filters: Mapping[str, Any] | None,
-    since: Time | None,
-    until: Time | None,
-    limit: int,
-    after: str | None,
-) -> Call:
-    """One page of a tenant's memories."""
-    query = given(kind=kinds, since=in_iso(since), until=in_iso(until), limit=limit, after=after)
-    query |= {f"filter.{key}": value for key, value in (filters or {}).items()}
-    return Call("GET", of_tenant(tenant, "memories"), _query(query))
-
-
 def given(**values: Any) -> dict[str, Any]:
     """The values that are not None: the service decides the others."""
     return {name: value for name, value in values.items() if value is not None}

@@ -47,8 +47,8 @@ FOR_PEERS = (
 """Needed by clients other than Undertow: tool calls in the form of Qwen's chat template, and white space in
 JSON without a schema. Without it a small model begins with `{"memory":[]`, a list that is over."""
 
-Progress = Callable[[str, float], None]
-"""Called with the stage in words and the seconds since the start."""
+Progress = Callable[[str, float], object]
+"""Called when a stage begins, with its name and the seconds since the start."""
 
 STAGES = {
     "non-default args": "reading the model's settings",
@@ -259,14 +259,15 @@ class LocalVLLM:
 
     def _wait_until_healthy(self) -> None:
         started_s = time.monotonic()
-        stage = "starting Python"
+        stage, reported = "starting Python", ""
         while True:
             self.check_alive()
             elapsed_s = time.monotonic() - started_s
             for line in self._last_lines(80):
                 stage = next((words for key, words in STAGES.items() if key in line), stage)
-            if self.progress is not None:
+            if self.progress is not None and stage != reported:
                 self.progress(stage, elapsed_s)
+                reported = stage
             if self.healthy():
                 return
             if elapsed_s > self.start_timeout_s:
@@ -288,16 +289,8 @@ class LocalVLLM:
 
 
 def report_to(stream_write: Callable[[str], object]) -> Progress:
-    """A progress callback that writes one line when the stage changes."""
-    shown = ""
-
-    def report(stage: str, elapsed_s: float) -> None:
-        nonlocal shown
-        if stage != shown:
-            shown = stage
-            stream_write(f"vLLM server: {stage} ({elapsed_s:.0f} s)\n")
-
-    return report
+    """A progress callback that writes one line per stage."""
+    return lambda stage, elapsed_s: stream_write(f"vLLM server: {stage} ({elapsed_s:.0f} s)\n")
 
 
 def main() -> None:

@@ -195,9 +195,10 @@ class AsyncClient:
         after: str | None = None,
     ) -> Page:
         """At most `limit` memories in creation order, behind the cursor `after` of another page."""
-        call = calls.listing(
-            tenant, kinds=kinds, filters=filters, since=since, until=until, limit=limit, after=after
-        )
+        query: dict[str, Any] = {"kind": kinds, "since": in_iso(since), "until": in_iso(until)}
+        query |= {"limit": limit, "after": after}
+        query |= {f"filter.{key}": value for key, value in (filters or {}).items()}
+        call = reading(of_tenant(tenant, "memories"), **query)
         return await self._read(Page, call)
 
     async def get_all(
