@@ -33,56 +33,12 @@ from undertow.serving.vllm.ray_actor import (
 from undertow.serving.vllm.supervisor import ServerKeeper
 
 from ..support.llm_servers import expected, merge, prompts, results, server_stats, wait_until
-
-PROLOGUE = f"""#!{sys.executable}
-import pathlib, sys
-
-def given(flag):
-    return sys.argv[sys.argv.index(flag) + 1]
-
-host, port = given("--host"), int(given("--port"))
-"""
-
-# answers what is asked of its health, and starts at once
-STAND_IN = f"""{PROLOGUE}
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-here = pathlib.Path(__file__).parent
-if (here / "broken").exists():
-    print("no room for the KV cache", flush=True)
-    sys.exit(3)
-
-class Server(BaseHTTPRequestHandler):
-    def do_GET(self):
-        sick = self.path == "/health" and (here / "sick").exists()
-        self.send_response(500 if sick else 200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *said):
-        pass
-
-ThreadingHTTPServer((host, port), Server).serve_forever()
-"""
-
-# replies to prompts too
-TALKING = f"""{PROLOGUE}
-import uvicorn
-from undertow.bench.mock.llm import MockReplies
-from undertow.bench.mock.server import MockServer
-
-uvicorn.run(MockServer(MockReplies()).app(), host=host, port=port, log_level="critical")
-"""
+from .vllm_stand_in import TALKING, alive, stand_in_of
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """The interpreter of a vLLM environment, as far as LocalVLLM can tell, in a folder with a model."""
-    path = tmp_path / "python"
-    path.write_text(STAND_IN)
-    path.chmod(0o755)
-    (tmp_path / "config.json").write_text("{}")
-    return path
+    return stand_in_of(tmp_path)
 
 
 @pytest.fixture
@@ -100,13 +56,6 @@ def keeper(stand_in: Path, quick: None) -> Iterator[ServerKeeper]:
 def answers(url: str) -> bool:
     with urllib.request.urlopen(f"{url}/models", timeout=10) as reply:
         return bool(reply.status == 200)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def plan_of(stand_in: Path, **values: Any) -> ServerPlan:
@@ -169,11 +118,7 @@ def test_a_start_that_fails_is_told_and_tried_again(stand_in: Path, quick: None)
 
 
 def test_stopping_ends_a_start_that_is_under_way(tmp_path: Path) -> None:
-    deaf = tmp_path / "python"
-    deaf.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
-    deaf.chmod(0o755)
-    (tmp_path / "config.json").write_text("{}")
-    keeper = ServerKeeper(LocalVLLM(tmp_path, MODEL, python=deaf))
+    keeper = ServerKeeper(LocalVLLM(tmp_path, MODEL, python=stand_in_of(tmp_path, "time.sleep(600)")))
     wait_until(lambda: keeper.state().pid is not None)
     pid = keeper.state().pid
     with pytest.raises(LocalServerError, match="did not answer in 0 s"):
@@ -242,7 +187,7 @@ def no_servers(ray_address: str) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_servers")
 def test_two_actors_serve_one_engine_and_come_back_elsewhere(stand_in: Path) -> None:
-    stand_in.write_text(TALKING)
+    stand_in_of(stand_in.parent, TALKING)
     plan = plan_of(stand_in, port=0)
     urls = start_servers(plan, 2)
     assert list(urls) == ["ray:vllm-0", "ray:vllm-1"] and len(set(urls.values())) == 2
