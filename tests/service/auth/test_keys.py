@@ -28,6 +28,7 @@ from undertow.serving.auth.key_file import (
     KeyFile,
     KeyFileError,
     describe,
+    parse,
 )
 from undertow.serving.auth.principal import KeyLimits, Principal, Scope, TenantScope
 
@@ -331,7 +332,7 @@ def test_a_check_during_a_read_of_the_file_uses_the_new_keys(
     made = file.create(ADA, READ)
     keys.check(made.text)
     file.revoke(made.key.id)
-    reading, really = threading.Event(), authenticator.parse
+    reading, really = threading.Event(), parse
 
     def parse_slowly(data: bytes, path: Path) -> dict[str, Key]:
         reading.set()
