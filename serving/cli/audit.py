@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,5 @@ def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
     if folder is None:
         yield Entry(act, local_user(), **known)
         return
-    with (
-        closing(AuditLog(folder / FILE_NAME)) as log,
-        log.act(act, local_user(), **known) as entry,
-    ):
+    with AuditLog(folder / FILE_NAME).act(act, local_user(), **known) as entry:
         yield entry

@@ -21,7 +21,10 @@ def location_of(text: str) -> Location:
 
 def store_option(help: str, metavar: str = "PLACE") -> OptionInfo:
     """An option --store of a command, whose value is parsed to a Location."""
-    return typer.Option("--store", parser=location_of, metavar=metavar, help=help, show_default=False)
+    option: OptionInfo = typer.Option(
+        "--store", parser=location_of, metavar=metavar, help=help, show_default=False
+    )
+    return option
 
 
 Store = Annotated[Location, store_option("The store: a folder, or s3://BUCKET/PREFIX.")]

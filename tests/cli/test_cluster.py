@@ -34,6 +34,7 @@ from ..support.cli import (
     conversation,
     listed,
     run,
+    start,
     tenants,
     write_log,
 )

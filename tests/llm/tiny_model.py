@@ -1,16 +1,12 @@
-"""Makes a random-weight two-layer Llama with a byte-level tokenizer, for tests of the serving protocol.
-
-    python -P serving/vllm/tiny_model.py --out DIR [--context 4096]
+"""A random-weight two-layer Llama with a byte-level tokenizer, for tests of the serving protocol.
 
 Its words mean nothing, but everything around them is real: chat template, token counts, batching, prefix
 caching, and replies that a JSON schema forces into shape. Greedy replies are letters and spaces, differ from
-prompt to prompt, and close their strings and numbers soon. Needs torch and transformers, no network, and a
-few seconds; the same seed always gives the same weights.
+prompt to prompt, and close their strings and numbers soon.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -106,16 +102,3 @@ def make_tiny_model(out: Path, *, context_tokens: int = 4096, seed: int = 0) -> 
     tokenizer.save_pretrained(out)
     model.save_pretrained(out)
     return out
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a tiny random-weight model for tests.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model into")
-    parser.add_argument("--context", type=int, default=4096, help="longest context in tokens (default 4096)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default 0)")
-    args = parser.parse_args()
-    make_tiny_model(args.out, context_tokens=args.context, seed=args.seed)
-
-
-if __name__ == "__main__":
-    main()
