@@ -118,10 +118,7 @@ class OracleEager(Oracle):
 
     def _extracted(self, seq: int) -> list[str]:
         read = sorted(self._turns)[-RECENT - 1 :]
-        shown = [
-            ShownTurn(i, self._turns[s].timestamp, self._turns[s].text)
-            for i, s in enumerate(read, 1)
-        ]
+        shown = [ShownTurn(i, self._turns[s].timestamp, self._turns[s].text) for i, s in enumerate(read, 1)]
         reply = self._ask(extract_prompt(shown[:-1], shown[-1]))
         assert isinstance(reply, ExtractReply)
         texts: list[str] = []

@@ -35,6 +35,9 @@ class Thresholds(Protocol):
     @property
     def recurrence_count(self) -> int: ...
 
+    @property
+    def ablation(self) -> str | None: ...
+
 
 @dataclass(frozen=True)
 class OracleDecision:
