@@ -221,40 +221,6 @@ def test_repairs_of_partitions_are_counted_wherever_the_log_is_read_from(tmp_pat
 EPISODES = {"partition", "narrate", "select", "integrate"}
 
 
-@pytest.mark.parametrize(
-    ("options", "kinds", "operations"),
-    [
-        ({"management": "append"}, {"episode", "fact"}, {*EPISODES, "predict", "distil"}),
-        ({"management": "summary"}, {"episode", "fact"}, {*EPISODES, "predict", "distil", "summarise"}),
-        ({"ablation": "direct-extraction"}, {"fact"}, {"partition", "distil_direct", "consolidate"}),
-        ({"ablation": "without-facts"}, {"episode"}, EPISODES),
-        (
-            {"ablation": "fixed-chunks"},
-            {"episode", "fact"},
-            {*EPISODES, "predict", "distil", "consolidate"} - {"partition"},
-        ),
-    ],
-)
-def test_nemoris_managements_and_ablations(
-    options: dict[str, Any], kinds: set[str], operations: set[str], tmp_path: Path
-) -> None:
-    llm = RecordingLLM(MockReplies(1))
-    with open_engine(tmp_path, llm, **NEMORI, **options) as engine:
-        receipts = engine.add_batch(turns_of("ann", 13, text="the boat sails {n} miles"))
-        assert engine.flush("ann") and engine.stats()["waiting_turns"] == 0
-        made = engine.get_all("ann")
-        assert ({m.kind for m in made}, {p.operation for p in llm.prompts["ann"]}) == (kinds, operations)
-        if options.get("management") == "summary":
-            assert [m.source_seqs for m in made if m.kind == "fact"] == [tuple(range(13))]
-        assert receipts[4].id is not None
-        engine.delete(receipts[4].id)
-        assert engine.drain()
-        left = engine.get_all("ann")
-        assert left and all(4 not in m.source_seqs for m in left)
-    with open_engine(tmp_path, **NEMORI, **options) as engine:
-        assert engine.get_all("ann") == left
-
-
 def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wait(tmp_path: Path) -> None:
     llm = RecordingLLM(MockReplies(1))
     with open_engine(tmp_path, llm, **NEMORI, raw_of_best=1) as engine:
@@ -295,21 +261,6 @@ def test_an_episode_knows_its_messages_through_export_and_import(tmp_path: Path)
 
 
 # ---- ablations
-
-
-def made(store: Path, **options: Any) -> tuple[set[str], set[str]]:
-    """Kinds of memories and operations of twelve turns on one topic."""
-    llm = RecordingLLM(MockReplies(1))
-    with open_engine(store, llm, **ALONE, **options) as engine:
-        engine.add_batch(turns_of("ann", 12, text="the boat sails {n} miles"))
-        assert engine.drain()
-        return {m.kind for m in engine.get_all("ann")}, {p.operation for p in llm.prompts["ann"]}
-
-
-def test_each_ablation_makes_what_it_leaves(tmp_path: Path) -> None:
-    assert made(tmp_path / "whole") == ({"episode", "fact"}, {"episode", "refine"})
-    assert made(tmp_path / "direct", ablation="direct-extraction") == ({"fact"}, {"direct"})
-    assert made(tmp_path / "facts", ablation="without-facts") == ({"episode"}, {"episode"})
 
 
 def test_k_leaves_a_tier_out_and_keeps_the_budget_of_the_others(tmp_path: Path) -> None:
