@@ -54,15 +54,18 @@ def _spoilt(value: Any, chance: Iterator[int]) -> Any:
         case int():
             return value if (n := next(chance)) < 150 else n % 7 - 1
         case str():
-            words = value.split()
-            return words[0] if words and next(chance) < 60 and len(words) > 1 else value
+            first_word, space, rest = value.partition(" ")
+            n = next(chance)
+            return first_word if n < 60 else f"{first_word}\n {rest}" if space and n < 90 else value
         case [first, *_] if isinstance(first, int):
             numbers = [_spoilt(n, chance) for n in value]
             return [] if (n := next(chance)) < 40 else numbers * (2 if n < 60 else 1)
         case [first, *_]:
             return [_spoilt(item, chance) for item in (value if next(chance) < 170 else [*value, first])][:9]
         case dict():
-            return {name: _spoilt(item, chance) for name, item in value.items()}
+            spoilt = {name: _spoilt(item, chance) for name, item in value.items()}
+            decides = {"action", "relation", "same_as"} & value.keys()
+            return spoilt | {"text": ""} if decides and next(chance) < 80 else spoilt
     return value
 
 
@@ -78,7 +81,8 @@ def logs(draw: st.DrawFn) -> list[Record]:
         said = " ".join(draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=4)))
         day = draw(st.one_of(st.none(), st.integers(1, 9)))
         turn = turn_of("ann", n, said, timestamp=None if day is None else f"2026-04-0{day}T10:00:00")
-        records.append(replace(turn, session_id=f"s{n // draw(st.integers(1, 4))}"))
+        messages = turn.messages[: draw(st.integers(1, 2))]
+        records.append(replace(turn, messages=messages, session_id=f"s{n // draw(st.integers(1, 4))}"))
         records += draw(st.sampled_from([[], [], [], [None], [said]]))
     return records
 
