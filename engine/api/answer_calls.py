@@ -16,6 +16,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import BadInput, InputError, NoLLM, UndertowError, Usage
 from undertow.engine.base.queries import AnswerQuery
 from undertow.engine.base.results import Answer, SearchResult
+from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
 from undertow.engine.base.trace_context import use_traceparent
 from undertow.engine.llm.client import BadReply, BrokenOff, Completion, LLMClient, OnText
@@ -94,7 +95,8 @@ class AnswerCalls(ABC):
         """Send the LLM call of an answer, for a caller that polls `heard` for it.
 
         `on_text` gets the answer's text piece by piece, on another thread; `heard` may then raise BrokenOff
-        too. `let_go` cancels the call. InputError: the policy has no such mode; NoLLM; UnknownTenant.
+        too. `let_go` cancels the call. InputError: the policy has no such mode; ValueError: `as_of` is no
+        timestamp; NoLLM; UnknownTenant.
         """
         if self._llm is None:
             raise NoLLM("answering needs an LLM server. Give --llm URL or set UNDERTOW_LLM_URL.")
@@ -104,7 +106,8 @@ class AnswerCalls(ABC):
             answered_by = self._settings_of(tenant).mode_of(query.mode)
         except ValueError as error:
             raise InputError(BadInput("answer", None, "mode", str(error), "Leave it out.")) from None
-        steps = answering(answered_by, Question(question, query.as_of, recall, self._budget))
+        as_of = None if query.as_of is None else parse_timestamp(query.as_of)
+        steps = answering(answered_by, Question(question, as_of, recall, self._budget))
         incarnation, learns = self.tenants.incarnation(tenant), self._learns_of(tenant)
         asked = PendingAnswer(tenant, incarnation, question, learns, steps, on_text)
         self._go_on(asked)

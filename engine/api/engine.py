@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,56 +12,29 @@ from typing import Any, Self
 from undertow.engine.api.answer_calls import AnswerCalls
 from undertow.engine.api.edit_calls import EditCalls
 from undertow.engine.api.erasure import bury, left_behind, purge
+from undertow.engine.api.message_turns import turns_of
 from undertow.engine.api.search_calls import SearchCalls
 from undertow.engine.api.tenant_calls import TenantCalls
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.api.views.stats import store_stats, store_usage
+from undertow.engine.base import queries as q
 from undertow.engine.base.config import Settings
 from undertow.engine.base.memory_api import MemoryApi
-from undertow.engine.base.model import BadInput, InputError, Turn, UndertowError, dedupe_key
-from undertow.engine.base.queries import (
-    AnswerQuery,
-    ApiCall,
-    DeleteCommand,
-    DrainCommand,
-    EraseCommand,
-    ExplainQuery,
-    ExportQuery,
-    FlushCommand,
-    GetQuery,
-    HistoryQuery,
-    ImportCommand,
-    ListQuery,
-    MemoriesQuery,
-    PolicyQuery,
-    PurgeCommand,
-    R,
-    ReplayJobsCommand,
-    SearchQuery,
-    SetPolicyCommand,
-    StatsQuery,
-    TenantsQuery,
-    TenantStatsQuery,
-    TenantUsageQuery,
-    TurnsByKeyQuery,
-    UpdateCommand,
-    UsageQuery,
-)
+from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.results import Certificate, Receipt, UsageReport
-from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.base import Encoder, Fingerprint
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.llm.client import LLMClient, OpenAILLM
 from undertow.engine.policies.base import PromptBudget, Thresholds
 from undertow.engine.policies.registry import Policies
-from undertow.engine.readers import pair_chat, parse_messages
 from undertow.engine.search.ranking import Ranker
 from undertow.engine.step.admission import Admission, Ticket
 from undertow.engine.step.answer_feedback import FEEDBACK_PER_STEP, FeedbackQueue
 from undertow.engine.step.batch_size import BatchSizer
 from undertow.engine.step.effects import EffectReader
 from undertow.engine.step.eviction import ArenaResidency, arena_of
+from undertow.engine.step.lag import Lag
 from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, JournalError, Row
 from undertow.engine.storage.location import Location
@@ -75,19 +47,6 @@ from undertow.kernels.device import nvtx_ranges
 from undertow.kernels.gate.factory import make_gate
 
 WAIT_FOR_REPLY_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Lag:
-    """Consolidation lag: what is stored and searchable but not yet decided.
-
-    `oldest_undecided_s`: for how long this engine has had the oldest record of it.
-    """
-
-    undecided_turns: int
-    oldest_undecided_s: float
-    running_jobs: int
-    blocked_tenants: int
 
 
 class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
@@ -251,18 +210,15 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         InputError names the message and field that cannot be taken; then nothing is stored.
         Without an idempotency key, each call is new.
         """
-        bound = self.settings.max_message_bytes
-        parsed = parse_messages(messages, source="add", line=None, max_message_bytes=bound)
-        try:
-            when = None if timestamp is None else parse_timestamp(timestamp)
-        except ValueError as error:
-            raise InputError(BadInput("add", None, "timestamp", str(error), "Nothing was stored.")) from None
-        call = idempotency_key or secrets.token_hex(12)
-        turns = []
-        for n, pair in enumerate(pair_chat(parsed)):
-            own = next((m.timestamp for m in pair if m.timestamp), when)
-            key = dedupe_key("add", "", f"{call}:{n}", ())
-            turns.append(Turn(tenant, tuple(pair), key, session_id, own, dict(metadata or {})))
+        turns = turns_of(
+            tenant,
+            messages,
+            session_id=session_id,
+            timestamp=timestamp,
+            metadata=metadata,
+            call=idempotency_key,
+            max_message_bytes=self.settings.max_message_bytes,
+        )
         return self.add_batch(turns)
 
     def add_batch(self, turns: Sequence[Turn]) -> list[Receipt]:
@@ -310,7 +266,7 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
             kind = JournalError if isinstance(self._failure, JournalError) else UndertowError
             raise kind(f"the engine must be opened again to go on: it stopped at an error ({self._failure}).")
 
-    def _drain(self, _: DrainCommand | None = None, *, until: str | None = None) -> bool:
+    def _drain(self, _: q.DrainCommand | None = None, *, until: str | None = None) -> bool:
         """Step until everything, or all of one tenant's log, is decided. False: something is blocked.
 
         Gives up once the LLM server has been silent for `llm_patience_s`; the jobs stay pending.
@@ -363,7 +319,7 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         self._residency.load(behind)
         return len(behind)
 
-    def _flush(self, command: FlushCommand) -> bool:
+    def _flush(self, command: q.FlushCommand) -> bool:
         self.log_flush(command.tenant)
         return self._drain(until=command.tenant)
 
@@ -397,7 +353,7 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
 
     # ---- jobs and tenants
 
-    def _replay_jobs(self, _: ReplayJobsCommand) -> int:
+    def _replay_jobs(self, _: q.ReplayJobsCommand) -> int:
         """Tenants that the arena has no room for now are replayed later."""
         self._check_sound()
         parked = self.tenants.parked_jobs()
@@ -405,7 +361,7 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
             self._log(name, "replay", [{"job_id": job} for job in jobs])
         return sum(map(len, parked.values()))
 
-    def _erase(self, command: EraseCommand) -> Certificate | None:
+    def _erase(self, command: q.EraseCommand) -> Certificate | None:
         self._check_sound()
         tenant, key = command.tenant, self.journal.info.tenant_key(command.tenant)
         self.tenants.require(tenant)
@@ -416,7 +372,7 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         forget_parked(self.journal.location, key)  # quarantined by a service on this store
         return self.purge().get(key) if command.now else None
 
-    def _purge(self, _: PurgeCommand) -> dict[str, Certificate]:
+    def _purge(self, _: q.PurgeCommand) -> dict[str, Certificate]:
         return purge(self.journal, self.tenants)
 
     # ---- moving to and from other shards (engine/cluster/resharding/participant.py)
@@ -444,43 +400,43 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
 
     # ---- queries and commands
 
-    def call(self, call: ApiCall[R]) -> R:
+    def call(self, call: q.ApiCall[q.R]) -> q.R:
         """Carry out one call of MemoryApi."""
-        result: R = HANDLERS[type(call)](self, call)
+        result: q.R = HANDLERS[type(call)](self, call)
         return result
 
-    def _stats(self, _: StatsQuery) -> dict[str, int]:
+    def _stats(self, _: q.StatsQuery) -> dict[str, int]:
         return store_stats(self.tenants)
 
-    def _usage(self, _: UsageQuery) -> UsageReport:
+    def _usage(self, _: q.UsageQuery) -> UsageReport:
         return store_usage(self.tenants, None)
 
 
-HANDLERS: Mapping[type[ApiCall[Any]], Callable[[Engine, Any], Any]] = {
-    AnswerQuery: Engine._answer,
-    DeleteCommand: Engine._delete,
-    DrainCommand: Engine._drain,
-    EraseCommand: Engine._erase,
-    ExplainQuery: Engine._explain,
-    ExportQuery: Engine._export_page,
-    FlushCommand: Engine._flush,
-    GetQuery: Engine._get,
-    HistoryQuery: Engine._history,
-    ImportCommand: Engine._import,
-    ListQuery: Engine._list,
-    MemoriesQuery: Engine._get_all,
-    PolicyQuery: Engine._policy,
-    PurgeCommand: Engine._purge,
-    ReplayJobsCommand: Engine._replay_jobs,
-    SearchQuery: Engine._search,
-    SetPolicyCommand: Engine._set_policy,
-    StatsQuery: Engine._stats,
-    TenantsQuery: Engine._tenant_names,
-    TenantStatsQuery: Engine._tenant_stats,
-    TenantUsageQuery: Engine._tenant_usage,
-    TurnsByKeyQuery: Engine._turns_by_key,
-    UpdateCommand: Engine._update,
-    UsageQuery: Engine._usage,
+HANDLERS: Mapping[type[q.ApiCall[Any]], Callable[[Engine, Any], Any]] = {
+    q.AnswerQuery: Engine._answer,
+    q.DeleteCommand: Engine._delete,
+    q.DrainCommand: Engine._drain,
+    q.EraseCommand: Engine._erase,
+    q.ExplainQuery: Engine._explain,
+    q.ExportQuery: Engine._export_page,
+    q.FlushCommand: Engine._flush,
+    q.GetQuery: Engine._get,
+    q.HistoryQuery: Engine._history,
+    q.ImportCommand: Engine._import,
+    q.ListQuery: Engine._list,
+    q.MemoriesQuery: Engine._get_all,
+    q.PolicyQuery: Engine._policy,
+    q.PurgeCommand: Engine._purge,
+    q.ReplayJobsCommand: Engine._replay_jobs,
+    q.SearchQuery: Engine._search,
+    q.SetPolicyCommand: Engine._set_policy,
+    q.StatsQuery: Engine._stats,
+    q.TenantsQuery: Engine._tenant_names,
+    q.TenantStatsQuery: Engine._tenant_stats,
+    q.TenantUsageQuery: Engine._tenant_usage,
+    q.TurnsByKeyQuery: Engine._turns_by_key,
+    q.UpdateCommand: Engine._update,
+    q.UsageQuery: Engine._usage,
 }
 
 

@@ -6,35 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from undertow.engine.base import queries as q
 from undertow.engine.base.model import AnswerMode, Memory, Turn
-from undertow.engine.base.queries import (
-    AnswerQuery,
-    ApiCall,
-    DeleteCommand,
-    DrainCommand,
-    EraseCommand,
-    ExplainQuery,
-    ExportQuery,
-    FlushCommand,
-    GetQuery,
-    HistoryQuery,
-    ImportCommand,
-    ListQuery,
-    MemoriesQuery,
-    PolicyQuery,
-    PurgeCommand,
-    R,
-    ReplayJobsCommand,
-    SearchQuery,
-    SetPolicyCommand,
-    StatsQuery,
-    TenantsQuery,
-    TenantStatsQuery,
-    TenantUsageQuery,
-    TurnsByKeyQuery,
-    UpdateCommand,
-    UsageQuery,
-)
 from undertow.engine.base.results import (
     Answer,
     Certificate,
@@ -64,7 +37,7 @@ class MemoryApi(ABC):
     """
 
     @abstractmethod
-    def call(self, call: ApiCall[R]) -> R:
+    def call(self, call: q.ApiCall[q.R]) -> q.R:
         """Carry out one call."""
 
     @abstractmethod
@@ -94,7 +67,7 @@ class MemoryApi(ABC):
         inclusive; a date alone means the whole day. `where`: only turns whose metadata has this value of a
         key, or one of a list of values, and episodes and facts that rest on such a turn.
         """
-        return self.call(SearchQuery(tenant, query, k_sub, k_epi, k_sem, since, until, where))
+        return self.call(q.SearchQuery(tenant, query, k_sub, k_epi, k_sem, since, until, where))
 
     def answer(
         self, tenant: str, question: str, *, as_of: str | None = None, mode: AnswerMode | None = None
@@ -104,21 +77,21 @@ class MemoryApi(ABC):
         `as_of`: when the question is asked. `mode`: None for the setting `answer_mode`. NoLLM; InputError:
         the tenant's policy has no such mode; BadReply, ServerRefused.
         """
-        return self.call(AnswerQuery(tenant, question, as_of, mode))
+        return self.call(q.AnswerQuery(tenant, question, as_of, mode))
 
     # ---- reading
 
     def get(self, memory_id: str, *, tenant: str | None = None) -> Report:
         """One turn, episode or fact as it stands."""
-        return self.call(GetQuery(memory_id, tenant))
+        return self.call(q.GetQuery(memory_id, tenant))
 
     def history(self, memory_id: str, *, tenant: str | None = None) -> Reports:
         """Every version of one memory, deletions included; nothing of a deleted turn."""
-        return self.call(HistoryQuery(memory_id, tenant))
+        return self.call(q.HistoryQuery(memory_id, tenant))
 
     def get_all(self, tenant: str) -> Memories:
         """All current episodes and facts, in order of birth."""
-        return self.call(MemoriesQuery(tenant))
+        return self.call(q.MemoriesQuery(tenant))
 
     def list(
         self,
@@ -136,7 +109,7 @@ class MemoryApi(ABC):
         The filters, as those of `search`, are applied before the limit. What no search may find is not
         listed. `after`: the cursor of the page before. InputError.
         """
-        return self.call(ListQuery(tenant, kinds, since, until, where, limit, after))
+        return self.call(q.ListQuery(tenant, kinds, since, until, where, limit, after))
 
     def export_page(
         self, tenant: str, *, after: str | None = None, limit: int = 1000, vectors: bool = False
@@ -145,30 +118,30 @@ class MemoryApi(ABC):
 
         See Reports.export_page in engine/api/views/reports.py.
         """
-        return self.call(ExportQuery(tenant, after, limit, vectors))
+        return self.call(q.ExportQuery(tenant, after, limit, vectors))
 
     def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> Reports:
         """What was decided for each turn, on what grounds, and what it made.
 
         The first `limit` turns after record `after_seq`; None: all. See Reports.explain.
         """
-        return self.call(ExplainQuery(tenant, limit, after_seq))
+        return self.call(q.ExplainQuery(tenant, limit, after_seq))
 
     def turns_by_key(self, tenant: str, keys: Collection[str]) -> dict[str, Report]:
         """The stored turns with these dedupe keys, by key. Empty for an unknown tenant."""
-        return self.call(TurnsByKeyQuery(tenant, keys))
+        return self.call(q.TurnsByKeyQuery(tenant, keys))
 
     def policy(self, tenant: str) -> Report:
         """Which policy makes the tenant's memories, and how far a change of it has come."""
-        return self.call(PolicyQuery(tenant))
+        return self.call(q.PolicyQuery(tenant))
 
     def tenant_stats(self, tenant: str) -> dict[str, int]:
         """Counts and construction tokens of one tenant, by the names of `stats`."""
-        return self.call(TenantStatsQuery(tenant))
+        return self.call(q.TenantStatsQuery(tenant))
 
     def usage(self, tenant: str | None = None) -> UsageReport:
         """LLM calls and tokens by operation, of one tenant or of all."""
-        return self.call(UsageQuery() if tenant is None else TenantUsageQuery(tenant))
+        return self.call(q.UsageQuery() if tenant is None else q.TenantUsageQuery(tenant))
 
     def stats(self) -> dict[str, int]:
         """Counts over all tenants.
@@ -176,14 +149,14 @@ class MemoryApi(ABC):
         In a cluster each shard counts at a moment of its own: a tenant that moves may be missing, or
         counted twice.
         """
-        return self.call(StatsQuery())
+        return self.call(q.StatsQuery())
 
     def tenant_names(self, prefix: str = "", *, limit: int = 1000, after: str = "") -> Names:
         """The first names, sorted, that begin with `prefix` and come after `after`. InputError.
 
         In a cluster a tenant that moves may be missing.
         """
-        return self.call(TenantsQuery(prefix, limit, after))
+        return self.call(q.TenantsQuery(prefix, limit, after))
 
     # ---- changes
 
@@ -196,7 +169,7 @@ class MemoryApi(ABC):
         its one message; give messages, as to `add`, for an exchange. InputError; ArenaFull for a turn;
         PolicyConflict for an episode or fact, see `set_policy`.
         """
-        return self.call(UpdateCommand(memory_id, tenant, text))
+        return self.call(q.UpdateCommand(memory_id, tenant, text))
 
     def delete(self, memory_id: str, *, tenant: str | None = None) -> str:
         """Delete a turn, an episode or a fact by id; returns its kind.
@@ -205,11 +178,11 @@ class MemoryApi(ABC):
         cursor reaches the record. An episode or fact goes alone, out of search at once; its history stays.
         PolicyConflict for one of these, see `set_policy`.
         """
-        return self.call(DeleteCommand(memory_id, tenant))
+        return self.call(q.DeleteCommand(memory_id, tenant))
 
     def flush(self, tenant: str) -> bool:
         """Wait until all earlier records of the tenant are decided or parked. False: blocked."""
-        return self.call(FlushCommand(tenant))
+        return self.call(q.FlushCommand(tenant))
 
     def erase(self, tenant: str, *, now: bool = False) -> Certificate | None:
         """Erase a tenant: gone from every answer at once; the bytes go with the next purge.
@@ -217,7 +190,7 @@ class MemoryApi(ABC):
         With `now`, purges and returns the certificate. NotCertified: the tenant's last bytes are still at
         the shard that it came from.
         """
-        return self.call(EraseCommand(tenant, now))
+        return self.call(q.EraseCommand(tenant, now))
 
     def import_(self, tenant: str, records: Sequence[Report]) -> ImportReport:
         """Import an export (engine/api/transfer/export.py) as the memories of `tenant`, in one commit.
@@ -225,7 +198,7 @@ class MemoryApi(ABC):
         InputError for an invalid record, TenantExists: nothing is stored. ImportCancelled: the tenant was
         erased meanwhile.
         """
-        return self.call(ImportCommand(tenant, records))
+        return self.call(q.ImportCommand(tenant, records))
 
     def set_policy(self, tenant: str, policy: str, *, drop_edits: bool = False) -> Report:
         """Have `policy` make the tenant's memories, from a record of its log on; durable on return.
@@ -236,18 +209,18 @@ class MemoryApi(ABC):
         is to have it. Returns as `policy`. InputError; PolicyConflict, unless `drop_edits`: users have
         reworded or deleted memories; ArenaFull: the tenant cannot be loaded now.
         """
-        return self.call(SetPolicyCommand(tenant, policy, drop_edits))
+        return self.call(q.SetPolicyCommand(tenant, policy, drop_edits))
 
     # ---- the whole store
 
     def replay_jobs(self) -> int:
         """Log a replay of every parked job; returns their number. Drain to have them run."""
-        return self.call(ReplayJobsCommand())
+        return self.call(q.ReplayJobsCommand())
 
     def drain(self) -> bool:
         """Wait until everything is decided. False: something is blocked, or an LLM server is lost."""
-        return self.call(DrainCommand())
+        return self.call(q.DrainCommand())
 
     def purge(self) -> dict[str, Certificate]:
         """Remove the bytes of all erased tenants and deleted turns; certificates by tenant key."""
-        return self.call(PurgeCommand())
+        return self.call(q.PurgeCommand())

@@ -15,7 +15,7 @@ from importlib.abc import MetaPathFinder
 
 # All threads allocate from one heap (glibc's mallopt(3)). By default a thread that finds the heap busy gets
 # another one, up to eight a core, and memory freed in one heap is unavailable to the others: Lance compacts
-# in many threads (docs/decisions.md has measurements). Existing heaps stay.
+# in many threads (docs/decisions/0028 has measurements). Existing heaps stay.
 ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 _M_ARENA_MAX = -8
 

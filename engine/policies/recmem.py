@@ -1,6 +1,6 @@
 """RecMem: consolidate when a topic recurs (paper, sections 3.2 to 3.4).
 
-`decide` is the algorithm for one turn u_i. Its steps carry the paper's equation numbers. docs/decisions.md
+`decide` is the algorithm for one turn u_i. Its steps carry the paper's equation numbers. docs/decisions/0007
 lists our choices where the paper is silent.
 """
 

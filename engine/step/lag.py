@@ -8,6 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Consolidation lag: what is stored and searchable but not yet decided.
+
+    `oldest_undecided_s`: for how long this engine has had the oldest such record.
+    """
+
+    undecided_turns: int
+    oldest_undecided_s: float
+    running_jobs: int
+    blocked_tenants: int
+
+
 @dataclass(slots=True)
 class _Arrival:
     """The records of one log from the end of the previous arrival up to `last`."""

@@ -2,8 +2,8 @@
 
 Rows are never changed in place. A row's `kind` says what it is; `payload` is JSON whose fields depend on the
 kind (see engine/storage/row_codec.py). Vectors are little-endian fp16 bytes: a fixed-size list would spend a
-full vector on each of the many rows that have none (docs/decisions.md). Writers take over from each other by
-the rules of engine/storage/fencing.py; their marks are rows too, of kind "epoch".
+full vector on each of the many rows that have none (docs/decisions/0002). Writers take over from each other
+by the rules of engine/storage/fencing.py; their marks are rows too, of kind "epoch".
 """
 
 from __future__ import annotations

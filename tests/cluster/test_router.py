@@ -18,10 +18,12 @@ import pytest
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn, UndertowError
+from undertow.engine.base.queries import DrainCommand, SearchQuery
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.resharding.coordinator import reshard
 from undertow.engine.cluster.routing import router as routers
 from undertow.engine.cluster.routing import shard_client as shard_clients
+from undertow.engine.cluster.routing import shard_pool
 from undertow.engine.cluster.routing.batch import ShardBatch, split
 from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.cluster.routing.router import Router
@@ -332,7 +334,7 @@ def test_tenants_in_transit_wait_aside_and_nobody_is_sorted_again_for_them(
         sorted_parcels.update(parcel.tenants)
         return split(parcel, *how)
 
-    monkeypatch.setattr(routers, "split", counted)
+    monkeypatch.setattr(shard_pool, "split", counted)
     with over(root, {"s0": shard}, SOON_S) as router:
         bobs = [router.submit_table(pack([turn_of("bob", 0, "b0")]))]
         anns = [router.submit_table(pack([turn_of("ann", n, f"a{n}")])) for n in range(200)]
@@ -404,7 +406,7 @@ class Unstarted(FakeShard):
 class Slow(FakeShard):
     """Is drained once it has been asked often enough for a sign."""
 
-    async def drain(self) -> bool:
+    async def ask(self, call: DrainCommand) -> bool:
         while self.calls.count("sign") < 5:
             await asyncio.sleep(0.001)
         return True
@@ -417,8 +419,8 @@ class Circular(FakeShard):
         super().__init__()
         self.to = to
 
-    async def search(self, tenant: str, query: str, **how: Any) -> Any:
-        raise Moved(tenant, self.to)
+    async def ask(self, call: SearchQuery) -> Any:
+        raise Moved(call.tenant, self.to)
 
 
 # ---- Engine's other calls
@@ -470,7 +472,7 @@ class Counted:
         self._calls, self._shard, self._asked = calls, shard, asked
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self._asked.append((self._shard, method))
+        self._asked.append((self._shard, args[0].name if method == "ask" else method))
         return await self._calls.call(method, *args, **kwargs)
 
 

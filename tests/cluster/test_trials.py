@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from undertow.engine.base.queries import DrainCommand
 from undertow.engine.cluster.routing.errors import ShardExited
 from undertow.engine.cluster.shard.call_queue import TRIAL_S, CallQueues, CallStamp, StaleSession, TurnCall
 from undertow.engine.cluster.shard.shard import Shard
@@ -96,11 +97,11 @@ def test_an_actor_that_is_to_be_restarted_takes_no_call_with_it(
     actor = ShardActor(str(root), "s0", settings().model_dump(), pickle.dumps(PARTS), "")
     sick: Future[Any] = Future()
     sick.set_exception(EngineUnusable("the card is lost"))
-    monkeypatch.setattr(actor._shard, "drain", lambda: sick)
+    monkeypatch.setattr(actor._shard, "ask", lambda _: sick)
 
     async def ask() -> None:
         with pytest.raises(EngineUnusable):
-            await actor.call("drain")
+            await actor.call("ask", [DrainCommand()])
         with pytest.raises(ShardExited):
             await actor.call("status")
         await actor.close()

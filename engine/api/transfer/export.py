@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self
 
 import orjson
 
-from undertow.engine.api.views.format import Withheld, row_report, versions_of
+from undertow.engine.api.report_format import Withheld, row_report, versions_of
 from undertow.engine.base.model import BadInput, InputError, UndertowError
 from undertow.engine.base.results import Report
 from undertow.engine.storage.journal import Journal, Kind, Row

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from undertow.engine.api.report_format import Withheld
 from undertow.engine.api.transfer.export import FORMAT, ExportTrailer
 from undertow.engine.api.transfer.import_schema import (
     EDITED,
@@ -29,7 +30,6 @@ from undertow.engine.api.transfer.import_schema import (
 )
 from undertow.engine.api.transfer.import_validation import ImportValidator, Versions
 from undertow.engine.api.transfer.reindex import embedded_text
-from undertow.engine.api.views.format import Withheld
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, Memory, MemoryKind, Turn, UndertowError, memory_id
 from undertow.engine.base.results import ImportReport, Report

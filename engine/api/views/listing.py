@@ -12,7 +12,7 @@ from typing import NoReturn, get_args
 
 import orjson
 
-from undertow.engine.api.views.format import memory_report, turn_report
+from undertow.engine.api.report_format import memory_report, turn_report
 from undertow.engine.base.model import BadInput, InputError
 from undertow.engine.base.results import HitKind, Page, Report
 from undertow.engine.search.ranking import Rows, Window, rests_on, shows

@@ -16,6 +16,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from undertow.engine.api.policy_change import policy_report
+from undertow.engine.api.report_format import (
+    Withheld,
+    deleted_turn,
+    deleted_turns,
+    memory_report,
+    row_report,
+    turn_report,
+    versions_of,
+)
 from undertow.engine.api.transfer.export import (
     EXPORTED,
     MAX_PAGE_BYTES,
@@ -27,15 +36,6 @@ from undertow.engine.api.transfer.export import (
     exported,
     head,
     stay_of,
-)
-from undertow.engine.api.views.format import (
-    Withheld,
-    deleted_turn,
-    deleted_turns,
-    memory_report,
-    row_report,
-    turn_report,
-    versions_of,
 )
 from undertow.engine.base.model import Decision, MemoryKind, UnknownMemory, unknown_memory
 from undertow.engine.base.results import Page, Report

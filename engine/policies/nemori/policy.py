@@ -2,7 +2,7 @@
 
 After Ma et al., "What Deserves Memory", algorithm 1: a window is partitioned; each group is narrated and
 integrated into the episode that it continues; the episode is predicted from known facts; and what the
-prediction missed is distilled. docs/decisions.md lists our choices where the paper is silent.
+prediction missed is distilled. docs/decisions/0018 lists our choices where the paper is silent.
 """
 
 from __future__ import annotations

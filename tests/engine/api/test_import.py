@@ -483,7 +483,7 @@ class LosesOneAnswer(LocalShards):
         class Calls:
             async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
                 answer = await calls.call(method, *args, **kwargs)
-                if method == "import_" and not shards.lost:
+                if method == "ask" and isinstance(args[0], ImportCommand) and not shards.lost:
                     shards.lost += 1
                     shards.kill(name)
                     raise ShardGone(f"shard {name} was killed")

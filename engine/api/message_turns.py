@@ -1,0 +1,40 @@
+"""OpenAI-style messages of one call as turns."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from undertow.engine.base.model import BadInput, InputError, Turn, dedupe_key
+from undertow.engine.base.timestamps import parse_timestamp
+from undertow.engine.readers import pair_chat, parse_messages
+
+
+def turns_of(
+    tenant: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    session_id: str = "",
+    timestamp: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    call: str | None = None,
+    max_message_bytes: int,
+) -> list[Turn]:
+    """The turns that messages make. A message's own time comes before `timestamp`.
+
+    `call` makes their dedupe keys, so that a repeat with the same `call` stores nothing; without it each call
+    is new. InputError names the message and field that is invalid.
+    """
+    parsed = parse_messages(messages, source="add", line=None, max_message_bytes=max_message_bytes)
+    try:
+        when = None if timestamp is None else parse_timestamp(timestamp)
+    except ValueError as error:
+        raise InputError(BadInput("add", None, "timestamp", str(error), "Nothing was stored.")) from None
+    call = call or secrets.token_hex(12)
+    turns = []
+    for n, pair in enumerate(pair_chat(parsed)):
+        own = next((message.timestamp for message in pair if message.timestamp), when)
+        key = dedupe_key("add", "", f"{call}:{n}", ())
+        turns.append(Turn(tenant, tuple(pair), key, session_id, own, dict(metadata or {})))
+    return turns
