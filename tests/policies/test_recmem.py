@@ -228,8 +228,6 @@ def test_what_a_user_deleted_gives_up_its_history_with_a_turn_that_it_rested_on(
 
 # ---- ablations (section 4.3)
 
-FIRES = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
-
 
 def test_forgetting_a_turn_extracts_directly_anew_what_was_extracted_directly() -> None:
     first = stored("fact", "One.", 5, (1, 2, 3))
