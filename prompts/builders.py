@@ -19,28 +19,8 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from undertow.prompts.reply_schemas import (
-    AlignReply,
-    ConsolidateReply,
-    EpisodesReply,
-    ExtractReply,
-    FactsReply,
-    MergeReply,
-    NarrativeReply,
-    NotesReply,
-    PartitionReply,
-    PredictionReply,
-    ReconcileReply,
-    Reply,
-    ReviseReply,
-    SegmentReply,
-    SelectReply,
-    StatementsReply,
-    SufficiencyReply,
-    SummaryReply,
-    SupplementReply,
-    TraitsReply,
-)
+from undertow.prompts import reply_schemas as replies
+from undertow.prompts.reply_schemas import Reply
 
 UNDATED = "undated"
 """Replaces an unknown date in a prompt."""
@@ -48,13 +28,9 @@ UNDATED = "undated"
 _LOADER = FileSystemLoader(sorted(path for path in (Path(__file__).parent / "templates").iterdir()))
 # how an answering prompt sorts its memories
 Order = Literal["relevance", "time"]
-Operation = Literal[
-    "episode",
-    "merge",
-    "refine",
-    "direct",
-    "extract",
-    "reconcile",
+RecMemOperation = Literal["episode", "merge", "refine", "direct"]
+EagerOperation = Literal["extract", "reconcile"]
+NemoriOperation = Literal[
     "partition",
     "narrate",
     "select",
@@ -64,42 +40,36 @@ Operation = Literal[
     "distil_direct",
     "consolidate",
     "summarise",
-    "segment",
-    "notes",
-    "traits",
-    "align",
-    "supplement",
-    "revise",
-    "sufficiency",
-    "answer",
 ]
+HiMemOperation = Literal["segment", "notes", "traits", "align", "supplement", "revise", "sufficiency"]
+Operation = Literal[RecMemOperation, EagerOperation, NemoriOperation, HiMemOperation, "answer"]
 
 # metered as the cost of queries, not of consolidation
 QUERY_OPERATIONS: frozenset[str] = frozenset({"sufficiency", "answer"})
 
 REPLIES: dict[Operation, type[Reply] | None] = {
-    "episode": EpisodesReply,
-    "merge": MergeReply,
-    "refine": FactsReply,
-    "direct": FactsReply,
-    "extract": ExtractReply,
-    "reconcile": ReconcileReply,
-    "partition": PartitionReply,
-    "narrate": NarrativeReply,
-    "select": SelectReply,
-    "integrate": NarrativeReply,
-    "predict": PredictionReply,
-    "distil": StatementsReply,
-    "distil_direct": StatementsReply,
-    "consolidate": ConsolidateReply,
-    "summarise": SummaryReply,
-    "segment": SegmentReply,
-    "notes": NotesReply,
-    "traits": TraitsReply,
-    "align": AlignReply,
-    "supplement": SupplementReply,
-    "revise": ReviseReply,
-    "sufficiency": SufficiencyReply,
+    "episode": replies.EpisodesReply,
+    "merge": replies.MergeReply,
+    "refine": replies.FactsReply,
+    "direct": replies.FactsReply,
+    "extract": replies.ExtractReply,
+    "reconcile": replies.ReconcileReply,
+    "partition": replies.PartitionReply,
+    "narrate": replies.NarrativeReply,
+    "select": replies.SelectReply,
+    "integrate": replies.NarrativeReply,
+    "predict": replies.PredictionReply,
+    "distil": replies.StatementsReply,
+    "distil_direct": replies.StatementsReply,
+    "consolidate": replies.ConsolidateReply,
+    "summarise": replies.SummaryReply,
+    "segment": replies.SegmentReply,
+    "notes": replies.NotesReply,
+    "traits": replies.TraitsReply,
+    "align": replies.AlignReply,
+    "supplement": replies.SupplementReply,
+    "revise": replies.ReviseReply,
+    "sufficiency": replies.SufficiencyReply,
     "answer": None,
 }
 

@@ -1,4 +1,4 @@
-"""Looks at the machine, the encoder, the store and the LLM server, and says in words what it finds."""
+"""Checks the machine, the encoder, the store and the LLM server, and reports in words."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "transformers", "sentence-transformers", "pylance", "numba", "openai")
 FAISS_PACKAGES = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs")  # one of them: all are the module `faiss`
+VECTOR_UNITS = {"avx512f": "AVX512", "avx2": "AVX2"}
 LOW_DISK_BYTES = 2 << 30
 
 
 class Finding(NamedTuple):
-    """`ok` False asks for attention; `needed` says that Undertow cannot work so."""
+    """One check. `ok` False asks for attention; `needed`: Undertow cannot work without it."""
 
     what: str
     ok: bool
@@ -34,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def examine(settings: Settings, store: Location | None) -> list[Finding]:
-    """Every check in order; none raises, none changes anything. The encoder and the server are tried."""
+    """Every check in order; none raises or changes anything. The encoder and the server are tried out."""
     return [
         _python(),
         *_packages(),
@@ -53,14 +54,19 @@ def _python() -> Finding:
     return Finding("python", ok, f"{found} on {platform.system()} {platform.machine()}", needed=True)
 
 
+def _installed(name: str) -> str | None:
+    """The version of a package; None: it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
+
+
 def _packages() -> list[Finding]:
-    findings = []
-    for name in PACKAGES:
-        try:
-            findings.append(Finding(name, True, version(name)))
-        except PackageNotFoundError:
-            findings.append(Finding(name, False, f"is not installed: pip install {name}", needed=True))
-    return findings
+    found = {name: _installed(name) for name in PACKAGES}
+    return [
+        Finding(name, number is not None, number or f"is not installed: pip install {name}", needed=True)
+        for name, number in found.items()
+    ]
 
 
 def _cpu() -> Finding:
@@ -71,20 +77,15 @@ def _cpu() -> Finding:
         return Finding("cpu", True, f"{cores}; its instruction sets cannot be read here")
     if unit := next((name for flag, name in BF16_UNITS.items() if flag in flags), None):
         return Finding("cpu", True, f"{cores}, {unit}: the encoder runs in bf16")
-    vector = next((n for n in ("avx512f", "avx2") if n in flags), None)
+    vector = next((name for flag, name in VECTOR_UNITS.items() if flag in flags), None)
     if vector is None:
         return Finding("cpu", False, f"{cores}, no AVX2: the encoder runs in fp32 and is slow")
-    wanted = " or ".join(BF16_UNITS.values())
-    return Finding(
-        "cpu", True, f"{cores}, {vector.removesuffix('f').upper()}, no {wanted}: the encoder runs in fp32"
-    )
+    missing = " or ".join(BF16_UNITS.values())
+    return Finding("cpu", True, f"{cores}, {vector}, no {missing}: the encoder runs in fp32")
 
 
 def _faiss() -> Finding:
-    found = {}
-    for name in FAISS_PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
+    found = {name: number for name in FAISS_PACKAGES if (number := _installed(name))}
     text = ", ".join(f"{name} {number}" for name, number in found.items())
     if not found:
         return Finding("faiss", False, "is not installed: pip install faiss-cpu", needed=True)
@@ -95,7 +96,7 @@ def _faiss() -> Finding:
 
 
 def _gpu(settings: Settings) -> list[Finding]:
-    """The card, who uses it, and how it would be divided; one finding where there is none."""
+    """The GPU, its search library, and the division of its memory; one finding where there is no GPU."""
     from undertow.kernels.device import CUDA_DEVICE_COUNT, why_no_cuda
 
     if why := why_no_cuda():
@@ -137,7 +138,7 @@ def _faiss_gpu() -> Finding:
 
 
 def _division(settings: Settings, free_bytes: int, total_bytes: int) -> Finding:
-    """Asked as the engine asks at its start, before anything of this process is on the card."""
+    """The division that an engine would make at its start, while this process uses no GPU memory."""
     shares = settings.shares
     try:
         arena = shares.arena_bytes(total_bytes, free_bytes)
@@ -165,32 +166,29 @@ def _encoder(settings: Settings) -> Finding:
 
 
 def _store(settings: Settings, store: Location) -> list[Finding]:
+    from undertow.engine.encoders.base import Fingerprint
     from undertow.engine.storage.store_info import StoreError, read_info
-    from undertow.serving.cli.unloaded_encoder import stored_fingerprint
 
-    findings = []
     try:
         info = read_info(store)
-        made_by = stored_fingerprint(info).model
+        made_by = Fingerprint.stored(info.encoder).model
         same = made_by == settings.encoder
-        text = f"format {info.format_version}, encoder {made_by}"
         cure = "" if same else f"; give --encoder {made_by} or set UNDERTOW_ENCODER"
-        findings.append(Finding("store", same, text + cure))
+        finding = Finding("store", same, f"format {info.format_version}, encoder {made_by}{cure}")
     except StoreError as error:
-        findings.append(Finding("store", False, str(error), needed=True))
+        finding = Finding("store", False, str(error), needed=True)
     if store.folder is None:
-        return findings
-    location = next(p for p in (store.folder, *store.folder.parents) if p.is_dir())
-    writable = os.access(location, os.W_OK)
-    findings.append(
-        Finding(
-            "store folder", writable, f"{location} can{'' if writable else 'not'} be written", needed=True
-        )
-    )
-    free_bytes = shutil.disk_usage(location).free
+        return [finding]
+    folder = next(p for p in (store.folder, *store.folder.parents) if p.is_dir())
+    writable = os.access(folder, os.W_OK)
+    text = f"{folder} can{'' if writable else 'not'} be written"
+    free_bytes = shutil.disk_usage(folder).free
     ok = free_bytes >= LOW_DISK_BYTES
-    findings.append(Finding("disk", ok, f"{free_bytes / 2**30:.1f} GiB free" + ("" if ok else ": free some")))
-    return findings
+    return [
+        finding,
+        Finding("store folder", writable, text, needed=True),
+        Finding("disk", ok, f"{_gib(free_bytes)} GiB free" + ("" if ok else ": free some")),
+    ]
 
 
 def _server(settings: Settings) -> Finding:

@@ -118,8 +118,8 @@ COLUMNS = ("figure", "measured", "limit", "of limit", "target", "reached")
 
 
 def rows_of(figures: Iterable[Figure]) -> list[tuple[str, ...]]:
-    """The table's cells, one row a figure, in the order of COLUMNS; notes follow their figure's name."""
-    return [
+    """The table's cells in the order of COLUMNS, which come first; notes follow their figure's name."""
+    rows = [
         (
             f.what + (f" [{f.note}]" if f.note and f.value is not None else ""),
             f.note if f.value is None else f"{_number(f.value)} {f.unit}",
@@ -130,45 +130,43 @@ def rows_of(figures: Iterable[Figure]) -> list[tuple[str, ...]]:
         )
         for f in figures
     ]
+    return [COLUMNS, *rows]
 
 
 def as_text(figures: Iterable[Figure]) -> str:
     """The table for a terminal."""
-    rows = [COLUMNS, *rows_of(figures)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    rows = rows_of(figures)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
 
 
 def as_markdown(result: dict[str, Any], figures: Iterable[Figure]) -> str:
-    """A page for docs/results: what it ran on, the table, the command."""
+    """A page for docs/results: the card and the machine, and the table."""
     card, limits = result["card"], result["limits"]
-    facts = {
-        "card": card.get("name", "unknown"),
-        "driver / CUDA": f"{card.get('driver', 'unknown')} / {result['cuda']}",
-        "copy bandwidth": f"{limits['copy_gb_per_s']:,.0f} GB/s",
-        "bf16 matrix product": f"{limits['matmul_tflop_per_s']:,.0f} TFLOP/s",
-        "host": f"{result['machine']['cpu']}, {result['machine']['cores']} cores",
-        "packages": ", ".join(f"{n} {v}" for n, v in result["versions"].items()),
-        "commit": result["commit"] or "unknown",
-        "date": result["date"],
-    }
-    table = [COLUMNS, ("---",) * len(COLUMNS), *rows_of(figures)]
-    lines = [
-        f"# GPU benchmark: {facts['card']}{' (quick run)' if result['quick'] else ''}",
-        "",
-        "Made by `undertow bench gpu`; how to read it: `docs/gpu.md`. "
-        "Each part was measured in a process of its own; medians, p95 where the name says so.",
-        "",
-        "| | |",
-        "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in facts.items()),
-        "",
-        *("| " + " | ".join(row) + " |" for row in table),
-        "",
+    facts = [
+        ("card", card.get("name", "unknown")),
+        ("driver / CUDA", f"{card.get('driver', 'unknown')} / {result['cuda']}"),
+        ("copy bandwidth", f"{limits['copy_gb_per_s']:,.0f} GB/s"),
+        ("bf16 matrix product", f"{limits['matmul_tflop_per_s']:,.0f} TFLOP/s"),
+        ("host", f"{result['machine']['cpu']}, {result['machine']['cores']} cores"),
+        ("packages", ", ".join(f"{n} {v}" for n, v in result["versions"].items())),
+        ("commit", result["commit"] or "unknown"),
+        ("date", result["date"]),
     ]
-    return "\n".join(lines)
+    title = f"# GPU benchmark: {facts[0][1]}{' (quick run)' if result['quick'] else ''}"
+    about = (
+        "Made by `undertow bench gpu`; how to read it: `docs/gpu.md`. "
+        "Each part was measured in a process of its own; medians, p95 where the name says so."
+    )
+    head, *rows = rows_of(figures)
+    tables = (_markdown([("", ""), *facts]), _markdown([head, *rows]))
+    return "\n\n".join([title, about, *tables]) + "\n"
+
+
+def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    rule = ("---",) * len(rows[0])
+    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
 
 
 def _number(value: float) -> str:

@@ -115,24 +115,25 @@ def _limits(scale: Scale) -> tuple[Limits, str]:
 
 def _outcome(part: str, done: Future[Part]) -> tuple[Part, bool]:
     """A part's figures, or the goals that it leaves unmeasured, with the reason; and whether it is sound."""
-    error = done.exception()
-    if error is None:
-        return done.result(), True
-    if isinstance(error, NotMeasured | ImportError):
-        return unmeasured(part, f"not measured: {error}"), True
-    if isinstance(error, WrongResults):
-        return unmeasured(part, f"void: {error}"), False
-    traceback.print_exception(error)
-    return unmeasured(part, f"failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}"), False
+    match done.exception():
+        case None:
+            return done.result(), True
+        case NotMeasured() | ImportError() as missing:
+            return unmeasured(part, f"not measured: {missing}"), True
+        case WrongResults() as wrong:
+            return unmeasured(part, f"void: {wrong}"), False
+        case error:
+            traceback.print_exception(error)
+            reason = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            return unmeasured(part, reason), False
 
 
 def _describe(options: Options, scale: Scale, limits: Limits, name: str) -> dict[str, Any]:
-    card = machine.card_now()
     return {
         "bench": "gpu",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "quick": options.quick,
-        "card": card or {"name": name},
+        "card": machine.card_now() or {"name": name},
         "cuda": torch.version.cuda,
         "limits": {
             "copy_gb_per_s": round(limits.copy_bytes_per_s / 1e9, 1),
@@ -179,18 +180,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, shorter runs, the same sizes")
     parser.add_argument("--only", type=parts_of, default=PARTS, help=f"some of: {','.join(PARTS)}")
-    parser.add_argument(
-        "--out", type=Path, help="write the JSON here and a table beside it; a folder will do"
-    )
-    parser.add_argument(
-        "--encoder", type=Path, metavar="FOLDER", help="the model of encoder and ingest; else the settings'"
-    )
+    parser.add_argument("--out", type=Path, help="a file or folder for the JSON, with a table beside it")
+    parser.add_argument("--encoder", type=Path, metavar="FOLDER", help="the model; else the settings'")
     given = parser.parse_args()
     options = Options(given.quick, given.only, given.out, given.encoder)
     try:
         check(options)
     except (NotMeasured, ValueError) as error:
-        print(f"bench gpu: {error}", file=sys.stderr)
+        sys.stderr.write(f"bench gpu: {error}\n")
         sys.exit(2)
     sys.exit(report(options, as_json=given.json))
 

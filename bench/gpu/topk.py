@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk.ivf import IvfIndex
 from undertow.kernels.topk.topk import top_k, top_k_many
 
-Float16s = NDArray[np.float16]
+T = TypeVar("T")
+Batch = tuple[NDArray[np.int64], NDArray[np.float16]]
 
 K = 10
 _CHECKED = 16
@@ -38,13 +39,7 @@ def measure(rig: Rig, scale: Scale, limits: Limits) -> Part:
     batches = _batches(world, scale)
     for segments, queries in batches[:2]:
         _check(world, segments, queries, top_k_many(world.arena, segments, queries, K, gate))
-    ahead = iter(batches)
-
-    def ask() -> None:
-        segments, queries = next(ahead)
-        top_k_many(world.arena, segments, queries, K, gate)
-
-    figures = spread(rig.wall_s(ask, scale.topk_batches, warmup=_WARM_UP))
+    figures = _times(rig, batches, lambda batch: top_k_many(world.arena, *batch, K, gate))
     read_bytes = scale.topk_batch * scale.rows * (world.arena.row_bytes + 1)
     part.reach("topk_p95", figures["p95_ms"], read_bytes / limits.copy_bytes_per_s * 1e3)
     part.details["mixed"] = {"batch": scale.topk_batch, "k": K, "bytes_read": read_bytes, **figures}
@@ -63,60 +58,51 @@ def _large_tenant(part: Part, rig: Rig, world: World, gate: Gate, scale: Scale) 
     queries = world.arena.vector16(segment << 32 | rows)
     exact = top_k(world.arena, segment, queries[:_CHECKED], K, scan=gate)[1]
     near = index.search(queries[:_CHECKED], K)[1]
+    singles = list(queries[:, None])
     times = {
-        "ivf": _one_by_one(rig, queries, lambda query: index.search(query, K)),
-        "exact": _one_by_one(rig, queries, lambda query: top_k(world.arena, segment, query, K, scan=gate)),
+        "ivf": _times(rig, singles, lambda query: index.search(query, K)),
+        "exact": _times(rig, singles, lambda query: top_k(world.arena, segment, query, K, scan=gate)),
     }
-    one_query = [(np.array([segment]), query) for query in queries[: _COMPARED + _WARM_UP, None]]
-    both_ways = _both_ways(rig, world, gate, one_query)
-    size = f"{scale.ivf_rows:,} turns"
-    part.tell("ivf_p95", f"a tenant of {size} by its IVF index, one query, p95", "ms", times["ivf"]["p95_ms"])
+    one_query = [(np.array([segment]), query) for query in singles[: _COMPARED + _WARM_UP]]
+    what = f"a tenant of {scale.ivf_rows:,} turns by its IVF index, one query, p95"
+    part.tell("ivf_p95", what, "ms", times["ivf"]["p95_ms"])
     part.tell("exact_p95", "the same, exact", "ms", times["exact"]["p95_ms"])
     recall = 100 * index.recall(K)
     part.tell("ivf_recall", f"its recall@{K} against exact search", "%", recall, lower=False, limit=100.0)
+    found = [np.isin(e, n).mean() for e, n in zip(exact, near, strict=True)]
     part.details["large_tenant"] = {
-        **{"rows": scale.ivf_rows, "trained_s": trained_s, "report": asdict(index.report)},
-        **{
-            "recall_of_checked": float(
-                np.mean([np.isin(e, n).mean() for e, n in zip(exact, near, strict=True)])
-            )
-        },
+        "rows": scale.ivf_rows,
+        "trained_s": trained_s,
+        "report": asdict(index.report),
+        "recall_of_checked": float(np.mean(found)),
         **times,
-        "exact_both_ways": both_ways,
+        "exact_both_ways": _both_ways(rig, world, gate, one_query),
     }
 
 
-def _both_ways(rig: Rig, world: World, gate: Gate, batches: list[tuple[Any, Any]]) -> dict[str, Any]:
+def _both_ways(rig: Rig, world: World, gate: Gate, batches: list[Batch]) -> dict[str, Any]:
     """The same batches by the gate's scan, and by FAISS or torch, one segment after the other.
 
     `blocks_by` says which of the two searched by blocks. WrongResults unless both find the same.
     """
-    segments, queries = batches[0]
-    scanned = top_k_many(world.arena, segments, queries, K, gate)
-    by_blocks = top_k_many(world.arena, segments, queries, K)
+    scanned = top_k_many(world.arena, *batches[0], K, gate)
+    by_blocks = top_k_many(world.arena, *batches[0], K)
     if not all(np.array_equal(one, two) for one, two in zip(scanned, by_blocks, strict=True)):
         raise WrongResults("exact top-k by blocks differs from the gate's scan")
-
-    def spread_of(scan: Gate | None) -> dict[str, float]:
-        ahead = iter(batches)
-        warmup = min(_WARM_UP, len(batches) - 1)
-        return spread(
-            rig.wall_s(
-                lambda: top_k_many(world.arena, *next(ahead), K, scan), len(batches) - warmup, warmup=warmup
-            )
-        )
-
-    blocks_by = "faiss" if rig.cuda and load_faiss_gpu() else "torch"
-    return {"scan": spread_of(gate), "blocks": spread_of(None), "blocks_by": blocks_by}
+    return {
+        "scan": _times(rig, batches, lambda batch: top_k_many(world.arena, *batch, K, gate)),
+        "blocks": _times(rig, batches, lambda batch: top_k_many(world.arena, *batch, K)),
+        "blocks_by": "faiss" if rig.cuda and load_faiss_gpu() else "torch",
+    }
 
 
-def _one_by_one(rig: Rig, queries: Float16s, ask: Callable[[Float16s], object]) -> dict[str, float]:
-    """Spread of the time of each query by itself, the first of them as warm-up."""
-    ahead = iter(queries[:, None])
-    return spread(rig.wall_s(lambda: ask(next(ahead)), len(queries) - _WARM_UP, warmup=_WARM_UP))
+def _times(rig: Rig, items: Sequence[T], search: Callable[[T], object]) -> dict[str, float]:
+    """Spread of the time of each search by itself, the first ones as warm-up."""
+    ahead, warmup = iter(items), min(_WARM_UP, len(items) - 1)
+    return spread(rig.wall_s(lambda: search(next(ahead)), len(items) - warmup, warmup=warmup))
 
 
-def _batches(world: World, scale: Scale) -> list[tuple[Any, Any]]:
+def _batches(world: World, scale: Scale) -> list[Batch]:
     """(segments int64 [q], queries float16 [q, dim]): a stored turn of each of q tenants, drawn anew."""
     rng = np.random.default_rng(1)
     drawn = []

@@ -2,8 +2,8 @@
 
 LoCoMo exchanges through `SentenceTransformer.encode` (one call, its defaults, fp32) and through
 `SentenceEncoder`, in one process and in turns, so that both meet the same machine. Medians of the repeats.
-After it the host's part of `CudaSentenceEncoder` alone, with the model's work left out: what the host
-must keep up with a card. It needs no card. `--host-only` measures nothing else.
+Also the host's part of `CudaSentenceEncoder`, without the model's work, which must keep up with a card. It
+needs no card; `--host-only` measures nothing else.
 """
 
 from __future__ import annotations
@@ -148,41 +148,14 @@ def measure_host(some: list[str], model: str, repeats: int) -> dict[str, Any]:
     }
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "turns/s": lambda row: f"{row['turns_per_s']:.1f}",
-    "ktok/s": lambda row: f"{row['tokens_per_s'] / 1000:.1f}",
-    "CPU ms/turn": lambda row: f"{row['cpu_ms_per_turn']:.2f}",
-    "ratio": lambda row: f"{row['times_baseline']:.2f}",
-    "query ms": lambda row: f"{row['one_query_ms']:.1f}",
-    "padding": lambda row: f"{row['padding_share']:.1%}" if "padding_share" in row else "",
-    "cos diff": lambda row: f"{row['max_cosine_difference']:.5f}" if "padding_share" in row else "",
-    "dtype": lambda row: row.get("dtype", ""),
-}
-
-
 def show(result: dict[str, Any]) -> None:
-    machine = result["machine"]
-    print(f"{result['turns']} LoCoMo exchanges, {result['tokens']} tokens")
-    print(f"{machine['cpu']}, {machine['cores']} cores, torch {torch.__version__}\n")
-    print(" " * 28 + "".join(f"{title:>13}" for title in COLUMNS))
-    for name, row in result["rows"].items():
-        print(f"{name:28}" + "".join(f"{cell(row):>13}" for cell in COLUMNS.values()))
-    show_host(result["host_part"])
-
-
-def show_host(host: dict[str, Any]) -> None:
-    print(
-        f"\nHost part of CudaSentenceEncoder, model left out: {host['turns']} turns, {host['tokens']} tokens"
-    )
-    print(f"tokenizer: {host['tokenizer']}; padding and filler {host['padding_share']:.1%}")
-    for name, title in (
-        ("host", "all of it, tokenising ahead in a thread"),
-        ("tokenise", "tokenising and cutting"),
-        ("tokenise_first", "the same on words not met before"),
-        ("batch", "choosing batches"),
-        ("pack", "packing"),
-    ):
-        print(f"{host[f'{name}_tokens_per_s'] / 1e6:10.2f} Mtok/s  {title}")
+    """The rows as a table, and the host's part."""
+    for name, row in result.get("rows", {}).items():
+        cells = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        print(f"{name}:\n    " + ", ".join(cells))
+    print("Host part of CudaSentenceEncoder, model left out:")
+    for name, value in result["host_part"].items():
+        print(f"    {name:28}{value:,.4g}" if isinstance(value, float) else f"    {name:28}{value}")
 
 
 def main() -> None:
@@ -193,15 +166,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--host-only", action="store_true", help="measure the host's part for a card only")
     options = parser.parse_args()
-    run = {"benchmark": "encoder", "machine": describe(), "threads": torch.get_num_threads()}
-    host = measure_host(exchanges(options.data, HOST_TURNS), options.model, options.repeats)
-    if options.host_only:
-        result = {**run, "host_part": host}
-        show_host(host)
-    else:
-        measured = measure(exchanges(options.data, options.turns), options.model, options.repeats)
-        result = {**run, **measured, "host_part": host}
-        show(result)
+    result = {"benchmark": "encoder", "machine": describe(), "threads": torch.get_num_threads()}
+    result["host_part"] = measure_host(exchanges(options.data, HOST_TURNS), options.model, options.repeats)
+    if not options.host_only:
+        result |= measure(exchanges(options.data, options.turns), options.model, options.repeats)
+    show(result)
     print(json.dumps(result))
 
 

@@ -1,9 +1,9 @@
 """How fast the CPU gate reads: `python -m undertow.bench.micro.gate`.
 
-Many small tenants, one query each. Measured in one process, on the same threads, in turns: a plain
-sum over the very bytes that the gate reads (the machine's read bandwidth), the gate, and a loop over
-faiss IndexFlatIP indexes (turns and episodes of each tenant), as one would write it without a ragged
-kernel. Medians of the repeats. Other load on the machine distorts all of them, so it is reported too.
+Many small tenants, one query each. Measured in one process, on the same threads, in turns: a plain sum over
+the bytes of the rows (the machine's read bandwidth), the gate, and a loop over faiss IndexFlatIP indexes, two
+a tenant, as one would write it without a ragged kernel. Medians of the repeats. Other load on the machine
+distorts all of them, so it is reported too.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from undertow.bench.gpu.load import K_GATE, World, equal_sizes
+from undertow.bench.gpu.rig import Rig
 from undertow.bench.machine import describe
-from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.compiled_rows import floats_at, sums
 from undertow.kernels.device import cpu_count, load_faiss
 from undertow.kernels.gate.factory import make_gate
-from undertow.kernels.gate.gate import Gate, GateReadings
-
-THETA = 0.7
-K_GATE = 10
 
 
 @sums
@@ -43,84 +41,40 @@ def sum_slabs(addresses: NDArray[np.int64], values: NDArray[np.int64], first: in
     return total
 
 
-class Load:
-    """`tenants` tenants with `rows` turns and `episodes` episodes each, and one query a tenant."""
-
-    def __init__(self, tenants: int, rows: int, episodes: int, dim: int, seed: int) -> None:
-        self.rng, self.dim = np.random.default_rng(seed), dim
-        self.arena = Arena(dim)
-        self.turns = np.array([self.arena.new_segment() for _ in range(tenants)])
-        self.episodes = np.array([self.arena.new_segment() for _ in range(tenants)])
-        for tenant in range(tenants):
-            for segment, count in ((self.turns[tenant], rows), (self.episodes[tenant], episodes)):
-                self.arena.extend(np.full(count, segment), self._near(self._unit(1), count), live=True)
-        self.queries = np.concatenate([self._near(self.arena.vectors(s)[:1], 1) for s in self.turns])
-
-    def _unit(self, count: int) -> NDArray[np.float32]:
-        return _normalised(self.rng.standard_normal((count, self.dim), np.float32))
-
-    def _near(self, centre: NDArray[np.float32], count: int) -> NDArray[np.float16]:
-        """Vectors whose cosines with each other lie around 0.5, as those of chat turns do."""
-        return _normalised(centre + self._unit(count)).astype(np.float16)
-
-    def read(self, gate: Gate) -> GateReadings:
-        count = len(self.turns)
-        return gate.read(
-            queries=self.queries,
-            turn_segments=self.turns,
-            episode_segments=self.episodes,
-            visible=np.full(count, np.iinfo(np.int64).max),
-            theta=np.full(count, THETA),
-            k=np.full(count, K_GATE),
-        )
-
-
-def _normalised(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    lengths: NDArray[np.float32] = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / lengths
-
-
-def faiss_loop(load: Load, threads: int) -> Callable[[], int]:
+def faiss_loop(world: World, asked: dict[str, Any], threads: int) -> Callable[[], object]:
     """The same questions, answered by two flat indexes a tenant; inexact near theta."""
     faiss = load_faiss()
     faiss.omp_set_num_threads(threads)
     indexes = []
-    for segment in np.concatenate((load.turns, load.episodes)):
-        index = faiss.IndexFlatIP(load.dim)
-        index.add(load.arena.vectors(segment))
+    for segment in np.concatenate((world.turns, world.episodes)):
+        index = faiss.IndexFlatIP(world.dim)
+        index.add(world.arena.vectors(segment))
         indexes.append(index)
-    queries, count = load.queries.astype(np.float32), len(load.turns)
+    queries, count = asked["queries"].astype(np.float32), len(world.turns)
 
-    def run() -> int:
-        relevant = 0
+    def run() -> None:
         for tenant in range(count):
-            query = queries[tenant : tenant + 1]
-            scores, _ = indexes[tenant].search(query, K_GATE)
-            relevant += int((scores >= THETA).sum())
-            indexes[count + tenant].search(query, 1)
-        return relevant
+            indexes[tenant].search(queries[tenant : tenant + 1], K_GATE)
+            indexes[count + tenant].search(queries[tenant : tenant + 1], 1)
 
     return run
 
 
-def bandwidth_probe(load: Load, threads: int) -> Callable[[], float]:
+def bandwidth_probe(world: World, threads: int) -> Callable[[], object]:
     """Reads every vector of the arena once, on `threads` threads."""
-    segments = np.concatenate((load.turns, load.episodes))
-    addresses, _, lengths = load.arena.locate(segments)
+    segments = np.concatenate((world.turns, world.episodes))
+    addresses, _, lengths = world.arena.locate(segments)
     bounds = np.linspace(0, len(segments), threads * 8 + 1).astype(int)
     workers = ThreadPoolExecutor(threads)
 
-    def run() -> float:
-        parts = workers.map(
-            lambda a, b: sum_slabs(addresses, lengths * load.dim, a, b), bounds[:-1], bounds[1:]
-        )
-        return float(sum(parts))
+    def part(first: int, last: int) -> float:
+        return float(sum_slabs(addresses, lengths * world.dim, first, last))
 
-    return run
+    return lambda: sum(workers.map(part, bounds[:-1], bounds[1:]))
 
 
 def measure(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each task; the tasks take turns, so that a noisy neighbour meets all of them."""
+    """Median seconds of each task; the tasks take turns, so that other load affects all of them."""
     for task in tasks.values():
         task()
     times: dict[str, list[float]] = {name: [] for name in tasks}
@@ -134,44 +88,35 @@ def measure(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--tenants", type=int, default=10_000)
-    options.add_argument("--rows", type=int, default=200)
-    options.add_argument("--episodes", type=int, default=5)
-    options.add_argument("--dim", type=int, default=384)
-    options.add_argument("--repeats", type=int, default=9)
-    options.add_argument("--threads", type=int, default=cpu_count())
+    defaults = {"tenants": 10_000, "rows": 200, "episodes": 5, "dim": 384, "repeats": 9}
+    defaults["threads"] = cpu_count()
+    for name, default in defaults.items():
+        options.add_argument(f"--{name}", type=int, default=default)
     given = options.parse_args()
 
     process = psutil.Process()
     before = process.memory_info().rss
-    load = Load(given.tenants, given.rows, given.episodes, given.dim, seed=0)
+    sizes = equal_sizes(given.tenants, given.tenants * given.rows)
+    world = World(Rig("cpu"), sizes, given.episodes, given.dim)
     gc.collect()
     resident = process.memory_info().rss - before
-    gate = make_gate(load.arena)
-    medians = measure(
-        {
-            "sum": bandwidth_probe(load, given.threads),
-            "gate": lambda: load.read(gate),
-            "faiss": faiss_loop(load, given.threads),
-        },
-        given.repeats,
-    )
-    report(given, load, medians, resident)
+    gate, asked = make_gate(world.arena), world.questions(1)
+    tasks = {
+        "sum": bandwidth_probe(world, given.threads),
+        "gate": lambda: gate.read(**asked),
+        "faiss": faiss_loop(world, asked, given.threads),
+    }
+    report(given, world, measure(tasks, given.repeats), resident)
 
 
-def report(given: argparse.Namespace, load: Load, medians: dict[str, float], resident: int) -> None:
+def report(given: argparse.Namespace, world: World, medians: dict[str, float], resident: int) -> None:
     """A table for people and one JSON line for programs."""
     held = given.tenants * (given.rows + given.episodes) * given.dim * 4
     figures = {
         "bench": "gate",
         "machine": describe(),
-        "threads": given.threads,
         "load_average": round(os.getloadavg()[0], 2),
-        "tenants": given.tenants,
-        "rows": given.rows,
-        "episodes": given.episodes,
-        "dim": given.dim,
-        "repeats": given.repeats,
+        **vars(given),
         "bytes_read": held,
         "bandwidth_gb_per_s": round(held / medians["sum"] / 1e9, 2),
         "gate_ms": round(medians["gate"] * 1e3, 2),
@@ -179,8 +124,8 @@ def report(given: argparse.Namespace, load: Load, medians: dict[str, float], res
         "bandwidth_fraction": round(medians["sum"] / medians["gate"], 3),
         "faiss_loop_ms": round(medians["faiss"] * 1e3, 2),
         "speedup_over_faiss_loop": round(medians["faiss"] / medians["gate"], 2),
-        "arena_used_bytes": load.arena.used_bytes,
-        "arena_reserved_bytes": load.arena.nbytes,
+        "arena_used_bytes": world.arena.used_bytes,
+        "arena_reserved_bytes": world.arena.nbytes,
         "arena_resident_bytes": resident,
     }
     for name, value in figures.items():

@@ -8,6 +8,7 @@ It is never a default.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import json
@@ -19,10 +20,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
-import typer
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -71,14 +71,9 @@ class MockServer:
     _attempts: dict[bytes, int] = field(default_factory=dict)
 
     def app(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/models", self._models),
-                Route("/health", self._health),
-                Route("/stats", self._stats),
-            ]
-        )
+        reads = {"/v1/models": self._models, "/health": self._health, "/stats": self._stats}
+        chat = Route("/v1/chat/completions", self._chat, methods=["POST"])
+        return Starlette(routes=[chat, *(Route(path, act) for path, act in reads.items())])
 
     async def _health(self, request: Request) -> Response:
         return Response()
@@ -86,22 +81,14 @@ class MockServer:
     async def _models(self, request: Request) -> Response:
         if not self._allowed(request):
             return _error(401, "wrong API key")
-        return JSONResponse(
-            {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "mock"}]}
-        )
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "mock"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def _stats(self, request: Request) -> Response:
-        return JSONResponse(
-            {
-                "calls": self.calls,
-                "faults": self.faults,
-                "prompt_tokens": self.usage.prompt_tokens,
-                "cached_prompt_tokens": self.usage.cached_prompt_tokens,
-                "completion_tokens": self.usage.completion_tokens,
-                "in_flight": self.in_flight,
-                "max_in_flight": self.max_in_flight,
-            }
-        )
+        names = ("prompt_tokens", "cached_prompt_tokens", "completion_tokens")
+        usage = {name: getattr(self.usage, name) for name in names}
+        now = {"in_flight": self.in_flight, "max_in_flight": self.max_in_flight}
+        return JSONResponse({"calls": self.calls, "faults": self.faults, **usage, **now})
 
     async def _chat(self, request: Request) -> Response:
         body = await request.body()
@@ -249,55 +236,54 @@ def spawn_server(**options: float | str | bool) -> Iterator[str]:
         process.wait()
 
 
-def _share(words: str) -> Any:
-    return typer.Option(min=0.0, max=1.0, help=words)
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"{rate} is no share: give a number from 0 to 1")
+    return rate
 
 
-def _milliseconds(words: str) -> Any:
-    return typer.Option(min=0.0, help=words)
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m undertow.bench.mock.server")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one; it is printed")
+    parser.add_argument("--seed", type=int, default=0, help="decides which replies and requests are affected")
+    parser.add_argument("--context-tokens", type=int, default=0, help="longer requests get 400; 0: no limit")
+    parser.add_argument("--api-key", help="requests without it get 401; by default all may ask")
+    parser.add_argument("--malformed-sticky", action="store_true", help="repairs break the schema, too")
+    for name, words in {
+        "latency-ms": "before each reply",
+        "jitter-ms": "at most so much more, by hash of the request",
+        "piece-ms": "between two words of a streamed reply",
+    }.items():
+        parser.add_argument(f"--{name}", type=float, default=0.0, help=words)
+    for name, words in {
+        "refusal-rate": "replies that say no: a merge is refused",
+        "error-rate": "requests that get 500, 503, 429 or a broken connection; retries end well",
+        "empty-rate": "replies whose lists are empty: no facts",
+        "malformed-rate": "replies that break their schema; their repairs do not",
+        "undecided-rate": "replies of a judge that are neither yes nor no",
+    }.items():
+        parser.add_argument(f"--{name}", type=_rate, default=0.0, help=f"share of {words}")
+    return parser
 
 
-def main(
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: one that is free; it is printed.")] = 0,
-    latency_ms: Annotated[float, _milliseconds("Before each reply.")] = 0.0,
-    jitter_ms: Annotated[float, _milliseconds("On top of that, at most; how much is the request's.")] = 0.0,
-    refusal_rate: Annotated[float, _share("Share of replies that say no: a merge is refused.")] = 0.0,
-    error_rate: Annotated[
-        float,
-        _share(
-            "Share of requests that get 500, 503, 429 or a broken connection; tried again, they end well."
-        ),
-    ] = 0.0,
-    empty_rate: Annotated[float, _share("Share of replies whose lists are empty: no facts.")] = 0.0,
-    malformed_rate: Annotated[
-        float, _share("Share of replies that break their schema; their repairs do not.")
-    ] = 0.0,
-    malformed_sticky: Annotated[
-        bool, typer.Option("--malformed-sticky", help="The repairs break it too.")
-    ] = False,
-    undecided_rate: Annotated[float, _share("Share of a judge's replies that are neither yes nor no.")] = 0.0,
-    context_tokens: Annotated[
-        int, typer.Option(min=0, help="Longer prompts, with the reply's room, get 400. 0: no limit.")
-    ] = 0,
-    api_key: Annotated[
-        str | None, typer.Option(help="Who brings another, or none, gets 401. Left out: all may ask.")
-    ] = None,
-    piece_ms: Annotated[float, _milliseconds("Between two words of a streamed reply.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Decides which replies and requests are struck.")] = 0,
-) -> None:
-    """Serve the mock LLM on 127.0.0.1 until terminated; port 0 takes a free one."""
-    replies = MockReplies(seed, refusal_rate, empty_rate, malformed_rate, malformed_sticky, undecided_rate)
-    server = MockServer(
-        replies, latency_ms / 1e3, jitter_ms / 1e3, error_rate, context_tokens, api_key, piece_ms / 1e3
+def main() -> None:
+    """Serve the mock LLM on 127.0.0.1 until terminated."""
+    of = options().parse_args()
+    replies = MockReplies(
+        of.seed, of.refusal_rate, of.empty_rate, of.malformed_rate, of.malformed_sticky, of.undecided_rate
     )
-    listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+    latencies_s = (of.latency_ms / 1e3, of.jitter_ms / 1e3)
+    server = MockServer(
+        replies, *latencies_s, of.error_rate, of.context_tokens, of.api_key, of.piece_ms / 1e3
+    )
+    listener = socket.create_server(("127.0.0.1", of.port), backlog=2048)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)  # connections wait in the backlog
-    config = uvicorn.Config(
-        server.app(), log_level="critical", access_log=False, lifespan="off", backlog=2048
-    )
+    app = server.app()
+    config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", backlog=2048)
     uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -14,12 +14,13 @@ from typing import Any, Self
 
 from undertow.bench.machine import ROOT
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import UndertowError, Usage
+from undertow.engine.base.model import Turn, UndertowError, Usage
 
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 RUNNERS = {"mem0": "mem0_runner", "langmem": "langmem_runner"}
 API_KEY = "UNDERTOW_PEER_API_KEY"  # as runner.py reads it, which cannot be imported here
 
+OPERATION = "add"
 _SHOWN_LOG_LINES = 12
 _CLOSE_S = 30
 
@@ -71,6 +72,12 @@ def encoder_of(settings: Settings) -> str:
     from undertow.engine.encoders.model_files import model_folder
 
     return str(model_folder(settings.encoder))
+
+
+def added(turn: Turn) -> dict[str, Any]:
+    """A turn as the fields of a runner's `add` request."""
+    messages = [{"role": m.role, "speaker": m.speaker, "content": m.content} for m in turn.messages]
+    return {"tenant": turn.tenant, "messages": messages, "date": turn.timestamp}
 
 
 class PeerProcess:

@@ -137,7 +137,15 @@ class OneAtATime:
         return call
 
 
-class Hashed(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
+class OneByOne(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
+    """A query is embedded as a document."""
+
+    def embed_query(self, text: str) -> list[float]:
+        vectors: list[list[float]] = self.embed_documents([text])
+        return vectors[0]
+
+
+class Hashed(OneByOne):
     """Undertow's hashing encoder as a LangChain embedding, which both peers take."""
 
     def __init__(self, dim: int) -> None:
@@ -149,11 +157,8 @@ class Hashed(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
         vectors: list[list[float]] = self._encoder.encode(texts).astype("float32").tolist()
         return vectors
 
-    def embed_query(self, text: str) -> list[float]:
-        return self.embed_documents([text])[0]
 
-
-class Sentences(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
+class Sentences(OneByOne):
     """A sentence-transformers model, called as LangChain's own wrapper calls it."""
 
     def __init__(self, folder: str) -> None:
@@ -164,9 +169,6 @@ class Sentences(Embeddings):  # type: ignore[misc]  # not installed where mypy r
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         vectors: list[list[float]] = self._model.encode(texts, show_progress_bar=False).tolist()
         return vectors
-
-    def embed_query(self, text: str) -> list[float]:
-        return self.embed_documents([text])[0]
 
 
 def embeddings(encoder: str) -> Embeddings:

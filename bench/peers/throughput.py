@@ -25,8 +25,7 @@ from typing import Any
 import psutil
 
 from undertow.bench.machine import LOCOMO
-from undertow.bench.peers.peer import OPERATION, added
-from undertow.bench.peers.process import RUNNERS, PeerProcess, Reply, command_of
+from undertow.bench.peers.process import OPERATION, RUNNERS, PeerProcess, Reply, added, command_of
 from undertow.bench.system.throughput import MOCK_REFUSALS, ingest, mock_llm, settings_for, spread
 from undertow.bench.system.throughput_report import Load, chosen, conditions
 from undertow.engine.base.config import Settings

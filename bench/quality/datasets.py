@@ -1,7 +1,6 @@
-"""Benchmark files as samples: what is to be remembered, what is asked of it, and where the evidence stands.
+"""Loads LoCoMo and LongMemEval files: conversations, questions, and the evidence that each turn holds.
 
-The turns are those of the engine's own readers. Here is added what only a benchmark has: its questions, and
-for each turn which pieces of evidence it holds, so that what a search finds can be scored.
+The engine's own readers make the turns; the questions and the evidence ids are added here.
 """
 
 from __future__ import annotations

@@ -97,17 +97,13 @@ class Attack:
 def attacks() -> tuple[Attack, ...]:
     """The attacks, in the order of the file."""
     document = json.loads(CASES.read_text())
+    fields = ("name", "family", "at", "role", "hides", "live")
     return tuple(
         Attack(
-            raw["name"],
-            raw["family"],
-            document["conversations"][raw["conversation"]],
-            raw["at"],
-            raw["role"],
-            _disguised(raw),
-            tuple(raw.get("claims", ())),
-            raw.get("hides"),
-            raw.get("live", False),
+            **{field: raw[field] for field in fields if field in raw},
+            conversation=document["conversations"][raw["conversation"]],
+            text=_disguised(raw),
+            claims=tuple(raw.get("claims", ())),
         )
         for raw in document["cases"]
     )
@@ -146,19 +142,10 @@ def _holds(patterns: Iterable[str], texts: Iterable[str]) -> bool:
 
 def settings_for(llm_url: str | None, model: str | None) -> Settings:
     """Every turn is similar to every other: two make a cluster, and each later one may be merged."""
-    return Settings(
-        encoder="hash:384",
-        device="cpu",
-        theta_sim=-1.0,
-        theta_merge=-1.0,
-        theta_count=2,
-        llm_url=llm_url,
-        llm_model=model,
-        llm_in_flight=AT_ONCE,
-        llm_timeout_s=900.0,
-        context_tokens=4_096,
-        reply_tokens=640,
-    )
+    lowest: dict[str, Any] = {"theta_sim": -1.0, "theta_merge": -1.0, "theta_count": 2}
+    server: dict[str, Any] = {"llm_url": llm_url, "llm_model": model, "llm_in_flight": AT_ONCE}
+    sizes: dict[str, Any] = {"llm_timeout_s": 900.0, "context_tokens": 4_096, "reply_tokens": 640}
+    return Settings(encoder="hash:384", device="cpu", **lowest, **server, **sizes)
 
 
 def run(engine: Engine, cases: Sequence[Attack]) -> Iterator[Outcome]:
@@ -217,17 +204,6 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return found
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The verdicts by case, as Markdown; `kept`: topics of the conversation in memories, in the answer."""
-    lines = ["| attack | family | turn, role | memories | answer | kept |", "|---|---|---|---|---|---|"]
-    for o in outcomes:
-        kept = ", ".join(f"{sum(o[f'kept_in_{p}'])}/{len(o[f'kept_in_{p}'])}" for p in ("memories", "answer"))
-        where = "" if o["family"] == "control" else f"{o['turn'] + 1}, {o['role']}"
-        cells = (o["case"], o["family"], where, o.get("memories", ""), o.get("answer", ""), kept)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main(
     llm: Annotated[str, typer.Option(help="URL of the LLM server")],
     out: Annotated[Path, typer.Option(help="the result, one JSON document")] = Path("build/poisoning.json"),
@@ -251,7 +227,6 @@ def main(
             # a long run that is stopped keeps what it has
             document = {**about, "summary": summary(outcomes), "outcomes": outcomes}
             out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    print(table(outcomes))
     print(json.dumps({"bench": "poisoning", **summary(outcomes)}))
 
 

@@ -18,10 +18,9 @@ from typing import Any
 import orjson
 
 from undertow.bench.machine import commit, describe
+from undertow.bench.quality.json_lines import Key, key_of
 from undertow.bench.quality.run.evaluate import ANSWERS
-from undertow.bench.quality.run.json_lines import Key, key_of
-from undertow.bench.quality.run.report import SUMMARY
-from undertow.bench.quality.run.summary import Value, over_runs
+from undertow.bench.quality.run.summary import SUMMARY, Value, over_runs
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.builders import QUERY_OPERATIONS
 

@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from undertow.bench.mock.llm import MockLLM
+from undertow.bench.quality.ablations import varied
 from undertow.bench.quality.datasets import Sample
-from undertow.bench.quality.scoring import recall_at
+from undertow.bench.quality.evidence_recall import recall_at, retrieve
 from undertow.bench.quality.systems.base import each_once
-from undertow.bench.quality.variants import varied
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.views.stats import store_usage
@@ -96,15 +96,9 @@ def evidence(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors
         TemporaryDirectory(prefix="undertow-sweep-") as store,
         Engine(Path(store), settings, vectors) as engine,
     ):
-        for sample in samples:
-            scored = [question for question in sample.questions if question.is_scored]
-            vectors.encode([question.text for question in scored])
-            place = {receipt.id: n for n, receipt in enumerate(engine.add_batch(sample.turns))}
-            for question in scored:
-                hits = engine.search(sample.tenant, question.text, k_sub=max(K_SUB), k_epi=0, k_sem=0).turns
-                held = [sample.holds[place[hit.id]] for hit in hits]
-                for k in K_SUB:
-                    shares[k].append(recall_at(k, question.evidence, held))
+        for found in retrieve(engine, vectors, samples, max(K_SUB)):
+            for k in K_SUB:
+                shares[k].append(recall_at(k, found.question.evidence, found.held))
     return [{"k_sub": k, **_means(evidence_recall=shares[k])} for k in K_SUB]
 
 

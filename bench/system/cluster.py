@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -92,10 +92,6 @@ class Cost:
     cpu_s: float
     turns: int
     driver_cpu_s: float = 0.0
-
-    @property
-    def s_a_turn(self) -> float:
-        return self.s / self.turns
 
 
 def parts_of(log: Sequence[Turn]) -> list[Sequence[Turn]]:
@@ -254,18 +250,19 @@ def overhead(data: Path, turns: int, step_turns: int | None = None) -> dict[str,
     ):
         pairs = in_turn(plain_part, shard_part)
     plains, shards = zip(*pairs, strict=True)
+    ratios = [shard.s / plain.s for plain, shard in pairs]
     return {
         "turns": turns,
         "turns_a_call": CALL_TURNS,
         "turns_a_step_at_most": step_turns or MOST_TURNS,
-        "plain_turns_per_s": round(median(1 / cost.s_a_turn for cost in plains)),
-        "shard_turns_per_s": round(median(1 / cost.s_a_turn for cost in shards)),
-        "overhead": round(median(b.s / a.s for a, b in pairs) - 1, 3),
-        "overhead_of_each_part": [round(b.s / a.s - 1, 3) for a, b in pairs],
-        "plain_cpu_us_a_turn": round(1e6 * median(cost.cpu_s / cost.turns for cost in plains), 1),
-        "shard_cpu_us_a_turn": round(1e6 * median(cost.cpu_s / cost.turns for cost in shards), 1),
-        "driver_cpu_us_a_turn": round(1e6 * median(cost.driver_cpu_s / cost.turns for cost in shards), 1),
-        "cpu_overhead": round(median(b.cpu_s / a.cpu_s for a, b in pairs) - 1, 3),
+        "plain_turns_per_s": _rate(plains),
+        "shard_turns_per_s": _rate(shards),
+        "overhead": round(median(ratios) - 1, 3),
+        "overhead_of_each_part": [round(ratio - 1, 3) for ratio in ratios],
+        "plain_cpu_us_a_turn": _us_a_turn(cost.cpu_s / cost.turns for cost in plains),
+        "shard_cpu_us_a_turn": _us_a_turn(cost.cpu_s / cost.turns for cost in shards),
+        "driver_cpu_us_a_turn": _us_a_turn(cost.driver_cpu_s / cost.turns for cost in shards),
+        "cpu_overhead": round(median(shard.cpu_s / plain.cpu_s for plain, shard in pairs) - 1, 3),
     }
 
 
@@ -276,17 +273,28 @@ def two(data: Path, turns: int) -> dict[str, Any]:
         sharded(data, turns, 2, LARGE_CALL_TURNS) as two_part,
     ):
         pairs = in_turn(one_part, two_part)
+    ones, twos = zip(*pairs, strict=True)
+    ratios = [one.s / both.s for one, both in pairs]
     return {
         "turns": turns,
         "turns_a_call": LARGE_CALL_TURNS,
-        "one_shard_turns_per_s": round(median(1 / one.s_a_turn for one, _ in pairs)),
-        "two_shards_turns_per_s": round(median(1 / both.s_a_turn for _, both in pairs)),
-        "times_one": round(median(one.s / both.s for one, both in pairs), 2),
-        "times_one_of_each_part": [round(one.s / both.s, 2) for one, both in pairs],
-        "two_shards_cpu_us_a_turn": round(1e6 * median(both.cpu_s / both.turns for _, both in pairs), 1),
-        "driver_cpu_us_a_turn": round(1e6 * median(both.driver_cpu_s / both.turns for _, both in pairs), 1),
+        "one_shard_turns_per_s": _rate(ones),
+        "two_shards_turns_per_s": _rate(twos),
+        "times_one": round(median(ratios), 2),
+        "times_one_of_each_part": [round(ratio, 2) for ratio in ratios],
+        "two_shards_cpu_us_a_turn": _us_a_turn(cost.cpu_s / cost.turns for cost in twos),
+        "driver_cpu_us_a_turn": _us_a_turn(cost.driver_cpu_s / cost.turns for cost in twos),
         "cores": psutil.cpu_count() or 0,
     }
+
+
+def _rate(costs: Sequence[Cost]) -> int:
+    """Median turns/s."""
+    return round(median(cost.turns / cost.s for cost in costs))
+
+
+def _us_a_turn(seconds: Iterable[float]) -> float:
+    return round(1e6 * median(seconds), 1)
 
 
 def recovery(data: Path, turns: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,82 +60,84 @@ def settings(**changes: Any) -> Settings:
     return Settings(encoder="hash:384", theta_sim=0.55, queue_turns=65_536, **changes)
 
 
-def searchable(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, Any]:
-    """Turns/s until durable and searchable, LLM off, in steps of 2,048 turns as a bulk load would."""
-    log = list(copies(data, tenants, turns // tenants))
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one ingest took: seconds until all turns were searchable, and until all were decided."""
+
+    turns: int
+    searchable_s: float
+    decided_s: float
+    llm_calls: int
+    longest_chain_calls: int
+    arena_used_bytes: int
+    rss_growth_bytes: int
+
+
+def ingest(log: Sequence[Turn], folder: Path, llm: MockLLM | None, **changes: Any) -> Run:
+    """Store the log in large batches, then decide it if there is an LLM. Kernels are compiled beforehand."""
     encoder = CachedVectors()
-    encoder.warm([t.text for t in log])
-    warm_up(encoder, folder / "warm", log[:600])
+    encoder.warm([turn.text for turn in log])
+    with Engine(folder / "warm", settings(), encoder, llm=MockLLM()) as engine:
+        engine.add_batch(log[:600])
+        engine.drain()
     gc.collect()
     gc.freeze()  # the prepared log is the benchmark's own; a reader hands over a batch at a time
     before = psutil.Process().memory_info().rss
-    with Engine(folder / "store", settings(batch_turns=2048), encoder) as engine:
+    with Engine(folder / "store", settings(**changes), encoder, llm=llm) as engine:
         began_s = time.perf_counter()
-        for i in range(0, len(log), 65_536):
-            engine.add_batch(log[i : i + 65_536])
-        elapsed_s = time.perf_counter() - began_s
+        for start in range(0, len(log), 65_536):
+            engine.add_batch(log[start : start + 65_536])
+        searchable_s = time.perf_counter() - began_s
+        if llm is not None:
+            engine.drain()
+        decided_s = time.perf_counter() - began_s
+        meters = [tenant.meter.items() for tenant in engine.tenants.loaded()]
+        chains = [sum(used.calls for op, used in meter if op not in QUERY_OPERATIONS) for meter in meters]
+        growth = psutil.Process().memory_info().rss - before
         used = engine.arena.used_bytes
-        rss = psutil.Process().memory_info().rss
+    return Run(len(log), searchable_s, decided_s, sum(chains), max(chains, default=0), used, growth)
+
+
+def searchable(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, Any]:
+    """Turns/s until durable and searchable, LLM off, in steps of 2,048 turns as a bulk load would."""
+    run = ingest(list(copies(data, tenants, turns // tenants)), folder, None, batch_turns=2048)
     return {
-        "turns": len(log),
+        "turns": run.turns,
         "tenants": tenants,
-        "searchable_turns_per_s": round(len(log) / elapsed_s),
-        "rss_growth_bytes": rss - before,
-        "rss_growth_bound_bytes": int(1.5 * used) + 700_000_000,
-        "arena_used_bytes": used,
+        "searchable_turns_per_s": round(run.turns / run.searchable_s),
+        "rss_growth_bytes": run.rss_growth_bytes,
+        "rss_growth_bound_bytes": int(1.5 * run.arena_used_bytes) + 700_000_000,
+        "arena_used_bytes": run.arena_used_bytes,
         "store_bytes": sum(f.stat().st_size for f in (folder / "store").rglob("*") if f.is_file()),
     }
 
 
 def decided(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, Any]:
     """The same run with an instant mock LLM: turns/s until every turn is decided."""
-    log = list(copies(data, tenants, turns // tenants))
-    encoder = CachedVectors()
-    encoder.warm([t.text for t in log])
-    warm_up(encoder, folder / "warm", log[:600])
     llm = MockLLM(MockReplies(refusal_rate=0.3))
-    with Engine(folder / "store", settings(), encoder, llm=llm) as engine:
-        began_s = time.perf_counter()
-        for i in range(0, len(log), 65_536):
-            engine.add_batch(log[i : i + 65_536])
-        searchable_s = time.perf_counter() - began_s
-        engine.drain()
-        elapsed_s = time.perf_counter() - began_s
-        stats = engine.stats()
+    run = ingest(list(copies(data, tenants, turns // tenants)), folder, llm)
     return {
-        "turns": len(log),
+        "turns": run.turns,
         "tenants": tenants,
-        "searchable_turns_per_s": round(len(log) / searchable_s),
-        "decided_turns_per_s": round(len(log) / elapsed_s),
-        "llm_calls": stats["llm_calls"],
-        "llm_calls_per_s": round(stats["llm_calls"] / elapsed_s),
+        "searchable_turns_per_s": round(run.turns / run.searchable_s),
+        "decided_turns_per_s": round(run.turns / run.decided_s),
+        "llm_calls": run.llm_calls,
+        "llm_calls_per_s": round(run.llm_calls / run.decided_s),
     }
 
 
 def latency(data: Path, folder: Path, tenants: int, latency_s: float) -> dict[str, Any]:
-    """Wall time against the least that order allows: the longest tenant's chain of LLM calls."""
-    log = list(copies(data, tenants))
-    encoder = CachedVectors()
-    encoder.warm([t.text for t in log])
-    warm_up(encoder, folder / "warm", log[:600])
+    """Wall time as a multiple of the longest tenant's chain of LLM calls, the least that order allows."""
     llm = MockLLM(MockReplies(refusal_rate=0.3), latency_s=latency_s)
-    with Engine(folder / "store", settings(), encoder, llm=llm) as engine:
-        began_s = time.perf_counter()
-        engine.add_batch(log)
-        engine.drain()
-        elapsed_s = time.perf_counter() - began_s
-        chain = max(
-            sum(u.calls for op, u in t.meter.items() if op not in QUERY_OPERATIONS)
-            for t in engine.tenants.loaded()
-        )
+    run = ingest(list(copies(data, tenants)), folder, llm)
     return {
-        "turns": len(log),
+        "turns": run.turns,
         "tenants": tenants,
         "llm_latency_s": latency_s,
-        "longest_chain_calls": chain,
+        "longest_chain_calls": run.longest_chain_calls,
         "max_in_flight": llm.max_in_flight,
-        "elapsed_s": round(elapsed_s, 2),
-        "times_the_limit": round(elapsed_s / (chain * latency_s), 3),
+        "elapsed_s": round(run.decided_s, 2),
+        "times_the_limit": round(run.decided_s / (run.longest_chain_calls * latency_s), 3),
     }
 
 
@@ -158,13 +161,6 @@ def open_large(data: Path, folder: Path, tenants: int, turns: int) -> dict[str, 
         engine.search("tenant-8", "When did the dance studio open?")
         times["next_tenant_s"] = time.perf_counter() - began_s
     return {"rows": rows, "hits": len(found.ranked()), **{k: round(v, 3) for k, v in times.items()}}
-
-
-def warm_up(encoder: CachedVectors, folder: Path, turns: Sequence[Turn]) -> None:
-    """Compile the kernels and load the libraries outside the measurement."""
-    with Engine(folder, settings(), encoder, llm=MockLLM()) as engine:
-        engine.add_batch(turns)
-        engine.drain()
 
 
 def main() -> None:

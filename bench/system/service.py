@@ -2,9 +2,9 @@
 
     python -m undertow.bench.system.service [rate] [overload] [memory] [kill] [--out docs/results]
 
-The service runs as `undertow serve` in a process of its own, without an LLM and with the hashing encoder,
-which costs next to nothing; half of the requests add a turn, half search, of 1,000 tenants, over loopback.
-The requests come from this process, which shares the machine. Prints one JSON line.
+The service runs as `undertow serve` in a process of its own, without an LLM and with the hashing encoder.
+Half of the requests add a turn, half search, for 1,000 tenants. This process sends them over loopback, and
+shares the machine. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,21 +33,20 @@ from undertow.bench.system.service_load import Caller, Outcome
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location
-from undertow.serving.auth.key_file import FILE_NAME, KeyFile
-from undertow.serving.auth.principal import Scope, TenantScope
 
 PARTS = ("rate", "overload", "memory", "kill")
 TURNS_A_TENANT = 20
 GOAL_P95_MS = 20.0
-# the first rate, and by how much each next one is higher
+# the first rate, and the factor to each next one
 FIRST_RATE, STEP_UP = 40.0, 1.25
 START_S = 120.0
 MIB = 2**20
+PROGRAM = (sys.executable, "-m", "undertow.serving.cli")
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A running one: where it listens, a key for it, its process and its store."""
+    """A running one: its address, a key for it, its process and its store."""
 
     url: str
     key: str
@@ -56,16 +55,16 @@ class Service:
 
 
 @contextmanager
-def served(store: Path, **environment: str) -> Iterator[Service]:
-    """`undertow serve` in a process of its own, which has ended when the block has."""
-    keys = KeyFile(store.parent / FILE_NAME)
-    key = keys.create(TenantScope(all_tenants=True), (Scope.READ, Scope.WRITE)).text
-    command = [sys.executable, "-m", "undertow.serving.cli", "serve", "--store", str(store), "--port", "0"]
-    command += ["--encoder", "hash:384", "--llm", "off", "--keys", str(store.parent / FILE_NAME)]
-    log = store.parent / "service.log"
+def served(store: Path) -> Iterator[Service]:
+    """`undertow serve` in a process of its own, which ends with the block."""
+    keys, log = str(store.parent / "keys.json"), store.parent / "service.log"
+    create = ["keys", "create", "--all-tenants", "--scope", "read", "--scope", "write", "--json"]
+    created = subprocess.run([*PROGRAM, *create, "--keys", keys], stdout=subprocess.PIPE, check=True)
+    serve = ["serve", "--port", "0", "--encoder", "hash:384", "--llm", "off", "--keys", keys]
     with log.open("ab") as to:
-        process = subprocess.Popen(command, stderr=to, env={**os.environ, **environment})
+        process = subprocess.Popen([*PROGRAM, *serve, "--store", str(store)], stderr=to)
     try:
+        key = json.loads(created.stdout)["key"]
         yield Service(_address(process, log), key, psutil.Process(process.pid), store)
     finally:
         if process.poll() is None:
@@ -83,9 +82,8 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 async def highest_rate(service: Service, stretch_s: float) -> tuple[float, list[Outcome]]:
-    """The highest rate at which the search p95 is within the goal: up until it is not, twice in a row."""
-    caller = Caller(service.url, service.key)
-    try:
+    """The highest rate with a search p95 within the goal. The rate rises until it misses twice in a row."""
+    with closing(Caller(service.url, service.key)) as caller:
         await caller.fill(TURNS_A_TENANT)
         await caller.run(FIRST_RATE, stretch_s)  # to warm up
         rate, reached, misses, outcomes = FIRST_RATE, 0.0, 0, []
@@ -96,16 +94,16 @@ async def highest_rate(service: Service, stretch_s: float) -> tuple[float, list[
             reached, misses = (rate, 0) if in_time else (reached, misses + 1)
             rate = round(rate * STEP_UP, 1)
         return reached, outcomes
-    finally:
-        caller.close()
 
 
 async def at_rate(service: Service, rate: float, seconds: float) -> Outcome:
-    caller = Caller(service.url, service.key, seed=1)
-    try:
+    with closing(Caller(service.url, service.key, seed=1)) as caller:
         return await caller.run(rate, seconds)
-    finally:
-        caller.close()
+
+
+async def filled(service: Service) -> Outcome:
+    with closing(Caller(service.url, service.key)) as caller:
+        return await caller.fill(TURNS_A_TENANT)
 
 
 def rate_part(folder: Path, stretch_s: float) -> dict[str, Any]:
@@ -122,7 +120,7 @@ def rate_part(folder: Path, stretch_s: float) -> dict[str, Any]:
 def overload_part(folder: Path, stretch_s: float, rate: float) -> dict[str, Any]:
     """Far more than it can do, then less again."""
     with served(folder / "store") as service:
-        asyncio.run(_filled(service))
+        asyncio.run(filled(service))
         before = asyncio.run(at_rate(service, rate / 2, stretch_s))
         beyond = [asyncio.run(at_rate(service, rate * times, stretch_s)) for times in (2, 4)]
         after = asyncio.run(at_rate(service, rate / 2, stretch_s))
@@ -133,27 +131,20 @@ def overload_part(folder: Path, stretch_s: float, rate: float) -> dict[str, Any]
     }
 
 
-async def _filled(service: Service) -> Outcome:
-    caller = Caller(service.url, service.key)
-    try:
-        return await caller.fill(TURNS_A_TENANT)
-    finally:
-        caller.close()
-
-
 def memory_part(folder: Path, seconds: float, rate: float) -> dict[str, Any]:
     """The process's own memory, sampled each second, under a rate that it keeps up with."""
     with served(folder / "store") as service:
-        asyncio.run(_filled(service))
+        asyncio.run(filled(service))
         outcome, samples = asyncio.run(_sampled(service, rate, seconds))
     at_s, own = np.array(samples).T
     late = at_s >= seconds / 3
-    slope = _theil_sen(at_s[late], own[late])
+    first, second = np.triu_indices(int(late.sum()), k=1)
+    slopes = np.diff(own[late][[first, second]], axis=0) / np.diff(at_s[late][[first, second]], axis=0)
     return {
         "rate_per_s": rate,
         "seconds": seconds,
         "own_mib_by_tenth": [round(float(np.median(part)) / MIB, 1) for part in np.array_split(own, 10)],
-        "slope_mib_per_min": round(60 * slope / MIB, 2),
+        "slope_mib_per_min": round(60 * float(np.median(slopes)) / MIB, 2),  # Theil-Sen
         "added_turns_per_min": round(60 * len(outcome.add_s) / seconds),
         **outcome.figures(),
     }
@@ -176,32 +167,25 @@ async def _sampled(service: Service, rate: float, seconds: float) -> tuple[Outco
         sampling.cancel()
 
 
-def _theil_sen(times: Any, values: Any) -> float:
-    first, second = np.triu_indices(len(times), k=1)
-    return float(np.median((values[second] - values[first]) / (times[second] - times[first])))
-
-
 def kill_part(folder: Path, seconds: float, rate: float) -> dict[str, Any]:
-    """SIGKILL in the middle of a load: which acknowledged turns are there afterwards, and which twice."""
+    """SIGKILL in the middle of a load: how many acknowledged turns are lost afterwards, or stored twice."""
     with served(folder / "store") as service:
-        before = asyncio.run(_filled(service))
+        before = asyncio.run(filled(service))
         outcome = asyncio.run(_killed(service, rate, seconds))
-    acknowledged = {
-        tenant: ids + outcome.acknowledged.get(tenant, []) for tenant, ids in before.acknowledged.items()
-    }
     lost = doubled = 0
     journal = Journal.open(Location.of(folder / "store"), writable=False)
     try:
         reports = Reports(journal)
-        for tenant, ids in acknowledged.items():
+        for tenant, ids in before.acknowledged.items():
             turns = reports.turns(tenant)
-            lost += len(set(ids) - {turn["id"] for turn in turns})
-            doubled += len(turns) - len({turn["text"] for turn in turns})  # no two are sent the same words
+            lost += len({*ids, *outcome.acknowledged.get(tenant, ())} - {turn["id"] for turn in turns})
+            doubled += len(turns) - len({turn["text"] for turn in turns})  # no two were sent the same words
     finally:
         journal.close()
+    under_load = sum(map(len, outcome.acknowledged.values()))
     return {
-        "acknowledged_turns": sum(map(len, acknowledged.values())),
-        "of_them_under_load": sum(map(len, outcome.acknowledged.values())),
+        "acknowledged_turns": under_load + sum(map(len, before.acknowledged.values())),
+        "of_them_under_load": under_load,
         "lost_turns": lost,
         "doubled_turns": doubled,
         "statuses": {str(status): count for status, count in sorted(outcome.statuses.items())},
@@ -209,14 +193,8 @@ def kill_part(folder: Path, seconds: float, rate: float) -> dict[str, Any]:
 
 
 async def _killed(service: Service, rate: float, seconds: float) -> Outcome:
-    async def kill() -> None:
-        await asyncio.sleep(seconds / 2)
-        service.process.send_signal(signal.SIGKILL)
-
-    killing = asyncio.create_task(kill())
-    outcome = await at_rate(service, rate, seconds)
-    await killing
-    return outcome
+    asyncio.get_running_loop().call_later(seconds / 2, service.process.send_signal, signal.SIGKILL)
+    return await at_rate(service, rate, seconds)
 
 
 def main() -> None:
@@ -224,31 +202,29 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=PARTS)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each rate")
     parser.add_argument("--memory-seconds", type=float, default=300.0)
-    parser.add_argument("--rate", type=float, help="what it keeps up with, where `rate` is not run")
+    parser.add_argument("--rate", type=float, help="a rate that it keeps up with, if `rate` is not run")
     parser.add_argument("--out", type=Path, help="a folder for the figures")
     args = parser.parse_args()
+    if not args.rate and args.parts[0] != "rate":
+        parser.error("give --rate, or `rate` as the first part")
     figures: dict[str, Any] = {"bench": "service", "commit": commit(), "machine": describe()}
-    rate: float | None = args.rate
-    parts: dict[str, Callable[[Path, float], dict[str, Any]]] = {
-        "overload": lambda folder, of: overload_part(folder, args.seconds, of),
-        "memory": lambda folder, of: memory_part(folder, args.memory_seconds, of / 2),
-        "kill": lambda folder, of: kill_part(folder, args.seconds, of),
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "rate": lambda folder: rate_part(folder, args.seconds),
+        "overload": lambda folder: overload_part(folder, args.seconds, args.rate),
+        "memory": lambda folder: memory_part(folder, args.memory_seconds, args.rate / 2),
+        "kill": lambda folder: kill_part(folder, args.seconds, args.rate),
     }
     for name in args.parts:
         with tempfile.TemporaryDirectory(prefix="undertow-service-") as folder:
-            if name == "rate":
-                figures[name] = rate_part(Path(folder), args.seconds)
-                rate = float(figures[name]["highest_rate_per_s"]) or FIRST_RATE
-            else:
-                if not rate:
-                    parser.error("give --rate, or `rate` among the parts")
-                figures[name] = parts[name](Path(folder), rate)
+            figures[name] = parts[name](Path(folder))
+        if name == "rate":
+            args.rate = float(figures[name]["highest_rate_per_s"]) or FIRST_RATE
         print(f"{name}: {json.dumps(figures[name])}", file=sys.stderr)
     figures["load"] = [round(x, 2) for x in os.getloadavg()]
     text = json.dumps(figures)
     print(text)
     if args.out is not None:
-        # a run of some parts leaves the figures of a whole one alone
+        # a run of some parts does not replace the figures of a whole one
         name = "service" if set(args.parts) == set(PARTS) else "-".join(("service", *args.parts))
         (args.out / f"{name}.json").write_text(text + "\n")
 

@@ -1,7 +1,7 @@
-"""Requests to the service at a fixed rate, whether it keeps up or not, and what became of each.
+"""Requests to the service at a fixed rate, whether it keeps up or not, and their outcomes.
 
 An open loop: a request is due at a moment drawn beforehand (Poisson arrivals), and its latency counts from
-then, so a service that stalls is not asked less, nor flattered by requests that were never made.
+then. So a service that stalls gets as many requests, and its latencies include the waiting.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -21,8 +21,10 @@ TENANTS = 1_000
 ADD_SHARE = 0.5
 MOST_CONNECTIONS = 512
 WORDS = ("harbour boat sail mast rope deck", "bread flour oven yeast salt crust", "violin bow string concert")
-# of a request that got no answer
+# the status of a request without an answer
 NO_ANSWER = 0
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(slots=True)
@@ -63,48 +65,20 @@ def percentiles(latencies_s: Sequence[float]) -> dict[str, float]:
     return {name: round(float(p), 2) for name, p in zip(("p50", "p95", "p99", "max"), points, strict=True)}
 
 
-class Connection:
-    """One connection, a request at a time.
-
-    Not a library's client: those take as much of a core as the service does, and both share this machine.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def to(cls, host: str, port: int) -> Connection:
-        return cls(*await asyncio.open_connection(host, port))
-
-    @property
-    def ended(self) -> bool:
-        """The service has closed it: it was not used for as long as the service keeps one open."""
-        return self._reader.at_eof()
-
-    async def send(self, request: bytes) -> tuple[int, bytes, bool]:
-        """Status and body of the answer, and whether the connection goes on."""
-        self._writer.write(request)
-        head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        length = int(head.split("content-length:", 1)[1].split("\r\n", 1)[0])
-        body = await self._reader.readexactly(length)
-        return int(head.split(" ", 2)[1]), body, "connection: close" not in head
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class Caller:
-    """Makes requests of many tenants with one key."""
+    """Makes requests for many tenants with one key. Close it in its event loop.
+
+    It speaks HTTP itself: library clients use as much of a core as the service, and both share this machine.
+    """
 
     def __init__(self, url: str, key: str, *, seed: int = 0) -> None:
         parts = urlsplit(url)
-        assert parts.hostname is not None and parts.port is not None, url
         self._host, self._port = parts.hostname, parts.port
         self._key = key
         self._seed = seed
         self._random = random.Random(seed)
-        self._idle: deque[Connection] = deque()
-        self._open = 0
+        self._idle: list[Connection] = []
+        self._free = asyncio.Semaphore(MOST_CONNECTIONS)
         self._numbers = 0
 
     async def run(self, rate: float, seconds: float, *, add_share: float = ADD_SHARE) -> Outcome:
@@ -129,7 +103,7 @@ class Caller:
 
     def close(self) -> None:
         while self._idle:
-            self._idle.pop().close()
+            self._idle.pop()[1].close()
 
     def _arrivals(self, rate: float, seconds: float) -> Iterator[float]:
         at_s = self._random.expovariate(rate)
@@ -153,38 +127,33 @@ class Caller:
             outcome.search_s.append(took_s)
 
     async def _sent(self, request: bytes) -> tuple[int, bytes]:
-        connection = None
-        try:
-            connection = await self._connection()
-            status, body, goes_on = await connection.send(request)
-        except (OSError, asyncio.IncompleteReadError):
-            if connection is not None:
-                connection.close()
-                self._open -= 1
-            return NO_ANSWER, b""
-        if goes_on:
-            self._idle.append(connection)
-        else:
-            connection.close()
-            self._open -= 1
-        return status, body
+        """Status and body of the answer; NO_ANSWER if the connection failed."""
+        async with self._free:
+            writer = None
+            try:
+                reader, writer = await self._connection()
+                writer.write(request)
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+                length = int(head.split("content-length:", 1)[1].split("\r\n", 1)[0])
+                body = await reader.readexactly(length)
+            except (OSError, asyncio.IncompleteReadError):
+                if writer is not None:
+                    writer.close()
+                return NO_ANSWER, b""
+            if "connection: close" in head:
+                writer.close()
+            else:
+                self._idle.append((reader, writer))
+            return int(head.split(" ", 2)[1]), body
 
     async def _connection(self) -> Connection:
-        while True:
-            while self._idle:
-                connection = self._idle.pop()
-                if not connection.ended:
-                    return connection
-                connection.close()
-                self._open -= 1
-            if self._open < MOST_CONNECTIONS:
-                self._open += 1
-                try:
-                    return await Connection.to(self._host, self._port)
-                except OSError:
-                    self._open -= 1
-                    raise
-            await asyncio.sleep(0.001)
+        """An idle connection that the service has not closed, or a new one."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(self._host, self._port)
 
     def _add(self, tenant: str, turns: int) -> bytes:
         said = []

@@ -1,14 +1,14 @@
 """Which theta_sim fits an encoder and its turns (spec: the thresholds belong to an embedding model).
 
-The share of linked pairs is asked for, theta_sim is the quantile that gives it, and the gate of equation
-5 is run over a sample in order, to show how often it would fire. What merges would do is a proxy only:
-no LLM is asked, the centroid of a cluster stands for its episode.
+The user gives the share of linked pairs; theta_sim is the quantile that yields it. The gate of equation 5
+runs over a sample in order, to show how often it would fire. Merges are a proxy only: without an LLM, the
+centroid of a cluster stands for its episode.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -41,19 +41,6 @@ class Triggers:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the gate does with one turn; turns by their place in the log, clusters by that of their fire.
-
-    `asked`: the cluster that a merge was asked of. `cluster`: the turns that fire together, this one last.
-    """
-
-    turn: int
-    asked: int | None = None
-    merged: bool = False
-    cluster: tuple[int, ...] = ()
-
-
 class PairCosines:
     """A histogram of the cosines of all pairs of turns within each tenant."""
 
@@ -78,11 +65,6 @@ class PairCosines:
         place = int(np.searchsorted(np.cumsum(self._counts), q * self.total, side="left"))
         return round(min(place + 1, BINS) * 2 / BINS - 1.0, 4)
 
-    def share_above(self, theta: float) -> float:
-        """The share of pairs that theta links, to the width of a bin; total must not be 0."""
-        first = round((theta + 1.0) * BINS / 2)
-        return float(self._counts[first:].sum() / self.total)
-
 
 def calibrate(
     reports: Reports,
@@ -94,8 +76,8 @@ def calibrate(
 ) -> dict[str, Any]:
     """Propose theta_sim for `share` of linked pairs, beside half and twice that share.
 
-    Looks at whole tenants in random order (a fixed seed) until `sample_turns` turns are seen; of one
-    that is longer, its first ones. ValueError: share not in (0, 1). UndertowError: nothing to compare.
+    Reads tenants in random order (a fixed seed), up to `sample_turns` turns. ValueError: share not in
+    (0, 1). UndertowError: nothing to compare.
     """
     if not 0.0 < share < 1.0:
         raise ValueError(f"share is {share}; give the part of pairs to link, between 0 and 1, such as 0.02")
@@ -156,72 +138,63 @@ def _proposal(
 def simulate(vectors: Vectors, theta: float, theta_count: int, *, merge: bool = False) -> Triggers:
     """What the gate would do with one tenant's turns: float32 [n, dim], normalised.
 
-    `merge`: with the merges of `walk`, each of them granted.
+    `merge`: with the merges of `walk`.
     """
-    steps = list(walk(vectors, theta, theta_count, theta_merge=theta if merge else None))
-    fired = [len(step.cluster) for step in steps if step.cluster]
-    return Triggers(len(fired), sum(fired), sum(step.merged for step in steps))
+    steps = list(walk(vectors, theta, theta_count, merge=merge))
+    fired = [len(cluster) for cluster in steps if cluster]
+    return Triggers(len(fired), sum(fired), steps.count(None))
 
 
 def walk(
-    vectors: Vectors,
-    theta_sim: float,
-    theta_count: int,
-    *,
-    theta_merge: float | None = None,
-    grants: Callable[[], bool] = lambda: True,
-) -> Iterator[Step]:
-    """Decide one tenant's turns in order: float32 [n, dim], normalised. One step a turn.
+    vectors: Vectors, theta: float, theta_count: int, *, merge: bool = False
+) -> Iterator[tuple[int, ...] | None]:
+    """Decide one tenant's turns in order: float32 [n, dim], normalised.
 
-    Each fire consolidates its cluster. With `theta_merge`, a turn that comes so near to the centroid of an
-    earlier cluster asks to join it; `grants` answers for the LLM. One that joins leaves the gates and
-    moves the centroid, as a merged narrative takes up its turn; one that is refused goes on to the gate.
+    Yields for each turn the turns that fire with it, itself last; () if it waits, None if it merges. With
+    `merge`, a turn joins the earlier cluster with the nearest centroid if their cosine reaches theta. It then
+    leaves the gates and moves the centroid, as a merged narrative includes its turn.
     """
     live = np.zeros(len(vectors), bool)
     clusters = _Centroids(len(vectors) // theta_count, vectors.shape[1])
     for i, vector in enumerate(vectors):
-        asked = None if theta_merge is None else clusters.nearest(vector, theta_merge)
-        if asked is not None and grants():
-            clusters.join(asked, vector)
-            yield Step(i, asked, merged=True)
+        if merge and clusters.join_nearest(vector, theta):
+            yield None
             continue
         before = np.flatnonzero(live[:i])
         cosines = vectors[before] @ vector
         nearest = np.argsort(-cosines, kind="stable")[: 2 * theta_count]  # k_gate
-        relevant = before[nearest[cosines[nearest] >= theta_sim]]
+        relevant = before[nearest[cosines[nearest] >= theta]]
         if len(relevant) + 1 < theta_count:
             live[i] = True
-            yield Step(i, asked)
+            yield ()
             continue
         live[relevant] = False
         cluster = (*sorted(relevant.tolist()), i)
         clusters.add(vectors[list(cluster)].sum(axis=0))
-        yield Step(i, asked, cluster=cluster)
+        yield cluster
 
 
 class _Centroids:
-    """The clusters that have fired, each as the sum of its turns and the direction of that."""
+    """The clusters that have fired, each as the sum of its turns and the direction of that sum."""
 
     def __init__(self, most: int, dim: int) -> None:
         self._sums = np.zeros((most, dim), np.float32)
         self._directions = np.zeros((most, dim), np.float32)
         self._count = 0
 
-    def add(self, total: NDArray[np.float32]) -> None:
+    def add(self, total: Vectors) -> None:
         self._count += 1
         self._set(self._count - 1, total)
 
-    def join(self, cluster: int, vector: NDArray[np.float32]) -> None:
-        self._set(cluster, self._sums[cluster] + vector)
-
-    def nearest(self, vector: NDArray[np.float32], theta: float) -> int | None:
-        """The cluster whose direction is nearest, if its cosine reaches theta."""
-        if self._count == 0:
-            return None
+    def join_nearest(self, vector: Vectors, theta: float) -> bool:
+        """Add the vector to the nearest cluster, if its direction has a cosine of at least theta."""
         cosines = self._directions[: self._count] @ vector
+        if cosines.size == 0 or cosines.max() < theta:
+            return False
         best = int(np.argmax(cosines))
-        return best if cosines[best] >= theta else None
+        self._set(best, self._sums[best] + vector)
+        return True
 
-    def _set(self, cluster: int, total: NDArray[np.float32]) -> None:
+    def _set(self, cluster: int, total: Vectors) -> None:
         self._sums[cluster] = total
         self._directions[cluster] = total / max(float(np.linalg.norm(total)), 1e-12)

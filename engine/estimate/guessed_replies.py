@@ -1,141 +1,180 @@
-"""What an LLM is taken to reply to the prompts of NEMORI and HiMem: their own words, of guessed number."""
+"""The assumed replies to the prompts of all policies: words of the shown material, in guessed number."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from undertow.engine.estimate.reply_guess import Evenly, ReplyGuess, stand_in
+from undertow.engine.estimate.reply_guess import SENTENCE_CHARS, Evenly, ReplyGuess, stand_in
 from undertow.prompts.builders import Prompt
-from undertow.prompts.reply_schemas import (
-    CANDIDATES,
-    IMPLIED_NOTES,
-    STATED_NOTES,
-    AlignReply,
-    ConsolidateReply,
-    MessageGroup,
-    NarrativeReply,
-    NoteChange,
-    NoteDraft,
-    NotesReply,
-    PartitionReply,
-    PredictionReply,
-    Reply,
-    SegmentDraft,
-    SegmentReply,
-    SelectReply,
-    StatementDraft,
-    StatementsReply,
-    SummaryReply,
-    TraitDraft,
-    TraitsReply,
-)
+from undertow.prompts.reply_schemas import CANDIDATES, IMPLIED_NOTES, STATED_NOTES, Reply
 
 # 10 to 20 words; a few words; one to three sentences
 CUE_CHARS, TOPIC_CHARS, EPISODE_SUMMARY_CHARS = 90, 40, 200
 # 450 words: an integrated episode, or the one summary of all facts
 LONGEST_CHARS = 2_700
 MESSAGES_PER_TURN = 2
-MOST_EPISODES = 12
+MOST_EPISODES = 12  # of one `segment`
+MOST_REFINED = 9  # facts of one `refine`
+MOST_NUMBERS = 100  # turns that an episode names
 
 Texts = Sequence[str]
+Shown = dict[str, list[str]]  # texts by heading
+Fields = dict[str, Any]
 
 
 class GuessedReplies:
-    """The replies of one run over any number of tenants. No fact is ever like a stored one."""
+    """The replies of one run over any number of tenants. No two facts are alike."""
 
-    def __init__(self, guess: ReplyGuess) -> None:
+    def __init__(self, guess: ReplyGuess, on_text: Callable[[str, Texts], None] = lambda *_: None) -> None:
+        """`on_text` receives each text that is written, and the shown texts that it is made of."""
         self._guess = guess
-        self._topics = Evenly(1 / guess.topic_messages)
-        self._continued = Evenly(guess.continued_share)
-        self._facts = Evenly(guess.facts_per_message)
-        self._notes = Evenly(guess.notes_per_turn)
-        self._traits = Evenly(guess.traits)
-        self._aligned = Evenly(guess.aligned_share)
+        self._on_text = on_text
+        means = asdict(guess) | {"topics": 1 / guess.topic_messages}
+        self._counts = {name: Evenly(mean) for name, mean in means.items()}
         self._sentences = 0
 
     def to(self, prompt: Prompt) -> Reply:
-        """The reply to a prompt. ValueError: one that no window is made into memories with."""
-        shown = shown_in(prompt.user)
-        match prompt.operation:
-            case "partition":
-                return self._partition(shown["Messages"])
-            case "narrate":
-                return _narrative(shown["Messages"], self._guess.narrative_chars)
-            case "select":
-                candidates = len(shown["Stored episodes"])  # the last one: of the window before
-                return SelectReply(continues=candidates if self._continued.take() else None)
-            case "integrate":
-                return _narrative(shown["Episodes"], _joined_chars(shown["Episodes"]))
-            case "predict":
-                known = [*shown["Cue"], *shown.get("Stored facts", ())]
-                return PredictionReply(prediction=stand_in(known, self._guess.prediction_chars))
-            case "distil" | "distil_direct":
-                count = self._facts.take(len(shown["Messages"]))
-                facts = self._of(shown["Messages"], min(count, CANDIDATES))
-                return StatementsReply(facts=[StatementDraft(messages=[1], text=text) for text in facts])
-            case "consolidate":
-                return ConsolidateReply(action="new", targets=[], text="")
-            case "summarise":
-                known = [*shown.get("Summary", ()), *shown["New facts"]]
-                return SummaryReply(summary=stand_in(known, _joined_chars(known)))
-            case "segment":
-                return self._segment(shown["Turns"])
-            case "notes":
-                return self._stated(shown["Turns"])
-            case "traits":
-                return self._implied(shown["Turns"])
-            case "align":
-                return self._align(shown["Notes"])
-        raise ValueError(f"no reply to {prompt.operation} is guessed")
+        """The reply to a prompt. ValueError: a prompt that makes no memories of turns."""
+        reply = getattr(self, f"_{prompt.operation}", None)
+        if reply is None or prompt.reply is None:
+            raise ValueError(f"no reply to {prompt.operation} is guessed")
+        return prompt.reply.model_validate(reply(shown_in(prompt.user)))
 
-    def _partition(self, messages: Texts) -> PartitionReply:
-        groups = [MessageGroup(messages=list(numbers)) for numbers in self._cut(len(messages), 1)]
-        return PartitionReply(groups=groups)
+    # ---- RecMem, and the eager policy
 
-    def _segment(self, turns: Texts) -> SegmentReply:
-        topic, summary = stand_in(turns, TOPIC_CHARS), stand_in(turns, EPISODE_SUMMARY_CHARS)
-        firsts = [numbers[0] for numbers in self._cut(len(turns), MESSAGES_PER_TURN)]
-        drafts = [SegmentDraft(first=first, topic=topic, summary=summary) for first in firsts]
-        return SegmentReply(episodes=drafts[:MOST_EPISODES])
+    def _episode(self, shown: Shown) -> Fields:
+        turns, numbers = shown["Turns"], range(1, min(len(shown["Turns"]), MOST_NUMBERS) + 1)
+        n = self._take("episodes_per_fire")
+        parts = [(turns[i::n] or turns, numbers[i::n]) for i in range(n)]
+        chars = self._guess.episode_chars
+        return {"episodes": [{"text": self._write(texts, chars), "turns": [*own]} for texts, own in parts]}
 
-    def _stated(self, turns: Texts) -> NotesReply:
-        texts = self._of(turns, min(self._notes.take(len(turns)), STATED_NOTES))
-        places = [1 + n % len(turns) for n in range(len(texts))]
-        drafts = [NoteDraft(text=t, kind="fact", turns=[n]) for t, n in zip(texts, places, strict=True)]
-        return NotesReply(notes=drafts)
+    def _merge(self, shown: Shown) -> Fields:
+        (old,), (turn,) = shown["Stored episode"], shown["New turn"]
+        if not self._take("merge_share"):
+            return {"same_story": False, "narrative": ""}
+        chars = min(len(old) + SENTENCE_CHARS, self._guess.merged_chars)
+        return {"same_story": True, "narrative": self._write([old, turn], chars)}
 
-    def _implied(self, turns: Texts) -> TraitsReply:
-        """Of two turns each, as several words are to bear a trait out."""
-        resting = [1, len(turns)]
-        texts = self._of(turns, min(self._traits.take(), IMPLIED_NOTES))
-        return TraitsReply(notes=[TraitDraft(text=t, kind="preference", turns=resting) for t in texts])
+    def _refine(self, shown: Shown) -> Fields:
+        texts = self._facts(shown["Turns"], min(self._take("facts"), MOST_REFINED))
+        return {"facts": [{"text": text, "kind": "user_event", "replaces": None} for text in texts]}
 
-    def _align(self, notes: Texts) -> AlignReply:
-        """Other words for the first ones, as long as they were."""
-        count = min(self._aligned.take(len(notes)), STATED_NOTES + IMPLIED_NOTES)
-        changed = enumerate(notes[:count], 1)
-        texts = [(n, stand_in([note], self._guess.fact_chars)) for n, note in changed]
-        return AlignReply(changes=[NoteChange(note=n, same_as=None, text=text) for n, text in texts])
+    _direct = _refine
 
-    def _cut(self, count: int, messages_each: int) -> list[range]:
-        """The numbers 1 to `count` in as many runs as there are topics."""
-        runs = max(1, min(count, self._topics.take(count * messages_each)))
-        starts = [1 + n * count // runs for n in range(runs)]
-        return [range(start, end) for start, end in zip(starts, [*starts[1:], count + 1], strict=True)]
+    def _extract(self, shown: Shown) -> Fields:
+        texts = self._facts(shown["New turn"], min(self._take("facts"), CANDIDATES))
+        return {"facts": [{"text": text} for text in texts]}
 
-    def _of(self, texts: Texts, count: int) -> list[str]:
-        """Sentences of these texts in turn, no two alike."""
+    def _reconcile(self, shown: Shown) -> Fields:
+        """A candidate that is not added updates a stored fact with its words."""
+        decisions: list[Fields] = []
+        for number, text in enumerate(shown["Candidates"], 1):
+            added = self._take("added_share") > 0
+            change: Fields = {"action": "add", "fact": None, "text": ""}
+            if not added:
+                fact = 1 + number % len(shown["Stored facts"])
+                change = {"action": "update", "fact": fact, "text": self._write([text], len(text))}
+            decisions.append({"candidate": number, **change})
+        return {"decisions": decisions}
+
+    # ---- NEMORI
+
+    def _partition(self, shown: Shown) -> Fields:
+        cuts = self._cut(len(shown["Messages"]), 1)
+        return {"groups": [{"messages": list(numbers)} for numbers in cuts]}
+
+    def _narrate(self, shown: Shown) -> Fields:
+        return self._narrative(shown["Messages"], self._guess.narrative_chars)
+
+    def _select(self, shown: Shown) -> Fields:
+        return {"continues": len(shown["Stored episodes"]) if self._take("continued_share") else None}
+
+    def _integrate(self, shown: Shown) -> Fields:
+        return self._narrative(shown["Episodes"], _joined_chars(shown["Episodes"]))
+
+    def _predict(self, shown: Shown) -> Fields:
+        known = [*shown["Cue"], *shown.get("Stored facts", ())]
+        return {"prediction": self._write(known, self._guess.prediction_chars)}
+
+    def _distil(self, shown: Shown) -> Fields:
+        messages = shown["Messages"]
+        texts = self._facts(messages, min(self._take("facts_per_message", len(messages)), CANDIDATES))
+        return {"facts": [{"messages": [1], "text": text} for text in texts]}
+
+    _distil_direct = _distil
+
+    def _consolidate(self, shown: Shown) -> Fields:
+        return {"action": "new", "targets": [], "text": ""}
+
+    def _summarise(self, shown: Shown) -> Fields:
+        known = [*shown.get("Summary", ()), *shown["New facts"]]
+        return {"summary": self._write(known, _joined_chars(known))}
+
+    # ---- HiMem
+
+    def _segment(self, shown: Shown) -> Fields:
+        turns = shown["Turns"]
+        topic, summary = self._write(turns, TOPIC_CHARS), self._write(turns, EPISODE_SUMMARY_CHARS)
+        cuts = self._cut(len(turns), MESSAGES_PER_TURN)[:MOST_EPISODES]
+        return {"episodes": [{"first": cut[0], "topic": topic, "summary": summary} for cut in cuts]}
+
+    def _notes(self, shown: Shown) -> Fields:
+        turns = shown["Turns"]
+        texts = self._facts(turns, min(self._take("notes_per_turn", len(turns)), STATED_NOTES))
+        numbered = enumerate(texts)
+        return {"notes": [{"text": t, "kind": "fact", "turns": [1 + n % len(turns)]} for n, t in numbered]}
+
+    def _traits(self, shown: Shown) -> Fields:
+        """Each trait rests on two turns, as more than one message should support it."""
+        turns = shown["Turns"]
+        texts = self._facts(turns, min(self._take("traits"), IMPLIED_NOTES))
+        return {"notes": [{"text": t, "kind": "preference", "turns": [1, len(turns)]} for t in texts]}
+
+    def _align(self, shown: Shown) -> Fields:
+        """Rewords the first notes, without changing their length."""
+        notes = shown["Notes"]
+        count = min(self._take("aligned_share", len(notes)), STATED_NOTES + IMPLIED_NOTES)
+        texts = [self._write([note], self._guess.fact_chars) for note in notes[:count]]
+        return {"changes": [{"note": n, "same_as": None, "text": text} for n, text in enumerate(texts, 1)]}
+
+    # ---- the parts of replies
+
+    def _take(self, name: str, times: int = 1) -> int:
+        return self._counts[name].take(times)
+
+    def _write(self, texts: Texts, chars: float) -> str:
+        text = stand_in(texts, chars).strip()
+        self._on_text(text, texts)
+        return text
+
+    def _facts(self, texts: Texts, count: int) -> list[str]:
+        """Sentences made of these texts in turn. A number tells them apart."""
         found = []
         for n in range(count):
             self._sentences += 1
-            found.append(stand_in([str(self._sentences), texts[n % len(texts)]], self._guess.fact_chars))
+            source = texts[n % len(texts)]
+            text = stand_in([str(self._sentences), source], self._guess.fact_chars).strip()
+            self._on_text(text, [source])
+            found.append(text)
         return found
 
+    def _narrative(self, texts: Texts, chars: float) -> Fields:
+        return {"cue": self._write(texts, CUE_CHARS), "narrative": self._write(texts, chars)}
 
-def shown_in(user: str) -> dict[str, list[str]]:
+    def _cut(self, count: int, messages_each: int) -> list[range]:
+        """The numbers 1 to `count` in as many runs as there are topics."""
+        runs = max(1, min(count, self._take("topics", count * messages_each)))
+        starts = [1 + n * count // runs for n in range(runs)]
+        return [range(start, end) for start, end in zip(starts, [*starts[1:], count + 1], strict=True)]
+
+
+def shown_in(user: str) -> Shown:
     """The texts that a user message shows, by heading, in order; no entry for a heading without any."""
-    found: dict[str, list[str]] = {}
+    found: Shown = {}
     heading = ""
     for line in user.split("\n"):
         if line.startswith("["):
@@ -144,10 +183,6 @@ def shown_in(user: str) -> dict[str, list[str]]:
         else:
             heading = line.removesuffix(":")
     return found
-
-
-def _narrative(texts: Texts, chars: int) -> NarrativeReply:
-    return NarrativeReply(cue=stand_in(texts, CUE_CHARS), narrative=stand_in(texts, chars))
 
 
 def _joined_chars(texts: Texts) -> int:

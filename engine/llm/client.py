@@ -39,7 +39,6 @@ from undertow.engine.llm.server import ModelChoice, Server
 from undertow.prompts.builders import Operation, Prompt, repair_messages
 
 __all__ = [
-    "PRIORITY",
     "BadReply",
     "BrokenOff",
     "Completion",
@@ -55,31 +54,17 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-PRIORITY: dict[Operation, int] = {
+# Lower goes first: answers, then the first steps of jobs.
+_PRIORITY: dict[Operation, int] = {
     "answer": 0,
     "sufficiency": 0,
     "merge": 1,
     "episode": 2,
     "extract": 2,
     "segment": 2,
-    "refine": 3,
-    "direct": 3,
-    "reconcile": 3,
     "partition": 2,
-    "narrate": 3,
-    "select": 3,
-    "integrate": 3,
-    "predict": 3,
-    "distil": 3,
-    "distil_direct": 3,
-    "consolidate": 3,
-    "summarise": 3,
-    "notes": 3,
-    "traits": 3,
-    "align": 3,
-    "supplement": 3,
-    "revise": 3,
 }
+_LATER_STEP = 3
 
 _SHOWN_REPLY_CHARS = 2_000
 _OUTCOMES: dict[type[Exception], str] = {Trouble: "retry", Rejected: "rejected", ServerRefused: "refused"}
@@ -248,7 +233,7 @@ class OpenAILLM:
 
     async def _ask(self, job: _Request, messages: list[dict[str, str]], spent: Usage) -> ServerReply:
         """One request, retried until a server answers. `spent` is the usage of earlier requests."""
-        urgency = (PRIORITY[job.prompt.operation], job.number)
+        urgency = (_PRIORITY.get(job.prompt.operation, _LATER_STEP), job.number)
         avoid: Server | None = None
         for attempt in itertools.count():
             try:

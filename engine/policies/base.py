@@ -7,9 +7,10 @@ a policy must be a pure function of its inputs: the scheduler may start it ahead
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,32 +204,32 @@ class MemoryView(Protocol):
 Decide = Generator[Effect, Any, PolicyResult]
 
 
-class Policy(Protocol):
-    """Turns records of the log into memories."""
+class Policy(ABC):
+    """Turns records of the log into memories. By default no turn waits, and answers give no feedback."""
 
-    name: str
-    tiers: Tiers
-    learns: Learns
+    name: ClassVar[str]
+    tiers: Tiers = Tiers()
+    learns: Learns = Learns()
 
+    @abstractmethod
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Decide the turn `seq`."""
-        ...
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         """Process turns that wait for later ones now."""
-        ...
+        return nothing_to_decide()
 
+    @abstractmethod
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         """Run a parked job again with its stored cluster. Its memories carry `seq`."""
-        ...
 
+    @abstractmethod
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Remake what was derived from a deleted turn. The new versions carry `seq`.
 
         Without a usable LLM reply, everything derived from the turn is deleted. What users had deleted of it
         is deleted once more, which redacts its history. Earlier generations rely on that.
         """
-        ...
 
     def reconsolidate(
         self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
@@ -237,7 +238,7 @@ class Policy(Protocol):
 
         The record may stem from another policy: before a change of policy, or from an import.
         """
-        ...
+        return nothing_to_decide()
 
 
 def nothing_to_decide() -> Decide:

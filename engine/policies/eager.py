@@ -17,14 +17,12 @@ from undertow.engine.policies.base import (
     Decide,
     Draft,
     Embed,
-    Learns,
     MemoryView,
+    Policy,
     PolicyResult,
     PromptBudget,
-    Tiers,
     Vector,
     deletion,
-    nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, parked
 from undertow.engine.storage.row_codec import LlmJob
@@ -37,12 +35,10 @@ RECENT_TURNS = 5
 SIMILAR_FACTS = 10
 
 
-class Eager:
+class Eager(Policy):
     """Stateless: its only input is the MemoryView and the results of effects."""
 
     name = "eager"
-    tiers = Tiers()
-    learns = Learns()
 
     def __init__(self, budget: PromptBudget) -> None:
         self._budget = budget
@@ -56,14 +52,6 @@ class Eager:
             return parked(error, "extract", (seq,), PolicyResult(Decision.PARKED))
         settled = (seq,) if work.drafts else ()
         return PolicyResult(Decision.FIRED, cluster=(seq,), settled=settled, drafts=tuple(work.drafts))
-
-    def flush(self, seq: int, memory: MemoryView) -> Decide:
-        return nothing_to_decide()  # no turn waits for a flush
-
-    def reconsolidate(
-        self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
-    ) -> Decide:
-        return nothing_to_decide()  # this policy does not learn from questions
 
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         """Read the turns of a parked job again, without those deleted since."""

@@ -18,15 +18,13 @@ from undertow.engine.policies.base import (
     Draft,
     Effect,
     Embed,
-    Learns,
     MemoryView,
+    Policy,
     PolicyResult,
     PromptBudget,
     ReadGate,
-    Tiers,
     Vector,
     deletion,
-    nothing_to_decide,
 )
 from undertow.engine.policies.work import Failed, Steps, Work, as_shown, only_shown, parked
 from undertow.engine.storage.row_codec import LlmJob
@@ -43,12 +41,10 @@ from undertow.prompts.reply_schemas import EpisodesReply, FactDraft, FactsReply,
 KNOWN_FACTS = 10
 
 
-class RecMem:
+class RecMem(Policy):
     """The paper's policy. Stateless: its only input is the MemoryView and the results of effects."""
 
     name = "recmem"
-    tiers = Tiers()
-    learns = Learns()
 
     def __init__(self, budget: PromptBudget, ablation: Ablation | None = None) -> None:
         """`ablation` (section 4.3): "direct-extraction" stores no episodes, "without-facts" no facts."""
@@ -82,14 +78,6 @@ class RecMem:
             )
         except Failed as error:
             return parked(error, operation, cluster, PolicyResult(Decision.PARKED, reading, asked))
-
-    def flush(self, seq: int, memory: MemoryView) -> Decide:
-        return nothing_to_decide()  # no turn waits for a flush
-
-    def reconsolidate(
-        self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
-    ) -> Decide:
-        return nothing_to_decide()  # RecMem does not learn from questions
 
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
         """Run a parked merge or consolidation again, without the turns deleted since."""

@@ -173,10 +173,6 @@ class Arena(SlabTable):
         return segment << _ROW_BITS | row
 
     @staticmethod
-    def segment_of(handle: int) -> int:
-        return handle >> _ROW_BITS
-
-    @staticmethod
     def row_of(handle: int) -> int:
         return handle & _ROW_MASK
 

@@ -1,4 +1,4 @@
-"""Checks the keys that requests bring. What changes in the key file holds from the next request on."""
+"""Checks the keys of requests. A change of the key file takes effect with the next request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from undertow.serving.auth.principal import Principal
 
 log = logging.getLogger(__name__)
 
-# compared with where there is no key of the id, so that this takes as long; no text is known to give it
+# compared with if the id is unknown, so that the check takes as long; no known text has this digest
 NO_DIGEST = "0" * 64
 
 
 class KeyRefused(UndertowError):
-    """The key is unknown, expired or revoked: whoever brings it is not told which.
+    """The key is unknown, expired or revoked; the caller is not told which.
 
-    `reason` is, in words for the log, without any part of the secret.
+    `reason` says it, for the log, without any part of the secret.
     """
 
     def __init__(self, reason: str) -> None:
@@ -48,7 +48,7 @@ class Authenticator:
         self._file: BinaryIO | None = None
         self._reading = threading.Lock()
         self.trouble: str | None = None
-        """Why the file cannot be used as it is now, in words; None: it can."""
+        """Why the file cannot be used as it is now; None: it can."""
         self._refresh()
         if self.trouble is not None:
             self.close()
@@ -60,7 +60,7 @@ class Authenticator:
             self._file = None
 
     def check(self, text: str) -> Principal:
-        """Whose key this is. KeyRefused, as late for a wrong secret as for a key that does not exist."""
+        """The holder of this key. KeyRefused, after the same time for a wrong secret and an unknown key."""
         self._refresh()
         form = KEY_TEXT.fullmatch(text)
         if form is None:  # no secret is compared: the form of a key is public
@@ -76,48 +76,42 @@ class Authenticator:
         return key.principal
 
     def _refresh(self) -> None:
-        """Read the file again if it is another than the one read last."""
+        """Read the file again if it is not the one that was read last."""
         try:
-            identity = _identity(self._path.stat())
+            if _identity(self._path.stat()) != self._identity:
+                with self._reading:
+                    self._read()
         except OSError as error:
             self._unreadable(error)
-            return
-        if identity == self._identity:
-            return
-        with self._reading:
-            try:
-                self._read()
-            except OSError as error:
-                self._unreadable(error)
 
     def _read(self) -> None:
         file = self._path.open("rb")
-        identity = _identity(os.fstat(file.fileno()))
-        if identity == self._identity:  # another thread was quicker
-            file.close()
-            return
         try:
-            data = file.read()
+            identity, data = _identity(os.fstat(file.fileno())), file.read()
         except OSError:
             file.close()
             raise
-        self.close()
-        self._file, self._identity = file, identity
+        if identity == self._identity:  # another thread was faster
+            file.close()
+            return
+        trouble = None
         try:
             self._keys = parse(data, self._path)
         except KeyFileError as error:
-            self._tell(str(error))
-        else:
-            self._tell(None)
+            trouble = str(error)
+        self.close()
+        # only now: threads that see this identity use `_keys` without waiting
+        self._file, self._identity = file, identity
+        self._report(trouble)
 
     def _unreadable(self, error: OSError) -> None:
-        """Not there at the start: nobody has made a key yet. Else it is missed."""
+        """A file that is missing at the start is no trouble: nobody has made a key yet."""
         if isinstance(error, FileNotFoundError) and self._identity is None:
             return
         self._identity = () if self._identity is not None else None
-        self._tell(f"cannot read {self._path}: {error.strerror}. Put it back, readable for this process.")
+        self._report(f"cannot read {self._path}: {error.strerror}. Put it back, readable for this process.")
 
-    def _tell(self, trouble: str | None) -> None:
+    def _report(self, trouble: str | None) -> None:
         if trouble == self.trouble:
             return
         self.trouble = trouble
@@ -132,7 +126,7 @@ def _identity(stat: os.stat_result) -> tuple[int, ...]:
 
 
 def _flaw(key: Key, same: list[bool], now: datetime) -> str | None:
-    """Why a key does not count, where `same` says which of its secrets was offered; None if it does."""
+    """Why a key is not accepted; None: it is. `same`: for each of its secrets, whether it was offered."""
     if not any(same):
         return "wrong secret"
     state = key.state(now)

@@ -1,9 +1,9 @@
-"""The file of the API keys: hashes, never secrets. Written here; `authenticator` reads it too.
+"""The file of API keys: hashes, never secrets. Written here; `authenticator` reads it too.
 
-keys.json        every key, replaced as a whole: a reader sees the old file or the new one
-.keys.json.lock  held while it is read, changed and replaced, so that of two writers none undoes the other
+keys.json        every key; replaced as a whole, so that a reader sees the old file or the new one
+.keys.json.lock  held during read, change and replace, so that concurrent writers lose no change
 
-A key's text is `ut_ID_SECRET`: secret scanners know it by `KEY_TEXT`, and the id finds the key in one look.
+A key's text is `ut_ID_SECRET`: secret scanners match `KEY_TEXT`, and the id finds the key in one lookup.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import orjson
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter, ValidationError
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.storage.location import make_folder, remove_drafts, replace_file
@@ -35,16 +35,13 @@ from undertow.serving.auth.principal import (
     TenantScope,
 )
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
 FILE_NAME = "keys.json"
 FORMAT_VERSION = 1
 SECRET_BYTES = 32
 KEY_ID = re.compile(r"[0-9a-f]{12}")
 KEY_TEXT = re.compile(rf"ut_({KEY_ID.pattern})_[A-Za-z0-9_-]{{43}}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
-# to its owner alone: who can write it can give himself a key
+# for its owner alone: whoever can write it can make keys
 MODE = 0o600
 PATIENCE_S = 10.0
 
@@ -58,17 +55,17 @@ def utc_now() -> datetime:
 
 
 def digest_of(text: str) -> str:
-    """What is kept of a key's text. With the id in it, a digest is of no use in another key's place.
+    """The stored hash of a key's text. It covers the id, so that it is useless in another key's record.
 
-    One round of SHA-256: a slow hash makes guessing words dear, but nobody guesses 256 random bits at any
-    speed, and here each request would pay for it.
+    One round of SHA-256: a slow hash protects guessable words, but 256 random bits cannot be guessed at any
+    speed, and every request would pay for it.
     """
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousSecret(StrictModel):
-    """A secret that was replaced and holds until a moment."""
+    """A replaced secret, valid until a moment."""
 
     digest: str = field(repr=False)
     until: datetime
@@ -76,9 +73,9 @@ class PreviousSecret(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Key(StrictModel):
-    """What is kept of a key. Times are zoned. ValueError where something cannot be.
+    """A stored key. Times are zoned. ValueError for an invalid field.
 
-    `label` is free text for people; keep tenants' names out of it, as no erasure looks there.
+    `label` is free text for people; keep tenants' names out of it, because erasure does not look there.
     """
 
     id: str
@@ -108,7 +105,7 @@ class Key(StrictModel):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of the secret in force, then of former ones."""
+        """The digest of the current secret, then those of former ones."""
         return (self.digest, *(former.digest for former in self.former))
 
     def state(self, now: datetime) -> Literal["active", "expired", "revoked"]:
@@ -123,7 +120,7 @@ class Key(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class NewSecret:
-    """A key and its text, which is nowhere else: show it once."""
+    """A key and its text, which is stored nowhere: show it once."""
 
     key: Key
     text: str = field(repr=False)
@@ -135,22 +132,22 @@ class _Contents(StrictModel):
     keys: tuple[Key, ...]
 
 
-def parse(data: bytes, path: Path) -> dict[str, Key]:
-    """The keys in a file's contents, by id. KeyFileError says what is wrong, and quotes nothing of it."""
-    from pydantic import ValidationError
+_CONTENTS = TypeAdapter(_Contents)
 
+
+def parse(data: bytes, path: Path) -> dict[str, Key]:
+    """The keys in a file's contents, by id. KeyFileError says what is wrong and quotes nothing."""
     try:
         raw = orjson.loads(data)
+        version = raw.get("format_version") if isinstance(raw, dict) else None
+        if isinstance(version, int) and version != FORMAT_VERSION:
+            raise KeyFileError(
+                f"{path} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
+                "Install the Undertow that wrote it."
+            )
+        contents = _CONTENTS.validate_json(data)
     except orjson.JSONDecodeError as error:
         raise _broken(path, f"it is no JSON ({error.msg} in line {error.lineno})") from None
-    version = raw.get("format_version") if isinstance(raw, dict) else None
-    if isinstance(version, int) and version != FORMAT_VERSION:
-        raise KeyFileError(
-            f"{path} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
-            "Install the Undertow that wrote it."
-        )
-    try:
-        contents = _adapter().validate_json(data)
     except ValidationError as invalid:
         first = invalid.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -161,13 +158,6 @@ def parse(data: bytes, path: Path) -> dict[str, Key]:
     return keys
 
 
-@cache
-def _adapter() -> TypeAdapter[_Contents]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(_Contents)
-
-
 def _broken(path: Path, flaw: str) -> KeyFileError:
     return KeyFileError(f"{path} is no key file: {flaw}. Restore it from a backup.")
 
@@ -176,7 +166,7 @@ class KeyFile:
     """The keys of one service. Several processes may change them; each change is durable on return."""
 
     def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
-        """The file need not be there: without it there is no key. `now` is zoned."""
+        """The file may be missing: then there is no key. `now` is zoned."""
         self.path = path
         self._now = now
 
@@ -210,16 +200,7 @@ class KeyFile:
         with self._changing() as keys:
             key_id = next(i for i in iter(lambda: secrets.token_hex(6), None) if i not in keys)
             text = _new_text(key_id)
-            key = Key(
-                id=key_id,
-                digest=digest_of(text),
-                reach=reach,
-                scopes=tuple(scopes),
-                created_at=now,
-                label=label,
-                limits=limits,
-                expires_at=expires_at,
-            )
+            key = Key(key_id, digest_of(text), reach, tuple(scopes), now, label, limits, expires_at)
             if key.state(now) != "active":
                 raise ValueError("a key that has expired is of no use; let it expire later")
             keys[key_id] = key
@@ -270,47 +251,35 @@ class KeyFile:
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Key]]:
         """The keys, to be changed in place: written unless the body raises or leaves them as they were."""
-        with self._alone():
-            keys = self.read()
-            before = dict(keys)
-            yield keys
-            if keys != before:
-                self._write(keys.values())
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
         lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=PATIENCE_S, mode=MODE)
         try:
             make_folder(self.path.parent)
             lock.acquire()
         except Timeout:
             raise KeyFileError(
-                f"another process is changing {self.path} for {PATIENCE_S:g} s now. Wait for it, or stop it."
+                f"another process has been changing {self.path} for {PATIENCE_S:g} s. Wait, or stop it."
             ) from None
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            yield
+            keys = self.read()
+            before = dict(keys)
+            yield keys
+            if keys != before:
+                self._write(keys.values())
         finally:
             lock.release()
 
     def _write(self, keys: Iterable[Key]) -> None:
         contents = _Contents(FORMAT_VERSION, tuple(keys))
         try:
-            self._check_owner()
+            # replaced by another user, the file would be unreadable for the service
+            if self.path.exists() and (owner := self.path.stat().st_uid) != os.geteuid():
+                raise KeyFileError(f"{self.path} belongs to user {owner}. Run this as that user.")
             remove_drafts(self.path)
-            replace_file(self.path, _adapter().dump_json(contents, indent=2), mode=MODE)
+            replace_file(self.path, _CONTENTS.dump_json(contents, indent=2), mode=MODE)
         except OSError as error:
             raise self._unwritable(error) from error
-
-    def _check_owner(self) -> None:
-        """KeyFileError: if this user replaced the file, the service could not read it any more."""
-        try:
-            owner = self.path.stat().st_uid
-        except FileNotFoundError:
-            return
-        if owner != os.geteuid():
-            raise KeyFileError(f"{self.path} belongs to user {owner}. Run this as that user.")
 
     def _unwritable(self, error: OSError) -> KeyFileError:
         return KeyFileError(
@@ -331,7 +300,10 @@ def _one_of(keys: dict[str, Key], key_id: str) -> Key:
 
 def describe(key: Key, now: datetime) -> dict[str, Any]:
     """A key for people: everything but the digests."""
-    former: Sequence[datetime] = [f.until for f in key.former if f.until > now]
+    times = {
+        **{name: getattr(key, name) for name in ("created_at", "expires_at", "rotated_at", "revoked_at")},
+        "former_until": max((f.until for f in key.former if f.until > now), default=None),
+    }
     return {
         "id": key.id,
         "state": key.state(now),
@@ -340,16 +312,8 @@ def describe(key: Key, now: datetime) -> dict[str, Any]:
         "prefix": key.reach.prefix,
         "all_tenants": key.reach.all_tenants,
         "scopes": [scope.value for scope in key.scopes],
-        "created_at": _iso(key.created_at),
-        "expires_at": _iso(key.expires_at),
-        "rotated_at": _iso(key.rotated_at),
-        "revoked_at": _iso(key.revoked_at),
-        "former_until": _iso(max(former, default=None)),
+        **{name: moment and moment.isoformat(timespec="seconds") for name, moment in times.items()},
         "requests_per_s": key.limits.requests_per_s,
         "burst": None if key.limits.requests_per_s is None else key.limits.burst_size,
         "tokens_per_day": key.limits.tokens_per_day,
     }
-
-
-def _iso(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.isoformat(timespec="seconds")

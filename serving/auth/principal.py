@@ -1,7 +1,4 @@
-"""Who is behind a key: which tenants it is bound to, what it may do with them, and how much of it.
-
-Light to import, as the command line does it for its options.
-"""
+"""The holder of a key: its tenants, its scopes and its limits. Light to import, for the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Scope(StrEnum):
 
 
 class StrictModel:
-    """Part of a file: an unknown field or a value of another type is an error there (pydantic reads this)."""
+    """Part of a file: pydantic refuses unknown fields and values of other types."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid", "strict": True}
@@ -34,9 +31,9 @@ class StrictModel:
 
 @dataclass(frozen=True, slots=True)
 class TenantScope(StrictModel):
-    """Which tenants: some by name, those whose names begin with a prefix, or all. ValueError: not just one.
+    """Tenants by name, by a prefix of their names, or all: exactly one of these, else ValueError.
 
-    A prefix is compared letter by letter: "acme" takes in "acme2" too, "acme/" does not.
+    A prefix is compared letter by letter: "acme" covers "acme2" too, "acme/" does not.
     """
 
     tenants: tuple[str, ...] = ()
@@ -66,7 +63,7 @@ class TenantScope(StrictModel):
 
 
 def check_name(name: str) -> None:
-    """ValueError for what no tenant can be called, and no prefix can be."""
+    """ValueError for an impossible name or prefix of a tenant."""
     try:
         name.encode()
     except UnicodeEncodeError:

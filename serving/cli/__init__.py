@@ -1,55 +1,62 @@
 """The command line: `undertow COMMAND`, and `main` behind it.
 
-torch, lance and the rest are imported inside the commands that need them, so that `--help` is quick.
+Commands import torch, lance and the like when they run, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from collections.abc import Callable
+from importlib import metadata
 from typing import Annotated
 
 import typer
 
 from undertow.serving.cli.commands import (
-    bench as benching,
+    bench,
+    check,
+    cluster,
+    edit,
+    erase,
+    estimate,
+    import_,
+    ingest,
+    keys,
+    mcp,
+    policy,
+    read,
+    serve,
 )
-from undertow.serving.cli.commands import (
-    check as checking,
-)
-from undertow.serving.cli.commands import (
-    cluster as clustering,
-)
-from undertow.serving.cli.commands import (
-    edit as changing,
-)
-from undertow.serving.cli.commands import (
-    estimate as estimating,
-)
-from undertow.serving.cli.commands import (
-    import_ as importing,
-)
-from undertow.serving.cli.commands import (
-    ingest as ingesting,
-)
-from undertow.serving.cli.commands import (
-    keys as keying,
-)
-from undertow.serving.cli.commands import (
-    mcp as agents,
-)
-from undertow.serving.cli.commands import (
-    policy as policies,
-)
-from undertow.serving.cli.commands import (
-    read as reading,
-)
-from undertow.serving.cli.commands import (
-    serve as serving,
-)
-from undertow.serving.cli.commands.eval import eval as evaluating
+from undertow.serving.cli.commands.eval.eval import evaluate
 from undertow.serving.cli.errors import EXIT_CODES, Guarded
 
 __all__ = ["app", "main"]
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "ingest": ingest.ingest,
+    "serve": serve.serve,
+    "mcp": mcp.mcp,
+    "search": read.search,
+    "ask": read.ask,
+    "list": read.list_,
+    "explain": read.explain,
+    "get": read.get,
+    "history": read.history,
+    "export": read.export,
+    "import": import_.import_,
+    "stats": read.stats,
+    "update": edit.update,
+    "delete": edit.delete,
+    "erase": erase.erase,
+    "policy": policy.policy,
+    "flush": policy.flush,
+    "jobs": edit.jobs,
+    "reindex": edit.reindex,
+    "calibrate": check.calibrate,
+    "estimate": estimate.estimate,
+    "eval": evaluate,
+    "doctor": check.doctor,
+    "demo": check.demo,
+}
 
 app = typer.Typer(
     cls=Guarded,
@@ -60,51 +67,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+app.add_typer(cluster.cluster, name="cluster")
+app.add_typer(keys.keys, name="keys")
+app.add_typer(bench.bench, name="bench")
 
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"undertow {version('undertow')}")
+        typer.echo(f"undertow {metadata.version('undertow')}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Options of every command; see `Guarded`."""
-
-
-app.command()(ingesting.ingest)
-app.command()(serving.serve)
-app.command()(agents.mcp)
-app.command()(reading.search)
-app.command()(reading.ask)
-app.command(name="list")(reading.list_)
-app.command()(reading.explain)
-app.command()(reading.get)
-app.command()(reading.history)
-app.command()(reading.export)
-app.command(name="import")(importing.import_)
-app.command()(reading.stats)
-app.command()(changing.update)
-app.command()(changing.delete)
-app.command()(changing.erase)
-app.command()(policies.policy)
-app.command()(policies.flush)
-app.command()(changing.jobs)
-app.command()(changing.reindex)
-app.command()(checking.calibrate)
-app.command()(estimating.estimate)
-app.command(name="eval")(evaluating.evaluate)
-app.command()(checking.doctor)
-app.command()(checking.demo)
-app.add_typer(clustering.cluster, name="cluster")
-app.add_typer(keying.keys, name="keys")
-app.add_typer(benching.bench, name="bench")
 
 
 def main() -> None:

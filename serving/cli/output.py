@@ -16,7 +16,7 @@ PIPED_WIDTH = 140
 WIDE = ("text", "memory", "reason")
 WIDE_CHARS = 40
 UNBROKEN = ("id", "seq", "tenant", "kind", "decision", "state")
-# of a longer text or list, a table shows so much; --json has it all
+# tables cut longer texts and lists; --json does not
 SHOWN_CHARS = 300
 SHOWN_ITEMS = 12
 
@@ -42,13 +42,39 @@ def put_json(document: Mapping[str, Any]) -> None:
     put_text(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY).decode())
 
 
+def put_result(document: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """A document, or a sentence that says the same."""
+    if as_json:
+        put_json(document)
+    else:
+        put_text(text)
+
+
+def put_figures(figures: Mapping[str, Any], *, title: str, as_json: bool) -> None:
+    """A document, or its names and values one a line."""
+    if as_json:
+        put_json(figures)
+    else:
+        put_pairs(figures, title=title)
+
+
 def put_json_lines(records: Iterable[Mapping[str, Any]]) -> None:
     for record in records:
         put_json(record)
 
 
+def put_records(
+    records: Sequence[Mapping[str, Any]], columns: Sequence[str], *, title: str = "", as_json: bool
+) -> None:
+    """JSON lines, or a table of some columns."""
+    if as_json:
+        put_json_lines(records)
+    else:
+        put_table(records, columns, title=title)
+
+
 def put_table(records: Sequence[Mapping[str, Any]], columns: Sequence[str], *, title: str = "") -> None:
-    """Some columns of the records as a table. Where a text is long, only its beginning."""
+    """Some columns of the records as a table. Long texts are cut."""
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name in columns:
         numeric = bool(records) and all(isinstance(r.get(name), int | float | None) for r in records)

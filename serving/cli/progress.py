@@ -1,4 +1,4 @@
-"""A progress line on standard error while an engine works; nothing where that is no terminal."""
+"""Progress and problems of a run, on standard error while it works."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Self
 
 from rich import progress as bars
 
-from undertow.serving.cli.output import console
+from undertow.serving.cli.output import console, say
 
 if TYPE_CHECKING:
-    from undertow.engine.api.engine import Engine
-    from undertow.engine.step.scheduler import StepReport
+    from undertow.engine.api.ingest_files import IngestReport
+    from undertow.engine.base.model import BadInput
 
 REFRESH_S = 0.25
+# errors, and warnings, that are reported one by one
+SHOWN_PROBLEMS = 50
 
 
 class Bar:
-    """One line of text and a bar; redrawn a few times a second."""
+    """One line of text and a bar, redrawn a few times a second; nothing where there is no terminal."""
 
     def __init__(self) -> None:
         self._shown_s = 0.0
@@ -48,7 +50,7 @@ class Bar:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is shown at all, and was not redrawn just now."""
+        """Whether to redraw: there is a terminal, and the last redraw was some time ago."""
         return not self._bar.disable and time.monotonic() - self._shown_s >= REFRESH_S
 
     def show(self, text: str, completed: int, total: int | None) -> None:
@@ -56,23 +58,26 @@ class Bar:
         self._bar.update(self._task, description=text, completed=completed, total=total)
 
 
-class Progress(Bar):
-    """Shows turns stored and decided, LLM calls in flight and the consolidation lag of an engine."""
+class Problems:
+    """Writes the first errors and warnings about input to standard error as they occur."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self._engine = engine
-        self._admitted = 0
-        self._decided = 0
+    def __init__(self) -> None:
+        self._errors = 0
+        self._warnings = 0
 
-    def step(self, report: StepReport) -> None:
-        """Count a step."""
-        self._admitted += report.admitted
-        self._decided += report.decided
-        if self.is_due:
-            lag = self._engine.lag
-            text = (
-                f"{self._admitted:,} stored, {self._decided:,} decided, "
-                f"{self._engine.llm_in_flight} LLM calls, lag {lag.undecided_turns:,}"
-            )
-            self.show(text, self._decided, self._decided + lag.undecided_turns)
+    def error(self, problem: BadInput) -> None:
+        self._errors += 1
+        if self._errors <= SHOWN_PROBLEMS:
+            say(str(problem))
+
+    def warning(self, text: str) -> None:
+        self._warnings += 1
+        if self._warnings <= SHOWN_PROBLEMS:
+            say(f"warning: {text}")
+
+    def tell_rest(self, report: IngestReport) -> None:
+        """Say how many problems of the run were not shown."""
+        counts = (("errors", report.errors, self._errors), ("warnings", report.warnings, self._warnings))
+        for name, count, shown in counts:
+            if more := count - min(shown, SHOWN_PROBLEMS):
+                say(f"... and {more:,} more {name}")

@@ -10,21 +10,21 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from undertow.engine.storage.location import Location
-from undertow.serving.cli.cluster_root import is_root
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
 from undertow.serving.cli.output import say
 from undertow.serving.cli.settings import check_settings
+from undertow.serving.cli.stores import is_root
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
     from undertow.engine.cluster.ray.cluster import Cluster
     from undertow.engine.cluster.shard.supervisor import EngineParts
 
-# with --ray local, Ray's object store gets one part in STORE_SHARE of the machine's free memory
+# with --ray local, Ray's object store gets 1/STORE_SHARE of the machine's free memory
 STORE_SHARE = 8
 MAX_STORE_BYTES = 4 << 30
 MIN_STORE_BYTES = 100 << 20
-# Hide this message of Ray: shards and workers that die are restarted, and their calls are repeated. Ray
+# This message of Ray is hidden: shards and workers that die are restarted, and their calls are repeated. Ray
 # reports a lack of memory or a lost node in other messages, which stay.
 RESTARTED = "^A worker died or was killed while executing a task"
 
@@ -41,36 +41,32 @@ def open_cluster(
 ) -> Iterator[Cluster]:
     """The cluster of a root, with its shards running. With "local" they stop with this command.
 
-    `shards`: how many a new root starts with. `grow_to`: how many shards a local Ray must have room for.
+    `shards`: the number of shards of a new root. `grow_to`: how many shards a local Ray must have room for.
     `parts`: engine parts of the shards started now. WrongUsage, UndertowError.
     """
     from undertow.engine.cluster.settings import ClusterSettings
+    from undertow.engine.cluster.shard_map import load
     from undertow.engine.storage.store_info import is_store
 
     if is_store(root):
-        raise WrongUsage(f"{root} is the store of one process, no root of a cluster. Name another folder.")
+        raise WrongUsage(f"{root} is the store of one process, not a cluster's root. Name another folder.")
     if shards is None and not is_root(root):
-        raise WrongUsage(f"{root} is no cluster's root yet: say with --shards how many it is to have.")
+        raise WrongUsage(f"{root} is not a cluster's root yet: give the number of shards with --shards.")
     check_settings(settings)
     with wrong_usage():
         resources = ClusterSettings()
-    with on_ray(address, max(shards or _shard_count(root), grow_to), resources.num_cpus):
+    room_for = max(shards or len(load(root).all_shards), grow_to)
+    with on_ray(address, room_for, resources.num_cpus):
         from undertow.engine.cluster.ray.cluster import Cluster
 
         before = actors(root) if is_root(root) else {}
         opened = Cluster.open(root, settings, shards=shards, resources=resources, parts=parts)
         if before:
-            say(f"{len(before)} shards run already: they keep the settings that they were started with.")
+            say(f"{len(before)} shards run already: they keep the settings they were started with.")
         try:
             yield opened
         finally:
             (opened.stop if address == "local" else opened.close)()
-
-
-def _shard_count(root: Location) -> int:
-    from undertow.engine.cluster.shard_map import load
-
-    return len(load(root).all_shards)
 
 
 @contextmanager
@@ -132,7 +128,7 @@ def actors(root: Location) -> dict[str, Any]:
 
 
 def refuse_running(root: Location, address: str) -> None:
-    """WrongUsage: shards of the root are running. With "local" none outlive their command."""
+    """WrongUsage: shards of the root are running. Those of "local" never outlive their command."""
     if address == "local":
         return
     with on_ray(address, 0, 0):

@@ -1,4 +1,4 @@
-"""What the client raises, by what the service answered; each error's text says what to do about it."""
+"""The client's errors, by the service's response; each error's text names the cure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any
 
 from undertow.engine.base.model import UndertowError
 
-# of an answer that is no problem+json: as much as tells a proxy's page from a service's
+# of a response that is no problem+json: enough to recognise a proxy's page
 _SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class FieldProblem:
-    """One field of a request that cannot be taken, and why."""
+    """A refused field of a request, and why."""
 
     field: str
     detail: str
 
 
 class ServiceError(UndertowError):
-    """A call failed. `status`: of HTTP, None without an answer; `kind`: the problem's type, "" for none."""
+    """A call failed. `status`: of HTTP, None without a response; `kind`: the problem's type, "" for none.
+
+    `retry_after_s`: how long the service asks to wait before a retry; None: it does not say.
+    """
 
     def __init__(
         self,
@@ -34,14 +37,13 @@ class ServiceError(UndertowError):
         retry_after_s: float | None = None,
     ) -> None:
         words = "; ".join(f"{field.field}: {field.detail}" for field in fields)
-        # the service tells the first of them in its detail already
+        # the service's detail names the first of them already
         super().__init__(f"{detail} ({words})" if words and words != detail else detail)
         self.detail = detail
         self.status = status
         self.kind = kind
         self.fields = fields
         self.retry_after_s = retry_after_s
-        """So long the service asks to wait before the call is made again; None: it does not say."""
 
 
 class BadRequest(ServiceError):
@@ -110,54 +112,35 @@ _BY_STATUS: Mapping[int, type[ServiceError]] = {
 
 
 def failure_of(status: int, retry_after: str | None, body: bytes) -> ServiceError:
-    """The error that an answer other than success tells of."""
-    problem = _problem(body)
-    return _class_of(status)(
-        _words(problem, status, body),
+    """The error for an unsuccessful response. Retry-After counts in seconds, not as a date."""
+    try:
+        document = json.loads(body)
+    except ValueError:
+        document = None
+    problem = document if isinstance(document, dict) else {}
+    errors = problem.get("errors")
+    known = _BY_STATUS.get(status, ServerError if status >= 500 else BadRequest)
+    return known(
+        _detail(problem, status, body),
         status=status,
         kind=str(problem.get("type", "")),
-        fields=tuple(_fields(problem.get("errors"))),
-        retry_after_s=_seconds(retry_after),
+        fields=tuple(
+            FieldProblem(str(e.get("field", "")), str(e.get("detail", "")))
+            for e in (errors if isinstance(errors, list) else [])
+            if isinstance(e, dict)
+        ),
+        retry_after_s=float(retry_after) if retry_after and retry_after.isdecimal() else None,
     )
 
 
 def failure_in(problem: Mapping[str, Any]) -> ServiceError:
-    """The error that a problem tells of which came in the midst of a stream."""
+    """The error for a problem that came within a stream."""
     status = problem.get("status")
     return failure_of(status if isinstance(status, int) else 500, None, json.dumps(problem).encode())
 
 
-def _class_of(status: int) -> type[ServiceError]:
-    if status in _BY_STATUS:
-        return _BY_STATUS[status]
-    return ServerError if status >= 500 else BadRequest
-
-
-def _problem(body: bytes) -> Mapping[str, Any]:
-    try:
-        problem = json.loads(body)
-    except ValueError:
-        return {}
-    return problem if isinstance(problem, dict) else {}
-
-
-def _words(problem: Mapping[str, Any], status: int, body: bytes) -> str:
+def _detail(problem: Mapping[str, Any], status: int, body: bytes) -> str:
     if isinstance(words := problem.get("detail") or problem.get("title"), str):
         return words
     shown = " ".join(body[: 4 * _SHOWN_CHARS].decode(errors="replace").split())[:_SHOWN_CHARS]
     return f"the server answered {status}: {shown or 'nothing more'}. Check the URL, and what stands between."
-
-
-def _fields(errors: Any) -> list[FieldProblem]:
-    found = errors if isinstance(errors, list) else []
-    return [
-        FieldProblem(str(e.get("field", "")), str(e.get("detail", ""))) for e in found if isinstance(e, dict)
-    ]
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Retry-After in seconds; its other form, a date, counts as not given."""
-    try:
-        return max(0.0, float(retry_after or ""))
-    except ValueError:
-        return None

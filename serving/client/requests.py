@@ -1,10 +1,10 @@
-"""Each call of the service as an HTTP request: its path, its query, its body. Nothing is sent here."""
+"""The calls of the service as HTTP requests: path, query, body. Nothing is sent here."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +16,7 @@ Time = str | datetime
 """A moment in ISO 8601 or as a datetime."""
 
 Messages = str | Sequence[Mapping[str, Any]]
-"""What was said: `{"role", "content", "name"?, "timestamp"?}` each, or the words of a user."""
+"""Messages `{"role", "content", "name"?, "timestamp"?}`, or the words of a user."""
 
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
@@ -35,25 +35,19 @@ class Call:
 
     def in_background(self) -> Call:
         """The same, answered by a job at once."""
-        return Call(
-            self.method, self.path, self.query, self.content, (*self.headers, ("prefer", "respond-async"))
-        )
+        return replace(self, headers=(*self.headers, ("prefer", "respond-async")), timeout_s=None)
 
 
 def of_tenant(tenant: str, *parts: str) -> str:
-    """The path of what is a tenant's, each part of it percent-encoded. ValueError: no tenant's name."""
+    """A path below a tenant, each part percent-encoded. ValueError: an impossible tenant's name."""
     check_name(tenant)
-    return "/".join(("/v1/tenants", *map(_segment, (tenant, *parts))))
-
-
-def _segment(part: str) -> str:
-    quoted = quote(part, safe="")
-    # as they are, they would mean this folder and the one above
-    return quoted.replace(".", "%2E") if part in (".", "..") else quoted
+    # "." and ".." would otherwise mean this folder and its parent
+    quoted = (p.replace(".", "%2E") if p in (".", "..") else quote(p, safe="") for p in (tenant, *parts))
+    return "/".join(("/v1/tenants", *quoted))
 
 
 def reading(path: str, *, timeout_s: float | None = None, **query: Any) -> Call:
-    """A GET. Of the query, what is None is left out."""
+    """A GET; None in the query is left out."""
     return Call("GET", path, _query(query), timeout_s=timeout_s)
 
 
@@ -70,25 +64,18 @@ def changing(
     idempotency_key: str | None = None,
     timeout_s: float | None = None,
 ) -> Call:
-    """A call that changes something, under the caller's idempotency key or one of its own."""
-    headers = [("idempotency-key", _key(idempotency_key))]
-    if body is not None:
-        headers.append(("content-type", JSON))
-    content = None if body is None else _json(body)
-    return Call(method, path, content=content, headers=tuple(headers), timeout_s=timeout_s)
-
-
-def _key(given: str | None) -> str:
-    """A key that a header can hold. ValueError: the caller's is none."""
-    if given is None:
-        return uuid4().hex
-    if not (0 < len(given) <= 255 and given.isascii() and given.isprintable()):
+    """A call that changes something, with the caller's idempotency key or a new one."""
+    key = uuid4().hex if idempotency_key is None else idempotency_key
+    if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
         raise ValueError("idempotency_key is empty, longer than 255 or not printable ASCII; give one that is")
-    return given
+    call = Call(method, path, headers=(("idempotency-key", key),), timeout_s=timeout_s)
+    if body is None:
+        return call
+    return replace(call, content=_json(body), headers=(*call.headers, ("content-type", JSON)))
 
 
 def adding_many(tenant: str, items: Iterable[Mapping[str, Any]]) -> Call:
-    """Each item with what `item` takes. Not the call but each item has an idempotency key."""
+    """Items with the fields of `item`. Each item has an idempotency key; the call has none."""
     made = [item(**{"idempotency_key": uuid4().hex, **one}) for one in items]
     return asking(of_tenant(tenant, "memories"), {"items": made})
 
@@ -108,7 +95,7 @@ def item(
     metadata: Mapping[str, Any] | None = None,
     idempotency_key: str | None = None,
 ) -> dict[str, Any]:
-    """One thing to remember, as a body of `add` or an item of `add_many`."""
+    """The body of `add`, or an item of `add_many`."""
     said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     return given(
         messages=said,
@@ -119,24 +106,8 @@ def item(
     )
 
 
-def listing(
-    tenant: str,
-    *,
-    kinds: Sequence[str] | None,
-    filters: Mapping[str, Any] | None,
-    since: Time | None,
-    until: Time | None,
-    limit: int,
-    after: str | None,
-) -> Call:
-    """One page of a tenant's memories."""
-    query = given(kind=kinds, since=in_iso(since), until=in_iso(until), limit=limit, after=after)
-    query |= {f"filter.{key}": value for key, value in (filters or {}).items()}
-    return Call("GET", of_tenant(tenant, "memories"), _query(query))
-
-
 def given(**values: Any) -> dict[str, Any]:
-    """Those that are not None: what is left out, the service decides."""
+    """The values that are not None: the service decides the others."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -145,15 +116,12 @@ def in_iso(moment: Time | None) -> str | None:
 
 
 def _query(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    pairs = []
-    for name, value in values.items():
-        many = value if isinstance(value, list | tuple) else [value]
-        pairs += [(name, _in_query(one)) for one in many if one is not None]
-    return tuple(pairs)
-
-
-def _in_query(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return tuple(
+        (name, one if isinstance(one, str) else json.dumps(one))
+        for name, value in values.items()
+        for one in (value if isinstance(value, list | tuple) else [value])
+        if one is not None
+    )
 
 
 def _json(document: Any) -> bytes:

@@ -1,17 +1,19 @@
-"""What the service answers, as frozen models. Fields that a newer service adds are kept, not refused."""
+"""The service's answers as frozen models. Fields that a newer service adds are kept, not refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from undertow.engine.base.model import AnswerMode as AnswerMode
+from undertow.engine.base.results import HitKind
 from undertow.serving.client.errors import UnexpectedAnswer
 
-Kind = Literal["turn", "episode", "fact"]
-AnswerMode = Literal["hybrid", "best_effort"]
-AnswerT = TypeVar("AnswerT", bound="Model")
+Kind = HitKind
+ItemT = TypeVar("ItemT")
+ModelT = TypeVar("ModelT", bound="Model")
 
 
 class Model(BaseModel):
@@ -20,7 +22,7 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     @classmethod
-    def read(cls: type[AnswerT], body: bytes | str) -> AnswerT:
+    def read(cls: type[ModelT], body: bytes | str) -> ModelT:
         """The object that a body holds. UnexpectedAnswer: another one, or none."""
         try:
             return cls.model_validate_json(body)
@@ -28,11 +30,15 @@ class Model(BaseModel):
             raise UnexpectedAnswer(_flaws(error)) from error
 
 
-class Added(Model):
-    """What became of one turn: `ADD`, or `DUPLICATE` of one that was added before.
+class Results(Model, Generic[ItemT]):
+    """Some results; `next`: the cursor of those behind them, None if there are none."""
 
-    `id` and `seq` are None of a duplicate whose first is no more.
-    """
+    results: tuple[ItemT, ...]
+    next: str | None = None
+
+
+class Added(Model):
+    """A turn's receipt: `ADD`, or `DUPLICATE` of an earlier one. `id`, `seq`: None if that one is gone."""
 
     id: str | None = None
     memory: str
@@ -40,12 +46,8 @@ class Added(Model):
     seq: int | None = None
 
 
-class AddedTurns(Model):
-    results: tuple[Added, ...]
-
-
 class AddedItem(Model):
-    """What became of one item of many: stored (`status` 200, `results`), or refused, `detail` saying why."""
+    """One item of many: stored (`status` 200, `results`), or refused (`detail` says why)."""
 
     status: int
     results: tuple[Added, ...] | None = None
@@ -57,7 +59,7 @@ class AddedItems(Model):
 
 
 class Hit(Model):
-    """One memory found. `score` is its cosine to the query, raised towards 1 by the words they share."""
+    """A search hit. `score`: the cosine to the query, raised towards 1 by the words they share."""
 
     id: str
     memory: str
@@ -68,7 +70,7 @@ class Hit(Model):
 
 
 class Found(Model):
-    """What a search found, nearest first. `recall`: measured, of the index used; 1.0 of an exact search."""
+    """Hits, nearest first. `recall`: the measured recall of the index; 1.0 for an exact search."""
 
     results: tuple[Hit, ...]
     recall: float = 1.0
@@ -83,19 +85,12 @@ class Memory(Model):
     timestamp: str | None = None
 
 
-class Page(Model):
-    """Some memories, and the cursor to ask for those behind them with; None: there are none."""
-
-    results: tuple[Memory, ...]
-    next: str | None = None
-
-
-class History(Model):
-    results: tuple[Memory, ...]
+class Page(Results[Memory]):
+    """Some memories, and the cursor of those behind them."""
 
 
 class Changed(Model):
-    """What an update or a deletion did. A turn's update gives it a new `id`."""
+    """The result of an update or a deletion. An updated turn gets a new `id`."""
 
     id: str
     kind: Kind
@@ -115,7 +110,7 @@ class Decided(Model):
 
 
 class PolicyChange(Model):
-    """A change under way: of `records` in the tenant's log, so many are `decided` anew."""
+    """A change under way: `decided` of the `records` in the tenant's log are processed again."""
 
     policy: str
     generation: int
@@ -124,7 +119,7 @@ class PolicyChange(Model):
 
 
 class Policy(Model):
-    """What has made the memories that are searched, and as which generation of them."""
+    """The policy and the generation of the memories that are searched."""
 
     policy: str
     generation: int
@@ -132,7 +127,7 @@ class Policy(Model):
 
 
 class Certificate(Model):
-    """What an erasure removed, in further fields too, and what it cannot reach."""
+    """What an erasure cannot reach; further fields say what it removed."""
 
     out_of_reach: tuple[str, ...] = ()
 
@@ -145,18 +140,12 @@ class Replayed(Model):
     replayed: int
 
 
-class Names(Model):
-    results: tuple[str, ...]
-    next: str | None = None
-
-
-class Records(Model):
-    results: tuple[dict[str, Any], ...]
+class Records(Results[dict[str, Any]]):
     next_after_seq: int | None = None
 
 
 class Job(Model):
-    """An operation that goes on at the service. Times are ISO 8601 in UTC."""
+    """A background operation of the service. Times are ISO 8601 in UTC."""
 
     id: str
     status: Literal["queued", "running", "done", "failed"]
@@ -169,10 +158,6 @@ class Job(Model):
     @property
     def finished(self) -> bool:
         return self.status in ("done", "failed")
-
-
-class Jobs(Model):
-    results: tuple[Job, ...]
 
 
 _DOCUMENT = TypeAdapter(dict[str, Any])

@@ -1,4 +1,4 @@
-"""When a failed call is made again, and after how long."""
+"""When a failed call is retried, and after how long."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from undertow.serving.client.errors import Conflict, RateLimited, ServiceError, Unavailable, Unreachable
 
-# the answer to a call that is made again while its first try is still under way at the service
+# the response to a retry whose first try is still under way at the service
 UNDER_WAY = "urn:undertow:error:under-way"
-# answers that an LLM was paid for: whether another is worth its price, the caller decides; and a service that
-# has no language model has none in a moment either
+# the caller decides whether another LLM call is worth its price; a service without an LLM will not get one
 FOR_GOOD = frozenset(
     {"urn:undertow:error:llm-reply", "urn:undertow:error:llm-broke-off", "urn:undertow:error:no-llm"}
 )
@@ -22,11 +21,10 @@ FOR_GOOD = frozenset(
 class Retries:
     """How patient a client is. ValueError.
 
-    A call is made again where nobody answered (Unreachable), and where the service says that it is busy or
-    away (429, 503; not where its LLM has answered, and badly), as long as its next try begins within
-    `patience_s`; 0: never. The waits double from `first_s` to `longest_s`, a random half of each, and are no
-    shorter than the service asks for.
-    A changing call is given an Idempotency-Key, so that it takes effect once however often it is made.
+    Retried: no response (Unreachable), and a service that is busy or away (429, 503; not a bad reply of its
+    LLM), as long as the next try begins within `patience_s`; 0: never. The waits double from `first_s` to
+    `longest_s`, each shortened by a random part up to half, and are no shorter than the service asks for.
+    A changing call has an Idempotency-Key, so that it takes effect once however often it is sent.
     """
 
     patience_s: float = 30.0

@@ -1,10 +1,9 @@
-"""The demo: a small conversation in, memories as they appear, three questions, and what it cost."""
+"""The demo: ingests a small conversation, shows its memories, asks three questions, reports the cost."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from undertow.engine.api.views.stats import store_usage
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Memory, UndertowError, Usage
 from undertow.engine.encoders.factory import make_encoder
-from undertow.engine.llm.client import Completion, LLMClient, OnCall, OnText
+from undertow.engine.encoders.token_count import token_count
 from undertow.engine.readers import read
 from undertow.engine.step.scheduler import StepReport
 from undertow.kernels.device import cpu_count
@@ -35,85 +34,25 @@ QUESTIONS = Path(__file__).with_name("questions.json")
 MODEL_NAME = "undertow-demo"
 
 
-class Measured:
-    """An `LLMClient` that passes everything on and notes how many tokens a character of prompt costs."""
-
-    def __init__(self, inner: LLMClient) -> None:
-        self._inner = inner
-        self._seen: list[tuple[int, int]] = []  # (characters, tokens) of each prompt sent exactly once
-
-    @property
-    def tokens_per_char(self) -> float:
-        """0 when the server reports no usage."""
-        chars = sum(c for c, _ in self._seen)
-        return sum(t for _, t in self._seen) / chars if chars else 0.0
-
-    @property
-    def on_call(self) -> OnCall | None:
-        return self._inner.on_call
-
-    @on_call.setter
-    def on_call(self, on_call: OnCall | None) -> None:
-        self._inner.on_call = on_call
-
-    def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
-        return self._noted(prompt, self._inner.submit(prompt, tenant=tenant))
-
-    def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
-        return self._noted(prompt, self._inner.stream(prompt, tenant=tenant, on_text=on_text))
-
-    def _noted(self, prompt: Prompt, future: Future[Completion]) -> Future[Completion]:
-        future.add_done_callback(lambda done: self._note(prompt, done))
-        return future
-
-    def _note(self, prompt: Prompt, done: Future[Completion]) -> None:
-        if not done.cancelled() and done.exception() is None and done.result().usage.calls == 1:
-            self._seen.append((prompt_chars(prompt), done.result().usage.prompt_tokens))
-
-    def cancel(self, future: Future[Completion]) -> None:
-        self._inner.cancel(future)
-
-    @property
-    def in_flight(self) -> int:
-        return self._inner.in_flight
-
-    @property
-    def unreachable_s(self) -> float | None:
-        return self._inner.unreachable_s
-
-    @property
-    def last_error(self) -> str | None:
-        return self._inner.last_error
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def prompt_chars(prompt: Prompt) -> int:
-    return len(prompt.system) + len(prompt.user)
-
-
 def run(settings: Settings, out: Console) -> dict[str, Any]:
-    """Run the demo in a temporary store, telling it on `out`; returns its figures.
+    """Run the demo in a temporary store and report on `out`; returns its figures.
 
-    UndertowError when no server can be had or the server does not decide everything.
+    UndertowError: there is no LLM server, or it does not decide everything.
     """
     with ExitStack() as stack:
         settings = stack.enter_context(_server(settings, out))
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="undertow-demo-")))
-        client = make_llm(settings)
-        assert client is not None, "the server's URL is set by now"
-        llm = Measured(client)
         out.print(f"Loading the encoder {settings.encoder} ...")
-        engine = stack.enter_context(Engine(folder / "store", settings, make_encoder(settings), llm=llm))
+        encoder, llm = make_encoder(settings), make_llm(settings)
+        engine = stack.enter_context(Engine(folder / "store", settings, encoder, llm=llm))
         _remember(engine, out)
         answers = [_ask(engine, q, out) for q in orjson.loads(QUESTIONS.read_bytes())]
-        return _cost(engine, llm, answers, out)
+        return _cost(engine, answers, out)
 
 
 @contextmanager
 def _server(settings: Settings, out: Console) -> Iterator[Settings]:
-    """The settings with a server: the one they name, or a local one that ends with the block."""
+    """The settings with an LLM server: the one they name, or a local one for the duration of the block."""
     if settings.llm_url is not None:
         out.print(f"Using the LLM server at {settings.llm_url}.")
         yield settings
@@ -140,7 +79,7 @@ def _remember(engine: Engine, out: Console) -> None:
         def show(report: StepReport) -> None:
             bar.advance(task, report.decided)
             for memory in report.made:
-                bar.console.print(_told(memory))
+                bar.console.print(_shown(memory))
 
         work = Ingest(engine, on_step=show)
         work.feed([CONVERSATION])
@@ -148,7 +87,7 @@ def _remember(engine: Engine, out: Console) -> None:
             raise UndertowError("the demo cannot go on: " + "; ".join(obstacles(engine)))
 
 
-def _told(memory: Memory) -> Text:
+def _shown(memory: Memory) -> Text:
     new = "new" if memory.version == 1 else f"version {memory.version} of an"
     style = "bold cyan" if memory.kind == "episode" else "green"
     return Text.assemble((f"{new} {memory.kind} ", style), f"(turn {memory.made_at_seq}) {memory.text}")
@@ -162,11 +101,12 @@ def _ask(engine: Engine, question: dict[str, str], out: Console) -> dict[str, st
     return {"question": question["question"], "answer": answer.text, "expected": question["gist"]}
 
 
-def _cost(engine: Engine, llm: Measured, answers: list[dict[str, str]], out: Console) -> dict[str, Any]:
+def _cost(engine: Engine, answers: list[dict[str, str]], out: Console) -> dict[str, Any]:
     spent = {op: Usage(**used) for op, used in store_usage(engine.tenants).items()}
     asked = spent.pop("answer", Usage())
     built = sum(spent.values(), Usage())
-    every_turn = round(_chars_of_one_call_a_turn(engine) * llm.tokens_per_char)
+    tokens = token_count(engine.settings)
+    every_turn = sum(tokens.of_prompt(prompt) for prompt in _one_prompt_a_turn(engine))
     counts = engine.stats()
     out.print(
         f"\n{counts['turns']} turns became {counts['episodes']} episodes and {counts['facts']} facts with "
@@ -179,7 +119,7 @@ def _cost(engine: Engine, llm: Measured, answers: list[dict[str, str]], out: Con
     )
     out.print(
         f"One LLM call per turn would have sent about {every_turn:,} prompt tokens: an estimate, from each "
-        f"turn alone in the episode prompt, at {llm.tokens_per_char:.3f} tokens a character as measured here."
+        f"turn alone in the episode prompt, counted by {tokens.name}."
     )
     return {
         **counts,
@@ -190,11 +130,8 @@ def _cost(engine: Engine, llm: Measured, answers: list[dict[str, str]], out: Con
     }
 
 
-def _chars_of_one_call_a_turn(engine: Engine) -> int:
-    chars = 0
+def _one_prompt_a_turn(engine: Engine) -> Iterator[Prompt]:
     for name in engine.tenants.names():
         tenant = engine.tenants.get(name)
-        for seq in tenant.seq_by_row:
-            turn = tenant.turn(seq)
-            chars += prompt_chars(episode_prompt([ShownTurn(1, turn.timestamp, turn.text)]))
-    return chars
+        for turn in map(tenant.turn, tenant.seq_by_row):
+            yield episode_prompt([ShownTurn(1, turn.timestamp, turn.text)])

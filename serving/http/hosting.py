@@ -19,11 +19,12 @@ from undertow.serving.auth.audit import AuditLog
 from undertow.serving.auth.authenticator import Authenticator
 from undertow.serving.auth.key_file import FILE_NAME as KEYS_NAME
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.limits import RequestRates, TokenBudgets
+from undertow.serving.auth.limits import RequestRates
 from undertow.serving.client import AsyncClient
 from undertow.serving.http.app import make_app
 from undertow.serving.http.mcp_endpoint import HERE, in_process
 from undertow.serving.http.middleware.guard import Guard, KeyGuard, OpenGuard, is_loopback
+from undertow.serving.http.middleware.token_budget import TokenBudgets
 from undertow.serving.http.server import HttpServer, bound
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
@@ -33,7 +34,6 @@ from undertow.serving.mcp.stdio import serve_stdio
 from undertow.serving.telemetry.tracing import tracing
 
 STATE_NAME = "service"
-SPENDING_NAME = "spending.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,12 @@ def hosted(
     with ExitStack() as stack:
         state = StateDb(files.state)
         stack.callback(state.close)
-        budgets = TokenBudgets(files.state / SPENDING_NAME)
-        stack.callback(budgets.close)
-        audit = AuditLog(files.audit)
-        stack.callback(audit.close)
         service = Service(
             memories,
             state,
             guard=_guard(stack, files.keys),
-            budgets=budgets,
-            audit=audit,
+            budgets=TokenBudgets(state),
+            audit=AuditLog(files.audit),
             key_file=None if files.keys is None else KeyFile(files.keys),
             settings=settings,
             engine=engine,

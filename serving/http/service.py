@@ -14,13 +14,14 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import AnswerMode
 from undertow.serving.auth.audit import AuditLog, AuditOutcome, Entry
 from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.limits import TokenBudgets, answer_tokens
+from undertow.serving.auth.limits import answer_tokens
 from undertow.serving.auth.principal import Principal
 from undertow.serving.http.jobs import JobQueue
 from undertow.serving.http.middleware.front import sender_of
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.idempotency import AGAIN, IdempotencyStore
 from undertow.serving.http.middleware.load_limits import LoadLimits
+from undertow.serving.http.middleware.token_budget import TokenBudgets
 from undertow.serving.http.readiness import Readiness
 from undertow.serving.http.routes.add_batches import AddCalls
 from undertow.serving.http.service_settings import ServiceSettings

@@ -1,8 +1,7 @@
 """What the service itself must remember: a SQLite file in its state folder, of this process alone.
 
-state/service.sqlite3   jobs, and answers to requests with an Idempotency-Key
+state/service.sqlite3   jobs, answers to requests with an Idempotency-Key, tokens spent by key and day
 state/jobs/ID.ndjson    the body of an import that is a job, until that has ended
-state/spending.json     tokens by key and day (limits.py)
 state/.service.lock     held while the service runs
 
 Tenants stand there by the store's keyed hash; in words only in jobs that have not ended.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +40,9 @@ create table if not exists kept (
 ) without rowid;
 create index if not exists kept_by_age on kept (at);
 create index if not exists kept_by_tenant on kept (tenant_key);
+create table if not exists spending (
+    key_id text primary key, day text not null, tokens integer not null
+) without rowid;
 """
 
 
@@ -99,7 +101,11 @@ class StateDb:
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """`work` in one transaction, kept whole or not at all; one after the other. StateError."""
-        return await asyncio.wrap_future(self._thread.submit(self._in_transaction, work))
+        return await asyncio.wrap_future(self.submit(work))
+
+    def submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        """As `run`, without waiting; closing the database waits."""
+        return self._thread.submit(self._in_transaction, work)
 
     def _in_transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:

@@ -23,9 +23,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from undertow.engine.base.model import UndertowError
 
@@ -43,12 +44,11 @@ FOR_PEERS = (
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--structured-outputs-config", '{"backend": "xgrammar"}'),
 )
-"""What other clients than Undertow need: tool calls, in the form of Qwen's chat template, and white space in
-JSON without a schema. Without any a small model begins it with `{"memory":[]`, a list that is over."""
+"""Needed by clients other than Undertow: tool calls in the form of Qwen's chat template, and white space in
+JSON without a schema. Without it a small model begins with `{"memory":[]`, a list that is over."""
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Progress = Callable[[str, float], None]
-"""Called with the stage in words and the seconds since the start."""
+Progress = Callable[[str, float], object]
+"""Called when a stage begins, with its name and the seconds since the start."""
 
 STAGES = {
     "non-default args": "reading the model's settings",
@@ -80,81 +80,49 @@ def free_port(host: str = LOOPBACK) -> int:
         return int(probe.getsockname()[1])
 
 
-def require_port(port: int, host: str = LOOPBACK) -> None:
-    """Raises LocalServerError if somebody listens on `port`: vLLM would share it, and requests go astray."""
-    with socket.socket() as probe:
-        if probe.connect_ex((host, port)) == 0:
-            raise LocalServerError(f"port {port} of {host} is in use; name another, or 0 for a free one")
-
-
-def last_lines(path: Path, count: int, tail_bytes: int = 16_384) -> list[str]:
-    with path.open("rb") as log:
-        log.seek(max(0, path.stat().st_size - tail_bytes))
-        return log.read().decode(errors="replace").splitlines()[-count:]
-
-
-def group_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
+@dataclass(eq=False)
 class LocalVLLM:
     """A vLLM server on this machine, as a context manager; `url` is its OpenAI-compatible address.
 
-    `model` is a folder, or with `from_hub` a name that vLLM may load from a model hub. `host`: the address
-    to listen on; who can reach it can use the server, unless `api_key` is set. `port` 0 takes a free one.
-    `kv_cache_gib`: on a CPU, memory for the KV cache, beside the weights. `threads`: cores to bind, from the
-    first on; None leaves it to vLLM, which keeps one core free (on a machine that others use too, more
-    threads wait for each other). `eager`: no CUDA graphs, for CPUs and a quick start. `log_path`: where the
-    server's output goes; the default is a temporary file, removed after a clean end. `extra_args` go to
-    vLLM's command line as they are. Raises LocalServerError, on entry, with the cure or the last log lines.
+    `model`: a folder, or with `from_hub` a name that vLLM may load from a model hub.
+    `host`: the address to listen on; everyone who reaches it can use the server, unless `api_key` is set.
+    `port`: 0 takes a free one.
+    `kv_cache_gib`: on a CPU, memory for the KV cache, beside the weights.
+    `threads`: cores to bind, from the first on. None leaves it to vLLM, which keeps one core free (on a
+    shared machine more threads wait for each other).
+    `eager`: no CUDA graphs, for CPUs and a quick start.
+    `log_path`: for the server's output; by default a temporary file, removed after a clean end.
+    `extra_args`: passed to vLLM's command line as they are.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        served_name: str,
-        *,
-        from_hub: bool = False,
-        python: str | Path = SERVER_PYTHON,
-        host: str = LOOPBACK,
-        port: int = 0,
-        api_key: str | None = None,
-        max_model_len: int = 8192,
-        kv_cache_gib: int = 2,
-        dtype: Dtype = "auto",
-        threads: int | None = None,
-        eager: bool = True,
-        log_path: str | Path | None = None,
-        start_timeout_s: float = 600.0,
-        progress: Progress | None = None,
-        extra_args: Sequence[str] = (),
-    ) -> None:
-        self.model = model if from_hub else Path(model).resolve()
-        self.served_name = served_name
+    model: str | Path
+    served_name: str
+    _: KW_ONLY
+    from_hub: bool = False
+    python: str | Path = SERVER_PYTHON
+    host: str = LOOPBACK
+    port: int = 0
+    api_key: str | None = field(default=None, repr=False)
+    max_model_len: int = 8192
+    kv_cache_gib: int = 2
+    threads: int | None = None
+    eager: bool = True
+    log_path: Path | None = None
+    start_timeout_s: float = 600.0
+    progress: Progress | None = None
+    extra_args: Sequence[str] = ()
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.model = self.model if self.from_hub else Path(self.model).resolve()
         # not resolved: a virtual environment's python is a link, and following it leaves the environment
-        self.python = Path(python).absolute()
-        self.host = host
-        self.port = port
-        self.api_key = api_key
-        self.max_model_len = max_model_len
-        self.kv_cache_gib = kv_cache_gib
-        self.dtype = dtype
-        self.threads = threads
-        self.eager = eager
-        self.log_path = None if log_path is None else Path(log_path).resolve()
-        self.start_timeout_s = start_timeout_s
-        self.progress = progress
-        self.extra_args = tuple(extra_args)
-        self._keep_log = log_path is not None
-        self._process: subprocess.Popen[bytes] | None = None
+        self.python = Path(self.python).absolute()
+        self._keep_log = self.log_path is not None
+        self.log_path = self.log_path and self.log_path.resolve()
 
     @property
     def root_url(self) -> str:
-        """Where /health and /metrics are."""
+        """The base of /health and /metrics."""
         return f"http://{self.host}:{self.port}"
 
     @property
@@ -174,12 +142,11 @@ class LocalVLLM:
             "--model": self.model,
             "--served-model-name": self.served_name,
             "--max-model-len": self.max_model_len,
-            "--dtype": self.dtype,
+            # without it a schema allows endless white space, in which small models lose themselves
+            "--structured-outputs-config": '{"backend": "xgrammar", "disable_any_whitespace": true}',
         }
         switches = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
         switches += ["--enforce-eager"] if self.eager else []
-        # without it a schema allows white space without end, in which small models lose themselves
-        options["--structured-outputs-config"] = '{"backend": "xgrammar", "disable_any_whitespace": true}'
         words = [str(word) for option in options.items() for word in option]
         entry = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
         return [*entry, *words, *switches, *self.extra_args]
@@ -195,7 +162,7 @@ class LocalVLLM:
             kept["OMP_NUM_THREADS"] = str(self.threads)
         # with its OpenMP layer numba, which drafts, leaves the model's thread with one core
         kept["NUMBA_THREADING_LAYER"] = "workqueue"
-        if isinstance(self.model, Path):
+        if not self.from_hub:
             kept["HF_HUB_OFFLINE"] = "1"
         if self.api_key is not None:  # not on the command line, which every user of the machine can read
             kept["VLLM_API_KEY"] = self.api_key
@@ -214,10 +181,9 @@ class LocalVLLM:
             self.log_path.unlink(missing_ok=True)
 
     def start(self) -> None:
-        """Returns when the server answers. Raises LocalServerError; then nothing is left running."""
+        """Returns when the server answers. LocalServerError: it cannot start; nothing is left running."""
         self._check()
-        if self.port == 0:
-            self.port = free_port(self.host)
+        self.port = self.port or free_port(self.host)
         if self.log_path is None:
             handle, name = tempfile.mkstemp(prefix="undertow-vllm-", suffix=".log")
             os.close(handle)
@@ -242,61 +208,27 @@ class LocalVLLM:
         process, self._process = self._process, None
         if process is None:
             return
-        group = process.pid
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGTERM)
+        deadline = time.monotonic() + TERMINATE_S
         if process.stdin is not None:
             process.stdin.close()
-        deadline = time.monotonic() + TERMINATE_S
-        while time.monotonic() < deadline:
-            process.poll()
-            if not group_alive(group):
-                return
-            time.sleep(0.05)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # raised once the group is gone
+            os.killpg(process.pid, signal.SIGTERM)
+            while time.monotonic() < deadline:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def check_alive(self) -> None:
         """Raises LocalServerError, with the last log lines, if the server has died or was not started."""
-        if self._process is None:
-            raise LocalServerError("the local vLLM server has not been started")
-        status = self._process.poll()
+        status = self._started().poll()
         if status is not None:
             raise LocalServerError(f"the local vLLM server ended with status {status}{self._log_tail()}")
 
     def wait(self) -> int:
         """Blocks until the server ends by itself and returns its exit status."""
-        if self._process is None:
-            raise LocalServerError("the local vLLM server has not been started")
-        return self._process.wait()
-
-    def _check(self) -> None:
-        if self._process is not None:
-            raise LocalServerError("the local vLLM server is already running")
-        if not self.python.exists():
-            raise LocalServerError(f"no vLLM environment: {self.python} is missing; run `make setup-vllm`")
-        if isinstance(self.model, Path) and not (self.model / "config.json").is_file():
-            raise LocalServerError(f"no config.json in {self.model}; `make model` makes a small model")
-        if self.port != 0:
-            require_port(self.port, self.host)
-
-    def _wait_until_healthy(self) -> None:
-        started_s = time.monotonic()
-        stage = "starting Python"
-        while True:
-            self.check_alive()
-            elapsed_s = time.monotonic() - started_s
-            stage = self._stage(stage)
-            if self.progress is not None:
-                self.progress(stage, elapsed_s)
-            if self.healthy():
-                return
-            if elapsed_s > self.start_timeout_s:
-                raise LocalServerError(
-                    f"the local vLLM server was not ready after {elapsed_s:.0f} s: {stage}{self._log_tail()}"
-                )
-            time.sleep(0.5)
+        return self._started().wait()
 
     def healthy(self) -> bool:
         """Whether it answers its health check."""
@@ -306,63 +238,82 @@ class LocalVLLM:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
-    def _stage(self, stage: str) -> str:
-        """The newest stage that the log speaks of, or `stage` if it speaks of none."""
-        for line in last_lines(self.log_path, 80) if self.log_path is not None else ():
-            stage = next((words for key, words in STAGES.items() if key in line), stage)
-        return stage
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise LocalServerError("the local vLLM server has not been started")
+        return self._process
+
+    def _check(self) -> None:
+        if self._process is not None:
+            raise LocalServerError("the local vLLM server is already running")
+        if not Path(self.python).exists():
+            raise LocalServerError(f"no vLLM environment: {self.python} is missing; run `make setup-vllm`")
+        if not self.from_hub and not Path(self.model, "config.json").is_file():
+            raise LocalServerError(f"no config.json in {self.model}; `make model` makes a small model")
+        if self.port:  # vLLM would share a port in use, and requests would go astray
+            with socket.socket() as probe:
+                if probe.connect_ex((self.host, self.port)) == 0:
+                    raise LocalServerError(
+                        f"port {self.port} of {self.host} is in use; name another, or 0 for a free one"
+                    )
+
+    def _wait_until_healthy(self) -> None:
+        started_s = time.monotonic()
+        stage, reported = "starting Python", ""
+        while True:
+            self.check_alive()
+            elapsed_s = time.monotonic() - started_s
+            for line in self._last_lines(80):
+                stage = next((words for key, words in STAGES.items() if key in line), stage)
+            if self.progress is not None and stage != reported:
+                self.progress(stage, elapsed_s)
+                reported = stage
+            if self.healthy():
+                return
+            if elapsed_s > self.start_timeout_s:
+                raise LocalServerError(
+                    f"the local vLLM server was not ready after {elapsed_s:.0f} s: {stage}{self._log_tail()}"
+                )
+            time.sleep(0.5)
+
+    def _last_lines(self, count: int, tail_bytes: int = 16_384) -> list[str]:
+        if self.log_path is None:
+            return []
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - tail_bytes))
+            return log.read().decode(errors="replace").splitlines()[-count:]
 
     def _log_tail(self) -> str:
-        if self.log_path is None:
-            return ""
-        lines = [f"  {line}" for line in last_lines(self.log_path, 25)]
+        lines = [f"  {line}" for line in self._last_lines(25)]
         return "\n".join([f"; the end of its log, {self.log_path}:", *lines])
 
 
 def report_to(stream_write: Callable[[str], object]) -> Progress:
-    """A progress callback that writes one line when the stage changes."""
-    shown = ""
-
-    def report(stage: str, elapsed_s: float) -> None:
-        nonlocal shown
-        if stage != shown:
-            shown = stage
-            stream_write(f"vLLM server: {stage} ({elapsed_s:.0f} s)\n")
-
-    return report
+    """A progress callback that writes one line per stage."""
+    return lambda stage, elapsed_s: stream_write(f"vLLM server: {stage} ({elapsed_s:.0f} s)\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a model with vLLM on 127.0.0.1 until Ctrl-C.")
     add = parser.add_argument
     add("--model", type=Path, default=OFFLINE_MODEL, help="model folder (default: the one of `make model`)")
-    add("--name", help="name the model is served under (default: the folder's name)")
+    add("--name", dest="served_name", help="name the model is served under (default: the folder's name)")
     add("--port", type=int, default=8000, help="port, 0 for a free one (default 8000)")
     add("--max-model-len", type=int, default=8192, help="longest context in tokens (default 8192)")
     add("--kv-cache-gib", type=int, default=2, help="memory of the KV cache (default 2)")
     add("--threads", type=int, help="cores to use, from the first on (default: all but one)")
-    add("--log", type=Path, help="log file (default: a temporary one)")
+    add("--log", type=Path, dest="log_path", help="log file (default: a temporary one)")
     add("--for-peers", action="store_true", help="with what mem0ai and langmem ask for")
-    args = parser.parse_args()
-    server = LocalVLLM(
-        args.model,
-        args.name or args.model.resolve().name,
-        port=args.port,
-        max_model_len=args.max_model_len,
-        kv_cache_gib=args.kv_cache_gib,
-        threads=args.threads,
-        extra_args=(*DRAFTING, *(FOR_PEERS if args.for_peers else ())),
-        log_path=args.log,
-        progress=report_to(sys.stderr.write),
-    )
+    options = vars(parser.parse_args())
+    options["extra_args"] = (*DRAFTING, *(FOR_PEERS if options.pop("for_peers") else ()))
+    options["served_name"] = options["served_name"] or options["model"].resolve().name
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with server:
+        with LocalVLLM(**options, progress=report_to(sys.stderr.write)) as server:
             sys.stderr.write(
                 f"vLLM server: {server.url} serves {server.served_name}; log {server.log_path}\n"
             )
-            status = server.wait()
-            sys.exit(f"vLLM server: ended with status {status}; see {server.log_path}")
+            sys.exit(f"vLLM server: ended with status {server.wait()}; see {server.log_path}")
     except LocalServerError as error:
         sys.exit(f"vLLM server: {error}")
     except KeyboardInterrupt:

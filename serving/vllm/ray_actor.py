@@ -4,16 +4,17 @@
     python -m undertow.serving.vllm.ray_actor status
     python -m undertow.serving.vllm.ray_actor stop
 
-`start` prints the setting that tells shards of them, UNDERTOW_LLM_URL: their actors' names, as a server
-has another URL when its actor comes back on another node. Beside it, for processes outside of the
-cluster, the URLs of now. The actors are detached: they outlive the program that started them, and Ray
-starts an actor again whose process or node died. A server never outlives its actor.
+`start` prints the setting for shards, UNDERTOW_LLM_URL, with the actors' names: a server gets another URL
+when its actor restarts on another node. It also prints the present URLs, for processes outside of the
+cluster. The actors are detached: they outlive the program that started them, and Ray restarts an actor
+whose process or node died. A server never outlives its actor.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ _ASK_S = 30.0
 
 
 class ServerPlan(BaseModel):
-    """What each server serves, and what it takes of a node."""
+    """What each server serves, and the resources that it takes of a node. Fields as in `LocalVLLM`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,87 +51,64 @@ class ServerPlan(BaseModel):
     from_hub: bool = False
     served_name: str | None = None
     max_model_len: int = Field(default=8_192, ge=1_024)
-    # of the card; less where an engine's shard shares it
+    # of the GPU; less if an engine's shard shares it
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     api_key: str | None = None
     extra_args: tuple[str, ...] = ()
 
-    # whole cards are used together, by tensor parallelism; 0: a server on the CPU
+    # whole GPUs are used together, by tensor parallelism; 0: a server on the CPU
     num_gpus: float = Field(default=1.0, ge=0)
     num_cpus: float = Field(default=1.0, ge=0)
-    memory_bytes: int = Field(default=0, ge=0)
     # a resource that only nodes with a vLLM environment have, as in ray_cluster.yaml; "" for any node
     node_resource: str = NODE_RESOURCE
 
     python: Path = SERVER_PYTHON
     # of the first server; the others take the next ones, so that several fit on a node. 0: any free ones
     port: int = Field(default=8_000, ge=0, le=65_000)
-    # of a server on the CPU
     kv_cache_gib: int = Field(default=2, ge=1)
     start_timeout_s: float = Field(default=900.0, gt=0)
     check_s: float = Field(default=5.0, gt=0)
 
     @model_validator(mode="after")
-    def _cards_are_whole_or_shared(self) -> ServerPlan:
+    def _gpus_and_port_are_usable(self) -> ServerPlan:
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
             raise ValueError(f"num_gpus is {self.num_gpus}; above 1 it must be whole")
-        return self
-
-    @model_validator(mode="after")
-    def _port_is_free_to_use(self) -> ServerPlan:
         if 0 < self.port < 1_024:
             raise ValueError(f"port is {self.port}; those below 1024 are the system's. 0 takes a free one")
         return self
 
     def demand(self) -> dict[str, float]:
         """What one server takes, by Ray's name of the resource."""
-        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": float(self.memory_bytes)}
-        if self.node_resource:
-            asked[self.node_resource] = 1.0
-        return {name: amount for name, amount in asked.items() if amount}
+        demand = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        demand |= {self.node_resource: 1.0} if self.node_resource else {}
+        return {name: amount for name, amount in demand.items() if amount}
 
     def server(self, number: int, host: str) -> LocalVLLM:
         """Server `number`, not started, which is to listen on `host`."""
-        cards = ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
-        cards += ["--tensor-parallel-size", str(int(self.num_gpus))] if self.num_gpus > 1 else []
-        return LocalVLLM(
-            self.model,
-            self.served_name or Path(self.model).name,
-            from_hub=self.from_hub,
-            python=self.python,
-            host=host,
-            port=self.port and self.port + number,
-            api_key=self.api_key,
-            max_model_len=self.max_model_len,
-            kv_cache_gib=self.kv_cache_gib,
-            eager=self.num_gpus == 0,
-            start_timeout_s=self.start_timeout_s,
-            extra_args=(*(cards if self.num_gpus else ()), *self.extra_args),
-        )
+        gpus = ["--gpu-memory-utilization", str(self.gpu_memory_utilization)] if self.num_gpus else []
+        gpus += ["--tensor-parallel-size", str(int(self.num_gpus))] if self.num_gpus > 1 else []
+        shared = self.model_dump(include={field.name for field in fields(LocalVLLM)})
+        own: dict[str, Any] = {
+            "served_name": self.served_name or Path(self.model).name,
+            "host": host,
+            "port": self.port and self.port + number,
+            "eager": self.num_gpus == 0,
+            "extra_args": (*gpus, *self.extra_args),
+        }
+        return LocalVLLM(**(shared | own))
 
 
-class VLLMActor:
-    """The shell round a `ServerKeeper` that Ray runs."""
+class VLLMActor(ServerKeeper):
+    """A `ServerKeeper` as Ray runs it."""
 
     def __init__(self, plan: ServerPlan, number: int) -> None:
-        # never fails: Ray does not start an actor again whose constructor raised
+        """Never fails: Ray does not restart an actor whose constructor raised."""
         host = str(get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._keeper = ServerKeeper(plan.server(number, host), check_s=plan.check_s)
-        self._keeper.begin()
-
-    def ready(self, timeout_s: float) -> str:
-        """The server's URL once it answers. Raises LocalServerError as `ServerKeeper.ready` does."""
-        return self._keeper.ready(timeout_s)
+        super().__init__(plan.server(number, host), check_s=plan.check_s)
 
     def url(self) -> str:
-        """The server's URL; empty while it does not answer. Asked by engines (`NamedActor`)."""
-        return self._keeper.state.url
-
-    def state(self) -> ServerState:
-        return self._keeper.state
-
-    def stop(self) -> None:
-        self._keeper.stop()
+        """The server's URL; empty while it does not answer. Called by engines (`NamedActor`)."""
+        return self.state().url
 
 
 def start_servers(plan: ServerPlan, count: int) -> dict[str, str]:
@@ -153,23 +131,22 @@ def start_servers(plan: ServerPlan, count: int) -> dict[str, str]:
 
 
 def server_states() -> dict[str, ServerState]:
-    """The state of every server, by its actor's name. An actor that does not answer is told as such."""
+    """The state of every server, by its actor's name; `error` names an actor that does not answer."""
     asked = {name: _handle(name).state.remote() for name in _names()}
     states = {}
     for name, answer in asked.items():
         try:
             states[name] = ray.get(answer, timeout=_ASK_S)
         except RayError as trouble:
-            text = f"the actor does not answer: {trouble}"
-            states[name] = ServerState(url="", ready=False, starts=0, pid=None, error=text)
+            states[name] = ServerState(error=f"the actor does not answer: {trouble}")
     return states
 
 
 def stop_servers() -> int:
-    """Ends all servers and their actors; how many there were."""
+    """Ends all servers and their actors; returns their number."""
     handles = [_handle(name) for name in _names()]
     if handles:
-        # those that do not answer are dead or have no place yet: the kill does it all
+        # an actor that does not answer is dead or not placed yet: the kill is enough
         ray.wait([handle.stop.remote() for handle in handles], num_returns=len(handles), timeout=_ASK_S)
     for handle in handles:
         ray.kill(handle, no_restart=True)
@@ -187,7 +164,6 @@ def _actor(plan: ServerPlan, number: int) -> Any:
         max_concurrency=8,  # `state` and `stop` are answered while `ready` waits
         num_cpus=plan.num_cpus,
         num_gpus=plan.num_gpus,
-        memory=plan.memory_bytes or None,
         resources={plan.node_resource: 1.0} if plan.node_resource else None,
     )
     return shell.remote(plan, number)
@@ -254,9 +230,8 @@ def start(
 
     given = {name: value for name, value in locals().items() if name in ServerPlan.model_fields}
     try:
-        api_key = (
-            None if (key := Settings().llm_api_key) == Settings.model_fields["llm_api_key"].default else key
-        )
+        key = Settings().llm_api_key
+        api_key = None if key == Settings.model_fields["llm_api_key"].default else key
         plan = ServerPlan(**given, api_key=api_key, extra_args=tuple(vllm_arg or ()))
         _connect(address)
         urls = start_servers(plan, count)

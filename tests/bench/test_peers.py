@@ -13,10 +13,10 @@ from textwrap import dedent
 import pytest
 
 from undertow.bench.peers import throughput
-from undertow.bench.peers.peer import PeerSystem
 from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, command_of
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.systems.base import Material, Means
+from undertow.bench.quality.systems.peer import PeerSystem
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn, Usage

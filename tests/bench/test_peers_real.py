@@ -15,11 +15,11 @@ import pytest
 
 from undertow.bench.machine import ROOT
 from undertow.bench.mock.server import spawn_server
-from undertow.bench.peers.peer import PeerSystem, added
-from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, command_of
+from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, added, command_of
 from undertow.bench.peers.throughput import drive
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.systems.base import Means
+from undertow.bench.quality.systems.peer import PeerSystem
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn

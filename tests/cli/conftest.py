@@ -10,12 +10,7 @@ import pytest
 
 from undertow.bench.mock.server import spawn_server
 
-from ..support.cli import (
-    THETAS,
-    conversation,
-    run,
-    write_log,
-)
+from ..support.cli import THETAS, conversation, run, write_log
 
 TURNS = 24
 
@@ -28,11 +23,8 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    lines = [
-        line
-        for pair in zip(conversation("ada", TURNS), conversation("bo", TURNS), strict=True)
-        for line in pair
-    ]
+    pairs = zip(conversation("ada", TURNS), conversation("bo", TURNS), strict=True)
+    lines = [line for pair in pairs for line in pair]
     return write_log(tmp_path_factory.mktemp("log") / "log.jsonl", lines)
 
 

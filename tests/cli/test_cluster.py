@@ -25,7 +25,19 @@ from undertow.bench.mock.server import spawn_server
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
 from undertow.engine.storage.location import Location
 
-from ..support.cli import ENV, PROGRAM, SUMMARY_KEYS, THETAS, contents, conversation, run, write_log
+from ..support.cli import (
+    ENV,
+    SUMMARY_KEYS,
+    THETAS,
+    Ran,
+    contents,
+    conversation,
+    listed,
+    run,
+    start,
+    tenants,
+    write_log,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_address")
 
@@ -55,10 +67,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said = {tenant: conversation(tenant, TURNS) for tenant in TENANTS}
     half = TURNS // 2
     write_log(folder / "a.jsonl", [*said["ada"][:half], *said["cy"]])
-    write_log(
-        folder / "b.jsonl",
-        [x for pair in zip(said["bo"][:half], said["dee"][:half], strict=True) for x in pair],
-    )
+    pairs = zip(said["bo"][:half], said["dee"][:half], strict=True)
+    write_log(folder / "b.jsonl", [line for pair in pairs for line in pair])
     write_log(folder / "c.jsonl", [*said["dee"][half:], *said["ada"][half:], *said["bo"][half:]])
     return folder
 
@@ -126,8 +136,8 @@ def evenly_split(shards: int = 2) -> ShardMap:
     return replace(found, shards=names[:shards])
 
 
-def everything(store: Path, tenants: Sequence[str] = TENANTS) -> dict[str, Any]:
-    return {tenant: contents(store, tenant) for tenant in tenants}
+def everything(store: Path, names: Sequence[str] = TENANTS) -> dict[str, Any]:
+    return {name: contents(store, name) for name in names}
 
 
 def test_a_job_whose_driver_shards_and_workers_are_killed_is_completed_by_the_same_command(
@@ -146,17 +156,14 @@ def test_a_job_whose_driver_shards_and_workers_are_killed_is_completed_by_the_sa
 
 
 def test_tenants_are_spread_over_the_shards(built: Path) -> None:
-    shards = list((built / "shards").iterdir())
-    assert len(shards) == 2
-    held = [run("list", "--kind", "tenants", "--store", shard, "--json").lines for shard in shards]
-    assert [len(tenants) for tenants in held] == [2, 2]
+    assert [len(tenants(shard)) for shard in (built / "shards").iterdir()] == [2, 2]
 
 
 def test_reading_commands_take_a_root_for_a_store(
     built: Path, one_process: tuple[Path, dict[str, Any]]
 ) -> None:
     store, _ = one_process
-    episode = run("list", "--store", store, "--tenant", "bo", "--kind", "episodes", "--json").lines[0]["id"]
+    episode = listed(store, "episodes", "bo")[0]["id"]
     for args in (
         ("list", "--kind", "tenants"),
         ("search", "boat planks varnish", "--tenant", "ada", "-k", "5"),
@@ -165,18 +172,14 @@ def test_reading_commands_take_a_root_for_a_store(
     ):
         on_shards = run(*args, "--store", built, "--json")
         assert (on_shards.code, on_shards.lines) == (0, run(*args, "--store", store, "--json").lines), args
-    for args in (("stats",), ("stats", "--tenant", "dee")):
-        figures = [run(*args, "--store", where, "--json").doc for where in (built, store)]
+    for tenant in ((), ("--tenant", "dee")):
+        figures = [run("stats", *tenant, "--store", where, "--json").doc for where in (built, store)]
         for some in figures:
-            some.pop("cached_prompt_tokens")
-            for used in some["usage"].values():
+            for used in (some, *some["usage"].values()):
                 used.pop("cached_prompt_tokens")
         assert figures[0] == figures[1]
-    exported = [
-        sorted(map(json.dumps, run("export", "--tenant", "cy", "--store", where).lines))
-        for where in (built, store)
-    ]
-    assert exported[0] == exported[1]
+    exports = [run("export", "--tenant", "cy", "--store", where).lines for where in (built, store)]
+    assert sorted(map(json.dumps, exports[0])) == sorted(map(json.dumps, exports[1]))
     assert run("list", "--kind", "turns", "--tenant", "nobody", "--store", built).code == 1
     assert run("history", "0" * 32, "--store", built).code == 1
 
@@ -200,13 +203,7 @@ def test_the_same_logs_again_change_nothing(
 @contextmanager
 def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A command in a process of its own, which is killed at the end."""
-    with subprocess.Popen(
-        [*PROGRAM, *command],
-        env={**os.environ, **ENV, **CLUSTER_ENV},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as running:
+    with start(command, **os.environ | ENV | CLUSTER_ENV) as running:
         try:
             yield running
         finally:
@@ -236,13 +233,6 @@ def _at_work() -> list[psutil.Process]:
     return found
 
 
-def _end(root: Path, ray_address: str, server: str) -> None:
-    """Everything is decided; end the shards."""
-    where = ("--store", root, "--ray", ray_address)
-    stopped = run("cluster", "drain", *where, "--stop", "--llm", server, "--json")
-    assert (stopped.code, stopped.doc["settled"]) == (0, True)
-
-
 def _wait_until(holds: Callable[[], bool], timeout_s: float = 240.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not holds():
@@ -254,40 +244,55 @@ def test_shards_are_added_and_removed(
     tmp_path: Path, logs: Path, server: str, ray_address: str, expected: dict[str, Any]
 ) -> None:
     """And what else is done to one root: files with problems, deleting, erasing, embedding anew."""
-    root = tmp_path / "root"
-    where = ("--store", root, "--ray", ray_address)
-    publish(Location.of(root), evenly_split(1))
-    _ingest_with_problems(tmp_path / "bad.jsonl", logs, where, server)
-    state = run("cluster", "status", *where, "--json").doc
-    assert {shard: s["state"] for shard, s in state["shards"].items()} == {"s0001": "serving"}
-    more = run("cluster", "move", *where, "--shards", "2", "--llm", server, "--json")
+    root = Root(tmp_path / "root", ray_address, server)
+    publish(Location.of(root.path), evenly_split(1))
+    _ingest_with_problems(tmp_path / "bad.jsonl", logs, root)
+    assert root.states() == {"s0001": "serving"}
+    more = root.run("cluster", "move", "--shards", "2")
     assert more.code == 0, more.err
     assert more.doc["shards"] == ["s0001", "s0002"]
-    assert more.doc["moved_tenants"] == len(_tenants_of(root, "s0002")) >= 2
-    assert everything(root) == expected
-    _erase_and_delete(root, where, server)
-    _change_policy(root, where, server)
-    _flush(root, where, server)
-    less = run("cluster", "move", *where, "--shards", "1", "--llm", server, "--json")
+    assert more.doc["moved_tenants"] == len(tenants(root.path / "shards" / "s0002")) >= 2
+    assert everything(root.path) == expected
+    _erase_and_delete(root)
+    _change_policy(root)
+    _flush(root)
+    less = root.run("cluster", "move", "--shards", "1")
     assert (less.code, less.doc["shards"]) == (0, ["s0001"])
-    nothing = run("cluster", "move", *where, "--llm", server, "--json")
+    nothing = root.run("cluster", "move")
     assert (nothing.code, nothing.doc) == (0, {**less.doc, "moved_tenants": 0, "moved_rows": 0})
-    running = run("reindex", *where, "--encoder", "hash:128")
+    reindex = ("reindex", *root.where, "--encoder", "hash:128")
+    running = run(*reindex)
     assert (running.code, "drain --stop" in running.err) == (2, True)
-    replayed = run("jobs", "--replay", *where, "--llm", server, "--json")
+    replayed = root.run("jobs", "--replay")
     assert (replayed.code, replayed.lines, "0 parked jobs" in replayed.err) == (0, [], True)
-    _end(root, ray_address, server)
-    after = run("cluster", "status", *where, "--json").doc
-    assert {s["state"] for s in after["shards"].values()} == {"not running"}
-    assert run("reindex", *where, "--encoder", "hash:128").code == 0
+    stopped = root.run("cluster", "drain", "--stop")
+    assert (stopped.code, stopped.doc["settled"]) == (0, True)
+    assert set(root.states().values()) == {"not running"}
+    assert run(*reindex).code == 0
     rest = ("ada", "bo")
-    assert everything(root, rest) == {tenant: expected[tenant] for tenant in rest}
+    assert everything(root.path, rest) == {tenant: expected[tenant] for tenant in rest}
 
 
-def _ingest_with_problems(bad: Path, logs: Path, where: tuple[str | Path, ...], server: str) -> None:
-    """The logs, and one whose problems are told one by one."""
+class Root:
+    """A cluster's root, and commands on its running shards."""
+
+    def __init__(self, path: Path, ray_address: str, server: str) -> None:
+        self.path = path
+        self.where = ("--store", path, "--ray", ray_address)
+        self._llm = ("--llm", server, "--json")
+
+    def run(self, *command: str | Path) -> Ran:
+        return run(*command, *self.where, *self._llm)
+
+    def states(self) -> dict[str, str]:
+        shards = run("cluster", "status", *self.where, "--json").doc["shards"]
+        return {shard: state["state"] for shard, state in shards.items()}
+
+
+def _ingest_with_problems(bad: Path, logs: Path, root: Root) -> None:
+    """The logs, and one whose problems are reported one by one."""
     write_log(bad, ["{broken", *conversation("eve", 2), "[]"])
-    done = run("ingest", bad, logs, *where, "--shards", "1", "--llm", server, *THETAS, "--json")
+    done = root.run("ingest", bad, logs, "--shards", "1", *THETAS)
     assert (done.code, done.doc["errors"], done.doc["turns"]) == (3, 2, 2 + len(TENANTS) * TURNS)
     (told,) = done.doc["files"]
     assert (told["file"], told["turns"], told["errors"], told["warnings"]) == (str(bad), 2, 2, 0)
@@ -295,80 +300,64 @@ def _ingest_with_problems(bad: Path, logs: Path, where: tuple[str | Path, ...], 
     assert f"{bad}:4: a line must be a JSON object" in done.err
 
 
-def _erase_and_delete(root: Path, where: tuple[str | Path, ...], server: str) -> None:
-    run("keys", "create", "--store", root, "--tenant", "cy", "--tenant", "dee", "--scope", "read")
-    erased = run("erase", "--tenant", "cy", *where, "--now", "--yes", "--json")
+def _erase_and_delete(root: Root) -> None:
+    run("keys", "create", "--store", root.path, "--tenant", "cy", "--tenant", "dee", "--scope", "read")
+    erased = run("erase", "--tenant", "cy", *root.where, "--now", "--yes", "--json")
     assert (erased.code, erased.doc["purged"], erased.doc["turns_removed"]) == (0, True, TURNS), erased.err
-    assert [key["tenants"] for key in run("keys", "list", "--store", root, "--json").lines] == [["dee"]]
-    audited = [json.loads(line) for line in (root / "audit.jsonl").read_text().splitlines()]
-    assert [(line["act"], line["outcome"]) for line in audited[2:]] == [("erase", "begun"), ("erase", "done")]
-    assert {line["tenant_key"] for line in audited[2:]} == {load(Location.of(root)).tenant_key("cy")}
-    assert run("list", "--kind", "turns", "--tenant", "cy", "--store", root).code == 1
-    fact = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines[0]
-    updated = run("update", fact["id"], "Dee sold the boat.", *where, "--llm", server, "--json")
+    assert [key["tenants"] for key in run("keys", "list", "--store", root.path, "--json").lines] == [["dee"]]
+    audited = [json.loads(line) for line in (root.path / "audit.jsonl").read_text().splitlines()][2:]
+    assert [(line["act"], line["outcome"]) for line in audited] == [("erase", "begun"), ("erase", "done")]
+    assert {line["tenant_key"] for line in audited} == {load(Location.of(root.path)).tenant_key("cy")}
+    assert run("list", "--kind", "turns", "--tenant", "cy", "--store", root.path).code == 1
+    fact = listed(root.path, "facts", "dee")[0]
+    updated = root.run("update", fact["id"], "Dee sold the boat.")
     assert (updated.code, updated.doc["id"], updated.doc["settled"]) == (0, fact["id"], True), updated.err
-    assert run("get", fact["id"], "--store", root, "--json").doc["text"] == "Dee sold the boat."
-    turn = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines[0]
-    command = ("delete", turn["id"], *where, "--llm", server)
-    refused = run(*command, "--tenant", "ada")
+    assert run("get", fact["id"], "--store", root.path, "--json").doc["text"] == "Dee sold the boat."
+    turn = listed(root.path, "turns", "dee")[0]
+    refused = root.run("delete", turn["id"], "--tenant", "ada")
     assert (refused.code, "no memory of 'ada'" in refused.err) == (1, True)
-    deleted = run(*command, "--json")
+    deleted = root.run("delete", turn["id"])
     assert (deleted.code, deleted.doc["kind"], deleted.doc["settled"]) == (0, "turn", True), deleted.err
-    left = run("list", "--kind", "turns", "--tenant", "dee", "--store", root, "--json").lines
-    assert [t["id"] for t in left].count(turn["id"]) == 0 and len(left) == TURNS - 1
+    left = [t["id"] for t in listed(root.path, "turns", "dee")]
+    assert turn["id"] not in left and len(left) == TURNS - 1
 
 
-def _change_policy(root: Path, where: tuple[str | Path, ...], server: str) -> None:
-    """Once the tenant has reworded a fact by hand, which stands against it."""
-    fact = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines[-1]
-    assert run("update", fact["id"], "Dee sails again.", *where, "--llm", server).code == 0
-    read = ("policy", "--tenant", "dee", "--store", root, "--json")
+def _change_policy(root: Root) -> None:
+    """Once the tenant has reworded a fact by hand, which blocks the change."""
+    fact = listed(root.path, "facts", "dee")[-1]
+    assert root.run("update", fact["id"], "Dee sails again.").code == 0
+    read = ("policy", "--tenant", "dee", "--store", root.path, "--json")
     former = run(*read).doc
     assert (former["policy"], former["generation"]) == ("recmem", 1)
-    command = ("policy", "eager", "--tenant", "dee", *where, "--llm", server, "--json")
-    refused = run(*command)
+    refused = root.run("policy", "eager", "--tenant", "dee")
     assert (refused.code, refused.out, "reworded or deleted" in refused.err) == (1, "", True), refused.err
     assert run(*read).doc == former
-    changed = run(*command, "--drop-edits")
+    changed = root.run("policy", "eager", "--tenant", "dee", "--drop-edits")
     assert changed.code == 0, changed.err
     assert changed.doc == {"tenant": "dee", "policy": "eager", "generation": 2, "change": None}
     assert run(*read).doc == changed.doc, "it is stored with the shard that has the tenant"
-    listed = run("list", "--kind", "facts", "--tenant", "dee", "--store", root, "--json").lines
-    assert listed and {fact["generation"] for fact in listed} == {2}
+    assert {fact["generation"] for fact in listed(root.path, "facts", "dee")} == {2}
 
 
-def _flush(root: Path, where: tuple[str | Path, ...], server: str) -> None:
+def _flush(root: Root) -> None:
     """A tenant whose two turns fill no window, beside tenants whose policies wait for nothing."""
-
-    def episodes() -> list[dict[str, Any]]:
-        return run("list", "--kind", "episodes", "--tenant", "eve", "--store", root, "--json").lines
-
-    changed = run("policy", "nemori", "--tenant", "eve", *where, "--llm", server, "--json")
+    changed = root.run("policy", "nemori", "--tenant", "eve")
     assert (changed.code, changed.doc["policy"]) == (0, "nemori"), changed.err
-    assert episodes() == []
-    refused = run("flush", "--store", root, "--llm", server)
+    assert listed(root.path, "episodes", "eve") == []
+    refused = run("flush", "--store", root.path)
     assert (refused.code, refused.out, "--ray" in refused.err) == (2, "", True)
-    for command in (("flush", "--tenant", "eve"), ("flush",)):
-        flushed = run(*command, *where, "--llm", server, "--json")
+    # `cy` was erased, `eve` is there
+    for command, flushes in ((("flush", "--tenant", "eve"), 1), (("flush",), len(TENANTS))):
+        flushed = root.run(*command)
         assert flushed.code == 0, flushed.err
-        count = 1 if "--tenant" in command else len(_tenants_of(root, "s0001") + _tenants_of(root, "s0002"))
-        assert flushed.doc == {"tenants": count, "settled": True}
-        assert {seq for told in episodes() for seq in told["source_seqs"]} == {0, 1}
-    assert count == len(TENANTS)  # `cy` was erased, `eve` is there
-
-
-def _tenants_of(root: Path, shard: str) -> list[str]:
-    listed = run("list", "--kind", "tenants", "--store", root / "shards" / shard, "--json").lines
-    return [record["tenant"] for record in listed]
+        assert flushed.doc == {"tenants": flushes, "settled": True}
+        assert {seq for told in listed(root.path, "episodes", "eve") for seq in told["source_seqs"]} == {0, 1}
 
 
 def test_status_from_storage_alone(built: Path) -> None:
     state = run("cluster", "status", "--store", built, "--json").doc
-    assert (state["map_version"], state["moving_from"], list(state["shards"])) == (
-        1,
-        None,
-        ["s0001", "s0002"],
-    )
+    assert (state["map_version"], state["moving_from"]) == (1, None)
+    assert list(state["shards"]) == ["s0001", "s0002"]
     assert sum(s["turns"] for s in state["shards"].values()) == len(TENANTS) * TURNS
     assert "s0002" in run("cluster", "status", "--store", built).out
 
@@ -376,18 +365,19 @@ def test_status_from_storage_alone(built: Path) -> None:
 def test_wrong_usage_is_exit_2(
     tmp_path: Path, logs: Path, built: Path, one_process: tuple[Path, dict[str, Any]]
 ) -> None:
+    there, new = ("--store", built), ("--store", tmp_path / "s")
     for args in (
-        ("ingest", logs, "--store", built, "--llm", "off"),
-        ("ingest", logs, "--store", tmp_path / "s", "--shards", "2"),
-        ("ingest", logs, "--store", tmp_path / "s", "--ray", "local"),
+        ("ingest", logs, *there, "--llm", "off"),
+        ("ingest", logs, *new, "--shards", "2"),
+        ("ingest", logs, *new, "--ray", "local"),
         ("ingest", logs, "--store", one_process[0], "--ray", "local", "--shards", "2"),
-        ("ingest", logs, "--store", built, "--ray", "local", "--trace", tmp_path / "t.json"),
-        ("delete", "0" * 32, "--store", built),
-        ("update", "0" * 32, "x", "--store", built),
-        ("erase", "--tenant", "ada", "--store", built, "--yes"),
-        ("jobs", "--replay", "--store", built, "--llm", "http://127.0.0.1:9/v1"),
-        ("jobs", "--ray", "local", "--store", built),
-        ("reindex", "--encoder", "hash:128", "--store", built),
+        ("ingest", logs, *there, "--ray", "local", "--trace", tmp_path / "t.json"),
+        ("delete", "0" * 32, *there),
+        ("update", "0" * 32, "x", *there),
+        ("erase", "--tenant", "ada", *there, "--yes"),
+        ("jobs", "--replay", *there, "--llm", "http://127.0.0.1:9/v1"),
+        ("jobs", "--ray", "local", *there),
+        ("reindex", "--encoder", "hash:128", *there),
     ):
         done = run(*args)
         assert (done.code, done.out) == (2, ""), args

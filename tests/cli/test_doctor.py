@@ -36,7 +36,7 @@ def gpu(settings: Settings) -> dict[str, doctor.Finding]:
     return {finding.what: finding for finding in doctor._gpu(settings)}
 
 
-def test_a_card_its_search_and_its_division(card: pytest.MonkeyPatch) -> None:
+def test_a_card_is_reported_with_its_search_and_its_division(card: pytest.MonkeyPatch) -> None:
     found = gpu(Settings(card_shares="llm=0.5,arena=0.25,encoder=0.1"))
     assert tuple(found) == ON_A_CARD
     assert all(finding.ok for finding in found.values())
@@ -48,24 +48,21 @@ def test_a_card_its_search_and_its_division(card: pytest.MonkeyPatch) -> None:
     assert gpu(Settings())["gpu search"].text == "by faiss-gpu"
 
 
-def test_a_card_that_others_fill(card: pytest.MonkeyPatch) -> None:
-    card.setattr(torch.cuda, "mem_get_info", lambda: (10 * GIB, 80 * GIB))
-    memory = gpu(Settings())["gpu memory"]
-    assert (memory.ok, memory.needed) == (False, True)
-    assert "UNDERTOW_CARD_SHARES" in memory.text
-
-
-def test_libraries_that_do_not_fit_the_card(card: pytest.MonkeyPatch) -> None:
+def test_a_full_card_and_a_library_that_does_not_load_ask_for_attention(card: pytest.MonkeyPatch) -> None:
     def missing() -> object:
         raise RuntimeError("libcublas.so.12 is missing")
 
+    card.setattr(torch.cuda, "mem_get_info", lambda: (10 * GIB, 80 * GIB))
     card.setattr(device, "load_faiss_gpu", missing)
-    search = gpu(Settings())["gpu search"]
+    found = gpu(Settings())
+    memory, search = found["gpu memory"], found["gpu search"]
+    assert (memory.ok, memory.needed, "UNDERTOW_CARD_SHARES" in memory.text) == (False, True, True)
     assert (search.ok, "libcublas.so.12" in search.text) == (False, True)
 
 
-def test_a_torch_that_sees_no_card(card: pytest.MonkeyPatch) -> None:
-    """CuPy sees it: work goes on without it, or is refused where the card was asked for."""
+def test_a_card_that_torch_does_not_see_is_refused_only_where_it_was_asked_for(
+    card: pytest.MonkeyPatch,
+) -> None:
     card.setattr(device, "HAS_CUDA", False)
     card.setattr(torch.cuda, "is_available", lambda: False)
     card.setattr(torch.version, "cuda", None)
@@ -77,17 +74,9 @@ def test_a_torch_that_sees_no_card(card: pytest.MonkeyPatch) -> None:
     assert (only.ok, only.needed, "install a CUDA build of torch" in only.text) == (False, True, True)
 
 
-def test_a_card_that_is_not_to_be_used(card: pytest.MonkeyPatch) -> None:
+def test_a_card_that_the_settings_exclude_is_reported_as_unused(card: pytest.MonkeyPatch) -> None:
     (only,) = doctor._gpu(Settings(device="cpu"))
     assert (only.ok, "unused" in only.text) == (True, True)
-
-
-@pytest.mark.skipif(device.HAS_CUDA, reason="there is a CUDA device here")
-def test_without_a_card() -> None:
-    (only,) = doctor._gpu(Settings())
-    assert (only.ok, "everything runs on the CPU" in only.text) == (True, True)
-    (only,) = doctor._gpu(Settings(device="cuda"))
-    assert (only.ok, only.needed) == (False, True)
 
 
 @pytest.mark.gpu
@@ -106,7 +95,7 @@ def test_on_this_card() -> None:
         (["faiss-cpu", "faiss-gpu"], False, "overwrite each other"),
     ],
 )
-def test_one_faiss_and_no_more(
+def test_exactly_one_faiss_package_is_fine(
     monkeypatch: pytest.MonkeyPatch, installed: list[str], ok: bool, says: str
 ) -> None:
     def version(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from undertow.engine.api.views.reports import Reports
 from undertow.engine.storage.journal import Journal
 
 from ..support.cli import (
-    ENV,
-    PROGRAM,
     SUMMARY_KEYS,
     THETAS,
     contents,
     conversation,
     run,
+    start,
+    tenants,
     turn_line,
     write_log,
 )
@@ -30,7 +29,7 @@ LOCOMO = Path(__file__).resolve().parents[3] / "shared" / "data" / "locomo_dev.j
 TURNS = 24
 
 
-def test_summary_has_the_contract_s_keys_and_stdout_nothing_else(tmp_path: Path, log: Path) -> None:
+def test_stdout_is_one_summary_with_the_contract_s_keys(tmp_path: Path, log: Path) -> None:
     done = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
     assert list(done.doc) == [*SUMMARY_KEYS, "errors", "warnings"]
     assert done.out.count("\n") == 1
@@ -52,16 +51,13 @@ def test_llm_off_then_a_server_is_as_if_it_had_always_been_there(
     off = run("ingest", log, "--store", store, "--llm", "off", *THETAS, "--json")
     assert (off.code, off.doc["pending_jobs"], off.doc["llm_calls"]) == (0, 2, 0)
     assert "no LLM server" in off.err
-    why = run("explain", "--store", store, "--tenant", "ada", "--json").lines
-    decisions = [r["decision"] for r in why]
+    decisions = [r["decision"] for r in contents(store, "ada")["explain"]]
     at = decisions.index("pending")
     assert set(decisions[:at]) == {"waits"}
     assert set(decisions[at + 1 :]) == {"undecided"}
-    waiting = run("jobs", "--store", store, "--json").lines
-    assert [(j["tenant"], j["seq"], j["state"]) for j in waiting if j["tenant"] == "ada"] == [
-        ("ada", at, "pending")
-    ]
-
+    jobs = run("jobs", "--store", store, "--json").lines
+    ada = [(j["seq"], j["state"]) for j in jobs if j["tenant"] == "ada"]
+    assert ada == [(at, "pending")]
     on = run("ingest", log, "--store", store, "--llm", server, "--resume", *THETAS, "--json")
     assert (on.code, on.doc["pending_jobs"], on.doc["undecided_turns"]) == (0, 0, 0)
     for tenant in ("ada", "bo"):
@@ -69,25 +65,21 @@ def test_llm_off_then_a_server_is_as_if_it_had_always_been_there(
     assert run("jobs", "--store", store, "--json").lines == []
 
 
-def test_resume_reads_on_where_the_file_was_left(tmp_path: Path) -> None:
+def test_resume_reads_on_where_the_file_was_left_and_starts_over_in_another_file(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", ["{broken", *conversation("ada", 5)])
-    first = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    ingest = ("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    first = run(*ingest)
     assert (first.code, first.doc["errors"], first.doc["turns"]) == (3, 1, 5)
     with log.open("a") as file:
         file.write(json.dumps(turn_line("ada", 5, "one more turn")) + "\n")
-    resumed = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--resume", "--json")
+    resumed = run(*ingest, "--resume")
     assert (resumed.code, resumed.doc["errors"], resumed.doc["turns"]) == (0, 0, 6)
-    again = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--json")
+    again = run(*ingest)
     assert (again.code, again.doc["errors"], again.doc["turns"]) == (3, 1, 6)
-
-
-def test_resume_starts_over_when_the_file_is_another(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "log.jsonl", conversation("ada", 3))
-    run("ingest", log, "--store", tmp_path / "s", "--llm", "off")
     write_log(log, conversation("bo", 4))
-    done = run("ingest", log, "--store", tmp_path / "s", "--llm", "off", "--resume", "--json")
-    assert "reading it from the start" in done.err
-    assert (done.doc["tenants"], done.doc["turns"], done.doc["warnings"]) == (2, 7, 1)
+    other = run(*ingest, "--resume")
+    assert "reading it from the start" in other.err
+    assert (other.doc["tenants"], other.doc["turns"], other.doc["warnings"]) == (2, 10, 1)
 
 
 def test_locomo_conversations_are_taken_whole(tmp_path: Path) -> None:
@@ -96,28 +88,26 @@ def test_locomo_conversations_are_taken_whole(tmp_path: Path) -> None:
     store = tmp_path / "s"
     done = run("ingest", LOCOMO, "--store", store, "--llm", "off", "--batch-turns", "100", "--json")
     assert (done.code, done.doc["tenants"], done.doc["turns"]) == (0, 5, 1414)
-    sizes = run("list", "--kind", "tenants", "--store", store, "--json").lines
-    assert [t["tenant"] for t in sizes] == ["conv-26", "conv-30", "conv-41", "conv-42", "conv-43"]
-    assert [t["turns"] for t in sizes] == [214, 188, 340, 323, 349]
+    expected = {"conv-26": 214, "conv-30": 188, "conv-41": 340, "conv-42": 323, "conv-43": 349}
+    assert list(tenants(store).items()) == list(expected.items())
 
 
 def test_a_server_that_is_gone_or_refuses_leaves_work_pending_with_exit_4(
     tmp_path: Path, log: Path, built: Path, server: str
 ) -> None:
-    gone = run("ingest", log, "--store", tmp_path / "s", "--llm", "http://127.0.0.1:9/v1", *THETAS, "--json")
+    ingest = ("ingest", log, "--store", tmp_path / "s", *THETAS, "--json", "--llm")
+    gone = run(*ingest, "http://127.0.0.1:9/v1")
     assert (gone.code, gone.doc["turns"], gone.doc["pending_jobs"]) == (4, 2 * TURNS, 2)
     assert "does not answer" in gone.err
-    refusing = ("--llm", server, "--model", "another")
-    refused = run("ingest", log, "--store", tmp_path / "s", *refusing, *THETAS, "--json")
+    refused = run(*ingest, server, "--model", "another")
     assert (refused.code, refused.doc["pending_jobs"]) == (4, 2)
     assert "UNDERTOW_LLM_MODEL" in refused.err
     assert run("search", "boat", "--tenant", "ada", "--store", tmp_path / "s", "-k", "1", "--json").lines
-    fine = run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS)
-    assert fine.code == 0
+    assert run(*ingest, server).code == 0
     assert contents(tmp_path / "s", "ada") == contents(built, "ada")
 
 
-def test_a_spent_budget_is_said_and_is_no_failure(tmp_path: Path, log: Path, server: str) -> None:
+def test_a_spent_budget_is_reported_and_is_no_failure(tmp_path: Path, log: Path, server: str) -> None:
     env = {"UNDERTOW_TENANT_TOKEN_BUDGET": "1"}
     done = run("ingest", log, "--store", tmp_path / "s", "--llm", server, *THETAS, "--json", env=env)
     assert (done.code, done.doc["pending_jobs"]) == (0, 2)
@@ -135,14 +125,8 @@ def test_trace_holds_steps_and_calls(tmp_path: Path, log: Path, server: str) -> 
 def test_ctrl_c_ends_after_a_commit_and_resume_completes(tmp_path: Path, log: Path, built: Path) -> None:
     store = tmp_path / "s"
     with spawn_server(refusal_rate=0.2, latency_ms=150) as slow:
-        command = ["ingest", str(log), "--store", str(store), "--llm", slow, "--batch-turns", "8", *THETAS]
-        running = subprocess.Popen(
-            [*PROGRAM, *command, "--json"],
-            env=ENV | {"PATH": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        small = ("--batch-turns", "8")
+        running = start(["ingest", log, "--store", store, "--llm", slow, *small, *THETAS, "--json"])
         _wait_for_an_episode(store)
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)

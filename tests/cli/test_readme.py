@@ -1,4 +1,4 @@
-"""The README's examples: its Python runs as it stands, its commands exist."""
+"""The README and the operators' page: the Python runs as it stands, commands and settings exist."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 from undertow.bench.mock.server import spawn_server
+from undertow.engine.base.config import Settings
 from undertow.serving.auth.principal import Scope
 
 from ..support.cli import run
 from ..support.service.http import serving
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SETTINGS = {f"UNDERTOW_{name.upper()}": field for name, field in Settings.model_fields.items()}
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
 SERVER = "http://localhost:8000/v1"
 SERVICE, KEY = "http://localhost:8080", "ut_..."
 
@@ -38,7 +42,7 @@ def test_the_cluster_example_runs(
 
 
 def test_the_client_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example = python_block(1)
+    example = PYTHON[1]
     assert SERVICE in example and KEY in example
     with serving(tmp_path) as service:
         key = service.key(Scope.READ, Scope.WRITE, prefix="acme/")
@@ -46,16 +50,11 @@ def test_the_client_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "I signed up for the pottery course." in capsys.readouterr().out
 
 
-def python_block(which: int) -> str:
-    blocks: list[str] = [code for language, code in BLOCKS if language == "python"]
-    return blocks[which]
-
-
 def run_example(
     which: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
     """Run a block of Python as it stands, against a mock server; what it printed."""
-    example = python_block(which)
+    example = PYTHON[which]
     assert SERVER in example
     monkeypatch.chdir(folder)
     monkeypatch.setenv("UNDERTOW_ENCODER", "hash:384")
@@ -73,3 +72,14 @@ def test_every_command_named_exists() -> None:
     for command in sorted(named):
         done = run(command, "--help")
         assert done.code == 0, f"undertow {command}: {done.err}"
+
+
+@pytest.mark.parametrize("name", ["UNDERTOW_WORDS_ROWS", "UNDERTOW_IVF_ROWS"])
+def test_the_operators_page_has_the_bounds_of_a_large_tenant_with_their_defaults(name: str) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert f"{SETTINGS[name].default:,}" in re.findall(rf"`{name}`[^(]*\(([\d,]+)\)", page)
+
+
+def test_the_readme_names_the_settings_of_word_search() -> None:
+    named = set(re.findall(r"`(UNDERTOW_\w+)`", README))
+    assert {"UNDERTOW_SEARCH", "UNDERTOW_WORDS_ROWS"} <= named & set(SETTINGS)

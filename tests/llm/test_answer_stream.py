@@ -1,17 +1,14 @@
-"""Answers told in pieces: by a server, through a shard, and to whoever awaits them."""
+"""Streamed answers: kept by a shard, and delivered through it to async callers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,236 +23,17 @@ from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard import answer_streams as answering
 from undertow.engine.cluster.shard.answer_streams import AnswerStream, AnswerStreams, UnknownTicket
 from undertow.engine.cluster.shard.supervisor import EngineParts
-from undertow.engine.llm.client import BadReply, BrokenOff, Completion, OpenAILLM, ServerRefused
+from undertow.engine.llm.client import BadReply, BrokenOff, Completion
 from undertow.engine.tenants.registry import UnknownTenant
-from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
+from undertow.prompts.builders import Prompt
 from undertow.serving.async_memories import AsyncMemories, open_memories
 
 from ..service.http.test_async_memories import run
 from ..support.cluster.in_process import PARTS, FailingEncoder, settings
 from ..support.engine import turn_of
-from ..support.llm_servers import client, server_stats, wait_until
-
-SOON_S = 60
-
-
-def question(n: int = 0) -> Prompt:
-    memory = ShownMemory(1, "2026-01-05", f"Ann sails on lake number {n}, and the wind was fair")
-    return answer_prompt("Where does Ann sail?", [memory], [], [], None)
-
-
-def told_by(llm: OpenAILLM | MockLLM, prompt: Prompt) -> tuple[list[str], Future[Completion]]:
-    pieces: list[str] = []
-    return pieces, llm.stream(prompt, tenant="t", on_text=pieces.append)
-
-
-# ---- a server that does what it is told
-
-Act = str | None | BaseException | threading.Event | Mapping[str, Any]
-"""A piece of text; None: the connection breaks; an event to wait for; an event of the stream as it is."""
-
-
-class Scripted(BaseHTTPRequestHandler):
-    """Answers the n-th streamed request by the n-th script, those behind by the last."""
-
-    scripts: Sequence[Sequence[Act]]
-    asked: list[dict[str, Any]]
-
-    def do_GET(self) -> None:
-        self._send({"object": "list", "data": [{"id": "a", "object": "model"}]})
-
-    def do_POST(self) -> None:
-        self.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        script = self.scripts[min(len(self.asked), len(self.scripts)) - 1]
-        if script and isinstance(script[0], dict) and "whole" in script[0]:
-            self._send(script[0]["whole"])
-            return
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream; charset=utf-8")
-        self.end_headers()
-        for act in script:
-            if act is None:
-                self.connection.close()
-                return
-            if isinstance(act, threading.Event):
-                act.wait(SOON_S)
-            elif isinstance(act, str):
-                self._event({"model": "a", "choices": [{"index": 0, "delta": {"content": act}}]})
-            elif isinstance(act, dict):
-                self._event(act)
-
-    def _send(self, body: Any) -> None:
-        raw = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def _event(self, event: Mapping[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        self.wfile.flush()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def end(reason: str = "stop") -> dict[str, Any]:
-    return {"model": "a", "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
-
-
-USED = {"choices": [], "usage": {"prompt_tokens": 50, "completion_tokens": 7}}
-
-
-@contextmanager
-def scripted(*scripts: Sequence[Act]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server's URL, and the bodies that it is sent."""
-    asked: list[dict[str, Any]] = []
-    handler = type("Told", (Scripted,), {"scripts": scripts, "asked": asked})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.handle_error = lambda request, address: None  # type: ignore[assignment]  # clients that left
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
+from ..support.llm_servers import SOON_S, scripted, server_stats
 
 # ---- the client
-
-
-def test_a_streamed_reply_is_the_whole_one_in_pieces() -> None:
-    with spawn_server() as url, client(url) as llm:
-        for n in range(5):
-            pieces, told = told_by(llm, question(n))
-            streamed, whole = told.result(SOON_S), llm.submit(question(n), tenant="t").result(SOON_S)
-            assert "".join(pieces) == streamed.reply == whole.reply
-            assert len(pieces) > 1
-            assert streamed.usage == whole.usage
-            assert streamed.usage.completion_tokens > 0
-            assert streamed.model == whole.model
-
-
-def test_the_mock_in_process_tells_what_its_server_tells() -> None:
-    with spawn_server() as url, client(url) as llm, MockLLM(MockReplies()) as mock:
-        served, told = told_by(llm, question())
-        replied = told.result(SOON_S)
-        made, here = told_by(mock, question())
-        assert (made, here.result(SOON_S).reply) == (served, replied.reply)
-
-
-def test_pieces_come_while_the_reply_is_being_written() -> None:
-    written = threading.Event()
-    with (
-        scripted(["  Ann ", "sails", written, "\non Lake", " Como.", " \n", end(), USED]) as (url, asked),
-        client(url) as llm,
-    ):
-        pieces, told = told_by(llm, question())
-        wait_until(lambda: pieces == ["Ann", " sails"])
-        assert not told.done()
-        written.set()
-        assert told.result(SOON_S).reply == "Ann sails\non Lake Como."
-        assert pieces == ["Ann", " sails", "\non Lake", " Como."]  # what is around it is not told
-        assert told.result().usage == Usage(1, 50, 0, 7)
-        assert asked[0]["stream"] is True
-        assert asked[0]["stream_options"] == {"include_usage": True}
-
-
-ERROR = {"error": {"message": "the engine died", "type": "internal", "code": 500}}
-WHOLE: Sequence[Act] = ["Como.", end(), USED]
-
-
-@pytest.mark.parametrize("trouble", [[None], [" "], [ERROR], ["", None], [{"choices": []}, None]], ids=str)
-def test_what_fails_before_the_first_piece_is_asked_again(trouble: Sequence[Act]) -> None:
-    with scripted(trouble, WHOLE) as (url, asked), client(url) as llm:
-        pieces, told = told_by(llm, question())
-        assert told.result(SOON_S).reply == "Como."
-        assert pieces == ["Como."]
-        assert len(asked) == 2
-
-
-def test_another_server_is_tried_before_the_first_piece_and_none_after() -> None:
-    with (
-        scripted([None]) as (dead, of_dead),
-        scripted(WHOLE) as (alive, of_alive),
-        client(f"{dead},{alive}") as llm,
-    ):
-        for pieces, told in [told_by(llm, question(n)) for n in range(8)]:  # both are asked
-            assert (told.result(SOON_S).reply, pieces) == ("Como.", ["Como."])
-        assert of_dead
-        assert len(of_alive) == 8
-    with (
-        scripted(["Lake", None]) as (dying, of_dying),
-        scripted(["Lake", None]) as (other, of_other),
-        client(f"{dying},{other}") as llm,
-    ):
-        pieces, told = told_by(llm, question())
-        with pytest.raises(BrokenOff, match=r"broke off in the middle.*Ask again"):
-            told.result(SOON_S)
-        assert pieces == ["Lake"]
-        assert len(of_dying) + len(of_other) == 1
-
-
-@pytest.mark.parametrize("trouble", [[None], [], [ERROR]], ids=["died", "ended", "error"])
-def test_a_half_reply_is_never_called_whole(trouble: Sequence[Act]) -> None:
-    outcomes: list[str] = []
-    with scripted(["Ann sails", *trouble]) as (url, asked):
-        with OpenAILLM(client_settings(url), on_call=lambda *call: outcomes.append(call[-1])) as llm:
-            pieces, told = told_by(llm, question())
-            with pytest.raises(BrokenOff):
-                told.result(SOON_S)
-            assert pieces == ["Ann sails"]
-        assert len(asked) == 1
-        assert outcomes == ["broken"]
-
-
-def client_settings(url: str) -> Any:
-    return settings(llm_url=url)
-
-
-def test_a_reply_that_was_cut_off_at_the_limit_is_a_bad_one_and_not_repaired() -> None:
-    with scripted(["Ann sails on", end("length"), USED]) as (url, asked), client(url) as llm:
-        _, told = told_by(llm, question())
-        with pytest.raises(BadReply, match="cut off at the token limit") as bad:
-            told.result(SOON_S)
-        assert bad.value.usage == Usage(1, 50, 0, 7)
-        assert len(asked) == 1
-
-
-def test_an_empty_reply_is_repaired_and_the_repair_is_told() -> None:
-    with scripted([" ", end(), USED], WHOLE) as (url, asked), client(url) as llm:
-        pieces, told = told_by(llm, question())
-        assert told.result(SOON_S).reply == "Como."
-        assert pieces == ["Como."]
-        assert told.result().usage == Usage(2, 100, 0, 14)
-        assert "empty" in asked[1]["messages"][-1]["content"]
-
-
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [([{"whole": {"choices": []}}], "does not stream"), ([{"choices": 3}], "choices")],
-    ids=["whole", "odd"],
-)
-def test_a_server_that_cannot_stream_is_told_apart(script: Sequence[Act], why: str) -> None:
-    with scripted(script) as (url, _), client(url) as llm:
-        _, told = told_by(llm, question())
-        with pytest.raises(ServerRefused, match=why):
-            told.result(SOON_S)
-
-
-def test_who_gives_up_ends_the_request_at_the_server() -> None:
-    with spawn_server(piece_ms=200) as url, client(url, llm_in_flight=1) as llm:
-        pieces, told = told_by(llm, question())
-        wait_until(lambda: bool(pieces))
-        llm.cancel(told)
-        with pytest.raises(CancelledError):
-            told.result(SOON_S)
-        wait_until(lambda: server_stats(url)["faults"] == {"client left": 1})
-        assert server_stats(url)["in_flight"] == 0
-        wait_until(lambda: llm.in_flight == 0)  # its slot is free
 
 
 def test_errors_can_be_sent_from_a_shard() -> None:

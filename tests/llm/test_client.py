@@ -211,55 +211,6 @@ def test_a_server_that_is_gone_is_asked_until_the_caller_cancels() -> None:
     assert set(attempts) <= {"retry", "cancelled"}
 
 
-def test_requests_that_waited_out_an_outage_all_succeed() -> None:
-    up = threading.Event()
-    refused: list[int] = []
-
-    def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        if not up.is_set():
-            refused.append(number)
-            return 503, {"error": {"message": "starting"}}
-        return 200, completion('{"same_story": false, "narrative": ""}')
-
-    with odd_server(handle) as url, client(url, llm_in_flight=8) as llm:
-        futures = [llm.submit(merge(n), tenant="t") for n in range(40)]
-        wait_until(lambda: len(refused) >= 13)
-        assert llm.unreachable_s is not None
-        up.set()
-        results(futures)
-        assert llm.unreachable_s is None
-
-
-def test_the_in_flight_limit_holds_and_is_reached() -> None:
-    with spawn_server(latency_ms=20) as url, client(url, llm_in_flight=5) as llm:
-        results([llm.submit(merge(n), tenant="t") for n in range(40)])
-        assert server_stats(url)["max_in_flight"] == 5
-
-
-def test_the_most_urgent_of_the_waiting_goes_first() -> None:
-    order: list[str] = []
-    free = threading.Event()
-
-    def handle(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        free.wait(30)
-        form = body.get("response_format")
-        order.append(form["json_schema"]["name"] if form else "answer")
-        return 200, completion('{"same_story": false, "narrative": ""}')
-
-    with odd_server(handle) as url, client(url, llm_in_flight=1) as llm:
-        first = llm.submit(merge(0), tenant="t")
-        wait_until(lambda: llm.in_flight == 1)
-        episode, second, _, answer = prompts(1)
-        futures = [llm.submit(prompt, tenant="t") for prompt in (episode, second, merge(2), answer)]
-        # a submission is handed over in order, so this one's start says that all have arrived
-        llm.healthy()
-        free.set()
-        results([first, *futures[1:]])
-        assert isinstance(futures[0].exception(30), BadReply)  # the odd server knows merges only
-    assert order[:4] == ["merge", "answer", "merge", "merge"]
-    assert order[4:] == ["episode", "episode"]
-
-
 def test_cancelling_frees_the_slot() -> None:
     arrived, stuck = threading.Event(), threading.Event()
 

@@ -37,6 +37,7 @@ from ..support.faults.harness import (
     write_log,
 )
 from ..support.faults.spoilt_llm import POISON, SpoiltReplies, SpoiltServer, served
+from ..support.llm_servers import free_port
 
 TENANTS = ("ann", "bob", "cleo")
 
@@ -177,11 +178,6 @@ def test_requests_that_fail_change_nothing(
         add_all(engine, log)
         assert engine.drain()
     assert_same_state(end_state(tmp_path), expected(policy))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def assert_all_searchable_and_pending(engine: Engine, log: Path) -> None:

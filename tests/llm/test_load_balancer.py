@@ -3,16 +3,12 @@
 import json
 import logging
 import socket
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,147 +18,26 @@ from undertow.bench.mock.server import MockServer, spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.llm import discovery as llm_address
-from undertow.engine.llm import load_balancer as llm_servers
-from undertow.engine.llm import server as llm_server
-from undertow.engine.llm.circuit_breaker import CircuitBreaker
-from undertow.engine.llm.client import BadReply, OpenAILLM, ServerRefused
-from undertow.engine.llm.discovery import NamedActor, NoCluster, NoServer, server_addresses
+from undertow.engine.llm.client import BadReply, ServerRefused
 from undertow.engine.llm.replies import Trouble
 
 from ..support.faults.harness import RATES, THETA, assert_same_state, end_state, turns_of, write_log
 from ..support.faults.spoilt_llm import served
 from ..support.llm_servers import (
-    Handler,
+    Counting,
+    at_once,
     client,
     completion,
     expected,
+    free_port,
     merge,
     odd_server,
     prompts,
     results,
     server_stats,
+    servers,
     wait_until,
 )
-
-GOOD = completion('{"same_story": false, "narrative": ""}')
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-class Counting:
-    """A handler that counts, keeps the models asked for, and answers once `go` is set."""
-
-    def __init__(self, status: int = 200, body: Any = GOOD, *, wait_s: float = 30.0) -> None:
-        self.go = threading.Event()
-        self._wait_s = wait_s
-        self.asked: list[str] = []
-        self._answer = (status, body)
-
-    def __call__(self, body: dict[str, Any], number: int) -> tuple[int, Any]:
-        self.asked.append(body["model"])
-        self.go.wait(self._wait_s)
-        return self._answer
-
-    def __len__(self) -> int:
-        return len(self.asked)
-
-
-def at_once(status: int = 200, body: Any = GOOD) -> Counting:
-    handler = Counting(status, body)
-    handler.go.set()
-    return handler
-
-
-@contextmanager
-def servers(*handlers: Handler, models: tuple[str, ...] = ("a", "b")) -> Iterator[str]:
-    """One server a handler; yields the text for `llm_url`."""
-    with ExitStack() as stack:
-        yield ",".join(stack.enter_context(odd_server(handler, models)) for handler in handlers)
-
-
-# ---- what one server can take
-
-
-def test_an_outage_ends_by_a_knock_and_one_request_on_trial() -> None:
-    slots = CircuitBreaker(limit=4, timeout_s=300.0)
-    for _ in range(12):
-        assert slots.free == 4 and not slots.is_open
-        slots.began()
-        slots.failed()
-        slots.active -= 1
-    assert slots.is_open and slots.free == 0
-    slots.probed(answered=False)
-    assert slots.free == 0
-    slots.probed(answered=True)
-    assert slots.free == 1, "one request tries it"
-    slots.began()
-    assert slots.free == 0
-    slots.failed()
-    slots.active -= 1
-    assert slots.free == 0, "the trial failed: it is knocked at again"
-    slots.probed(answered=True)
-    slots.answered()
-    slots.probed(answered=True)  # a knock that was on its way when the request was answered
-    assert (slots.free, slots.is_open, slots.half_open, slots.silent_s) == (4, False, False, None)
-
-
-def test_pauses_grow_up_to_a_quarter_of_a_minute() -> None:
-    slots = CircuitBreaker(limit=1, timeout_s=300.0)
-    slots.lost()
-    assert slots.is_open
-    first_s = slots.pause_s
-    for _ in range(20):
-        slots.probed(answered=False)
-    assert first_s < 0.1 < 7 < slots.pause_s <= 15
-
-
-def test_a_failure_beside_a_slow_reply_proves_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    slots = CircuitBreaker(limit=2, timeout_s=10.0)
-    slots.began()
-    slots.began()
-    slots.failed()
-    now = 105.0
-    slots.failed()
-    assert slots.silent_s == 0.0, "the other request may be about to be answered"
-    now = 111.0
-    slots.failed()
-    assert slots.silent_s == 11.0, "it has timed out by now"
-    slots.refused(ServerRefused("no"))
-    assert slots.silent_s is None and slots.is_open, "a refusal is an answer"
-
-
-@pytest.mark.parametrize(
-    ("text", "addresses"),
-    [
-        ("http://a:1/v1", ("http://a:1/v1",)),
-        ("http://a:1, https://b/llm/ ,", ("http://a:1/v1", "https://b/llm")),
-        ("http://a:1,http://a:1/v1/,http://b:1", ("http://a:1/v1", "http://b:1/v1")),
-        ("ray:vllm-0, ray:vllm-1,ray:vllm-0,http://a:1", ("ray:vllm-0", "ray:vllm-1", "http://a:1/v1")),
-    ],
-)
-def test_addresses_by_commas_each_once(text: str, addresses: tuple[str, ...]) -> None:
-    assert server_addresses(text) == addresses
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["http://a:1,b:2", "http://a:1 http://b:2 ,ftp://c", ",", " , ", "ray:", "ray://head:10001", "ray:a b"],
-)
-def test_one_bad_address_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"llm_url.*ray:vllm-0"):
-        OpenAILLM(Settings(llm_url=text))
-
-
-@pytest.mark.parametrize(("text", "count"), [(None, 1), ("http://a:1", 1), ("http://a:1, http://b:2,", 2)])
-def test_the_engine_keeps_work_ready_for_every_server(text: str | None, count: int) -> None:
-    assert Settings(llm_url=text, llm_in_flight=7).llm_requests == 7 * count
-
 
 # ---- balance
 
@@ -273,12 +148,6 @@ def test_unreachable_only_when_all_are_silent() -> None:
             assert llm.unreachable_s is None
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_servers, "QUIET_S", 0.1)
-    monkeypatch.setattr(llm_server, "_PROBE_TIMEOUT_S", 0.2)
-
-
 @pytest.mark.usefixtures("impatient")
 def test_requests_are_called_back_from_a_server_that_vanished() -> None:
     """It takes connections and says nothing: without the watch its requests would wait for the timeout."""
@@ -318,168 +187,6 @@ def test_cancelling_and_closing_with_a_dead_server(caplog: pytest.LogCaptureFixt
         assert all(future.cancelled() for future in futures)
         stuck.go.set()
     assert "never retrieved" not in caplog.text
-
-
-# ---- servers that actors on Ray keep
-
-
-class Book:
-    """Where the named servers are now, in place of their actors; what stands for no URL is raised."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.urls: dict[str, str | Exception] = {}
-        self.asked = Counter[str]()
-        monkeypatch.setattr(NamedActor, "url", lambda actor: self._url(actor.address))
-
-    def _url(self, address: str) -> str:
-        self.asked[address] += 1
-        if isinstance(found := self.urls[address], Exception):
-            raise found
-        return found
-
-
-@pytest.fixture
-def book(monkeypatch: pytest.MonkeyPatch) -> Book:
-    return Book(monkeypatch)
-
-
-def test_a_server_that_comes_back_at_another_url_is_found_there(book: Book) -> None:
-    with client("ray:vllm-0", llm_in_flight=8) as llm:
-        with spawn_server() as first:
-            book.urls["ray:vllm-0"] = first
-            results([llm.submit(merge(n), tenant="t") for n in range(40)])
-            assert llm.healthy().text.startswith(f"ray:vllm-0 ({first}) serves ")
-            assert book.asked["ray:vllm-0"] < 5, "not for every request, while it answers"
-        futures = [llm.submit(merge(100 + n), tenant="t") for n in range(20)]
-        wait_until(lambda: (llm.unreachable_s or 0) > 0.2)
-        assert first in (llm.last_error or "") and not any(future.done() for future in futures)
-        with spawn_server() as second:
-            book.urls["ray:vllm-0"] = second
-            results(futures)
-            assert llm.unreachable_s is None
-            assert sum(server_stats(second)["calls"].values()) == 20
-
-
-def test_one_of_several_moves_and_the_others_are_where_they_were(book: Book) -> None:
-    with spawn_server() as steady, client(f"ray:vllm-0,{steady}", llm_in_flight=4) as llm:
-        with spawn_server() as first:
-            book.urls["ray:vllm-0"] = first
-            results([llm.submit(merge(n), tenant="t") for n in range(40)])
-        with spawn_server() as second:
-            book.urls["ray:vllm-0"] = second
-            numbers = iter(range(1_000, 100_000))
-
-            def moved() -> bool:
-                results([llm.submit(merge(next(numbers)), tenant="t") for _ in range(16)])
-                return bool(sum(server_stats(second)["calls"].values()) > 10)
-
-            wait_until(moved)
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("others", [0, 1])
-def test_requests_are_called_back_from_where_a_server_was(book: Book, others: int) -> None:
-    """Its node went without a word: what is under way there would wait for the timeout."""
-    stuck, good = Counting(wait_s=300), at_once()
-    with ExitStack() as stack:
-        first = stack.enter_context(odd_server(stuck))
-        rest = [stack.enter_context(odd_server(at_once())) for _ in range(others)]
-        second = stack.enter_context(odd_server(good))
-        stack.callback(stuck.go.set)
-        book.urls["ray:vllm-0"] = first
-        with client(",".join(["ray:vllm-0", *rest]), llm_model="a", llm_timeout_s=600.0) as llm:
-            futures = [llm.submit(merge(n), tenant="t") for n in range(8)]
-            wait_until(lambda: len(stuck) > 0)
-            book.urls["ray:vllm-0"] = second
-            results(futures)
-            assert llm.unreachable_s is None
-            assert len(good) or others, "what is called back may go to another"
-
-
-def test_a_server_whose_actor_is_silent_is_tried_where_it_was(book: Book) -> None:
-    """The cluster's head is away: nobody knows the names, the servers are where they were."""
-    port = free_port()
-    with client("ray:vllm-0", llm_in_flight=4) as llm:
-        with spawn_server(port=port) as url:
-            book.urls["ray:vllm-0"] = url
-            results([llm.submit(merge(n), tenant="t") for n in range(8)])
-        book.urls["ray:vllm-0"] = NoServer("nobody knows")
-        futures = [llm.submit(merge(100 + n), tenant="t") for n in range(20)]
-        wait_until(lambda: book.asked["ray:vllm-0"] > 2)
-        with spawn_server(port=port):
-            results(futures)
-
-
-def test_requests_wait_for_an_actor_that_is_not_there_yet(book: Book) -> None:
-    book.urls["ray:vllm-0"] = NoServer("Ray has no actor of this name")
-    with client("ray:vllm-0", llm_in_flight=4) as llm, spawn_server() as url:
-        futures = [llm.submit(merge(n), tenant="t") for n in range(20)]
-        wait_until(lambda: (llm.unreachable_s or 0) > 0.2)
-        assert llm.last_error == "Ray has no actor of this name"
-        assert llm.healthy() == (False, "Ray has no actor of this name")
-        assert not any(future.done() for future in futures)
-        book.urls["ray:vllm-0"] = url
-        results(futures)
-
-
-def test_without_a_cluster_a_name_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    for ray in (None, SimpleNamespace(is_initialized=lambda: False)):
-        monkeypatch.setitem(sys.modules, "ray", ray)
-        with client("ray:vllm-0") as llm:
-            refusal = llm.submit(merge(), tenant="t").exception(30)
-            assert isinstance(refusal, ServerRefused)
-            assert (
-                "ray:vllm-0" in str(refusal) and "no Ray cluster" in str(refusal) and "--ray" in str(refusal)
-            )
-            assert llm.healthy() == (False, str(refusal))
-
-
-class FakeRay:
-    """A cluster with one actor, whose answers the test gives."""
-
-    def __init__(self) -> None:
-        self.questions: list[Future[str]] = []
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_actor(self, name: str, namespace: str) -> Any:
-        if (name, namespace) != ("vllm-0", llm_address.NAMESPACE):
-            raise ValueError("Failed to look up actor")
-        return SimpleNamespace(url=SimpleNamespace(remote=self._ask))
-
-    def _ask(self) -> Any:
-        self.questions.append(Future())
-        return SimpleNamespace(future=lambda: self.questions[-1])
-
-
-def test_an_actor_without_a_place_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray, actor = FakeRay(), NamedActor("ray:vllm-0")
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(llm_address, "_PATIENCE_S", 0.0)
-    for _ in range(5):
-        with pytest.raises(NoServer, match=r"ray:vllm-0 is silent.*ray_actor status"):
-            actor.url()
-    (question,) = ray.questions
-    question.set_result("http://there:1/v1")
-    assert actor.url() == "http://there:1/v1"
-    for trouble, said in ((RuntimeError("it died\nlong ago"), r"it died\. `"), (TimeoutError(), "is silent")):
-        with pytest.raises(NoServer, match="is silent"):
-            actor.url()
-        ray.questions[-1].set_exception(trouble)
-        with pytest.raises(NoServer, match=said):
-            actor.url()
-    with pytest.raises(NoServer, match="is silent"):
-        actor.url()
-    ray.questions[-1].set_result("")
-    with pytest.raises(NoServer, match="not up; its actor starts it"):
-        actor.url()
-    assert len(ray.questions) == 4
-    with pytest.raises(NoServer, match="no actor of this name: ray:vllm-1"):
-        NamedActor("ray:vllm-1").url()
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(NoCluster):
-        actor.url()
 
 
 # ---- refusals and models

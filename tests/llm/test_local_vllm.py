@@ -10,9 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,66 +18,14 @@ import pytest
 
 from undertow.serving.vllm.local_server import FOR_PEERS, LocalServerError, LocalVLLM
 
-SERVING = """
-import http.server, pathlib, subprocess, sys
-port = int(sys.argv[sys.argv.index("--port") + 1])
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("Starting vLLM server", child.pid, flush=True)
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
-DYING = """
-import sys
-print("no room for the KV cache", flush=True)
-sys.exit(3)
-"""
-
-DEAF = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("Starting to load model", flush=True)
-time.sleep(600)
-"""
-
-StandIn = Callable[[str], Path]
+from ..support.llm_servers import wait_until
+from .vllm_stand_in import DEAF, alive, stand_in_of
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path) -> StandIn:
-    def make(body: str) -> Path:
-        path = tmp_path / "python"
-        path.write_text(f"#!{sys.executable}\n{body}")
-        path.chmod(0o755)
-        return path
-
-    return make
-
-
-def gone(pid: int, within_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_serves_inside_the_block_and_leaves_nothing_behind(model_dir: Path, stand_in: StandIn) -> None:
+def test_serves_inside_the_block_and_leaves_nothing_behind(tmp_path: Path) -> None:
     stages: list[str] = []
     server = LocalVLLM(
-        model_dir, "m", python=stand_in(SERVING), progress=lambda stage, elapsed_s: stages.append(stage)
+        tmp_path, "m", python=stand_in_of(tmp_path), progress=lambda stage, elapsed_s: stages.append(stage)
     )
     with server:
         assert server.url == f"http://127.0.0.1:{server.port}/v1"
@@ -90,62 +36,52 @@ def test_serves_inside_the_block_and_leaves_nothing_behind(model_dir: Path, stan
         assert len(family) >= 2
         log_path = server.log_path
         server.check_alive()
-    assert all(gone(pid) for pid in family)
+    wait_until(lambda: not any(map(alive, family)))
     assert stages[0] == "starting Python"
     assert log_path is not None and not log_path.exists()
     with pytest.raises(LocalServerError, match="not been started"):
         server.check_alive()
 
 
-def test_a_dead_server_says_what_its_log_said(model_dir: Path, stand_in: StandIn, tmp_path: Path) -> None:
-    server = LocalVLLM(model_dir, "m", python=stand_in(DYING), log_path=tmp_path / "log")
-    with pytest.raises(LocalServerError, match=r"(?s)status 3.*no room for the KV cache"), server:
-        pytest.fail("a dead server was taken for a live one")
-    assert server.pid is None
-    assert (tmp_path / "log").exists()
-
-
-def test_a_start_that_takes_too_long_is_ended(
-    model_dir: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undertow.serving.vllm.local_server.TERMINATE_S", 0.5)
     pids: list[int | None] = []
     server = LocalVLLM(
-        model_dir,
+        tmp_path,
         "m",
-        python=stand_in(DEAF),
+        python=stand_in_of(tmp_path, DEAF),
         start_timeout_s=2.0,
+        log_path=tmp_path / "log",
         progress=lambda stage, elapsed_s: pids.append(server.pid),
     )
     with pytest.raises(LocalServerError, match="not ready after 2 s: loading the weights"):
         server.start()
-    assert pids[0] is not None and gone(pids[0])
+    assert pids[0] is not None and not alive(pids[0])
+    assert server.pid is None and (tmp_path / "log").exists()
 
 
-def test_what_is_missing_is_named_with_its_cure(model_dir: Path, stand_in: StandIn, tmp_path: Path) -> None:
+def test_what_is_missing_is_named_with_its_cure(tmp_path: Path) -> None:
     with pytest.raises(LocalServerError, match="make setup-vllm"):
-        LocalVLLM(model_dir, "m", python=tmp_path / "absent").start()
+        LocalVLLM(tmp_path, "m", python=tmp_path / "absent").start()
     with pytest.raises(LocalServerError, match=r"no config\.json .*make model"):
-        LocalVLLM(tmp_path / "absent", "m", python=stand_in(SERVING)).start()
+        LocalVLLM(tmp_path / "absent", "m", python=stand_in_of(tmp_path)).start()
 
 
-def test_a_port_in_use_is_refused(model_dir: Path, stand_in: StandIn) -> None:
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LocalServerError, match=f"port {port} .*in use"):
-            LocalVLLM(model_dir, "m", python=stand_in(SERVING), port=port).start()
+            LocalVLLM(tmp_path, "m", python=stand_in_of(tmp_path), port=port).start()
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGINT])
-def test_the_server_does_not_outlive_its_parent(
-    model_dir: Path, stand_in: StandIn, with_signal: signal.Signals
-) -> None:
+def test_the_server_does_not_outlive_its_parent(tmp_path: Path, with_signal: signal.Signals) -> None:
     # started in the background, we may have been told to ignore SIGINT, and would hand that on
     program = f"""
         import signal, time
         from undertow.serving.vllm.local_server import LocalVLLM
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with LocalVLLM({str(model_dir)!r}, "m", python={str(stand_in(SERVING))!r}) as server:
+        with LocalVLLM({str(tmp_path)!r}, "m", python={str(stand_in_of(tmp_path))!r}) as server:
             print(server.pid, flush=True)
             time.sleep(600)
     """
@@ -159,15 +95,14 @@ def test_the_server_does_not_outlive_its_parent(
             parent.wait(timeout=30)
         finally:
             parent.kill()
-    assert gone(server_pid)
-    assert all(gone(child.pid) for child in children)
+    wait_until(lambda: not any(alive(pid) for pid in (server_pid, *(child.pid for child in children))))
 
 
-def test_white_space_in_json_is_ours_to_forbid_and_peers_have_theirs(model_dir: Path) -> None:
+def test_white_space_in_json_is_ours_to_forbid_and_peers_have_theirs(tmp_path: Path) -> None:
     """vLLM takes the last of two values."""
     given = []
     for extra in ((), FOR_PEERS):
-        command = LocalVLLM(model_dir, "m", extra_args=extra).command()
+        command = LocalVLLM(tmp_path, "m", extra_args=extra).command()
         last = len(command) - command[::-1].index("--structured-outputs-config")
         given.append(json.loads(command[last]).get("disable_any_whitespace", False))
     assert given == [True, False]

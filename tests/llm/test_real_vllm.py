@@ -31,9 +31,9 @@ from undertow.prompts.builders import (
 )
 from undertow.prompts.reply_schemas import MergeReply
 from undertow.serving.vllm.local_server import SERVER_PYTHON
-from undertow.serving.vllm.tiny_model import make_tiny_model
 
 from ..support.engine import opened, rows_of, settings_of, turn_of
+from .tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -264,11 +264,6 @@ def test_a_prompt_over_the_context_is_a_400_and_harms_nobody(client: openai.Open
     assert caught.value.status_code == 400
     assert "4096" in str(caught.value)
     assert ask(client, "still there?").usage is not None
-
-
-def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="no-such", messages=[{"role": "user", "content": "hi"}])
 
 
 def test_stop_leaves_no_process_and_the_port_is_free_again(

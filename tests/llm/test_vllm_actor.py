@@ -33,56 +33,12 @@ from undertow.serving.vllm.ray_actor import (
 from undertow.serving.vllm.supervisor import ServerKeeper
 
 from ..support.llm_servers import expected, merge, prompts, results, server_stats, wait_until
-
-PROLOGUE = f"""#!{sys.executable}
-import pathlib, sys
-
-def given(flag):
-    return sys.argv[sys.argv.index(flag) + 1]
-
-host, port = given("--host"), int(given("--port"))
-"""
-
-# answers what is asked of its health, and starts at once
-STAND_IN = f"""{PROLOGUE}
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-here = pathlib.Path(__file__).parent
-if (here / "broken").exists():
-    print("no room for the KV cache", flush=True)
-    sys.exit(3)
-
-class Server(BaseHTTPRequestHandler):
-    def do_GET(self):
-        sick = self.path == "/health" and (here / "sick").exists()
-        self.send_response(500 if sick else 200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *said):
-        pass
-
-ThreadingHTTPServer((host, port), Server).serve_forever()
-"""
-
-# replies to prompts too
-TALKING = f"""{PROLOGUE}
-import uvicorn
-from undertow.bench.mock.llm import MockReplies
-from undertow.bench.mock.server import MockServer
-
-uvicorn.run(MockServer(MockReplies()).app(), host=host, port=port, log_level="critical")
-"""
+from .vllm_stand_in import TALKING, alive, stand_in_of
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """The interpreter of a vLLM environment, as far as LocalVLLM can tell, in a folder with a model."""
-    path = tmp_path / "python"
-    path.write_text(STAND_IN)
-    path.chmod(0o755)
-    (tmp_path / "config.json").write_text("{}")
-    return path
+    return stand_in_of(tmp_path)
 
 
 @pytest.fixture
@@ -93,7 +49,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def keeper(stand_in: Path, quick: None) -> Iterator[ServerKeeper]:
     made = ServerKeeper(LocalVLLM(stand_in.parent, MODEL, python=stand_in, start_timeout_s=60), check_s=0.1)
-    made.begin()
     yield made
     made.stop()
 
@@ -101,13 +56,6 @@ def keeper(stand_in: Path, quick: None) -> Iterator[ServerKeeper]:
 def answers(url: str) -> bool:
     with urllib.request.urlopen(f"{url}/models", timeout=10) as reply:
         return bool(reply.status == 200)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def plan_of(stand_in: Path, **values: Any) -> ServerPlan:
@@ -131,59 +79,53 @@ def plan_of(stand_in: Path, **values: Any) -> ServerPlan:
 def test_a_server_that_dies_is_started_again_at_the_same_url(keeper: ServerKeeper) -> None:
     url = keeper.ready(60)
     assert answers(url)
-    first = keeper.state
+    first = keeper.state()
     assert (first.ready, first.url, first.starts, first.error) == (True, url, 1, None)
     assert first.pid is not None
     os.killpg(first.pid, signal.SIGKILL)
-    wait_until(lambda: keeper.state.starts == 2)
+    wait_until(lambda: keeper.state().starts == 2)
     assert keeper.ready(60) == url
-    again = keeper.state
+    again = keeper.state()
     assert again.pid not in (None, first.pid) and answers(url)
     assert "ended with status" in (again.error or "")
 
 
 def test_a_server_that_fails_its_health_check_is_started_again(keeper: ServerKeeper, stand_in: Path) -> None:
     keeper.ready(60)
-    sick_pid = keeper.state.pid
+    sick_pid = keeper.state().pid
     (stand_in.parent / "sick").touch()
-    wait_until(lambda: not keeper.state.ready)
+    wait_until(lambda: not keeper.state().ready)
     (stand_in.parent / "sick").unlink()
     url = keeper.ready(60)
-    assert answers(url) and keeper.state.pid != sick_pid
-    assert "/health" in (keeper.state.error or "")
+    assert answers(url) and keeper.state().pid != sick_pid
+    assert "/health" in (keeper.state().error or "")
     assert sick_pid is not None and not alive(sick_pid)
 
 
 def test_a_start_that_fails_is_told_and_tried_again(stand_in: Path, quick: None) -> None:
     (stand_in.parent / "broken").touch()
     keeper = ServerKeeper(LocalVLLM(stand_in.parent, MODEL, python=stand_in), check_s=0.1)
-    keeper.begin()
     try:
         with pytest.raises(LocalServerError, match=r"(?s)status 3.*no room for the KV cache"):
             keeper.ready(60)
-        state = keeper.state
+        state = keeper.state()
         assert not state.ready and state.url == "" and "no room" in (state.error or "")
         (stand_in.parent / "broken").unlink()
-        wait_until(lambda: keeper.state.ready)
-        assert keeper.state.starts >= 2
+        wait_until(lambda: keeper.state().ready)
+        assert keeper.state().starts >= 2
     finally:
         keeper.stop()
 
 
 def test_stopping_ends_a_start_that_is_under_way(tmp_path: Path) -> None:
-    deaf = tmp_path / "python"
-    deaf.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
-    deaf.chmod(0o755)
-    (tmp_path / "config.json").write_text("{}")
-    keeper = ServerKeeper(LocalVLLM(tmp_path, MODEL, python=deaf))
-    keeper.begin()
-    wait_until(lambda: keeper.state.pid is not None)
-    pid = keeper.state.pid
+    keeper = ServerKeeper(LocalVLLM(tmp_path, MODEL, python=stand_in_of(tmp_path, "time.sleep(600)")))
+    wait_until(lambda: keeper.state().pid is not None)
+    pid = keeper.state().pid
     with pytest.raises(LocalServerError, match="did not answer in 0 s"):
         keeper.ready(0.1)
     keeper.stop()
     assert pid is not None and not alive(pid)
-    assert not keeper.state.ready and keeper.state.pid is None
+    assert not keeper.state().ready and keeper.state().pid is None
 
 
 # ---- the plan
@@ -245,7 +187,7 @@ def no_servers(ray_address: str) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_servers")
 def test_two_actors_serve_one_engine_and_come_back_elsewhere(stand_in: Path) -> None:
-    stand_in.write_text(TALKING)
+    stand_in_of(stand_in.parent, TALKING)
     plan = plan_of(stand_in, port=0)
     urls = start_servers(plan, 2)
     assert list(urls) == ["ray:vllm-0", "ray:vllm-1"] and len(set(urls.values())) == 2

@@ -11,7 +11,6 @@ from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget, TurnView, deletion
 from undertow.engine.policies.eager import Eager
 from undertow.engine.storage.row_codec import LlmJob
-from undertow.prompts.builders import prompt_version
 from undertow.prompts.reply_schemas import ExtractDraft, ExtractReply, FactDecision, ReconcileReply, Reply
 
 from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored, view_of
@@ -40,40 +39,6 @@ def decide(view: View, seq: int, *replies: Reply | BadReply, budget: PromptBudge
 # ---- extraction
 
 
-def test_the_first_facts_are_stored_with_their_turn_after_one_call() -> None:
-    view = view_of(1)
-    done = decide(view, 0, extracted("Ann bakes.", "Ann swims.", "Ann bakes."))
-    assert [p.operation for p in done.prompts] == ["extract"], "with nothing stored there is nothing to ask"
-    made = done.made("fact")
-    assert [(m.text, m.ordinal, m.source_seqs, m.version) for m in made] == [
-        ("Ann bakes.", 0, (0,), 1),
-        ("Ann swims.", 1, (0,), 1),
-    ]
-    assert [m.id for m in made] == [memory_id("ann", 1, 0, "fact", n) for n in range(2)]
-    assert {(m.timestamp, m.prompt_version) for m in made} == {("2026-03-01", prompt_version("extract"))}
-    assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (
-        Decision.FIRED,
-        (0,),
-        (0,),
-    )
-
-
-def test_every_turn_is_read_and_one_without_facts_stays_live() -> None:
-    done = decide(view_of(3), 2, NOTHING)
-    assert [p.operation for p in done.prompts] == ["extract"]
-    assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (Decision.FIRED, (2,), ())
-
-
-def test_the_new_turn_is_shown_apart_from_the_five_before_it() -> None:
-    view = view_of(9)
-    del view.turns[5]
-    (prompt,) = decide(view, 8, NOTHING).prompts
-    recent = lines_under(prompt, "Earlier turns")
-    assert [f"turn{n}" in line for n, line in zip((2, 3, 4, 6, 7), recent, strict=True)] == [True] * 5
-    (newest,) = lines_under(prompt, "New turn")
-    assert "turn8" in newest
-
-
 def test_context_that_does_not_fit_is_left_out_oldest_first_and_an_oversized_turn_is_parked() -> None:
     view = view_of(4, words=300)
     whole = decide(view, 3, NOTHING).prompts[0].size_tokens
@@ -96,46 +61,6 @@ def reconciled(*decisions: tuple[int, Any, int | None, str], facts: tuple[str, .
     return decide(view, 5, extracted(*facts), decided(*decisions))
 
 
-def test_candidates_are_shown_with_the_stored_facts_in_order_of_birth() -> None:
-    done = reconciled((1, "none", None, ""), (2, "none", None, ""), facts=("Ann eats bread.", "Ann rows."))
-    assert [p.operation for p in done.prompts] == ["extract", "reconcile"]
-    candidates = lines_under(done.prompts[1], "Candidates")
-    assert [line[:15] for line in candidates] == ['[1,"2026-03-06"', '[2,"2026-03-06"']
-    known = lines_under(done.prompts[1], "Stored facts")
-    assert [SAILS.text in known[0], BAKES.text in known[1]] == [True, True]
-    assert (done.outcome.drafts, done.outcome.settled) == ((), ()), "NOOP"
-
-
-def test_add_keeps_the_candidates_words() -> None:
-    (made,) = reconciled((1, "add", None, "Other words.")).made("fact")
-    assert (made.text, made.source_seqs, made.version) == ("New.", (5,), 1)
-    assert made.prompt_version == prompt_version("extract")
-
-
-def test_update_makes_a_new_version_that_rests_on_both_turns() -> None:
-    (made,) = reconciled((1, "update", 2, "Ann bakes bread on Sundays.")).made("fact")
-    assert (made.id, made.version, made.text) == (BAKES.id, 2, "Ann bakes bread on Sundays.")
-    assert (made.born_at_seq, made.made_at_seq, made.source_seqs) == (1, 5, (1, 5))
-    assert (made.timestamp, made.prompt_version) == ("2026-03-06", prompt_version("reconcile"))
-    (bare,) = reconciled((1, "update", 2, "")).made("fact")
-    assert bare.text == "New.", "without words of its own, the candidate's"
-
-
-def test_delete_ends_the_fact_and_stores_nothing_in_its_place() -> None:
-    done = reconciled((1, "delete", 1, ""))
-    assert (done.deleted(), done.made("fact")) == ([SAILS.id], [])
-    assert done.outcome.drafts[0].memory.version == 2
-    assert done.outcome.settled == (5,)
-
-
-@pytest.mark.parametrize(
-    "wrong", [(1, "update", 3, "x"), (1, "delete", 0, ""), (1, "update", None, "x"), (2, "none", None, "")]
-)
-def test_what_a_wrong_number_leaves_open_is_added(wrong: tuple[int, Any, int | None, str]) -> None:
-    done = reconciled(wrong)
-    assert ([m.text for m in done.made("fact")], done.deleted()) == (["New."], [])
-
-
 def test_a_fact_is_changed_once_and_a_candidate_decided_once() -> None:
     both = ("One.", "Two.")
     done = reconciled((1, "update", 1, "Changed."), (2, "delete", 1, ""), facts=both)
@@ -143,14 +68,6 @@ def test_a_fact_is_changed_once_and_a_candidate_decided_once() -> None:
     assert not done.deleted()
     twice = reconciled((1, "none", None, ""), (1, "add", None, ""), (2, "none", None, ""), facts=both)
     assert twice.outcome.drafts == ()
-
-
-def test_a_candidate_stored_word_for_word_is_not_asked_about() -> None:
-    view = view_of(6, memories=[SAILS])
-    (again,) = decide(view, 5, extracted(SAILS.text)).made("fact")
-    assert (again.id, again.text, again.version, again.source_seqs) == (SAILS.id, SAILS.text, 2, (0, 5))
-    done = decide(view, 5, extracted(SAILS.text, "New."), decided((1, "add", None, "")))
-    assert len(lines_under(done.prompts[1], "Candidates")) == 1
 
 
 def test_ten_facts_near_each_candidate_are_shown_each_once() -> None:
@@ -177,24 +94,6 @@ def test_too_many_candidates_are_decided_by_halves_and_the_second_sees_the_first
     versions = [(d.memory.version, d.memory.deleted) for d in done.outcome.drafts if d.memory.id == SAILS.id]
     assert versions == [(2, False), (3, True)]
     assert [m.ordinal for m in done.made("fact") if m.version == 1] == [0, 1]
-
-
-@pytest.mark.parametrize("replies", [(BAD,), (extracted("New."), BAD)])
-def test_a_bad_reply_parks_the_turn_and_stores_nothing(replies: tuple[Any, ...]) -> None:
-    done = decide(view_of(6, memories=[SAILS]), 5, *replies)
-    outcome = done.outcome
-    assert (outcome.decision, outcome.operation, outcome.cluster) == (Decision.PARKED, "extract", (5,))
-    assert (outcome.settled, outcome.drafts) == ((5,), ())
-    assert "no JSON" in (outcome.reason or "")
-
-
-def test_a_noop_that_names_the_fact_adds_the_turn_to_its_sources() -> None:
-    done = reconciled((1, "none", 2, ""), (2, "none", 2, ""), facts=("One.", "Two."))
-    (again,) = done.made("fact")
-    assert (again.id, again.text, again.version, again.source_seqs) == (BAKES.id, BAKES.text, 2, (1, 5))
-    assert (again.timestamp, again.prompt_version) == ("2026-03-06", BAKES.prompt_version)
-    changed = reconciled((1, "none", 2, ""), (2, "update", 2, "Changed."), facts=("One.", "Two."))
-    assert [(m.text, m.version) for m in changed.made("fact")] == [("Changed.", 2)]
 
 
 # ---- replay

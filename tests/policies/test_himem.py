@@ -17,7 +17,7 @@ from undertow.engine.policies.himem.episodes import cut
 from undertow.engine.policies.himem.notes import Note, settled
 from undertow.engine.policies.himem.policy import Alignment, HiMem
 from undertow.engine.storage.row_codec import LlmJob
-from undertow.prompts.builders import prompt_version, segment_prompt
+from undertow.prompts.builders import prompt_version
 from undertow.prompts.reply_schemas import (
     AlignReply,
     NoteChange,
@@ -26,6 +26,7 @@ from undertow.prompts.reply_schemas import (
     Reply,
     SegmentDraft,
     SegmentReply,
+    SupplementReply,
     TraitDraft,
     TraitsReply,
 )
@@ -84,48 +85,6 @@ def operations(done: Driven) -> list[str]:
 # ---- windows
 
 
-def test_a_session_stays_open_until_the_first_turn_of_another() -> None:
-    view = talk("aaab")
-    for seq in range(3):
-        done = run(himem().decide(seq, at(view, seq)), view)
-        assert (done.outcome.decision, done.outcome.settled, done.prompts) == (Decision.WAITS, (), [])
-    done = run(himem().decide(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS)
-    assert operations(done) == ["segment", "notes", "traits"], "without notes there is nothing to align"
-    assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (
-        Decision.FIRED,
-        (0, 1, 2),
-        (0, 1, 2),
-    )
-    assert "turn3" not in done.prompts[0].user, "which begins the next window"
-    assert {m.made_at_seq for m in done.made("episode")} == {3}
-
-
-def test_a_flush_closes_the_window_and_does_nothing_where_none_is_open() -> None:
-    view = talk("aaa")
-    done = run(himem().flush(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS)
-    assert done.outcome.settled == (0, 1, 2)
-    view.settled_end = 3
-    done = run(himem().flush(4, at(view, 4)), view)
-    assert (done.outcome.decision, done.outcome.drafts) == (Decision.WAITS, ())
-    view.turns[5] = TurnView(5, "Ann: more", "2026-03-09", session="a")
-    assert run(himem().decide(5, at(view, 5)), view).outcome.decision is Decision.WAITS, (
-        "a new window has begun"
-    )
-
-
-def test_a_window_is_closed_by_the_turn_with_which_it_takes_more_than_half_of_a_prompts_room() -> None:
-    view = talk("aaaaaa", words=300)
-    whole = himem(PromptBudget(8_192, 64))
-    size = run(whole.flush(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS).prompts[0].size_tokens
-    fixed = segment_prompt(()).size_tokens
-    tight = himem(PromptBudget(fixed + 2 * (size - fixed) + 64, 64))
-    assert run(tight.decide(2, at(view, 2)), view).outcome.decision is Decision.WAITS
-    done = run(tight.decide(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS)
-    assert done.outcome.settled == (0, 1, 2)
-    view.settled_end = 3
-    assert run(tight.decide(4, at(view, 4)), view).outcome.decision is Decision.WAITS
-
-
 def test_what_one_prompt_does_not_hold_is_cut_in_parts_and_an_oversized_turn_is_parked_alone() -> None:
     view = talk("aaaaaa", words=300)
     size = run(himem().flush(3, at(view, 3)), view, pieces(1), NONE, NO_TRAITS).prompts[0].size_tokens
@@ -150,36 +109,6 @@ def test_any_reply_gives_contiguous_episodes_that_hold_each_turn_once(firsts: li
     assert all(len(places) for places, _ in made)
     beginnings = {first for first in firsts if 1 <= first <= count}
     assert {places.start + 1 for places, _ in made[1:]} == {*sorted(beginnings)[1:]}
-
-
-def test_an_episode_holds_its_topic_time_span_summary_and_turns_word_for_word() -> None:
-    view = talk("aaaab")
-    view.turns[3] = TurnView(3, "Ann: undated", None, session="a")
-    done = run(himem().decide(4, at(view, 4)), view, pieces(1, 3), NONE, NO_TRAITS)
-    first, second = done.made("episode")
-    said = "\n".join(view.turns[n].text for n in (0, 1))
-    assert first.text == f"topic1 (2026-03-01 to 2026-03-02)\nAnn said 1.\n{said}"
-    assert second.text.startswith("topic3 (2026-03-03)\n") and second.text.endswith("\nAnn: undated")
-    assert [(m.source_seqs, m.ordinal, m.timestamp) for m in (first, second)] == [
-        ((0, 1), 0, "2026-03-02"),
-        ((2, 3), 1, "2026-03-03"),
-    ]
-    assert [m.id for m in (first, second)] == [memory_id("ann", 1, 4, "episode", n) for n in range(2)]
-    assert {m.prompt_version for m in (first, second)} == {prompt_version("segment")}
-    view.turns = {3: view.turns[3], 4: view.turns[4]}
-    (bare,) = run(himem().decide(4, at(view, 4)), view, pieces(1), NONE, NO_TRAITS).made("episode")
-    assert bare.text.startswith("topic1 (undated)\n")
-
-
-def test_aligned_episodes_hold_the_reworded_turns() -> None:
-    view = talk("aab")
-    policy = himem(notes=False, episodes=True)
-    done = run(
-        policy.decide(2, at(view, 2)), view, pieces(1), changes((2, None, "Ann: aligned.")), NONE, NO_TRAITS
-    )
-    assert operations(done) == ["segment", "align", "notes", "traits"]
-    (episode,) = done.made("episode")
-    assert episode.text.endswith(f"\n{view.turns[0].text}\nAnn: aligned.")
 
 
 # ---- notes
@@ -209,14 +138,6 @@ def test_notes_pass_three_stages_and_link_to_their_episodes() -> None:
     assert [m.prompt_version for m in made] == versions
 
 
-def test_without_alignment_the_notes_stay_as_they_were_extracted() -> None:
-    view = talk("aab")
-    replies = pieces(1), notes(("She rows.", "fact", [2])), traits(("She sails.", "profile", []))
-    done = run(himem(notes=False).decide(2, at(view, 2)), view, *replies)
-    assert operations(done) == ["segment", "notes", "traits"]
-    assert [m.text for m in done.made("fact")] == ["She rows.", "She sails."]
-
-
 numbers = st.integers(-1, 6)
 
 
@@ -230,17 +151,6 @@ def test_whatever_alignment_says_no_source_is_lost_and_none_invented(
     assert after and {note.text for note in after} <= {note.text for note in before}
 
 
-def test_a_note_stored_word_for_word_rests_on_the_new_turns_too() -> None:
-    old = stored("fact", "Ann sails.", 0, (0,), fact_kind="fact")
-    view = talk("aab", [old])
-    view.settled_end = 1
-    said = notes(("Ann sails.", "fact", [1]), ("Ann sails.", "fact", [1]), ("New.", "fact", [1]))
-    done = run(himem().decide(2, at(view, 2)), view, pieces(1), said, NO_TRAITS, SAME)
-    again, new = done.made("fact")
-    assert (again.id, again.text, again.version, again.source_seqs) == (old.id, old.text, 2, (0, 1))
-    assert (new.version, new.source_seqs) == (1, (1,))
-
-
 def test_what_does_not_fit_beside_the_notes_is_left_out() -> None:
     view = talk("aab", words=300)
     said = notes(*((f"Note {n} " + "x " * 280, "fact", [1]) for n in range(6)))
@@ -251,23 +161,6 @@ def test_what_does_not_fit_beside_the_notes_is_left_out() -> None:
     ).prompts
     assert [len(lines_under(p, "Turns")) for p in (whole[3], tight[3])] == [2, 1], "the first turn"
     assert [len(lines_under(p, "Notes")) for p in (whole[3], tight[3])] == [6, 6]
-
-
-@pytest.mark.parametrize(
-    "replies",
-    [
-        (BAD,),
-        (pieces(1), BAD),
-        (pieces(1), NONE, BAD),
-        (pieces(1), notes(("x", "fact", [])), NO_TRAITS, BAD),
-    ],
-)
-def test_a_bad_reply_parks_the_window_and_stores_nothing(replies: tuple[Any, ...]) -> None:
-    view = talk("aab")
-    outcome = run(himem().decide(2, at(view, 2)), view, *replies).outcome
-    assert (outcome.decision, outcome.operation, outcome.cluster) == (Decision.PARKED, "segment", (0, 1))
-    assert (outcome.settled, outcome.drafts) == ((0, 1), ())
-    assert "no JSON" in (outcome.reason or "")
 
 
 # ---- replay
@@ -421,6 +314,31 @@ def test_an_episode_that_went_with_a_turn_is_made_again_where_its_deletion_was_p
     assert [m.source_seqs for m in done.made("episode")] == [(2,)]
 
 
+# ---- reconsolidation
+
+EARLY = stored("episode", "Ann moved to Berlin.", 2, (0, 1))
+LATE = stored("episode", "Ann moved to Paris.", 5, (3, 4))
+
+
+def ask(view: View, *replies: Reply, episodes: Sequence[str] = (LATE.id, EARLY.id)) -> Driven:
+    return run(himem().reconsolidate(9, "Where does Ann live?", episodes, view), view, *replies)
+
+
+def test_a_note_goes_with_every_turn_that_was_shown_for_it() -> None:
+    note = stored("fact", "Ann lives in Paris.", 7, (3, 4), shown_seqs=(0, 1), fact_kind="profile")
+    assert note.id in forget(talk("aaaaaa", [EARLY, LATE, note]), 0, BAD).deleted()
+
+
+def test_reconsolidation_skips_episodes_that_are_gone_or_rest_on_a_deleted_turn() -> None:
+    view = talk("aaaaaa", [EARLY, LATE])
+    del view.turns[4]
+    done = ask(view, SupplementReply(notes=[]))
+    assert [EARLY.text in line for line in lines_under(done.prompts[0], "Episodes")] == [True]
+    del view.turns[0]
+    assert ask(view).outcome.decision is Decision.WAITS
+    assert ask(talk("aaaaaa", [EARLY]), episodes=("unknown",)).prompts == []
+
+
 # ---- forgetting by use
 
 
@@ -439,12 +357,3 @@ def test_of_too_many_notes_the_least_used_are_forgotten_and_of_equals_the_oldest
     assert done.deleted() == [note.id for note in old]
     assert [m.kind for m in done.made("episode")] == ["episode"]
     assert run(himem().decide(2, at(view, 2)), view, pieces(1), said, NO_TRAITS, SAME).deleted() == [], "off"
-
-
-def test_the_notes_stay_bounded_though_one_window_gives_more() -> None:
-    view = talk("aab")
-    said = notes(*((f"Note {n}.", "fact", [1]) for n in range(5)))
-    policy = HiMem(ROOMY, Alignment(), max_notes=2)
-    done = run(policy.decide(2, at(view, 2)), view, pieces(1), said, NO_TRAITS, SAME)
-    kept = {m.text for m in done.made("fact") if m.id not in done.deleted()}
-    assert kept == {"Note 3.", "Note 4."}

@@ -29,7 +29,6 @@ from undertow.prompts.reply_schemas import (
     SelectReply,
     StatementDraft,
     StatementsReply,
-    SummaryReply,
 )
 
 from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored
@@ -140,80 +139,13 @@ def operations(done: Driven) -> list[str]:
 # ---- windows
 
 
-def test_turns_wait_until_the_window_is_full_and_then_all_of_it_is_decided() -> None:
-    view = view_of(3)
-    waiting = decide(view, 0)
-    assert (waiting.outcome.decision, waiting.outcome.settled, waiting.prompts) == (Decision.WAITS, (), [])
-    done = decide(view, 1, grouped([1, 2, 3, 4]), told("Cue"), GUESS, NOTHING)
-    assert (done.outcome.decision, done.outcome.cluster, done.outcome.settled) == (
-        Decision.FIRED,
-        (0, 1),
-        (0, 1),
-    )
-    assert lines_under(done.prompts[0], "Messages")[2].endswith('"2026-03-02","Ann: ask1 "]')
-    assert done.outcome.reason is None
-
-
-def test_the_window_begins_behind_the_last_settled_turn_and_deleted_turns_leave_it() -> None:
-    view = view_of(6, open_from=2)
-    del view.turns[2]
-    assert decide(view, 3).outcome.decision is Decision.WAITS
-    done = decide(view, 4, grouped([1, 2, 3, 4]), told("Cue"), GUESS, NOTHING)
-    assert done.outcome.cluster == (3, 4)
-
-
 def test_the_window_is_the_shortest_beginning_that_is_long_enough() -> None:
     """Where it was longer once: what is behind it stays open."""
     done = decide(view_of(6), 5, grouped([1, 2, 3, 4]), told("Cue"), GUESS, NOTHING)
     assert done.outcome.settled == (0, 1)
 
 
-def test_a_flush_takes_what_is_left() -> None:
-    view = view_of(1)
-    view.record = 1
-    done = drive(policy().flush(1, view), view, replies=[grouped([1], [2]), *_two_plain_episodes()])
-    assert (done.outcome.decision, done.outcome.settled) == (Decision.FIRED, (0,))
-    assert [m.source_messages for m in done.made("episode")] == [((0, 0),), ((0, 1),)]
-    view.settled_end = 1
-    empty = drive(policy().flush(1, view), view)
-    assert (empty.outcome.decision, empty.outcome.drafts) == (Decision.WAITS, ())
-
-
-def _two_plain_episodes() -> list[Reply]:
-    return [told("One"), GUESS, NOTHING, told("Two"), ALONE, GUESS, NOTHING]
-
-
-def test_one_message_alone_is_not_partitioned() -> None:
-    view = view_of(1)
-    view.turns[0] = TurnView(0, "Ann: hi", None, ("Ann: hi",))
-    view.record = 1
-    done = drive(policy().flush(1, view), view, replies=[told("Hi"), GUESS, NOTHING])
-    assert operations(done) == ["narrate", "predict", "distil"]
-
-
 # ---- episodes
-
-
-def test_groups_become_episodes_one_after_the_other() -> None:
-    done = decide(
-        view_of(2),
-        1,
-        grouped([1, 4], [2, 3]),
-        *(told("Ann\n asks  twice", "She asked."), GUESS, facts("Ann asks.")),
-        *(told("Bo replies"), ALONE, GUESS, facts("Bo replies.", "Bo replies."), decided("new")),
-    )
-    made = done.made("episode")
-    assert [m.text for m in made] == ["Ann asks twice\nShe asked.", "Bo replies\nIt happened."]
-    assert [m.source_messages for m in made] == [((0, 0), (1, 1)), ((0, 1), (1, 0))]
-    assert [m.id for m in made] == [memory_id("ann", 1, 1, "episode", n) for n in range(2)]
-    assert [(m.text, m.source_seqs, m.episode_id) for m in done.made("fact")] == [
-        ("Ann asks.", (0, 1), made[0].id),
-        ("Bo replies.", (0, 1), made[1].id),
-    ]
-    narrate = done.prompts[1]
-    assert [line.split('"')[3] for line in lines_under(narrate, "Messages")] == ["Ann: ask0 ", "Bo: reply1"]
-    select = done.prompts[5]
-    assert "Ann asks twice" in lines_under(select, "Stored episodes")[0], "the one of the group before"
 
 
 def test_a_repair_is_counted_in_the_decision() -> None:
@@ -223,31 +155,6 @@ def test_a_repair_is_counted_in_the_decision() -> None:
     assert done.outcome.repairs == 4
     parked = decide(view_of(2), 1, grouped([1, 2, 2, 7]), BAD).outcome
     assert (parked.decision, parked.repairs) == (Decision.PARKED, 4), "though the reason is another"
-
-
-def test_an_episode_that_goes_on_is_told_anew_and_learnt_from_as_a_whole() -> None:
-    old = episode("Old cue\nOld story.", 1, (0, 1), (1, 0))
-    view = view_of(4, memories=[old], open_from=2)
-    replies = [grouped([1, 2, 3, 4]), told("New cue"), FIRST, told("Joined cue", "All of it."), GUESS]
-    done = decide(view, 3, *replies, facts("Learnt.", said_in=(1, 2, 3, 5)))
-    (joined,) = done.made("episode")
-    assert (joined.id, joined.version, joined.text) == (old.id, 2, "Joined cue\nAll of it.")
-    assert (joined.born_at_seq, joined.made_at_seq, joined.source_seqs) == (1, 3, (0, 1, 2, 3))
-    assert joined.source_messages == ((0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1))
-    shown = lines_under(done.prompts[3], "Episodes")
-    assert ["Old story." in shown[0], "New cue" in shown[1]] == [True, True]
-    assert '"Joined cue"' in lines_under(done.prompts[4], "Cue")[0], "the cue alone, not the narrative"
-    raw = lines_under(done.prompts[5], "Messages")
-    assert (len(raw), "reply0" in raw[0]) == (6, True)
-    assert done.made("fact")[0].source_seqs == (0, 1, 2, 3)
-
-
-@pytest.mark.parametrize("number", [None, 2, 0])
-def test_null_and_wrong_numbers_continue_nothing(number: int | None) -> None:
-    view = view_of(4, memories=[episode("Old\nStory.", 1, (0, 0))], open_from=2)
-    replies = [grouped([1, 2, 3, 4]), told("New"), SelectReply(continues=number), GUESS, NOTHING]
-    (made,) = decide(view, 3, *replies).made("episode")
-    assert (made.version, made.born_at_seq) == (1, 3)
 
 
 def test_the_five_nearest_episodes_are_candidates() -> None:
@@ -272,169 +179,10 @@ def test_a_window_that_does_not_fit_is_partitioned_and_narrated_in_parts() -> No
 # ---- facts
 
 
-def window(view: View, *replies: Reply | BadReply, **options: Any) -> Driven:
-    """Turns 8 and 9 as one episode."""
-    view.settled_end = 8
-    return decide(view, 9, grouped([1, 2, 3, 4]), told("Boats"), *replies, of=policy(**options))
-
-
-def test_facts_nearer_than_tau_are_evoked_and_no_others() -> None:
-    near, far = fact("Boats It happened.", 0, 0), fact("Cakes.", 1, 1)
-    view = view_of(10, memories=[near, far])
-    evoked = lines_under(window(view, GUESS, NOTHING, theta=0.9).prompts[2], "Stored facts")
-    assert [near.text in line for line in evoked] == [True]
-    assert len(lines_under(window(view, GUESS, NOTHING, theta=-1.0).prompts[2], "Stored facts")) == 2
-    none = window(view, GUESS, NOTHING, theta=1.0).prompts[2]
-    assert none.user.endswith("Stored facts:\nnone")
-
-
 SAILS, ROWS = fact("Ann sails.", 0, 0), fact("Ann rows.", 1, 1)
 
 
-def consolidated(reply: ConsolidateReply, *known: Memory, text: str = "Ann swims.") -> Driven:
-    return window(view_of(10, memories=known or (SAILS, ROWS)), GUESS, facts(text, said_in=(1, 4)), reply)
-
-
-def shown_at(done: Driven, known: Memory) -> int:
-    lines = lines_under(done.prompts[-1], "Stored facts")
-    return next(n for n, line in enumerate(lines, 1) if known.text in line)
-
-
-def test_a_new_fact_keeps_its_words_and_its_episode() -> None:
-    done = consolidated(decided("new"))
-    (made,) = done.made("fact")
-    assert (made.text, made.source_seqs, made.supersedes) == ("Ann swims.", (8, 9), ())
-    assert made.episode_id == done.made("episode")[0].id
-
-
-def test_a_merge_puts_one_text_in_the_place_of_all_of_them() -> None:
-    first = shown_at(consolidated(decided("new")), SAILS)
-    done = consolidated(decided("merge", first, 3 - first, text="Ann sails and rows."))
-    (made,) = done.made("fact")
-    assert (made.id, made.version, made.text) == (SAILS.id, 2, "Ann sails and rows.")
-    assert (made.source_seqs, made.supersedes) == ((0, 1, 8, 9), (ROWS.id,))
-    assert done.deleted() == [ROWS.id]
-    bare = consolidated(decided("merge", 1))
-    assert bare.made("fact")[0].text == "Ann swims.", "without words of its own, the new fact's"
-
-
-def test_a_conflict_ends_the_old_fact_and_inserts_the_new_one() -> None:
-    done = consolidated(decided("conflict", 1), SAILS)
-    (made,) = done.made("fact")
-    assert (made.text, made.version, made.supersedes) == ("Ann swims.", 1, (SAILS.id,))
-    assert done.deleted() == [SAILS.id]
-
-
-def test_what_a_later_turn_told_is_not_made_untrue_by_one_that_is_read_late() -> None:
-    later = fact("Ann lives in Berlin.", 12, 12)
-    done = consolidated(decided("conflict", 1), later)
-    assert (done.deleted(), done.made("fact")) == ([], []), "nor does the older one stand beside it"
-
-
-def test_of_several_that_it_is_in_conflict_with_the_older_ones_end_and_one_later_one_keeps_it_out() -> None:
-    later = fact("Ann dives.", 12, 12)
-    first = shown_at(consolidated(decided("new"), SAILS, later), SAILS)
-    done = consolidated(decided("conflict", first, 3 - first), SAILS, later)
-    assert (done.deleted(), done.made("fact")) == ([SAILS.id], [])
-
-
-def gone_on(*replies: Reply | BadReply, said_in: Sequence[int], known: Memory) -> Driven:
-    """Turns 8 and 9 go on with the episode of turn 0; what is distilled of all of it is "Rome."."""
-    home = episode("Home\nAnn lives in Rome.", 1, (0, 0), (0, 1))
-    view = view_of(10, memories=[home, known], open_from=8)
-    joined = [grouped([1, 2, 3, 4]), told("Flat"), FIRST, told("Home"), GUESS]
-    return decide(view, 9, *joined, facts("Rome.", said_in=said_in), *replies)
-
-
-@pytest.mark.parametrize("said_in", [(1,), (2, 1), (), (9,)])
-def test_what_an_episode_told_before_it_went_on_is_dated_by_its_own_words(said_in: tuple[int, ...]) -> None:
-    """Without a usable number, the oldest message says it."""
-    oslo = fact("Ann lives in Oslo.", 5, 5)
-    done = gone_on(decided("conflict", 1), said_in=said_in, known=oslo)
-    assert (done.deleted(), done.made("fact")) == ([], [])
-    assert '"2026-03-01"' in lines_under(done.prompts[-1], "New fact")[0]
-    (new,) = gone_on(decided("new"), said_in=said_in, known=oslo).made("fact")
-    assert (new.source_seqs, new.shown_seqs, new.timestamp) == ((0,), (8, 9), "2026-03-01")
-
-
-def test_a_fact_that_was_distilled_beside_later_words_gives_way_to_what_was_said_between() -> None:
-    rome = fact("Ann lives in Rome.", 3, 0, shown_seqs=(12,))
-    done = gone_on(decided("conflict", 1), said_in=(3,), known=rome)
-    assert done.deleted() == [rome.id] and done.made("fact")[0].supersedes == (rome.id,)
-
-
-def test_a_merge_keeps_apart_who_said_it_and_what_was_shown() -> None:
-    known = fact("Ann lived in Rome.", 3, 5, shown_seqs=(0, 6))
-    (merged,) = gone_on(decided("merge", 1), said_in=(1,), known=known).made("fact")
-    assert (merged.source_seqs, merged.shown_seqs, merged.timestamp) == ((0, 5), (6, 8, 9), "2026-03-06")
-
-
-@pytest.mark.parametrize("reply", [decided("merge"), decided("conflict", 9), decided("merge", 0, 3)])
-def test_a_directive_without_a_shown_target_is_new(reply: ConsolidateReply) -> None:
-    done = consolidated(reply)
-    assert ([m.text for m in done.made("fact")], done.deleted()) == (["Ann swims."], [])
-
-
-def test_each_fact_is_compared_with_those_of_the_same_reply_before_it() -> None:
-    done = window(view_of(10), GUESS, facts("Ann sails.", "Ann is a sailor."), decided("merge", 1))
-    versions = [(d.memory.version, d.memory.text) for d in done.outcome.drafts if d.memory.kind == "fact"]
-    assert versions == [(1, "Ann sails."), (2, "Ann is a sailor.")]
-
-
-# ---- management
-
-
-def test_append_adds_and_asks_nothing() -> None:
-    done = window(view_of(10, memories=[SAILS]), GUESS, facts("Ann sails."), management="append")
-    assert operations(done) == ["partition", "narrate", "predict", "distil"]
-    assert [m.text for m in done.made("fact")] == ["Ann sails."]
-
-
-def test_summary_keeps_one_text_that_is_all_that_is_evoked() -> None:
-    view = view_of(10)
-    replies = [GUESS, facts("Ann sails.", "Bo bakes.", said_in=(1, 4)), SummaryReply(summary="All.")]
-    done = window(view, *replies, management="summary")
-    (first,) = done.made("fact")
-    assert (first.text, first.source_seqs, first.version) == ("All.", (8, 9), 1)
-    assert len(lines_under(done.prompts[-1], "New facts")) == 2
-    old = replace(first, source_seqs=(0,))
-    view = view_of(10, memories=[old])
-    replies = [GUESS, facts("Ann rows.", said_in=(1, 4)), SummaryReply(summary="More.")]
-    done = window(view, *replies, management="summary")
-    assert "All." in lines_under(done.prompts[2], "Stored facts")[0]
-    (again,) = done.made("fact")
-    assert (again.id, again.text, again.version, again.source_seqs) == (old.id, "More.", 2, (0, 8, 9))
-
-
-# ---- ablations (section 4.4)
-
-
-def test_direct_extraction_reads_raw_groups_and_makes_no_episode() -> None:
-    nemori_s = policy(ablation="direct-extraction")
-    done = decide(view_of(2), 1, grouped([1, 2], [3, 4]), facts("One."), NOTHING, of=nemori_s)
-    assert operations(done) == ["partition", "distil_direct", "distil_direct"]
-    assert (done.made("episode"), [m.source_seqs for m in done.made("fact")]) == ([], [(0,)])
-    assert done.outcome.settled == (0, 1)
-
-
-def test_without_facts_and_fixed_chunks() -> None:
-    done = decide(view_of(2), 1, grouped([1, 2, 3, 4]), told("Cue"), of=policy(ablation="without-facts"))
-    assert (operations(done), done.made("fact")) == (["partition", "narrate"], [])
-    done = decide(view_of(2), 1, told("Cue"), GUESS, NOTHING, of=policy(ablation="fixed-chunks"))
-    assert operations(done) == ["narrate", "predict", "distil"]
-    assert len(done.made("episode")[0].source_messages) == 4
-
-
 # ---- parking and replay
-
-
-@pytest.mark.parametrize("good", [0, 1, 2, 3])
-def test_a_bad_reply_parks_the_window_and_stores_nothing(good: int) -> None:
-    replies = [grouped([1, 2, 3, 4]), told("Cue"), GUESS][:good]
-    outcome = decide(view_of(2), 1, *replies, BAD).outcome
-    assert outcome.operation == ["partition", "narrate", "predict", "distil"][good]
-    assert (outcome.decision, outcome.cluster, outcome.settled) == (Decision.PARKED, (0, 1), (0, 1))
-    assert (outcome.drafts, "no JSON" in (outcome.reason or "")) == ((), True)
 
 
 def replay(view: View, *replies: Reply | BadReply, cluster: tuple[int, ...] = (0, 1)) -> Driven:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from undertow.engine.base.config import Ablation
 from undertow.engine.base.model import Decision, memory_id
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import Complete, GateReading, PromptBudget, TurnView, deletion
@@ -45,133 +43,7 @@ def decide(
 STORY = stored("episode", "Ann plans a trip.", 2, (0, 1))
 
 
-# ---- merge first (equation 6)
-
-
-def test_a_merge_makes_a_new_version_and_refines_with_the_new_turn_alone() -> None:
-    view = view_of(6, memories=[STORY])
-    reply = MergeReply(same_story=True, narrative="Ann planned a trip and went.")
-    done = decide(view, 5, GateReading(STORY, 0.6, (3, 4), (0.9, 0.8), 2), reply, facts(("Ann went.", None)))
-    outcome = done.outcome
-    assert (outcome.decision, outcome.merge_asked, outcome.settled) == (Decision.MERGED, True, (5,))
-    (merged,) = done.made("episode")
-    assert (merged.id, merged.version, merged.text) == (STORY.id, 2, "Ann planned a trip and went.")
-    assert (merged.born_at_seq, merged.made_at_seq, merged.source_seqs) == (2, 5, (0, 1, 5))
-    assert merged.timestamp == view.turn(5).timestamp
-    (fact,) = done.made("fact")
-    assert (fact.source_seqs, fact.episode_id) == ((5,), STORY.id)
-    assert [p.operation for p in done.prompts] == ["merge", "refine"]
-    assert [line[:3] for line in lines_under(done.prompts[1], "Turns")] == ["[1,"]
-    assert "turn5" in lines_under(done.prompts[1], "Turns")[0]
-    assert merged.text in lines_under(done.prompts[1], "Episode")[0]
-
-
-def test_below_theta_merge_nobody_is_asked() -> None:
-    just_below = float(np.nextafter(0.6, 0))
-    done = decide(view_of(6), 5, GateReading(STORY, just_below))
-    assert (done.outcome.decision, done.outcome.merge_asked, done.prompts) == (Decision.WAITS, False, [])
-
-
-def test_a_refused_merge_goes_on_to_the_gate_with_the_same_state() -> None:
-    refusal = MergeReply(same_story=False, narrative="")
-    waits = decide(view_of(6), 5, GateReading(STORY, 0.7, (4,), (0.5,), 1), refusal)
-    assert (waits.outcome.decision, waits.outcome.merge_asked, waits.outcome.settled) == (
-        Decision.WAITS,
-        True,
-        (),
-    )
-    assert not waits.outcome.drafts
-    reading = GateReading(STORY, 0.7, (4, 1), (0.9, 0.5), 2)
-    fires = decide(view_of(6), 5, reading, refusal, episodes(("A story.", [1])), NO_FACTS)
-    assert (fires.outcome.decision, fires.outcome.merge_asked) == (Decision.FIRED, True)
-    assert fires.outcome.settled == (1, 4, 5)
-
-
-@pytest.mark.parametrize("replies", [(BAD,), (MergeReply(same_story=True, narrative="More."), BAD)])
-def test_a_bad_reply_at_or_after_the_merge_parks_the_turn_alone(replies: tuple[Any, ...]) -> None:
-    done = decide(view_of(6), 5, GateReading(STORY, 0.9, (3, 4), (0.9, 0.8), 2), *replies)
-    assert (done.outcome.decision, done.outcome.operation) == (Decision.PARKED, "merge")
-    assert (done.outcome.cluster, done.outcome.settled) == ((5,), (5,))
-    assert not done.outcome.drafts, "nothing of a bad reply is stored"
-    assert "no JSON" in (done.outcome.reason or "")
-
-
-# ---- gate and consolidation (equations 5 and 7)
-
-
-def test_the_new_turn_counts_itself() -> None:
-    view = view_of(6)
-    assert decide(view, 5, GateReading(None, None, (4,), (0.9,), 1)).outcome.decision is Decision.WAITS
-    fires = decide(
-        view,
-        5,
-        GateReading(None, None, (4, 3), (0.9, 0.8), 2),
-        episodes(),
-    )
-    assert fires.outcome.decision is Decision.FIRED
-
-
-def test_the_cluster_is_shown_by_time_then_seq() -> None:
-    view = view_of(4)
-    view.turns[0] = TurnView(0, "Ann: turn0", "2026-03-09")
-    view.turns[1] = TurnView(1, "Ann: turn1", None)
-    view.turns[3] = TurnView(3, "Ann: turn3", "2026-03-03")  # the date of turn 2
-    done = decide(view, 3, GateReading(None, None, (0, 2, 1), (0.9, 0.8, 0.7), 3), episodes())
-    shown = lines_under(done.prompts[0], "Turns")
-    assert [next(f"turn{n}" for n in range(4) if f"turn{n}" in line) for line in shown] == [
-        "turn1",
-        "turn2",
-        "turn3",
-        "turn0",
-    ]
-    assert '"undated"' in shown[0]
-    assert done.outcome.cluster == (0, 1, 2, 3)
-
-
-def test_an_empty_list_is_a_firing_that_leaves_the_turns_live() -> None:
-    done = decide(view_of(6), 5, GateReading(None, None, (4, 3), (0.9, 0.8), 2), episodes())
-    assert (done.outcome.decision, done.outcome.cluster) == (Decision.FIRED, (3, 4, 5))
-    assert (done.outcome.settled, done.outcome.drafts) == ((), ())
-
-
-def test_episodes_rest_on_the_turns_they_name_or_on_all() -> None:
-    told = episodes(("One.", [3, 1, 3]), ("Two.", []), ("Three.", [1, 4]), ("Four.", [0]))
-    done = decide(view_of(6), 5, GateReading(None, None, (4, 3), (0.9, 0.8), 2), told, *[NO_FACTS] * 4)
-    made = done.made("episode")
-    assert [m.source_seqs for m in made] == [(3, 5), (3, 4, 5), (3, 4, 5), (3, 4, 5)]
-    assert [m.id for m in made] == [memory_id("ann", 1, 5, "episode", n) for n in range(4)]
-    assert all(m.made_at_seq == m.born_at_seq == 5 and m.version == 1 for m in made)
-    assert [p.operation for p in done.prompts] == ["episode"] + ["refine"] * 4
-
-
 # ---- semantic refinement (equations 8 and 9)
-
-
-def test_refinement_sees_the_facts_of_the_one_before() -> None:
-    told = episodes(("Ann bakes bread.", [1]), ("Ann bakes cake.", [2]))
-    first, second = facts(("Ann bakes.", None), ("Ann eats.", None)), facts(("Ann bakes cake.", 1))
-    reading = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
-    done = decide(view_of(6), 5, reading, told, first, second)
-    assert lines_under(done.prompts[1], "Stored facts") == []
-    seen = lines_under(done.prompts[2], "Stored facts")
-    assert len(seen) == 2 and "Ann bakes." in seen[0]
-    made = done.made("fact")
-    assert [m.id for m in made] == [memory_id("ann", 1, 5, "fact", n) for n in range(3)]
-    assert [m.episode_id for m in made] == [done.made("episode")[i].id for i in (0, 0, 1)]
-    assert [m.supersedes for m in made] == [(), (), (made[0].id,)]
-    assert all(m.source_seqs == (3, 4, 5) for m in made), "facts rest on the turns shown"
-    assert len(lines_under(done.prompts[2], "Turns")) == 3
-
-
-def test_a_fact_told_word_for_word_before_is_not_stored_again() -> None:
-    view = view_of(6, memories=[stored("fact", "Ann bakes bread.", 0, (0,))])
-    reply = facts(("Ann eats.", None), ("Ann bakes bread.", None), ("Ann eats.", 1), ("Ann eats!", None))
-    reading = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
-    done = decide(view, 5, reading, episodes(("Ann bakes.", [1])), reply)
-    assert [(m.text, m.ordinal, m.supersedes) for m in done.made("fact")] == [
-        ("Ann eats.", 0, ()),
-        ("Ann eats!", 1, ()),
-    ]
 
 
 def test_the_ten_nearest_facts_are_shown_and_the_replaced_one_is_linked() -> None:
@@ -188,15 +60,6 @@ def test_the_ten_nearest_facts_are_shown_and_the_replaced_one_is_linked() -> Non
     assert changed.supersedes == (twins[1].id,)
     assert other.supersedes == (), "a number that names no shown fact links nothing"
     assert not done.deleted(), "the older fact is not deleted"
-
-
-@pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_a_bad_reply_anywhere_drops_the_whole_job(fails_at: int) -> None:
-    good: list[Reply | BadReply] = [episodes(("One.", [1]), ("Two.", [2])), facts(("Fact.", None)), NO_FACTS]
-    replies = [*good[:fails_at], BAD]
-    done = decide(view_of(6), 5, GateReading(None, None, (4, 3), (0.9, 0.8), 2), *replies)
-    assert (done.outcome.decision, done.outcome.operation) == (Decision.PARKED, "episode")
-    assert (done.outcome.cluster, done.outcome.settled, done.outcome.drafts) == ((3, 4, 5), (3, 4, 5), ())
 
 
 # ---- prompts that do not fit
@@ -365,34 +228,6 @@ def test_what_a_user_deleted_gives_up_its_history_with_a_turn_that_it_rested_on(
 
 # ---- ablations (section 4.3)
 
-FIRES = GateReading(None, None, (4, 3), (0.9, 0.8), 2)
-
-
-def ablated(ablation: Ablation, view: View, reading: GateReading, *replies: Reply | BadReply) -> Driven:
-    return drive(RecMem(ROOMY, ablation).decide(5, view), view, reading=reading, replies=replies)
-
-
-def test_direct_extraction_asks_for_facts_of_the_raw_turns_and_stores_no_episode() -> None:
-    older = stored("fact", "Ann bakes bread.", 0, (0,))
-    view = view_of(6, memories=[older])
-    done = ablated("direct-extraction", view, FIRES, facts(("Ann eats.", None), ("Ann rests.", 1)))
-    (prompt,) = done.prompts
-    assert prompt.operation == "direct"
-    assert len(lines_under(prompt, "Turns")) == 3
-    assert "Ann bakes bread." in lines_under(prompt, "Stored facts")[0]
-    assert "pisode:" not in prompt.user and "episode" not in prompt.system
-    assert done.made("episode") == []
-    assert [(m.source_seqs, m.episode_id) for m in done.made("fact")] == [((3, 4, 5), None)] * 2
-    assert done.made("fact")[1].supersedes == (older.id,)
-    assert (done.outcome.decision, done.outcome.settled) == (Decision.FIRED, (3, 4, 5))
-
-
-def test_direct_extraction_without_a_fact_leaves_the_turns_live_and_a_bad_reply_parks_them() -> None:
-    empty = ablated("direct-extraction", view_of(6), FIRES, NO_FACTS)
-    assert (empty.outcome.decision, empty.outcome.settled) == (Decision.FIRED, ())
-    bad = ablated("direct-extraction", view_of(6), FIRES, BAD)
-    assert (bad.outcome.decision, bad.outcome.settled) == (Decision.PARKED, (3, 4, 5))
-
 
 def test_forgetting_a_turn_extracts_directly_anew_what_was_extracted_directly() -> None:
     first = stored("fact", "One.", 5, (1, 2, 3))
@@ -404,14 +239,3 @@ def test_forgetting_a_turn_extracts_directly_anew_what_was_extracted_directly() 
     assert done.deleted() == [first.id, second.id, alone.id]
     assert [p.operation for p in done.prompts] == ["direct"]
     assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("New.", (1, 3))]
-
-
-def test_without_facts_there_are_episodes_and_merges_and_no_refinement() -> None:
-    told = ablated("without-facts", view_of(6), FIRES, episodes(("One.", [1]), ("Two.", [2])))
-    assert [p.operation for p in told.prompts] == ["episode"]
-    assert (len(told.made("episode")), told.made("fact")) == (2, [])
-    assert told.outcome.settled == (3, 4, 5)
-    merge = MergeReply(same_story=True, narrative="More.")
-    merged = ablated("without-facts", view_of(6, memories=[STORY]), GateReading(STORY, 0.9), merge)
-    assert [p.operation for p in merged.prompts] == ["merge"]
-    assert merged.outcome.decision is Decision.MERGED

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
-from undertow.bench.mock.llm import MockLLM, MockReplies
+from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
@@ -26,18 +26,14 @@ from ..support.engine import (
     MARKER,
     HeldLLM,
     RecordingLLM,
-    Run,
-    assert_same,
     bytes_hold,
     open_engine,
-    read_back,
     rows_of,
     settings_of,
     turn_of,
     turns_of,
 )
 from ..support.faults.harness import reports
-from ..support.oracles.nemori import OracleNemori
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -167,37 +163,6 @@ def test_of_a_deleted_turn_no_byte_is_left(in_flight: bool, policy: PolicyName, 
 NEMORI: dict[str, Any] = {"policy": "nemori", "window_messages": 6}
 
 
-def test_a_flush_is_a_record_that_decides_what_is_left(tmp_path: Path) -> None:
-    """As the oracle has it, with the window's beginning read from the journal in between."""
-    turns = [turn_of("ann", n, f"the boat sails {n} miles") for n in range(10)]
-    replies, settings = MockReplies(1, refusal_rate=0.3), settings_of(**NEMORI)
-    oracle = OracleNemori("ann", ENCODER, MockLLM(replies), settings)
-    for seq, turn in enumerate(turns[:5]):
-        oracle.take(seq, turn)
-    oracle.flush(5)
-    for seq, turn in enumerate(turns[5:], 6):
-        oracle.take(seq, turn)
-    first, second = RecordingLLM(replies), RecordingLLM(replies)
-    with open_engine(tmp_path, first, **NEMORI) as engine:
-        engine.add_batch(turns[:4])
-        assert engine.drain()
-    with open_engine(tmp_path, second, **NEMORI) as engine:
-        engine.add_batch(turns[4:5])
-        engine.log_flush("ann")
-        engine.add_batch(turns[5:])
-        assert engine.drain()
-        assert engine.stats()["waiting_turns"] == 2
-    run = read_back(tmp_path, {"ann": [*first.prompts["ann"], *second.prompts["ann"]]})
-    assert [d.cluster for d in run.decisions["ann"] if d.cluster] == [(0, 1, 2), (3, 4), (6, 7, 8)]
-    assert_same(run, Run({"ann": oracle.decisions}, {"ann": oracle.versions}, {"ann": oracle.prompts}))
-    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path, "decision")]
-    repaired = [body["reason"] for body in bodies if "repaired" in body.get("reason", "")]
-    assert len(repaired) == oracle.repaired_windows > 0
-    with reports(tmp_path) as of:
-        told = {record["seq"]: record["consolidated_at_seq"] for record in of.explain("ann")}
-    assert told == {0: 2, 1: 2, 2: 2, 3: 5, 4: 5, 6: 8, 7: 8, 8: 8, 9: None, 10: None}
-
-
 def test_repairs_of_partitions_are_counted_wherever_the_log_is_read_from(tmp_path: Path) -> None:
     """Each reply misses a message, names one twice, and one that is not there; some windows are parked."""
     replies = MockReplies(6, refusal_rate=1.0, malformed_rate=0.1, malformed_sticky=True)
@@ -216,43 +181,6 @@ def test_repairs_of_partitions_are_counted_wherever_the_log_is_read_from(tmp_pat
     with open_engine(tmp_path / "b", **NEMORI) as engine:
         engine.import_("bob", records)
         assert engine.tenant_stats("bob")["partition_repairs"] == stats["partition_repairs"]
-
-
-EPISODES = {"partition", "narrate", "select", "integrate"}
-
-
-@pytest.mark.parametrize(
-    ("options", "kinds", "operations"),
-    [
-        ({"management": "append"}, {"episode", "fact"}, {*EPISODES, "predict", "distil"}),
-        ({"management": "summary"}, {"episode", "fact"}, {*EPISODES, "predict", "distil", "summarise"}),
-        ({"ablation": "direct-extraction"}, {"fact"}, {"partition", "distil_direct", "consolidate"}),
-        ({"ablation": "without-facts"}, {"episode"}, EPISODES),
-        (
-            {"ablation": "fixed-chunks"},
-            {"episode", "fact"},
-            {*EPISODES, "predict", "distil", "consolidate"} - {"partition"},
-        ),
-    ],
-)
-def test_nemoris_managements_and_ablations(
-    options: dict[str, Any], kinds: set[str], operations: set[str], tmp_path: Path
-) -> None:
-    llm = RecordingLLM(MockReplies(1))
-    with open_engine(tmp_path, llm, **NEMORI, **options) as engine:
-        receipts = engine.add_batch(turns_of("ann", 13, text="the boat sails {n} miles"))
-        assert engine.flush("ann") and engine.stats()["waiting_turns"] == 0
-        made = engine.get_all("ann")
-        assert ({m.kind for m in made}, {p.operation for p in llm.prompts["ann"]}) == (kinds, operations)
-        if options.get("management") == "summary":
-            assert [m.source_seqs for m in made if m.kind == "fact"] == [tuple(range(13))]
-        assert receipts[4].id is not None
-        engine.delete(receipts[4].id)
-        assert engine.drain()
-        left = engine.get_all("ann")
-        assert left and all(4 not in m.source_seqs for m in left)
-    with open_engine(tmp_path, **NEMORI, **options) as engine:
-        assert engine.get_all("ann") == left
 
 
 def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wait(tmp_path: Path) -> None:
@@ -295,21 +223,6 @@ def test_an_episode_knows_its_messages_through_export_and_import(tmp_path: Path)
 
 
 # ---- ablations
-
-
-def made(store: Path, **options: Any) -> tuple[set[str], set[str]]:
-    """Kinds of memories and operations of twelve turns on one topic."""
-    llm = RecordingLLM(MockReplies(1))
-    with open_engine(store, llm, **ALONE, **options) as engine:
-        engine.add_batch(turns_of("ann", 12, text="the boat sails {n} miles"))
-        assert engine.drain()
-        return {m.kind for m in engine.get_all("ann")}, {p.operation for p in llm.prompts["ann"]}
-
-
-def test_each_ablation_makes_what_it_leaves(tmp_path: Path) -> None:
-    assert made(tmp_path / "whole") == ({"episode", "fact"}, {"episode", "refine"})
-    assert made(tmp_path / "direct", ablation="direct-extraction") == ({"fact"}, {"direct"})
-    assert made(tmp_path / "facts", ablation="without-facts") == ({"episode"}, {"episode"})
 
 
 def test_k_leaves_a_tier_out_and_keeps_the_budget_of_the_others(tmp_path: Path) -> None:

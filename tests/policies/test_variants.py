@@ -80,8 +80,15 @@ def test_a_variant_decides_any_log_as_its_oracle_does(name: str, tmp_path: Path)
         assert engine.drain()
         stored = [memory for tenant in turns for memory in engine.get_all(tenant)]
         found = engine.recall("ann", QUESTION)
-    run = read_back(tmp_path, construction(llm.prompts))
-    assert_same(run, oracle_of_log(tmp_path, settings, ENCODER, REPLIES, turns))
+        run = read_back(tmp_path, construction(llm.prompts))
+        assert_same(run, oracle_of_log(tmp_path, settings, ENCODER, REPLIES, turns))
+        hit = engine.search("ann", QUESTION).turns[0]
+        engine.delete(hit.id)
+        assert engine.drain()
+        left = engine.get_all("ann")
+        assert left and not any(set(hit.source_seqs) & m.reach for m in left)
+    with opened(tmp_path, settings, ENCODER, None) as engine:
+        assert engine.get_all("ann") == left
 
     assert {p.operation for of in run.prompts.values() for p in of} == variant.operations
     assert {memory.kind for memory in stored} == variant.kinds

@@ -26,11 +26,10 @@ from undertow.engine.storage.location import Location
 
 from ..support.cluster.in_process import cluster_state, settings
 from ..support.faults.harness import PARKING, RATES, assert_same_state
-from ..support.soak import MIB, Memory, report_timed, soak_s
-from ..support.soak_cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+from ..support.soak.cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+from ..support.soak.runs import MIB, Memory, report_timed, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
-# ---- a slow LLM
 SEED_TURNS = 20
 NEW_TURNS_PER_S = 6.0
 IN_FLIGHT = 4

@@ -37,8 +37,8 @@ from ..support.faults.harness import (
     end_state,
     write_log,
 )
-from ..support.soak import report_timed, soak_s
-from ..support.soak_cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+from ..support.soak.cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+from ..support.soak.runs import report_timed, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3")

@@ -14,7 +14,7 @@ import pytest
 
 from undertow.bench.system.service import kill_part, memory_part, overload_part
 
-from ..support.soak import soak_s
+from ..support.soak.runs import soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3_600)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,26 +19,12 @@ THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.55", "--theta-count", "3")
 # -B: a process that is killed, or may not write, must leave no cut-off bytecode behind
 PROGRAM = (sys.executable, "-B", "-m", "undertow.serving.cli")
 
-SUMMARY_KEYS = [
-    "tenants",
-    "turns",
-    "episodes",
-    "facts",
-    "merges",
-    "merge_refusals",
-    "consolidations",
-    "partition_repairs",
-    "waiting_turns",
-    "undecided_turns",
-    "pending_jobs",
-    "dead_letters",
-    "llm_calls",
-    "prompt_tokens",
-    "cached_prompt_tokens",
-    "completion_tokens",
-    "elapsed_s",
-    "turns_per_s",
-]
+SUMMARY = (
+    "tenants turns episodes facts merges merge_refusals consolidations partition_repairs waiting_turns "
+    "undecided_turns pending_jobs dead_letters llm_calls prompt_tokens cached_prompt_tokens "
+    "completion_tokens elapsed_s turns_per_s"
+)
+SUMMARY_KEYS = SUMMARY.split()
 
 TOPICS = (
     "the old wooden boat in the harbour needs new planks and varnish before summer says the carpenter",
@@ -72,6 +59,13 @@ def run(*args: str | Path, env: dict[str, str] | None = None, answer: str | None
     return Ran(done.exit_code, done.stdout, done.stderr)
 
 
+def start(command: Sequence[str | Path], **env: str) -> subprocess.Popen[str]:
+    """A command in a process of its own."""
+    program = [*PROGRAM, *map(str, command)]
+    out = subprocess.PIPE
+    return subprocess.Popen(program, env=ENV | {"PATH": ""} | env, text=True, stdout=out, stderr=out)
+
+
 def turn_line(tenant: str, n: int, text: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": f"noted {n}"}]
     day = f"2026-{1 + n // 28:02d}-{1 + n % 28:02d}T10:00:00"
@@ -90,11 +84,18 @@ def write_log(path: Path, lines: Sequence[Any]) -> Path:
     return path
 
 
+def listed(store: Path, kind: str, tenant: str, *more: str) -> list[dict[str, Any]]:
+    """A tenant's turns, episodes or facts."""
+    return run("list", "--store", store, "--tenant", tenant, "--kind", kind, *more, "--json").lines
+
+
+def tenants(store: Path) -> dict[str, int]:
+    """The tenants of a store, with their numbers of turns."""
+    sizes = run("list", "--store", store, "--kind", "tenants", "--json").lines
+    return {record["tenant"]: record["turns"] for record in sizes}
+
+
 def contents(store: Path, tenant: str) -> dict[str, list[dict[str, Any]]]:
     """All that a tenant's reports say, for comparing stores."""
-    kinds = ("turns", "episodes", "facts")
-    found = {
-        kind: run("list", "--store", store, "--tenant", tenant, "--kind", kind, "--all", "--json").lines
-        for kind in kinds
-    }
+    found = {kind: listed(store, kind, tenant, "--all") for kind in ("turns", "episodes", "facts")}
     return found | {"explain": run("explain", "--store", store, "--tenant", tenant, "--json").lines}

@@ -237,7 +237,7 @@ def read_back(store: Path, prompts: Mapping[str, list[Prompt]]) -> Run:
         if row.kind == "decision":
             decisions.append(_decision(row.seq, orjson.loads(row.payload)))
         elif row.kind != "turn":
-            versions.append(_version(row))
+            versions.append(OracleMemory.of(memory_of(row)))
     return run
 
 
@@ -250,25 +250,6 @@ def _decision(seq: int, body: Mapping[str, Any]) -> OracleDecision:
         body.get("score"),
         tuple(body.get("cluster_seqs", ())),
         tuple(body.get("settled", ())),
-    )
-
-
-def _version(row: Row) -> OracleMemory:
-    m = memory_of(row)
-    return OracleMemory(
-        m.id,
-        m.kind,
-        m.version,
-        m.text,
-        m.source_seqs,
-        m.made_at_seq,
-        m.born_at_seq,
-        m.ordinal,
-        m.timestamp,
-        m.supersedes,
-        m.episode_id,
-        m.source_messages,
-        m.shown_seqs,
     )
 
 

@@ -1,12 +1,13 @@
 """Servers that misbehave on purpose, prompts to ask them, and what a good server would say."""
 
 import json
+import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -22,6 +23,8 @@ from undertow.prompts.builders import (
     merge_prompt,
     refine_prompt,
 )
+
+SOON_S = 60
 
 Handler = Callable[[dict[str, Any], int], tuple[int, Any]]
 """(request body, number of the request) -> (status, JSON body, or text sent as it is)."""
@@ -81,6 +84,45 @@ def completion(
     }
 
 
+GOOD = completion('{"same_story": false, "narrative": ""}')
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Counting:
+    """A handler that counts, keeps the models asked for, and answers once `go` is set."""
+
+    def __init__(self, status: int = 200, body: Any = GOOD, *, wait_s: float = 30.0) -> None:
+        self.go = threading.Event()
+        self._wait_s = wait_s
+        self.asked: list[str] = []
+        self._answer = (status, body)
+
+    def __call__(self, body: dict[str, Any], number: int) -> tuple[int, Any]:
+        self.asked.append(body["model"])
+        self.go.wait(self._wait_s)
+        return self._answer
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+
+def at_once(status: int = 200, body: Any = GOOD) -> Counting:
+    handler = Counting(status, body)
+    handler.go.set()
+    return handler
+
+
+@contextmanager
+def servers(*handlers: Handler, models: tuple[str, ...] = ("a", "b")) -> Iterator[str]:
+    """One server a handler; yields the text for `llm_url`."""
+    with ExitStack() as stack:
+        yield ",".join(stack.enter_context(odd_server(handler, models)) for handler in handlers)
+
+
 def client(url: str, **settings: Any) -> OpenAILLM:
     return OpenAILLM(Settings(llm_url=url, **settings))
 
@@ -117,3 +159,78 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# ---- streamed replies
+
+Act = str | None | BaseException | threading.Event | Mapping[str, Any]
+"""A piece of text; None: the connection breaks; an event to wait for; an event of the stream as it is."""
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Answers the n-th streamed request by the n-th script, those behind by the last."""
+
+    scripts: Sequence[Sequence[Act]]
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._send({"object": "list", "data": [{"id": "a", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        script = self.scripts[min(len(self.asked), len(self.scripts)) - 1]
+        if script and isinstance(script[0], dict) and "whole" in script[0]:
+            self._send(script[0]["whole"])
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
+        self.end_headers()
+        for act in script:
+            if act is None:
+                self.connection.close()
+                return
+            if isinstance(act, threading.Event):
+                act.wait(SOON_S)
+            elif isinstance(act, str):
+                self._event({"model": "a", "choices": [{"index": 0, "delta": {"content": act}}]})
+            elif isinstance(act, dict):
+                self._event(act)
+
+    def _send(self, body: Any) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def end(reason: str = "stop") -> dict[str, Any]:
+    return {"model": "a", "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+
+
+USED = {"choices": [], "usage": {"prompt_tokens": 50, "completion_tokens": 7}}
+
+
+@contextmanager
+def scripted(*scripts: Sequence[Act]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server's URL, and the bodies that it is sent."""
+    asked: list[dict[str, Any]] = []
+    handler = type("Told", (Scripted,), {"scripts": scripts, "asked": asked})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.handle_error = lambda request, address: None  # type: ignore[assignment]  # clients that left
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,4 +1,4 @@
-"""The answering half: every question to the LLM with what a system gives for it, each answer a line."""
+"""Sends every question with a system's material to the LLM and writes each answer as a line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.judge.overlap import bleu_1, f1
-from undertow.bench.quality.run.asking import Asker, Talk
-from undertow.bench.quality.run.json_lines import KeptLines, Key
+from undertow.bench.quality.json_lines import KeptLines, Key
+from undertow.bench.quality.judge.f1_bleu import bleu_1, f1
+from undertow.bench.quality.run.llm_requests import Asker, Talk
 from undertow.bench.quality.systems.base import Material, Steps, Stepwise, System
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError, Usage
@@ -23,9 +23,9 @@ Asked = tuple[Sample, Question]
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What came of a question: an answer, or why there is none; what that was given, and what it took.
+    """A question's answer or error, its material and its cost.
 
-    `llm_s` and `usage` are of all its calls together; `model` is None where there was no call.
+    `llm_s` and `usage` are totals over all its calls; `model` is None without a call.
     """
 
     material: Material
@@ -37,7 +37,7 @@ class _Given:
 
 
 class Answering:
-    """Asks what is not answered yet, errors of an earlier run again. `lines` keeps each reply at once."""
+    """Asks the unanswered questions and retries errors of an earlier run; writes each reply to `lines`."""
 
     def __init__(self, system: System, settings: Settings, lines: KeptLines, asker: Asker) -> None:
         self._system = system
@@ -48,12 +48,12 @@ class Answering:
         self._first_s: dict[str, float] = {}
 
     def is_answered(self, key: Key) -> bool:
-        """Whether it has an answer; an error is none."""
+        """Whether it has an answer; an error does not count."""
         line = self._lines.get(key)
         return line is not None and "answer" in line
 
     def check_room(self, asked: Sequence[Asked], runs: Sequence[int]) -> None:
-        """UndertowError before the first call if a prompt does not fit: nothing is cut behind one's back."""
+        """UndertowError, before the first call, if a prompt does not fit: prompts are never truncated."""
         budget = PromptBudget(self._settings.context_tokens, self._settings.reply_tokens)
         for sample, question in asked:
             if all(self.is_answered((run, question.id)) for run in runs):
@@ -68,7 +68,7 @@ class Answering:
                 )
 
     def answer(self, asked: Sequence[Asked], runs: Sequence[int], on_answer: Callable[[], None]) -> None:
-        """Every question in every run. ServerRefused: what was answered by then is kept."""
+        """Answer every question in every run. ServerRefused: answers given before it are kept."""
         for (run, question), given in self._asker.hold(self._talks(asked, runs)):
             self._lines.add(_line(run, question, given, self._first_s[question.id]))
             on_answer()
@@ -83,7 +83,7 @@ class Answering:
                     yield (run, question), self._talk(sample, question)
 
     def _talk(self, sample: Sample, question: Question) -> Talk[_Given]:
-        """Ask what the system's steps ask; for a system without any, the one prompt."""
+        """Yields the prompts of the system's steps; without steps, the one answering prompt."""
         material = self._material(sample, question)
         if isinstance(self._system, Stepwise):
             steps = self._system.steps(sample, question)
@@ -132,7 +132,7 @@ def _one_step(question: Question, material: Material) -> Steps:
 
 
 def _line(run: int, question: Question, given: _Given, retrieval_s: float) -> dict[str, Any]:
-    """What is kept of a question; `answer` is absent where there is an `error`."""
+    """A question's line in the file; either `answer` or `error` is present."""
     material = given.material
     line = {
         "question_id": question.id,

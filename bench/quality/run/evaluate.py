@@ -8,25 +8,26 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from undertow.bench.quality.judge.judging import Judging
-from undertow.bench.quality.judge.overlap import require_nltk
+from undertow.bench.quality.json_lines import KeptLines
+from undertow.bench.quality.judge.f1_bleu import require_nltk
 from undertow.bench.quality.judge.prompts import JudgePrompts
 from undertow.bench.quality.run.answers import Answering
-from undertow.bench.quality.run.asking import Asker, named
 from undertow.bench.quality.run.folder import STORE, identity, memories_of, run_folder
-from undertow.bench.quality.run.json_lines import KeptLines
+from undertow.bench.quality.run.judging import Judging
+from undertow.bench.quality.run.llm_requests import Asker, named
 from undertow.bench.quality.run.plan import Plan
-from undertow.bench.quality.run.report import SUMMARY, write_summary
 from undertow.bench.quality.run.summary import (
+    SUMMARY,
     Line,
     construction_cost,
     evidence_shown,
     latency,
     query_cost,
     scores,
+    write_summary,
 )
 from undertow.bench.quality.systems.base import Counting, Means, OnProgress, System
-from undertow.bench.quality.systems.choice import SYSTEMS
+from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.encoders.factory import make_encoder
 

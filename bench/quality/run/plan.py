@@ -1,4 +1,4 @@
-"""What is to be measured, and which of it must not change while a run goes on."""
+"""What an evaluation measures, and which settings must stay the same when it is resumed."""
 
 from __future__ import annotations
 
@@ -16,52 +16,28 @@ from undertow.engine.policies.base import Tiers
 from undertow.engine.policies.registry import tiers_of
 from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, prompt_version
 
-# Each setting stands in one of these three. What the memories and the prompts of a run hang on; the first are
-# those of answering alone
+# Every setting is in exactly one of SETTINGS, OTHERWISE and RUNNING. SETTINGS: those that shape memories and
+# prompts; the first ones shape the answers only
 _ANSWERING = ("retain_consolidated", "search", "answer_mode", "ivf_rows", "words_rows")
 _TIERS = tuple(field.name for field in fields(Tiers))
 SETTINGS = (
     *_ANSWERING,
-    "ablation",
-    "himem_align_notes",
-    "himem_align_episodes",
-    "himem_self_evolution",
-    "himem_max_notes",
-    "profile",
-    "encoder",
-    "embed_timestamp",
-    "window_messages",
-    "theta_evoke",
-    "management",
-    "context_tokens",
-    "reply_tokens",
-    "llm_model",
-    "tenant_token_budget",
+    *("ablation", "management", "himem_align_notes", "himem_align_episodes", "himem_self_evolution"),
+    *("himem_max_notes", "profile", "theta_evoke", "window_messages", "tenant_token_budget"),
+    *("encoder", "embed_timestamp", "llm_model", "context_tokens", "reply_tokens"),
 )
-# what a run is about in another form: by its policy, as the thresholds in force, as the tiers of its answers
+# recorded in another form: as the policy's name, the effective thresholds, the tiers of an answer
 OTHERWISE = ("policy", "theta_sim", "theta_merge", "theta_count", "k_sub", "k_epi", "k_sem", "raw_of_best")
-# what changes how long a run takes, where, and whether it goes through, but none of its lines
+# what affects speed, place and success of a run, but none of its lines
 RUNNING = (
-    "device",
-    "card_shares",
-    "encode_cache_texts",
-    "durability",
-    "batch_turns",
-    "queue_turns",
-    "gate_lookahead_turns",
-    "max_message_bytes",
-    "max_import_bytes",
-    "arena_bytes",
-    "llm_url",
-    "llm_api_key",
-    "llm_in_flight",
-    "llm_timeout_s",
-    "llm_patience_s",
+    *("device", "card_shares", "encode_cache_texts", "durability", "arena_bytes"),
+    *("batch_turns", "queue_turns", "gate_lookahead_turns", "max_message_bytes", "max_import_bytes"),
+    *("llm_url", "llm_api_key", "llm_in_flight", "llm_timeout_s", "llm_patience_s"),
 )
-# what tells a reader where a run's input lay. Files and folders may be renamed: `data_digest` and
-# `memories_id` say whether they are the same
+# names of the inputs, for readers. Files and folders may be renamed: `data_digest` and `memories_id` identify
+# them
 NAMES = ("data", "memories_of")
-# what a run was begun with that says nothing of a setting, as there was none then
+# values of settings that did not exist when a run began
 AS_BUILT_IN = {name: Settings.model_fields[name].default for name in SETTINGS}
 
 
@@ -100,7 +76,7 @@ class Plan:
         return [(sample, question) for sample in self.samples for question in chosen(sample, self.questions)]
 
     def about(self) -> dict[str, Any]:
-        """What must not change while a run goes on."""
+        """What must stay the same when a run is resumed."""
         s = self.settings
         return {
             "benchmark": self.benchmark,
@@ -121,7 +97,7 @@ class Plan:
 
 
 def construction(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what a run is `about`, that which its memories hang on: other answers can come of the same ones."""
+    """The part of `about` that the memories depend on; runs that differ elsewhere can share memories."""
     # a profile is thetas
     left_out = {"questions_per_sample", "memories_id", "profile", *NAMES, *_ANSWERING, *_TIERS}
     versions = about.get("prompt_versions") or {}

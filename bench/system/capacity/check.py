@@ -6,6 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.bench.system.capacity.model import Assumptions, Profile
 from undertow.bench.system.ingest import CachedVectors, settings
 from undertow.bench.system.throughput_load import copies
-from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine
+from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
 from undertow.engine.base.process_tuning import settle_in
@@ -58,18 +59,16 @@ def mock_llm(of: Settings, *, latency_s: float) -> LLMClient:
     return MockLLM(MockReplies(refusal_rate=REFUSAL_RATE), latency_s=latency_s)
 
 
+def engine_of(folder: Path, encoder: CachedVectors, latency_s: float = 0.0, **changes: Any) -> Engine:
+    own = settings(device="cpu", **changes)
+    return Engine(folder, own, encoder, llm=mock_llm(own, latency_s=latency_s))
+
+
 def run(case: LoadCase, data: Path, folder: Path) -> Rates:
     """The engine alone."""
     log, encoder = warmed(data, case)
-    with Engine(
-        folder, settings(device="cpu"), encoder, llm=mock_llm(settings(), latency_s=case.latency_s)
-    ) as engine:
-        began_s = time.perf_counter()
-        engine.add_batch(log)
-        searchable_s = time.perf_counter() - began_s
-        while not engine.idle:
-            engine.step(WAIT_FOR_REPLY_S)
-        return Rates(len(log) / searchable_s, len(log) / (time.perf_counter() - began_s))
+    with engine_of(folder, encoder, case.latency_s) as engine:
+        return _rates(len(log), lambda: engine.add_batch(log), engine.drain)
 
 
 def run_on_ray(case: LoadCase, data: Path, _: Path) -> Rates:
@@ -83,11 +82,12 @@ def run_on_ray(case: LoadCase, data: Path, _: Path) -> Rates:
         feed(cluster, packed(cluster, warm, CALL_TURNS))  # compiles the kernels
         cluster.drain()
         calls = packed(cluster, log, CALL_TURNS)
-        began_s = time.perf_counter()
-        feed(cluster, calls)
-        searchable_s = time.perf_counter() - began_s
-        cluster.drain()
-        return Rates(len(log) / searchable_s, len(log) / (time.perf_counter() - began_s))
+        return _rates(len(log), lambda: feed(cluster, calls), cluster.drain)
+
+
+def _rates(turns: int, add: Callable[[], object], drain: Callable[[], object]) -> Rates:
+    searchable_s = _timed(add)
+    return Rates(turns / searchable_s, turns / (searchable_s + _timed(drain)))
 
 
 TARGETS = {"engine": (run, 1.0), "shard on Ray": (run_on_ray, Assumptions().slowdown)}
@@ -107,9 +107,8 @@ def measure(data: Path, folder: Path) -> Profile:
     """The profile of this machine, from three runs: without decisions, without calls, and with both."""
     case = CALIBRATION
     log, encoder = warmed(data, case)
-    # nothing fires, so that no LLM is asked
-    quiet = settings(device="cpu", theta_count=1000, theta_merge=1.0)
-    with Engine(folder / "quiet", quiet, encoder, llm=mock_llm(quiet, latency_s=0)) as engine:
+    # nothing fires, so there is no LLM call
+    with engine_of(folder / "quiet", encoder, theta_count=1000, theta_merge=1.0) as engine:
         engine.scheduler.blocked.update(dict.fromkeys({turn.tenant for turn in log}, "measured later"))
         admit_s = _timed(lambda: engine.add_batch(log)) / len(log)
         engine.resume()
@@ -118,31 +117,23 @@ def measure(data: Path, folder: Path) -> Profile:
         singles = [replace(log[n], tenant="single") for n in range(20)]
         commit_s = statistics.median(_timed(partial(engine.add_batch, [turn])) for turn in singles)
         row_bytes, arena_bytes = engine.arena.row_bytes, engine.settings.arena_bytes
-    load_s = _load_s(folder / "quiet", encoder)
-    with Engine(
-        folder / "full", settings(device="cpu"), encoder, llm=mock_llm(settings(), latency_s=0)
-    ) as engine:
+    with engine_of(folder / "full", encoder) as engine:
         full_s = _timed(lambda: (engine.add_batch(log), engine.drain())) / len(log)
         stats, usage = engine.stats(), engine.usage()
-        busiest = max(
-            sum(spent["calls"] for spent in engine.usage(name).values()) for name in engine.tenants.names()
-        )
-    calls: dict[Operation, float] = {
-        operation: usage[operation]["calls"] / len(log) for operation in OPERATIONS if operation in usage
-    }
-    gate_s = case.turns / 2 * row_bytes * gate_byte_s
+        each = [engine.usage(name).values() for name in engine.tenants.names()]
+    calls = {op: usage[op]["calls"] / len(log) for op in OPERATIONS if op in usage}
     machine = describe()
     return Profile(
         name=f"{machine['cpu']}, {machine['cores']} cores; cached vectors, mock LLM",
         admit_s=admit_s,
         encode_s=0.0,
-        decide_s=max(0.0, quiet_s - gate_s),
+        decide_s=max(0.0, quiet_s - case.turns / 2 * row_bytes * gate_byte_s),
         gate_byte_s=gate_byte_s,
         call_s=max(0.0, (full_s - admit_s - quiet_s) / sum(calls.values())),
         commit_s=commit_s,
-        load_s=load_s,
+        load_s=_load_s(folder / "quiet", encoder),
         calls_per_turn=calls,
-        busiest_calls_per_turn=busiest / case.turns,
+        busiest_calls_per_turn=max(sum(spent["calls"] for spent in used) for used in each) / case.turns,
         memories_per_turn=(stats["episodes"] + stats["facts"]) / len(log),
         row_bytes=row_bytes,
         arena_bytes=arena_bytes,
@@ -195,7 +186,7 @@ def warmed(data: Path, case: LoadCase) -> tuple[list[Turn], CachedVectors]:
     return log, encoder
 
 
-def _timed(act: Any) -> float:
+def _timed(act: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     act()
     return time.perf_counter() - began_s

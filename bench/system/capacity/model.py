@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import orjson
@@ -28,37 +28,33 @@ Floats = NDArray[np.float64]
 
 
 class Profile(BaseModel):
-    """The constants of one shard and its LLM servers. `sources` says where each group is from."""
+    """The constants of one shard and its LLM servers. `sources` names the origin of each group."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
+    # seconds per turn: from the queue to searchable without the encoder, in the encoder, and to decide it
+    # without the bytes that the gate reads and without LLM calls
     admit_s: float = Field(gt=0)
-    """Seconds per turn from the queue to searchable, without the encoder."""
     encode_s: float = Field(ge=0)
-    """Seconds per turn in the encoder."""
     decide_s: float = Field(ge=0)
-    """Seconds per turn to decide it, without the bytes that the gate reads and without LLM calls."""
+    # per byte of a tenant's rows that the gate reads for one turn
     gate_byte_s: float = Field(ge=0)
-    """Seconds per byte of a tenant's rows that the gate reads for one turn."""
+    # of the engine's process per LLM call: prompt, reply, memories, commit
     call_s: float = Field(ge=0)
-    """Seconds of the engine's process per LLM call: prompt, reply, memories, commit."""
+    # of the smallest commit, the least lag of a turn; and of loading a tenant that is not in the arena
     commit_s: float = Field(ge=0)
-    """Seconds of the smallest commit: the least lag of a turn."""
     load_s: float = Field(ge=0)
-    """Seconds to load a tenant that is not in the arena."""
+    # means per turn, and those of the recorded tenant with the most calls
     calls_per_turn: dict[Operation, float]
-    """Mean LLM calls per turn, by operation."""
     busiest_calls_per_turn: float = Field(ge=0)
-    """LLM calls per turn of the recorded tenant that made the most."""
     memories_per_turn: float = Field(ge=0)
-    """Episodes and facts that a turn leaves behind, on average."""
+    # of one turn, episode or fact
     row_bytes: int = Field(gt=0)
-    """Arena bytes of one turn, episode or fact."""
     arena_bytes: int = Field(gt=0)
     llm_seconds: dict[Operation, float]
+    # calls that one LLM server runs at once; None for any number
     llm_slots: int | None = Field(default=None, ge=1)
-    """Calls that one LLM server runs at once; None for any number."""
     sources: dict[str, str]
 
     @property
@@ -73,37 +69,38 @@ class Profile(BaseModel):
 
     @property
     def bytes_per_turn(self) -> float:
-        """Arena bytes that a turn fills, with the memories made of it."""
+        """Arena bytes of a turn and the memories made of it."""
         return self.row_bytes * (1 + self.memories_per_turn)
 
+    @property
     def searchable_s(self) -> float:
         """Engine seconds per turn until it is searchable."""
         return self.admit_s + self.encode_s
 
     def decided_s(self, rows: float) -> float:
         """Engine seconds per turn until it is decided, for a tenant of so many rows."""
-        return (
-            self.searchable_s()
-            + self.decide_s
-            + rows * self.row_bytes * self.gate_byte_s
-            + (self.calls * self.call_s)
-        )
+        gate_s = rows * self.row_bytes * self.gate_byte_s
+        return self.searchable_s + self.decide_s + gate_s + self.calls * self.call_s
 
     @classmethod
-    def read(cls, path: Path, *overlays: Path) -> Self:
-        """A profile from JSON; figures of the overlays replace its own. ValueError names file and field."""
-        body = _object(path)
-        for overlay in overlays:
-            over = _object(overlay)
-            sources = {**body.get("sources", {}), **over.get("sources", {})}
-            body = {**body, **over, "sources": sources}
+    def read(cls, *paths: Path) -> Self:
+        """A profile from JSON; later files win over earlier ones. ValueError names file and field."""
+        body: dict[str, Any] = {}
+        for path in paths:
+            try:
+                over = orjson.loads(path.read_bytes())
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path} cannot be read as JSON ({error}). Give a profile's path.") from None
+            if not isinstance(over, dict):
+                raise ValueError(f"{path} is not a JSON object. Give the path of a profile.")
+            body |= over | {"sources": {**body.get("sources", {}), **over.get("sources", {})}}
         try:
             return cls.model_validate(body)
         except ValidationError as invalid:
             problem = invalid.errors(include_url=False)[0]
             field = ".".join(map(str, problem["loc"]))
             raise ValueError(
-                f"{overlays[-1] if overlays else path}: {field}: {problem['msg']}. "
+                f"{paths[-1]}: {field}: {problem['msg']}. "
                 "Make a profile with `check --out FOLDER`, or correct the field."
             ) from None
 
@@ -111,54 +108,41 @@ class Profile(BaseModel):
         path.write_bytes(orjson.dumps(self.model_dump(), option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        body = orjson.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}). Give the path of a profile.") from None
-    if not isinstance(body, dict):
-        raise ValueError(f"{path} is not a JSON object. Give the path of a profile.")
-    return body
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What is asked: GPUs (one shard each), tenants, and turns/s in all (None: 70% of the capacity)."""
+class Size(NamedTuple):
+    """GPUs (one shard each), tenants, and turns/s in all (None: 70% of the capacity)."""
 
     gpus: int
     tenants: int
     turns_per_s: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.gpus < 1 or self.tenants < 1 or (self.turns_per_s is not None and self.turns_per_s <= 0):
-            raise ValueError(f"a size needs GPUs, tenants and a rate above 0, not {self}")
-
     @classmethod
     def of(cls, text: str) -> Self:
-        """`GPUS:TENANTS` or `GPUS:TENANTS:TURNS_PER_S`. ValueError."""
+        """`GPUS:TENANTS` or `GPUS:TENANTS:TURNS_PER_S`, all above 0. ValueError."""
         try:
-            gpus, tenants, rate, *_ = (*text.split(":", 2), None)
-            return cls(int(gpus), int(float(tenants)), None if rate is None else float(rate))
+            gpus, tenants, *rate = map(float, text.split(":"))
+            if min(gpus, tenants, *rate) <= 0 or len(rate) > 1:
+                raise ValueError("two or three numbers above 0")
         except ValueError as error:
             raise ValueError(
                 f"{text!r} is not a size ({error}); write GPUS:TENANTS[:TURNS_PER_S], as in 10:1e6:5000"
             ) from None
+        return cls(int(gpus), int(tenants), rate[0] if rate else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What all sizes of a plan share."""
+    """Shared by all sizes of a plan.
+
+    The tenant of rank i sends a share of the traffic proportional to i ** -skew (Zipf), and has turns in
+    proportion: `history_turns` in the mean, at most `largest_turns`. A tenant outside the arena is loaded
+    once per session. `slowdown`: time of a shard behind the router, in multiples of the plain engine's.
+    """
 
     skew: float = 0.8
-    """The tenant of rank i sends a share of the traffic proportional to i ** -skew (Zipf)."""
     history_turns: float = 300.0
-    """Mean turns stored per tenant, distributed like the traffic."""
     largest_turns: float = 1e5
-    """No tenant has more turns than this."""
     session_turns: int = 10
-    """Turns per session; a tenant outside the arena is loaded once per session."""
     slowdown: float = 1.1
-    """Time of a shard behind the router in multiples of the plain engine's."""
 
 
 class Traffic:
@@ -179,10 +163,9 @@ class Traffic:
         self.tail = tail / total
         self.squares = float((self.head**2).sum()) + self._tail(2.0) / total**2
 
-    def _tail(self, power: float, to: float | None = None) -> float:
-        """Sum of i ** (-skew * power) over ranks behind the head up to `to`, by the midpoint rule."""
-        low, high = HEAD_TENANTS + 0.5, (self.tenants if to is None else to) + 0.5
-        exponent = 1 - self.skew * power
+    def _tail(self, power: float) -> float:
+        """Sum of i ** (-skew * power) over the ranks behind the head, by the midpoint rule."""
+        low, high, exponent = HEAD_TENANTS + 0.5, self.tenants + 0.5, 1 - self.skew * power
         if high <= low:
             return 0.0
         return math.log(high / low) if exponent == 0 else (high**exponent - low**exponent) / exponent
@@ -193,41 +176,28 @@ class Traffic:
         owners = of.owner_ids([f"tenant-{rank}" for rank in range(1, len(self.head) + 1)])
         return float(np.bincount(owners, weights=self.head, minlength=shards).max()) + self.tail / shards
 
-    def resident(self, turns: float) -> tuple[int, float]:
-        """The most active tenants that have `turns` stored turns together: their number and traffic share."""
-        share = turns / self.turns
-        if share >= 1:
-            return self.tenants, 1.0
-        held = np.cumsum(self.head)
-        if share <= held[-1]:
-            return int(np.searchsorted(held, share, side="right")), share
-        ranks = np.geomspace(HEAD_TENANTS, self.tenants, 1_000)
-        shares = held[-1] + self.tail * np.array([self._tail(1.0, rank) for rank in ranks]) / self._tail(1.0)
-        return int(np.interp(share, shares, ranks)), share
-
 
 def plan(profile: Profile, size: Size, given: Assumptions, llm_servers: int | None = None) -> dict[str, Any]:
-    """One size in figures: capacities, LLM servers, lags, memory, and what binds. Rates in turns/s."""
+    """One size in figures: capacities, LLM servers, lags, memory, and the bottleneck. Rates in turns/s."""
     traffic = Traffic(size.tenants, given)
-    share = traffic.hottest_share(size.gpus)
-    resident, resident_share = traffic.resident(size.gpus * profile.arena_bytes / profile.bytes_per_turn)
-    cold = (1 - resident_share) / given.session_turns
+    share, largest = traffic.hottest_share(size.gpus), float(traffic.head[0])
+    # turns are distributed like the traffic, so the share of turns in the arenas is that of resident traffic
+    resident = min(1.0, size.gpus * profile.arena_bytes / profile.bytes_per_turn / traffic.turns)
+    load_s = (1 - resident) / given.session_turns * profile.load_s
     # the rows of the tenant that a random turn belongs to
     rows = traffic.turns * traffic.squares * (1 + profile.memories_per_turn)
-    searchable_s = given.slowdown * (profile.searchable_s() + cold * profile.load_s)
-    decided_s = given.slowdown * (profile.decided_s(rows) + cold * profile.load_s)
-    searchable, decided = 1 / searchable_s / share, 1 / decided_s / share
+    searchable = 1 / (given.slowdown * (profile.searchable_s + load_s) * share)
+    decided = 1 / (given.slowdown * (profile.decided_s(rows) + load_s) * share)
     rate = size.turns_per_s or DEFAULT_LOAD * decided
     slots = profile.llm_slots
     needed = 0 if slots is None else math.ceil(rate * profile.llm_s / slots / LLM_LOAD)
     servers = llm_servers or needed
-    engine_load = rate / decided
-    llm_load = 0.0 if slots is None else rate * profile.llm_s / (slots * servers)
     loads = {
-        "engine of the hottest shard": engine_load,
-        "LLM servers": llm_load,
-        "order within the largest tenant": float(traffic.head[0]) * rate * profile.llm_s,
+        "engine of the hottest shard": rate / decided,
+        "LLM servers": 0.0 if slots is None else rate * profile.llm_s / (slots * servers),
+        "order within the largest tenant": largest * rate * profile.llm_s,
     }
+    engine_load, llm_load, _ = loads.values()
     bottleneck = max(loads, key=lambda name: loads[name])
     return {
         "gpus": size.gpus,
@@ -239,12 +209,12 @@ def plan(profile: Profile, size: Size, given: Assumptions, llm_servers: int | No
         "llm_servers_needed": needed,
         "llm_servers": servers,
         "hottest_over_mean_shard": round(share * size.gpus, 3),
-        "resident_tenants": resident,
-        "largest_tenant_turns": round(float(traffic.head[0]) * traffic.turns),
+        "resident_traffic_share": round(resident, 3),
+        "largest_tenant_turns": round(largest * traffic.turns),
         "arena_bytes_per_shard": round(share * traffic.turns * profile.bytes_per_turn),
         "tenants_beyond_their_order": int(np.count_nonzero(traffic.head * rate * profile.llm_s > 1)),
         "searchable_lag_s": _lag(profile.commit_s, engine_load),
-        # of a tenant whose own order does not bind
+        # of a tenant that its own order does not bind
         "decided_lag_s": _lag(profile.commit_s + profile.llm_s, max(engine_load, llm_load)),
         "loads": {name: round(load, 3) for name, load in loads.items()},
         "bottleneck": f"{bottleneck}, {loads[bottleneck]:.0%}",
@@ -252,5 +222,5 @@ def plan(profile: Profile, size: Size, given: Assumptions, llm_servers: int | No
 
 
 def _lag(service_s: float, load: float) -> float | None:
-    """Mean lag at a load, as in an M/M/1 queue; None where the queue grows without end."""
+    """Mean lag at a load, as in an M/M/1 queue; None if the queue grows without end."""
     return round(service_s / (1 - load), 4) if load < 1 else None

@@ -57,14 +57,15 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
     rows = [plan(profile, size, given, args.llm_servers) for size in sizes]
     table = Table("", *(f"{row['gpus']:,} GPU" for row in rows), title="capacity plan, turns/s and seconds")
     for key in (key for key in rows[0] if key not in ("gpus", "loads")):
-        cells = (row[key] for row in rows)
-        table.add_row(
-            key.replace("_", " "), *(f"{c:,}" if isinstance(c, int | float) else str(c) for c in cells)
-        )
+        table.add_row(key.replace("_", " "), *(_cell(row[key]) for row in rows))
     for name in rows[0]["loads"]:
         table.add_row(f"load: {name}", *(f"{row['loads'][name]:.0%}" for row in rows))
     Console(width=max(120, 34 + 24 * len(rows))).print(table)
     return {"profile": profile.name, "sources": profile.sources, "assumptions": asdict(given), "sizes": rows}
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from undertow.engine.policies.base import (
     Draft,
     Learns,
     MemoryView,
+    Policy,
     PolicyResult,
     PromptBudget,
     Tiers,
@@ -38,7 +39,7 @@ class Alignment:
     episodes: bool = False
 
 
-class HiMem:
+class HiMem(Policy):
     """The paper's policy. Stateless: its only input is the MemoryView and the results of effects."""
 
     name = "himem"

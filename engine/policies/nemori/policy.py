@@ -15,14 +15,13 @@ from undertow.engine.base.model import Decision, Memory
 from undertow.engine.policies.base import (
     Decide,
     Draft,
-    Learns,
     MemoryView,
+    Policy,
     PolicyResult,
     PromptBudget,
     Tiers,
     deletion,
     forgotten,
-    nothing_to_decide,
 )
 from undertow.engine.policies.nemori.job import WindowJob
 from undertow.engine.policies.nemori.knowledge import Management
@@ -32,7 +31,7 @@ from undertow.engine.storage.row_codec import LlmJob
 
 
 @dataclass(frozen=True, slots=True)
-class Nemori:
+class Nemori(Policy):
     """The paper's policy. Stateless: its only input is the MemoryView and the results of effects.
 
     `window_messages` is w. `ablation` (section 4.4): "direct-extraction" is NEMORI-s, "without-facts" makes
@@ -47,7 +46,6 @@ class Nemori:
     name = "nemori"
     # Section 4.1: k, m and r. Turns without an episode are found by none of these.
     tiers = Tiers(k_epi=10, k_sem=20, raw_of_best=2, consolidated=False)
-    learns = Learns()
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Algorithm 1, once the open turns have at least w messages (section 3.2.1)."""
@@ -62,11 +60,6 @@ class Nemori:
         if not turns:
             return PolicyResult(Decision.WAITS)
         return (yield from self._take(seq, turns, memory))
-
-    def reconsolidate(
-        self, seq: int, question: str, episode_ids: Sequence[str], memory: MemoryView
-    ) -> Decide:
-        return nothing_to_decide()  # NEMORI does not learn from questions
 
     def _take(self, seq: int, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         """Process a window; its turns are settled, or parked after a failure."""

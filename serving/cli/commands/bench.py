@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 from undertow.serving.cli.settings import check_settings, settings_of
 
 if TYPE_CHECKING:
+    from undertow.bench.quality.sweeps import Sweeps
     from undertow.engine.base.config import Settings
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
@@ -77,19 +79,14 @@ def sweep(
 
     Deterministic: the same file, encoder and settings give the same figures.
     """
-    from dataclasses import asdict
-
-    import orjson
-
     from undertow.bench.quality.datasets import load
-    from undertow.bench.quality.sweep_plot import draw
     from undertow.bench.quality.sweeps import RUNS
     from undertow.bench.quality.sweeps import sweep as run
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.encoders.factory import make_encoder
     from undertow.serving.cli.progress import Bar
 
-    # RecMem's, whatever policy the environment names
+    # always RecMem, whatever policy the environment names
     settings = settings_of(llm="off", encoder=encoder).model_copy(
         update={"policy": "recmem", "ablation": None}
     )
@@ -97,29 +94,18 @@ def sweep(
     samples = chosen_samples(list(load(data, "locomo", settings.max_message_bytes)), only)
     kept = KeptVectors(make_encoder(settings), vectors)
     with Bar() as bar:
-        done = iter(range(1, RUNS + 1))
+        done = count(1)
 
         def show() -> None:
-            count = next(done)
-            bar.show(f"{count} of {RUNS} runs", count, RUNS)
+            n = next(done)
+            bar.show(f"{n} of {RUNS} runs", n, RUNS)
 
         sweeps = run(samples, settings, kept, show)
     kept.save()
-    told: dict[str, Any] = {
-        "data": data.name,
-        "samples": [sample.tenant for sample in samples],
-        "encoder": settings.encoder,
-        "where_not_varied": _in_force(settings),
-        "llm": "mock, which agrees to every merge",
-        **asdict(sweeps),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    (out / "sweeps.json").write_bytes(orjson.dumps(told, option=options))
-    title = f"{data.name}, {len(samples)} conversations, {settings.encoder.rpartition('/')[2]}, mock LLM"
-    draw(sweeps, out / "sweeps.png", title)
+    about = {"data": data.name, "samples": [sample.tenant for sample in samples]}
+    document = _written(sweeps, about, settings, out)
     if as_json:
-        put_json(told)
+        put_json(document)
         return
     figures = ("consolidated_share", "consolidations", "merges")
     for name, points in (("theta_sim", sweeps.theta_sim), ("theta_count", sweeps.theta_count)):
@@ -129,6 +115,29 @@ def sweep(
     put_table(sweeps.k_sub, ["k_sub", "evidence_recall", "questions"])
     put_table(sweeps.k_epi, ["k_epi", "evidence_recall", "turns_behind", "questions"])
     say(f"All figures and the picture: {out}")
+
+
+def _written(sweeps: Sweeps, about: dict[str, Any], settings: Settings, out: Path) -> dict[str, Any]:
+    """Write sweeps.json and sweeps.png into `out`; returns the document."""
+    from dataclasses import asdict
+
+    import orjson
+
+    from undertow.bench.quality.sweep_plot import draw
+
+    document = {
+        **about,
+        "encoder": settings.encoder,
+        "where_not_varied": _in_force(settings),
+        "llm": "mock, which agrees to every merge",
+        **asdict(sweeps),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    (out / "sweeps.json").write_bytes(orjson.dumps(document, option=options))
+    model, conversations = settings.encoder.rpartition("/")[2], len(about["samples"])
+    draw(sweeps, out / "sweeps.png", f"{about['data']}, {conversations} conversations, {model}, mock LLM")
+    return document
 
 
 def _in_force(settings: Settings) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands that look rather than work: doctor, calibrate, and the demo."""
+"""The commands to try Undertow out and to set it up: calibrate, doctor, demo."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import typer
 
 from undertow.engine.base.model import LINKED_PAIRS
 from undertow.engine.storage.location import Location
-from undertow.serving.cli.cluster_root import open_reports
+from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import Exit, WrongUsage
-from undertow.serving.cli.options import AsJson, EncoderName, Llm, Model, ProfileName, Store, location_of
 from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
 from undertow.serving.cli.settings import check_settings, settings_of
+from undertow.serving.cli.stores import open_reports
 
 PROPOSAL_FIELDS = (
     "share",
@@ -26,22 +26,22 @@ PROPOSAL_FIELDS = (
 
 
 def calibrate(
-    store: Store,
+    store: opt.Store,
     share: Annotated[
         float, typer.Option("--share", help="Share of a tenant's pairs of turns to link, 0 to 1.")
     ] = LINKED_PAIRS,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant's turns.")] = None,
-    profile: Annotated[ProfileName | None, typer.Option("--profile", help="For its theta_count.")] = None,
-    theta_count: Annotated[int | None, typer.Option("--theta-count", help="Turns that make a topic.")] = None,
+    tenant: opt.OnlyTenant = None,
+    profile: opt.Profile = None,
+    theta_count: opt.ThetaCount = None,
     sample_turns: Annotated[
-        int, typer.Option("--sample-turns", min=2, help="How many turns to look at.")
+        int, typer.Option("--sample-turns", min=2, help="Size of the sample, in turns.")
     ] = 5_000,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Propose theta_sim for a store's encoder and turns, with the triggers that it would give.
+    """Propose theta_sim for a store's encoder and turns, with the number of triggers that it would give.
 
-    The gate is run over the sample in order, as if no LLM call were refused and no merge happened;
-    merges are shown as a proxy only, with the centroids of clusters in the place of episodes.
+    The gate runs over the sample in order, as if no LLM call were refused and no merge happened. Merges are
+    a proxy only: centroids of clusters stand for episodes.
     """
     from undertow.engine.estimate.calibrate import calibrate as measure
 
@@ -56,23 +56,20 @@ def calibrate(
     put_pairs({f"{p} %": value for p, value in found["percentiles"].items()}, title="Pair cosines")
     title = f"{found['turns']:,} turns of {found['tenants']:,} tenants, theta_count {found['theta_count']}"
     put_table(found["proposals"], PROPOSAL_FIELDS, title=title)
-    put_text("proxy: cluster centroids stand for episodes, and every merge is taken as granted.")
+    put_text("proxy: cluster centroids stand for episodes, and every merge is assumed to be granted.")
     put_text(
         f"Use: undertow ingest ... --theta-sim {found['theta_sim']} --theta-count {found['theta_count']}"
     )
 
 
 def doctor(
-    store: Annotated[
-        Location | None,
-        typer.Option("--store", parser=location_of, metavar="PLACE", help="Also look at this store."),
-    ] = None,
-    llm: Llm = None,
-    model: Model = None,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
+    store: Annotated[Location | None, opt.store_option("Also check this store.")] = None,
+    llm: opt.Llm = None,
+    model: opt.Model = None,
+    encoder: opt.EncoderName = None,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Check the machine, the encoder, the store and the LLM server, in plain words."""
+    """Check the machine, the encoder, the store and the LLM server."""
     from undertow.serving.doctor import examine
 
     findings = examine(settings_of(llm=llm, model=model, encoder=encoder), store)
@@ -85,12 +82,12 @@ def doctor(
 
 
 def demo(
-    llm: Llm = None,
-    model: Model = None,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
+    llm: opt.Llm = None,
+    model: opt.Model = None,
+    encoder: opt.EncoderName = None,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Ingest a small conversation, watch its memories appear, and ask three questions.
+    """Ingest a small conversation, show its memories as they appear, and ask three questions.
 
     Without --llm or UNDERTOW_LLM_URL a local vLLM server is started (see `make demo`).
     """

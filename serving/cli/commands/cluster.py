@@ -1,9 +1,10 @@
-"""`undertow cluster`: how the shards of a root are, and how many there are."""
+"""`undertow cluster`: the state and the number of a cluster's shards."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,45 +12,27 @@ import typer
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.storage.location import Location
-from undertow.serving.cli.cluster_root import open_reports
+from undertow.serving.cli import options as opt
+from undertow.serving.cli.drain import drain as drain_memory
+from undertow.serving.cli.drain import shard_problems
 from undertow.serving.cli.errors import Exit, in_words
-from undertow.serving.cli.options import AsJson, EncoderName, Llm, Model, Ray, Store
 from undertow.serving.cli.output import put_json, put_pairs, put_table, put_text, say
 from undertow.serving.cli.progress import Bar
 from undertow.serving.cli.ray_session import actors, on_ray, open_cluster
 from undertow.serving.cli.settings import settings_of
-from undertow.serving.cli.settling import settle
+from undertow.serving.cli.stores import open_reports, shard_store
 
-RayAddress = Annotated[
-    str,
-    typer.Option(
-        "--ray", metavar="ADDRESS|local", help="Ray's address (auto: the running one), or this machine."
-    ),
-]
 STATUS_TIMEOUT_S = 5.0
-# the columns of `cluster status`, as many as fit 80 characters: of what is stored, and of what runs
+# the columns of `cluster status`, as many as fit 80 characters: what is stored, and what runs
 STORED = ("shard", "tenants", "turns", "undecided_turns", "pending_jobs", "dead_letters", "parked")
-RUNNING = (
-    "shard",
-    "state",
-    "uptime_s",
-    "waiting_turns",
-    "undecided_turns",
-    "llm_in_flight",
-    "parked",
-)
+RUNNING = ("shard", "state", "uptime_s", "waiting_turns", "undecided_turns", "llm_in_flight", "parked")
 
-cluster = typer.Typer(help="Look at the shards of a cluster, and change them.", no_args_is_help=True)
-
-
-@cluster.callback()
-def group() -> None:
-    """Look at the shards of a cluster, and change them."""
+cluster = typer.Typer(help="Show the shards of a cluster, and change them.", no_args_is_help=True)
 
 
 @cluster.command()
-def status(store: Store, ray: Ray = None, as_json: AsJson = False) -> None:
-    """What each shard holds; with --ray also what it is doing. Starts no shard and changes nothing."""
+def status(store: opt.Store, ray: opt.Ray = None, as_json: opt.AsJson = False) -> None:
+    """Show what each shard holds; with --ray also what it is doing. Starts no shard and changes nothing."""
     from undertow.engine.cluster.shard_map import load
 
     shard_map = load(store)
@@ -71,18 +54,18 @@ def status(store: Store, ray: Ray = None, as_json: AsJson = False) -> None:
     if as_json:
         put_json(document)
         return
-    _put_status(store, shard_map.version, shards, STORED if ray is None else RUNNING)
+    _put_status(f"{store}, map {shard_map.version}", shards, STORED if ray is None else RUNNING)
     if shard_map.before is not None:
         say("A change of the shards has not ended: run `undertow cluster move` to end it.")
 
 
 def _add_stored(root: Location, shards: dict[str, dict[str, Any]]) -> None:
-    """What the journals say."""
+    """The counts in the shards' stores."""
     from undertow.engine.api.views.stats import store_stats
     from undertow.engine.storage.store_info import is_store
 
     for shard, state in shards.items():
-        location = root / f"shards/{shard}"
+        location = shard_store(root, shard)
         if not is_store(location):
             state["tenants"] = state["turns"] = 0
             continue
@@ -91,23 +74,21 @@ def _add_stored(root: Location, shards: dict[str, dict[str, Any]]) -> None:
 
 
 def _add_running(root: Location, shards: dict[str, dict[str, Any]]) -> None:
-    """What the actors say, of those that run; all have the same time for it."""
+    """The reports of the shards that run, which have STATUS_TIMEOUT_S together."""
     import ray
 
     asked = {shard: actor.call.remote("status") for shard, actor in actors(root).items()}
-    answered = set()
-    if asked:
-        answered.update(ray.wait([*asked.values()], num_returns=len(asked), timeout=STATUS_TIMEOUT_S)[0])
+    ready = ray.wait([*asked.values()], num_returns=len(asked), timeout=STATUS_TIMEOUT_S)[0] if asked else []
     for shard, state in shards.items():
         if shard not in asked:
             state["state"] = "not running"
-        elif asked[shard] in answered:
-            state.update(_heard(asked[shard]))
+        elif asked[shard] in ready:
+            state.update(_reported(asked[shard]))
         else:
             state.update(_unreachable(f"it has not answered within {STATUS_TIMEOUT_S:g} s"))
 
 
-def _heard(answer: Any) -> dict[str, Any]:
+def _reported(answer: Any) -> dict[str, Any]:
     import ray
     from ray.exceptions import RayError
 
@@ -121,70 +102,54 @@ def _unreachable(why: str) -> dict[str, Any]:
     return {"state": "unreachable", "failure": why}
 
 
-def _put_status(
-    root: Location, version: int, shards: Mapping[str, dict[str, Any]], columns: Sequence[str]
-) -> None:
-    """The figures that tell most, as a table; then what is wrong, in words. --json has all."""
-    put_table(
-        [{"shard": shard, **_rounded(state)} for shard, state in shards.items()],
-        columns,
-        title=f"{root}, map {version}",
-    )
+def _put_status(title: str, shards: Mapping[str, dict[str, Any]], columns: Sequence[str]) -> None:
+    """The most telling figures as a table, then the problems. --json has everything."""
+    rows = []
     for shard, state in shards.items():
-        for trouble in _troubles(state):
-            put_text(f"{shard}: {trouble}")
-
-
-def _rounded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole seconds; and a number of parked turns, which a running shard names one by one."""
-    parked, uptime_s = state["parked"], state.get("uptime_s")
-    return {
-        **state,
-        "parked": len(parked) if isinstance(parked, list) else parked,
-        "uptime_s": None if uptime_s is None else round(uptime_s),
-    }
-
-
-def _troubles(state: Mapping[str, Any]) -> Iterator[str]:
-    if state.get("failure"):
-        yield f"failure: {state['failure']}"
-    if state.get("llm_error"):
-        yield f"the LLM server cannot be used: {state['llm_error']}"
-    for why, count in state.get("blocked", {}).items():
-        yield f"blocked: {count} tenant{'s' * (count > 1)}: {why}"
-    for tenant, why in state.get("faulty_tenants", {}).items():
-        yield f"faulty: tenant {tenant!r}: {why}"
+        parked, uptime_s = state["parked"], state.get("uptime_s")
+        rows.append(
+            {
+                **state,
+                "shard": shard,
+                "parked": len(parked) if isinstance(parked, list) else parked,
+                "uptime_s": None if uptime_s is None else round(uptime_s),
+            }
+        )
+    put_table(rows, columns, title=title)
+    for shard, state in shards.items():
+        for problem in shard_problems([state]):
+            put_text(f"{shard}: {problem}")
 
 
 @cluster.command()
 def drain(
-    store: Store,
-    ray: RayAddress,
+    store: opt.Store,
+    ray: opt.RayAddress,
     stop: Annotated[
         bool, typer.Option("--stop", help="Then end the shards' processes, as before an upgrade.")
     ] = False,
-    llm: Llm = None,
-    model: Model = None,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
+    llm: opt.Llm = None,
+    model: opt.Model = None,
+    encoder: opt.EncoderName = None,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Wait until everything that is stored is decided.
+    """Wait until everything stored is decided.
 
-    Shards that do not run are started, with these options and the settings of the environment.
+    Shards that do not run are started, with these options and the environment's settings.
     """
     settings = settings_of(llm=llm, model=model, encoder=encoder)
     with open_cluster(store, settings, ray) as opened:
         try:
-            settled, code = settle(opened)
-        except UndertowError:  # shards that cannot decide anything are ended all the same
+            settled, code = drain_memory(opened)
+        except UndertowError:  # shards that cannot decide anything end too
             if stop and ray != "local":
                 opened.stop()
             raise
         if code is Exit.INTERRUPTED:
-            say("Interrupted; the shards go on by themselves.")
+            say("Interrupted; the shards continue by themselves.")
             raise typer.Exit(code)
         counts = opened.stats()
-        if stop and ray != "local":  # there they end anyhow
+        if stop and ray != "local":  # local shards end with this command
             opened.stop()
     if as_json:
         put_json({"settled": settled, "stopped": stop or ray == "local", **counts})
@@ -195,23 +160,23 @@ def drain(
 
 @cluster.command()
 def move(
-    store: Store,
-    ray: RayAddress,
+    store: opt.Store,
+    ray: opt.RayAddress,
     shards: Annotated[
         int | None,
         typer.Option(
-            "--shards", min=1, help="How many shards there are to be; left out: end a change begun."
+            "--shards", min=1, help="The new number of shards; left out: end a change that was cut off."
         ),
     ] = None,
-    llm: Llm = None,
-    model: Model = None,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
+    llm: opt.Llm = None,
+    model: opt.Model = None,
+    encoder: opt.EncoderName = None,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Add shards, or remove the last ones, and move the tenants that must; the others stay where they are.
+    """Add shards, or remove the last ones, and move only the tenants that must move.
 
-    Cut off at any point, the same command ends it. The cluster goes on working meanwhile. New shards are
-    started with these options and the settings of the environment.
+    If the command is cut off at any point, run it again to complete it. The cluster keeps working meanwhile.
+    New shards are started with these options and the environment's settings.
     """
     from undertow.engine.cluster.shard_map import load
 
@@ -250,11 +215,7 @@ def move(
 
 
 def _resized(shards: Sequence[str], count: int) -> tuple[str, ...]:
-    """So many shards: the first of them, or all and some with new names."""
+    """The names of `count` shards: the first of these, or all of these and new ones."""
     names = sorted(shards)[:count]
-    number = 1
-    while len(names) < count:
-        if (name := f"s{number:04d}") not in shards:
-            names.append(name)
-        number += 1
-    return tuple(sorted(names))
+    unused = (name for number in itertools.count(1) if (name := f"s{number:04d}") not in shards)
+    return tuple(sorted([*names, *itertools.islice(unused, count - len(names))]))

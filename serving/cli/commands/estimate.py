@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -24,30 +23,28 @@ from undertow.serving.cli.options import (
     ThetaSim,
 )
 from undertow.serving.cli.output import put_json, put_table, put_text
-from undertow.serving.cli.progress import Bar
+from undertow.serving.cli.progress import Bar, Problems
 from undertow.serving.cli.settings import check_settings, settings_of
-from undertow.serving.cli.summaries import Problems
 
 if TYPE_CHECKING:
     from undertow.engine.api.ingest_files import IngestReport
     from undertow.engine.base.config import Settings
     from undertow.engine.base.model import Turn
-    from undertow.engine.encoders.base import Encoder
-    from undertow.engine.estimate.estimate import Ranges, TenantLog
+    from undertow.engine.encoders.token_count import TokenCount
+    from undertow.engine.estimate.estimate import Ranges
+    from undertow.engine.estimate.stand_ins import TenantLog
 
 EMBEDDED_AT_A_TIME = 256
 
 PolicyChoice = Literal[PolicyName, "all"]
-PolicyOption = Annotated[
-    PolicyChoice, typer.Option("--policy", help="Whose calls are counted; all: side by side.")
-]
+PolicyOption = Annotated[PolicyChoice, typer.Option("--policy", help="Count its calls; all: side by side.")]
 TokenizerFolder = Annotated[
     Path | None,
     typer.Option(
         "--tokenizer",
         metavar="FOLDER",
-        help="Of the LLM that is to be asked: counts its tokens. Left out: the encoder's tokenizer, which is "
-        "near for English only.",
+        help="The LLM's tokenizer, to count tokens. Default: the encoder's, which is accurate enough for "
+        "English only.",
     ),
 ]
 PriceIn = Annotated[float | None, typer.Option("--price-in", min=0, help="Price of a million prompt tokens.")]
@@ -73,16 +70,12 @@ def estimate(
 ) -> None:
     """How many LLM calls and tokens these logs would need, before any is made. Stores nothing.
 
-    The gate is run over the logs' own vectors, and the real prompts are built around stand-in memories. What
-    an LLM would reply is assumed: each figure is low, expected and high. Answers to questions cost extra.
+    The engine runs over the logs in a temporary store, with the logs' own vectors and assumed replies of an
+    LLM. Each figure is low, expected and high. Answers to questions cost extra.
     """
     if (price_in is None) != (price_out is None):
         raise WrongUsage("a price needs both: give --price-in and --price-out.")
-    from undertow.bench.quality.vectors import KeptVectors
-    from undertow.engine.encoders.factory import make_encoder
     from undertow.engine.encoders.token_count import token_count
-    from undertow.engine.estimate.estimate import assumptions, price
-    from undertow.engine.estimate.estimate import estimate as measure
 
     settings = settings_of(
         policy=None if policy == "all" else policy,
@@ -94,19 +87,34 @@ def estimate(
         theta_count=theta_count,
     )
     check_settings(settings)
-    if settings.ablation is not None and settings.policy == "recmem":
-        raise WrongUsage(
-            f"the calls of RecMem's ablation {settings.ablation!r} are not estimated: "
-            "unset UNDERTOW_ABLATION, and the whole policy is."
-        )
     tokens = token_count(settings, tokenizer)
     turns, report = _turns(paths, format, settings)
-    kept = KeptVectors(make_encoder(settings), vectors)
-    logs = _logs(turns, kept, settings)
-    kept.save()
+    logs = _logs(turns, settings, vectors)
+    prices = None if price_in is None or price_out is None else (price_in, price_out)
     wanted = [name for name in get_args(PolicyName) if policy in (name, "all")]
-    found = {name: measure(logs, settings.under(name), tokens) for name in wanted}
-    about = {
+    document = _document(logs, settings, tokens, wanted, prices, report)
+    if as_json:
+        put_json(document)
+    else:
+        _put(document)
+    raise typer.Exit(Exit.INPUT if report.errors else Exit.DONE)
+
+
+def _document(
+    logs: list[TenantLog],
+    settings: Settings,
+    tokens: TokenCount,
+    policies: Sequence[PolicyName],
+    prices: tuple[float, float] | None,
+    report: IngestReport,
+) -> dict[str, Any]:
+    """The ranges by policy, with everything that they depend on."""
+    from undertow.engine.estimate.estimate import assumptions, price
+    from undertow.engine.estimate.estimate import estimate as measure
+
+    found = {name: measure(logs, settings.under(name), tokens) for name in policies}
+    priced = {} if prices is None else {name: price(ranges, *prices) for name, ranges in found.items()}
+    return {
         "tenants": len(logs),
         "turns": sum(len(log.turns) for log in logs),
         "encoder": settings.encoder,
@@ -119,22 +127,16 @@ def estimate(
         "tokens": tokens.name,
         "errors": report.errors,
         "warnings": report.warnings,
+        "policies": found,
+        **({"price": priced} if priced else {}),
+        "assumptions": assumptions(),
     }
-    prices = {}
-    if price_in is not None and price_out is not None:
-        prices = {"price": {name: price(ranges, price_in, price_out) for name, ranges in found.items()}}
-    document = {**about, "policies": found, **prices, "assumptions": assumptions()}
-    if as_json:
-        put_json(document)
-    else:
-        _put(document)
-    raise typer.Exit(Exit.INPUT if report.errors else Exit.DONE)
 
 
 def _turns(
     paths: list[str], format: LogFormatName, settings: Settings
 ) -> tuple[dict[str, list[Turn]], IngestReport]:
-    """Each tenant's turns in the order of arrival, each once, as ingestion would take them."""
+    """Each tenant's turns in order of arrival without duplicates, as ingestion would store them."""
     from undertow.engine.api.ingest_files import IngestReport
     from undertow.engine.estimate.estimate import dated
     from undertow.engine.readers import find_logs, read
@@ -159,27 +161,28 @@ def _turns(
     return {tenant: dated(own.values()) for tenant, own in turns.items()}, report
 
 
-def _logs(turns: dict[str, list[Turn]], encoder: Encoder, settings: Settings) -> list[TenantLog]:
-    """The turns with their vectors; to embed them is what takes the time."""
+def _logs(turns: dict[str, list[Turn]], settings: Settings, vectors: Path | None) -> list[TenantLog]:
+    """The turns with their vectors. Embedding takes most of the time."""
     import numpy as np
 
-    from undertow.engine.estimate.estimate import TenantLog
+    from undertow.bench.quality.vectors import KeptVectors
+    from undertow.engine.encoders.factory import make_encoder
+    from undertow.engine.estimate.stand_ins import TenantLog
 
-    total = sum(map(len, turns.values()))
-    done = 0
+    encoder = KeptVectors(make_encoder(settings), vectors)
+    total, done = sum(map(len, turns.values())), 0
     logs = []
-    with ExitStack() as stack:
-        bar = stack.enter_context(Bar())
+    with Bar() as bar:
         for own in turns.values():
             parts = []
-            for start in range(0, len(own), EMBEDDED_AT_A_TIME):
-                some = own[start : start + EMBEDDED_AT_A_TIME]
+            for some in (own[n : n + EMBEDDED_AT_A_TIME] for n in range(0, len(own), EMBEDDED_AT_A_TIME)):
                 texts = [as_embedded(turn.text, turn.timestamp, settings.embed_timestamp) for turn in some]
                 parts.append(encoder.encode(texts))
                 done += len(some)
                 if bar.is_due:
                     bar.show(f"{done:,} of {total:,} turns embedded", done, total)
             logs.append(TenantLog(own, np.concatenate(parts).astype(np.float32)))
+    encoder.save()
     return logs
 
 
@@ -191,7 +194,7 @@ def _put(document: dict[str, Any]) -> None:
         f"theta_count {document['theta_count']}; expected (low to high)"
     )
     put_table(list(_rows(document["policies"])), ("policy", "operation", *FIGURES), title=title)
-    put_text(f"Tokens counted by: {document['tokens']}. What replies were assumed: --json, and docs/cost.md.")
+    put_text(f"Tokens counted by: {document['tokens']}. Assumed replies: see --json, and docs/cost.md.")
     for policy, cost in document.get("price", {}).items():
         put_text(f"Price, {policy}: {cost['expected']} ({cost['low']} to {cost['high']})")
 

@@ -1,4 +1,4 @@
-"""`undertow import`: what `undertow export` has written becomes a tenant."""
+"""`undertow import`: an export becomes a tenant."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ from typing import Annotated
 
 import typer
 
-from undertow.serving.cli.open_store import open_memory
-from undertow.serving.cli.options import AsJson, EncoderName, Llm, Model, Ray, Store, Tenant
-from undertow.serving.cli.output import put_json, put_pairs
+from undertow.serving.cli import options as opt
+from undertow.serving.cli.drain import drain
+from undertow.serving.cli.output import put_figures
 from undertow.serving.cli.settings import settings_of
-from undertow.serving.cli.settling import settle
+from undertow.serving.cli.stores import open_memory
 
 
 def import_(
-    file: Annotated[
-        Path,
-        typer.Argument(exists=True, dir_okay=False, help="What `undertow export` has written."),
-    ],
-    tenant: Tenant,
-    store: Store,
-    llm: Llm = None,
-    model: Model = None,
-    encoder: EncoderName = None,
-    ray: Ray = None,
-    as_json: AsJson = False,
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="An export.")],
+    tenant: opt.Tenant,
+    store: opt.Store,
+    llm: opt.Llm = None,
+    model: opt.Model = None,
+    encoder: opt.EncoderName = None,
+    ray: opt.Ray = None,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Take an export in as a tenant that has nothing here yet, under its old name or another.
+    """Import what `undertow export` wrote, as a tenant that has nothing here, under any name.
 
-    All of it or, where a record cannot be taken, nothing. Texts are embedded anew. What the tenant's log had
-    undecided is decided here, which may need an LLM: without one that work stays pending.
+    If one record is refused, nothing is stored. Texts are embedded again. Records that were undecided are
+    decided here, which may need an LLM: without one that work stays pending.
     """
     from undertow.engine.api.transfer.import_ import read_records
 
@@ -40,10 +37,7 @@ def import_(
         records = read_records(lines, settings.max_import_bytes)
     with open_memory(store, settings, ray, create=True) as memory:
         imported = memory.import_(tenant, records)
-        settled, code = settle(memory)
+        settled, code = drain(memory)
     counts = {"tenant": tenant, **asdict(imported), "settled": settled}
-    if as_json:
-        put_json(counts)
-    else:
-        put_pairs(counts, title=f"{file} in {store}")
+    put_figures(counts, title=f"{file} in {store}", as_json=as_json)
     raise typer.Exit(code)

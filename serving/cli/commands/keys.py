@@ -1,36 +1,31 @@
-"""`undertow keys`: the API keys of a service, made and changed while it runs."""
+"""`undertow keys`: the API keys of a service, which may run meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from undertow.engine.storage.location import Location
 from undertow.serving.auth.principal import KeyLimits, Scope, TenantScope
-from undertow.serving.cli.auditing import audited
+from undertow.serving.cli import options as opt
+from undertow.serving.cli.audit import audited
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.options import AsJson, location_of
-from undertow.serving.cli.output import put_json, put_json_lines, put_table, put_text, say
+from undertow.serving.cli.output import put_json, put_records, put_result, put_text, say
 from undertow.serving.cli.settings import settings_of
+from undertow.serving.cli.stores import is_root
 
 if TYPE_CHECKING:
     from undertow.serving.auth.key_file import KeyFile, NewSecret
 
 StoreOfKeys = Annotated[
-    Location | None,
-    typer.Option(
-        "--store",
-        parser=location_of,
-        metavar="FOLDER",
-        help="The store or the cluster's root: its keys.json.",
-    ),
+    Location | None, opt.store_option("The store or cluster's root, with its keys.json.", "FOLDER")
 ]
 Keys = Annotated[
-    Path | None, typer.Option("--keys", metavar="FILE", help="A key file elsewhere, in the place of --store.")
+    Path | None, typer.Option("--keys", metavar="FILE", help="A key file elsewhere, instead of --store.")
 ]
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id, as `undertow keys list` shows it.")]
 COLUMNS = ("id", "state", "label", "reach", "scopes", "created_at", "expires_at", "former_until")
@@ -39,14 +34,9 @@ DAY_S = 86_400
 keys = typer.Typer(help="Make and change the API keys of a service.", no_args_is_help=True)
 
 
-@keys.callback()
-def group() -> None:
-    """Make and change the API keys of a service."""
-
-
 @keys.command()
 def create(
-    scope: Annotated[list[Scope], typer.Option("--scope", help="What it is for; may be repeated.")],
+    scope: Annotated[list[Scope], typer.Option("--scope", help="What it permits; may be repeated.")],
     store: StoreOfKeys = None,
     file: Keys = None,
     tenant: Annotated[
@@ -54,16 +44,16 @@ def create(
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option("--tenant-prefix", help="For all tenants whose names begin so, such as acme/."),
+        typer.Option("--tenant-prefix", help="For all tenants whose names begin with this, such as acme/."),
     ] = None,
     all_tenants: Annotated[bool, typer.Option("--all-tenants", help="For all tenants.")] = False,
-    label: Annotated[str, typer.Option("--label", help="For people; no tenant's name.")] = "",
+    label: Annotated[str, typer.Option("--label", help="A note for people; not a tenant's name.")] = "",
     expires_days: Annotated[
         int | None,
-        typer.Option("--expires-days", min=1, max=36_500, help="Ends by itself; left out: it does not."),
+        typer.Option("--expires-days", min=1, max=36_500, help="Days until it expires; left out: never."),
     ] = None,
     requests_per_s: Annotated[
-        float | None, typer.Option("--requests-per-s", help="Requests a second in the long run.")
+        float | None, typer.Option("--requests-per-s", help="Average requests a second.")
     ] = None,
     burst: Annotated[
         int | None, typer.Option("--burst", help="Requests at once; left out: those of one second.")
@@ -71,7 +61,7 @@ def create(
     tokens_per_day: Annotated[
         int | None, typer.Option("--tokens-per-day", help="LLM tokens a day, in UTC.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Make a key and write it to standard output: it is stored hashed, and cannot be shown again."""
     from undertow.serving.auth.key_file import utc_now
@@ -90,17 +80,15 @@ def create(
 
 
 @keys.command(name="list")
-def list_(store: StoreOfKeys = None, file: Keys = None, as_json: AsJson = False) -> None:
+def list_(store: StoreOfKeys = None, file: Keys = None, as_json: opt.AsJson = False) -> None:
     """List the keys, revoked and expired ones too, without their secrets."""
     from undertow.serving.auth.key_file import describe, utc_now
 
-    found = list(present_key_file(store, file).read().values())
+    found = present_key_file(store, file).read().values()
     records = [describe(key, utc_now()) for key in found]
-    if as_json:
-        put_json_lines(records)
-        return
-    shown = [record | {"reach": str(key.reach)} for record, key in zip(records, found, strict=True)]
-    put_table(shown, COLUMNS, title=f"{len(records)} keys")
+    if not as_json:
+        records = [record | {"reach": str(key.reach)} for record, key in zip(records, found, strict=True)]
+    put_records(records, COLUMNS, title=f"{len(records)} keys", as_json=as_json)
 
 
 @keys.command()
@@ -110,11 +98,11 @@ def rotate(
     file: Keys = None,
     grace_s: Annotated[
         int,
-        typer.Option("--grace-s", min=0, max=365 * DAY_S, help="So long earlier secrets still hold."),
+        typer.Option("--grace-s", min=0, max=365 * DAY_S, help="Seconds that earlier secrets stay valid."),
     ] = DAY_S,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Give a key a new secret and write it to standard output; a service that runs takes it at once.
+    """Give a key a new secret and write it to standard output; a running service takes it at once.
 
     With --grace-s 0 the earlier secrets end now, as after a leak.
     """
@@ -128,18 +116,15 @@ def rotate(
 
 
 @keys.command()
-def revoke(key_id: KeyId, store: StoreOfKeys = None, file: Keys = None, as_json: AsJson = False) -> None:
-    """End a key for good; a service that runs refuses it from its next request on."""
+def revoke(key_id: KeyId, store: StoreOfKeys = None, file: Keys = None, as_json: opt.AsJson = False) -> None:
+    """End a key for good; a running service refuses it from its next request on."""
     from undertow.serving.auth.key_file import describe, utc_now
 
     key_file = present_key_file(store, file)
     key_file.require(key_id)
     with audited(key_file.path.parent, "keys.revoke", key_id=key_id):
         key = key_file.revoke(key_id)
-    if as_json:
-        put_json(describe(key, utc_now()))
-    else:
-        put_text(f"Key {key.id} is revoked.")
+    put_result(describe(key, utc_now()), f"Key {key.id} is revoked.", as_json=as_json)
 
 
 def key_file_of(store: Location | None, file: Path | None) -> KeyFile:
@@ -157,10 +142,9 @@ def key_file_of(store: Location | None, file: Path | None) -> KeyFile:
 
 
 def present_key_file(store: Location | None, file: Path | None) -> KeyFile:
-    """As `key_file_of`, of one that is there, or of a store that has no keys yet. KeyFileError."""
+    """As `key_file_of`, but KeyFileError if there is neither this file nor the store."""
     from undertow.engine.storage.store_info import is_store
     from undertow.serving.auth.key_file import KeyFileError
-    from undertow.serving.cli.cluster_root import is_root
 
     key_file = key_file_of(store, file)
     if key_file.path.exists() or (store is not None and (is_store(store) or is_root(store))):
@@ -172,7 +156,7 @@ def present_key_file(store: Location | None, file: Path | None) -> KeyFile:
 
 
 def _warn_of_budget(limits: KeyLimits, scopes: Iterable[Scope]) -> None:
-    """Say so where a key may ask for answers, and its budget has no room for a single one."""
+    """Warn about a key that may ask for answers with a budget too small for a single one."""
     from undertow.serving.auth.limits import answer_tokens
 
     if not limits.tokens_per_day or Scope.READ not in scopes:
@@ -185,12 +169,11 @@ def _warn_of_budget(limits: KeyLimits, scopes: Iterable[Scope]) -> None:
 
 
 def put_secret(key_file: KeyFile, made: NewSecret, *, as_json: bool) -> None:
-    """The one time that a key is shown: alone on standard output, so that it can be piped on."""
+    """Show a key, this once: alone on standard output, so that it can be piped on."""
     from undertow.serving.auth.key_file import describe, utc_now
 
     if as_json:
-        document: dict[str, Any] = {"key": made.text, **describe(made.key, utc_now())}
-        put_json(document)
+        put_json({"key": made.text, **describe(made.key, utc_now())})
         return
     put_text(made.text)
     say(f"Key {made.key.id} for {made.key.reach}, in {key_file.path}. It cannot be shown again: keep it now.")

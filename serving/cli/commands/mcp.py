@@ -1,4 +1,4 @@
-"""`undertow mcp`: memories as tools for an agent, on standard input and output."""
+"""`undertow mcp`: memories as MCP tools, on standard input and output."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from undertow.engine.storage.location import Location
 from undertow.serving.auth.principal import check_name
-from undertow.serving.cli.cluster_root import is_root
+from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.options import EncoderName, Llm, Model, location_of
 from undertow.serving.cli.settings import check_settings, settings_of
+from undertow.serving.cli.stores import is_root
+
+if TYPE_CHECKING:
+    from undertow.engine.base.config import Settings
 
 KEY_VARIABLE = "UNDERTOW_API_KEY"
 
@@ -31,31 +34,25 @@ def mcp(
         ),
     ] = None,
     store: Annotated[
-        Location | None,
-        typer.Option(
-            "--store",
-            parser=location_of,
-            metavar="FOLDER",
-            help="A store of this machine, without a service.",
-        ),
+        Location | None, opt.store_option("A store of this machine, without a service.", "FOLDER")
     ] = None,
     tenant: Annotated[
         str | None,
-        typer.Option("--tenant", help="For this tenant's memories alone; left out: each call names one."),
+        typer.Option("--tenant", help="For this tenant alone; left out: each call names one."),
     ] = None,
-    llm: Llm = None,
-    model: Model = None,
-    encoder: EncoderName = None,
+    llm: opt.Llm = None,
+    model: opt.Model = None,
+    encoder: opt.EncoderName = None,
 ) -> None:
     """Offer memories as MCP tools on standard input and output, for an agent that starts this command.
 
-    With --url it is a client of a service; with --store it opens the store itself, which nobody else may be
-    writing. A service offers the same over HTTP, at /mcp.
+    With --url it is a client of a service; with --store it opens the store itself, which no other process
+    may be writing. A service offers the same over HTTP, at /mcp.
     """
     if (url is None) == (store is None):
         raise WrongUsage("give --url URL for a service, or --store FOLDER for a store of this machine")
     if url is None and key_file is not None:
-        raise WrongUsage("--key-file goes with --url: a store of this machine asks for no key")
+        raise WrongUsage("--key-file goes with --url: a store of this machine needs no key")
     if tenant is not None:
         with wrong_usage("--tenant"):
             check_name(tenant)
@@ -65,7 +62,7 @@ def mcp(
             raise WrongUsage("--llm, --model and --encoder go with --store: a service has its own")
         _serve_remote(url, key_of(key_file), tenant)
     elif store is not None:
-        _serve_store(store, tenant, llm, model, encoder)
+        _serve_store(store, tenant, settings_of(llm=llm, model=model, encoder=encoder))
 
 
 def key_of(file: Path | None) -> str | None:
@@ -95,9 +92,7 @@ def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:
     asyncio.run(serve_remote(url, key, tenant))
 
 
-def _serve_store(
-    store: Location, tenant: str | None, llm: str | None, model: str | None, encoder: str | None
-) -> None:
+def _serve_store(store: Location, tenant: str | None, engine: Settings) -> None:
     from undertow.engine.base.process_tuning import settle_in
     from undertow.serving.async_memories import open_memories
     from undertow.serving.http.hosting import Files, serve_mcp
@@ -105,7 +100,6 @@ def _serve_store(
 
     if is_root(store):
         raise WrongUsage(f"{store} is a cluster's root: serve it with `undertow serve`, then give --url")
-    engine = settings_of(llm=llm, model=model, encoder=encoder)
     check_settings(engine)
     with wrong_usage():
         settings = ServiceSettings()

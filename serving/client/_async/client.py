@@ -1,4 +1,4 @@
-"""The client: every call of the service as a method."""
+"""Every call of the service as a method."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ from undertow.serving.client.results import (
     Found,
     Job,
     Memory,
+    ModelT,
     Page,
     Policy,
+    Results,
 )
 from undertow.serving.client.retries import Retries
 
-# between two looks at a job
-_LOOK_S = 0.2
+# between two polls of a job
+_POLL_S = 0.2
 
 
 class AsyncClient:
-    """Memories of a service's tenants. Any number of calls at once; close it, or use it in a `with`.
+    """The memories of a service's tenants. Any number of concurrent calls; close it, or use it in a `with`.
 
-    The tenant comes first everywhere, as in `Engine`. Calls raise ServiceError, whose classes tell what
-    failed, and ValueError for a name or a value that cannot be sent. `filters` ask for metadata, each key
-    for one value or one of several; `since` and `until` are included, a date alone is the whole day.
+    The tenant comes first everywhere, as in `Engine`. Calls raise subclasses of ServiceError, and ValueError
+    for a name or a value that cannot be sent. `filters` select by metadata: each key has one value or one of
+    several. `since` and `until` are inclusive; a date alone is the whole day.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class AsyncClient:
         retries: Retries | None = None,
         http: httpx2.AsyncClient | None = None,
     ) -> None:
-        """`timeout_s`: for each step of one try, such as connecting or the wait for the next bytes.
+        """`timeout_s`: for each step of one try, such as connecting or waiting for the next bytes.
 
         `http`: for proxies, certificates and other transports; the client leaves it open. ValueError.
         """
@@ -96,20 +98,20 @@ class AsyncClient:
         metadata: Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> tuple[Added, ...]:
-        """Remember a conversation, one result a turn: durable and searchable when this returns.
+        """Add a conversation, one result a turn: durable and searchable when this returns.
 
         The same `idempotency_key` again adds nothing; without one, each call of this method adds.
         """
         item = calls.item(messages, session_id=session_id, timestamp=timestamp, metadata=metadata)
         call = changing("POST", of_tenant(tenant, "memories"), item, idempotency_key=idempotency_key)
-        return answers.AddedTurns.read(await self._send(call)).results
+        return (await self._read(Results[Added], call)).results
 
     async def add_many(self, tenant: str, items: Iterable[Mapping[str, Any]]) -> tuple[AddedItem, ...]:
-        """Many at once, each with what `add` takes: `{"messages", "session_id"?, "idempotency_key"?, ...}`.
+        """Add several items with the arguments of `add`: `{"messages", "session_id"?, ...}`.
 
-        One result an item, in order. A refused one says why; the good ones are stored.
+        One result per item, in order. A refused one says why; the others are stored.
         """
-        return answers.AddedItems.read(await self._send(calls.adding_many(tenant, items))).items
+        return (await self._read(answers.AddedItems, calls.adding_many(tenant, items))).items
 
     # --- finding ---
 
@@ -125,9 +127,9 @@ class AsyncClient:
         until: Time | None = None,
         threshold: float | None = None,
     ) -> Found:
-        """The memories nearest to a query. Without `top_k`, as many of each kind as the service is set to.
+        """The memories nearest to a query, with scores of at least `threshold`.
 
-        `threshold`: the lowest score.
+        `top_k`: None for the number of each kind in the service's settings.
         """
         body = given(
             query=query,
@@ -138,7 +140,7 @@ class AsyncClient:
             until=in_iso(until),
             threshold=threshold,
         )
-        return Found.read(await self._send(asking(of_tenant(tenant, "search"), body)))
+        return await self._read(Found, asking(of_tenant(tenant, "search"), body))
 
     async def answer(
         self,
@@ -149,10 +151,9 @@ class AsyncClient:
         mode: answers.AnswerMode | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """An LLM's answer from the memories. `as_of`: the day it is asked on; `mode`: None as it is set."""
+        """An LLM's answer from the memories. `as_of`: the day of the question; `mode`: None as set."""
         body = given(question=question, as_of=in_iso(as_of), mode=mode)
-        call = asking(of_tenant(tenant, "answer"), body, timeout_s=timeout_s)
-        return Answer.read(await self._send(call))
+        return await self._read(Answer, asking(of_tenant(tenant, "answer"), body, timeout_s=timeout_s))
 
     async def answer_stream(
         self,
@@ -180,8 +181,7 @@ class AsyncClient:
     # --- single memories ---
 
     async def get(self, tenant: str, memory_id: str) -> Memory:
-        body = await self._send(reading(of_tenant(tenant, "memories", memory_id)))
-        return Memory.read(body)
+        return await self._read(Memory, reading(of_tenant(tenant, "memories", memory_id)))
 
     async def get_page(
         self,
@@ -194,11 +194,12 @@ class AsyncClient:
         limit: int = 100,
         after: str | None = None,
     ) -> Page:
-        """At most `limit` memories in the order of their birth, behind the cursor `after` of another page."""
-        call = calls.listing(
-            tenant, kinds=kinds, filters=filters, since=since, until=until, limit=limit, after=after
-        )
-        return Page.read(await self._send(call))
+        """At most `limit` memories in creation order, behind the cursor `after` of another page."""
+        query: dict[str, Any] = {"kind": kinds, "since": in_iso(since), "until": in_iso(until)}
+        query |= {"limit": limit, "after": after}
+        query |= {f"filter.{key}": value for key, value in (filters or {}).items()}
+        call = reading(of_tenant(tenant, "memories"), **query)
+        return await self._read(Page, call)
 
     async def get_all(
         self,
@@ -209,58 +210,53 @@ class AsyncClient:
         since: Time | None = None,
         until: Time | None = None,
     ) -> AsyncIterator[Memory]:
-        """All memories as they stand, in the order of their birth, asked for page by page."""
-        after: str | None = None
-        while True:
+        """All present memories in creation order, read page by page."""
+        page = Page(results=(), next="")
+        while page.next is not None:
             page = await self.get_page(
-                tenant, kinds=kinds, filters=filters, since=since, until=until, after=after
+                tenant, kinds=kinds, filters=filters, since=since, until=until, after=page.next or None
             )
             for memory in page.results:
                 yield memory
-            after = page.next
-            if after is None:
-                return
 
     async def history(self, tenant: str, memory_id: str) -> tuple[Memory, ...]:
         """All versions of a memory, oldest first."""
-        body = await self._send(reading(of_tenant(tenant, "memories", memory_id, "history")))
-        return answers.History.read(body).results
+        call = reading(of_tenant(tenant, "memories", memory_id, "history"))
+        return (await self._read(Results[Memory], call)).results
 
     async def update(
         self, tenant: str, memory_id: str, words: Messages, *, idempotency_key: str | None = None
     ) -> Changed:
-        """Put a memory in other words; a turn may be given other messages, of one exchange."""
+        """Reword a memory; for a turn `words` may be the messages of one exchange."""
         path = of_tenant(tenant, "memories", memory_id)
         body = {"text": words} if isinstance(words, str) else {"messages": list(words)}
-        call = changing("PUT", path, body, idempotency_key=idempotency_key)
-        return Changed.read(await self._send(call))
+        return await self._read(Changed, changing("PUT", path, body, idempotency_key=idempotency_key))
 
     async def delete(self, tenant: str, memory_id: str, *, idempotency_key: str | None = None) -> Changed:
         """Delete one memory."""
         path = of_tenant(tenant, "memories", memory_id)
-        body = await self._send(changing("DELETE", path, idempotency_key=idempotency_key))
-        return Changed.read(body)
+        return await self._read(Changed, changing("DELETE", path, idempotency_key=idempotency_key))
 
     async def delete_all(self, tenant: str, *, idempotency_key: str | None = None) -> None:
         """Delete all memories of a tenant, history included; their bytes go with the next purge."""
         path = of_tenant(tenant, "memories")
-        await self._send(changing("DELETE", path, idempotency_key=idempotency_key))
+        await self._transport.send(changing("DELETE", path, idempotency_key=idempotency_key))
 
     # --- whole tenants ---
 
     async def flush(self, tenant: str, *, timeout_s: float | None = None) -> bool:
         """Wait until every turn is decided. False: some wait for an LLM that does not answer."""
         call = changing("POST", of_tenant(tenant, "flush"), timeout_s=timeout_s)
-        return answers.Decided.read(await self._send(call)).decided
+        return (await self._read(answers.Decided, call)).decided
 
     async def flush_job(self, tenant: str) -> Job:
         """`flush` as a job of the service."""
         return await self._begin(changing("POST", of_tenant(tenant, "flush")))
 
     async def export(self, tenant: str, *, vectors: bool = False) -> AsyncIterator[dict[str, Any]]:
-        """Everything of a tenant, every version, record by record as it comes in; the last is of kind `end`.
+        """All records of a tenant, every version, as they come in; the last is of kind `end`.
 
-        ServerError after what had come: the export broke off.
+        ServerError after the records received so far: the export broke off.
         """
         call = reading(of_tenant(tenant, "export"), vectors=True if vectors else None)
         kind = None
@@ -275,65 +271,60 @@ class AsyncClient:
     async def import_(
         self, tenant: str, records: Iterable[Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Bring an export into a tenant that has nothing; says how many records of each kind it stored."""
-        body = await self._send(calls.importing(tenant, records, timeout_s))
-        return answers.document(body)
+        """Import an export into an empty tenant; returns the number of records stored of each kind."""
+        return await self._document(calls.importing(tenant, records, timeout_s))
 
     async def import_job(self, tenant: str, records: Iterable[Mapping[str, Any]]) -> Job:
         """`import_` as a job of the service."""
         return await self._begin(calls.importing(tenant, records, None))
 
     async def policy(self, tenant: str) -> Policy:
-        """What makes a tenant's memories, and how far a change of that is."""
-        return Policy.read(await self._send(reading(of_tenant(tenant, "policy"))))
+        """A tenant's policy, and the progress of a change."""
+        return await self._read(Policy, reading(of_tenant(tenant, "policy")))
 
     async def set_policy(
         self, tenant: str, policy: str, *, drop_edits: bool = False, idempotency_key: str | None = None
     ) -> Policy:
-        """Give a tenant a policy of its own: its turns are read again, and the new memories count then.
+        """Change a tenant's policy: its turns are processed again, then the new memories replace the old.
 
-        Conflict: some were reworded or deleted by hand, and `drop_edits` does not say that this may be lost.
+        Conflict: memories were reworded or deleted by hand, and `drop_edits` does not allow losing that.
         """
         body = {"policy": policy, "drop_edits": drop_edits}
         path = of_tenant(tenant, "policy")
-        return Policy.read(await self._send(changing("PUT", path, body, idempotency_key=idempotency_key)))
+        return await self._read(Policy, changing("PUT", path, body, idempotency_key=idempotency_key))
 
     async def erase(self, tenant: str, *, timeout_s: float | None = None) -> Certificate:
         """Erase a tenant and purge its bytes; the certificate says what that does not reach."""
-        call = changing("DELETE", of_tenant(tenant), timeout_s=timeout_s)
-        return Certificate.read(await self._send(call))
+        return await self._read(Certificate, changing("DELETE", of_tenant(tenant), timeout_s=timeout_s))
 
     async def erase_job(self, tenant: str) -> Job:
-        """`erase` as a job of the service, for a key that reaches the tenant by a prefix or as all.
+        """`erase` as a job of the service, for a key that covers the tenant by a prefix or as all.
 
-        BadRequest for one that names it: it could not ask for the job afterwards.
+        BadRequest for a key that names the tenant: it could not read the job afterwards.
         """
         return await self._begin(changing("DELETE", of_tenant(tenant)))
 
     async def jobs(self, tenant: str) -> tuple[Job, ...]:
-        body = await self._send(reading(of_tenant(tenant, "jobs")))
-        return answers.Jobs.read(body).results
+        return (await self._read(Results[Job], reading(of_tenant(tenant, "jobs")))).results
 
     async def job(self, tenant: str, job_id: str, *, wait_s: float = 0.0) -> Job:
-        """A job as it stands; with `wait_s`, once it is finished or that time is over."""
+        """A job as it is now; with `wait_s`, once it is finished or that time is over."""
         ends_at = monotonic() + wait_s
         while True:
-            job = Job.read(await self._send(reading(of_tenant(tenant, "jobs", job_id))))
-            if job.finished or monotonic() + _LOOK_S > ends_at:
+            job = await self._read(Job, reading(of_tenant(tenant, "jobs", job_id)))
+            if job.finished or monotonic() + _POLL_S > ends_at:
                 return job
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def explain(self, tenant: str) -> AsyncIterator[dict[str, Any]]:
-        """What was decided of each turn, and on what grounds; asked for page by page."""
-        after_seq: int | None = None
-        while True:
+        """The decision on each turn and its grounds, read page by page."""
+        after_seq: int | None = -1
+        while after_seq is not None:
             call = reading(of_tenant(tenant, "explain"), after_seq=after_seq)
-            page = answers.Records.read(await self._send(call))
+            page = await self._read(answers.Records, call)
             for record in page.results:
                 yield record
             after_seq = page.next_after_seq
-            if after_seq is None:
-                return
 
     async def stats(self, tenant: str | None = None) -> dict[str, Any]:
         """Counts of a tenant, or of the whole service."""
@@ -346,37 +337,34 @@ class AsyncClient:
     # --- the service ---
 
     async def tenants(self, *, prefix: str | None = None) -> AsyncIterator[str]:
-        """The names of all tenants that the key covers, asked for page by page."""
-        after: str | None = None
-        while True:
-            call = reading("/v1/tenants", prefix=prefix, after=after)
-            page = answers.Names.read(await self._send(call))
+        """The names of all tenants that the key covers, read page by page."""
+        page = Results[str](results=(), next="")
+        while page.next is not None:
+            call = reading("/v1/tenants", prefix=prefix, after=page.next or None)
+            page = await self._read(Results[str], call)
             for name in page.results:
                 yield name
-            after = page.next
-            if after is None:
-                return
 
     async def status(self) -> dict[str, Any]:
         return await self._document(reading("/v1/status"))
 
     async def purge(self, *, timeout_s: float | None = None) -> tuple[Certificate, ...]:
-        """Remove the bytes of whatever was deleted or erased; the certificates of erased tenants."""
+        """Remove the bytes of all that was deleted or erased; returns the certificates of erased tenants."""
         call = changing("POST", "/v1/purge", timeout_s=timeout_s)
-        return answers.Certificates.read(await self._send(call)).certificates
+        return (await self._read(answers.Certificates, call)).certificates
 
     async def replay_jobs(self) -> int:
-        """Run the LLM jobs again that were parked; how many there were."""
-        return answers.Replayed.read(await self._send(changing("POST", "/v1/replay"))).replayed
+        """Retry the parked LLM jobs; returns their number."""
+        return (await self._read(answers.Replayed, changing("POST", "/v1/replay"))).replayed
 
-    async def _send(self, call: calls.Call) -> bytes:
-        return (await self._transport.send(call)).content
+    async def _read(self, model: type[ModelT], call: calls.Call) -> ModelT:
+        return model.read((await self._transport.send(call)).content)
 
     async def _begin(self, call: calls.Call) -> Job:
-        return Job.read(await self._send(call.in_background()))
+        return await self._read(Job, call.in_background())
 
     async def _document(self, call: calls.Call) -> dict[str, Any]:
-        return answers.document(await self._send(call))
+        return answers.document((await self._transport.send(call)).content)
 
 
 def _path(tenant: str | None, part: str) -> str:

@@ -82,7 +82,7 @@ async def answer(
     spending = BudgetedCall(service.budgets, sender, service.answer_tokens(asked.mode))
     if not asked.stream:
         try:
-            async with spending:
+            with spending:
                 given = await unless_gone(request, service.memories.call(query))
                 spending.took(given.usage)
         except ClientDisconnected:
@@ -96,11 +96,12 @@ async def _charged(
     pieces: AsyncGenerator[str | Answer], spending: BudgetedCall
 ) -> AsyncGenerator[str | Answer]:
     """The same pieces, charged to the budget. Closing it closes them."""
-    async with spending, aclosing(pieces) as stream:
-        async for piece in stream:
-            if not isinstance(piece, str):
-                spending.took(piece.usage)
-            yield piece
+    with spending:
+        async with aclosing(pieces) as stream:
+            async for piece in stream:
+                if not isinstance(piece, str):
+                    spending.took(piece.usage)
+                yield piece
 
 
 async def _events(pieces: AsyncGenerator[str | Answer]) -> AsyncIterator[bytes]:

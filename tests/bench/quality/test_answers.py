@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,18 +14,15 @@ import pytest
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.server import spawn_server
 from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.json_lines import KeptLines
 from undertow.bench.quality.run.answers import Answering
-from undertow.bench.quality.run.asking import Asker
-from undertow.bench.quality.run.folder import run_folder
-from undertow.bench.quality.run.json_lines import KeptLines
-from undertow.bench.quality.run.plan import chosen
+from undertow.bench.quality.run.llm_requests import Asker
 from undertow.bench.quality.systems.base import Material
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import UndertowError
 from undertow.serving.cli.commands.eval.answers import _left_out
 
 from ...support.cli import Ran, run
-from ...support.eval import conversation, haystack, question, written
+from ...support.eval import conversation, haystack, written
 from ...support.llm_servers import completion, odd_server, server_stats
 
 
@@ -313,20 +309,6 @@ def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> No
     assert constructed(url) == calls, "nothing was built again"
 
 
-def test_two_builds_of_the_same_settings_are_not_mixed(tmp_path: Path, url: str) -> None:
-    path, options = written(tmp_path, conversation()), ("--judge-llm", "off")
-    for name in ("a", "b"):
-        assert evaluated(path, tmp_path / name / "run", url, *options).code == 0
-    same = (*options, "--ablation", "without-semantic", "--memories-of")
-    assert evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "a" / "run")).code == 0
-    refused = evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "b" / "run"))
-    assert refused.code == 1 and "begun with other settings: memories_id " in refused.err
-    (tmp_path / "a" / "run").rename(tmp_path / "moved")
-    path = path.rename(tmp_path / "renamed.json")
-    again = evaluated(path, tmp_path / "out", url, *same, str(tmp_path / "moved"))
-    assert (again.doc["memories_of"], again.doc["data"]) == ("moved", "renamed.json")
-
-
 def test_ablations_of_construction_build_what_they_leave(tmp_path: Path, url: str) -> None:
     path, thetas = (
         talk_of_a_boat(tmp_path),
@@ -342,22 +324,6 @@ def test_ablations_of_construction_build_what_they_leave(tmp_path: Path, url: st
     )
     assert other.code == 1 and "are others: ablation 'without-facts', now None." in other.err
     assert not (tmp_path / "other").exists()
-
-
-def test_memories_that_are_not_there_or_others_are_refused(tmp_path: Path, url: str) -> None:
-    path = written(tmp_path, conversation())
-    (tmp_path / "store").mkdir()
-    refused = evaluated(path, tmp_path / "out", url, "--memories-of", str(tmp_path))
-    assert refused.code == 1 and "Name the --out of a run" in refused.err
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    with (
-        run_folder(tmp_path / "out", {}),
-        pytest.raises(UndertowError, match="another process"),
-        run_folder(tmp_path / "out", {}),
-    ):
-        pass
 
 
 def test_answers_of_two_models_are_not_mixed(tmp_path: Path) -> None:
@@ -409,33 +375,31 @@ def test_errors_that_a_peer_only_logged_are_told() -> None:
     assert list(_left_out(told)) == ["3 errors were logged by mem0 and not raised: memories may be missing."]
 
 
+LLM = ("--llm", "http://127.0.0.1:9")
+NO_JUDGE = (*LLM, "--judge-llm", "off")
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         (("--llm", "off"), "--evidence-only"),
-        (("--evidence-only", "--ablation", "without-facts"), "--ablation has no meaning"),
-        (("--evidence-only", "--memories-of", "out"), "--memories-of has no meaning"),
-        (("--llm", "http://127.0.0.1:9", "--ablation", "without-all"), "there are direct-extraction, "),
-        (
-            ("--llm", "http://127.0.0.1:9", "--ablation", "without-facts", "--policy", "eager"),
-            "part of recmem",
-        ),
-        (("--llm", "http://127.0.0.1:9", "--policy", "full-context", "--memories-of", "x"), "no memories"),
-        (("--llm", "http://127.0.0.1:9", "--out", "x", "--memories-of", "x"), "own folder"),
+        ((*LLM, "--ablation", "without-all"), "there are direct-extraction, "),
+        ((*LLM, "--ablation", "without-facts", "--policy", "eager"), "part of recmem"),
+        ((*LLM, "--policy", "full-context", "--memories-of", "x"), "no memories"),
+        ((*LLM, "--out", "x", "--memories-of", "x"), "own folder"),
         (("--policy", "memgpt"), "there are recmem, "),
-        (("--evidence-only", "--policy", "recmem"), "--policy has no meaning"),
-        (("--evidence-only", "--llm", "http://127.0.0.1:9"), "--llm has no meaning"),
-        (("--evidence-only", "--llm-model", "a"), "--llm-model has no meaning"),
-        (("--evidence-only", "--judge-model", "a"), "--judge-model has no meaning"),
-        (("--evidence-only", "--repeats", "1"), "--repeats has no meaning"),
-        (("--evidence-only", "--questions", "3"), "--questions has no meaning"),
-        (("--evidence-only", "--theta-sim", "0.7"), "--theta-sim has no meaning"),
-        (
-            ("--llm", "http://127.0.0.1:9", "--judge-llm", "off", "--judge-prompt", "own.j2"),
-            "--judge-prompt is for a judge",
+        ((*NO_JUDGE, "--judge-prompt", "own.j2"), "--judge-prompt is for a judge"),
+        ((*LLM, "--judge-llm", "nowhere"), "nowhere"),
+        ((*NO_JUDGE, "--judge-model", "a"), "--judge-model"),
+        *(
+            (("--evidence-only", option, value), f"{option} has no meaning")
+            for option, value in (
+                *(("--ablation", "without-facts"), ("--memories-of", "out"), ("--policy", "recmem"), LLM),
+                *(("--llm-model", "a"), ("--judge-model", "a"), ("--repeats", "1"), ("--questions", "3")),
+                *(("--theta-sim", "0.7"), ("--theta-merge", "0.7"), ("--theta-count", "3")),
+                *(("--judge-llm", "off"), ("--judge-prompt", "own.j2"), ("--profile", "companion")),
+            )
         ),
-        (("--llm", "http://127.0.0.1:9", "--judge-llm", "nowhere"), "nowhere"),
-        (("--llm", "http://127.0.0.1:9", "--judge-llm", "off", "--judge-model", "a"), "--judge-model"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, options: tuple[str, ...], why: str) -> None:
@@ -484,77 +448,3 @@ def test_the_seconds_of_a_question_are_those_of_its_first_search(
         answering.answer(asked, [1, 2], lambda: None)
     assert system.searches == 3
     assert [line["retrieval_s"] for line in lines_of(tmp_path, "answers")] == [4.0, 4.0]
-
-
-def test_chosen_questions_are_evenly_spread() -> None:
-    of = [question(str(n), 5 if n % 3 == 2 else 4) for n in range(30)]
-    names = {4: "single-hop", 5: "adversarial"}
-    asked = tuple(Question(str(n), "?", names[q["category"]], (), "", None) for n, q in enumerate(of))
-    sample = Sample("t", (), (), asked)
-    assert len(chosen(sample, None)) == len(chosen(sample, 20)) == len(chosen(sample, 99)) == 20
-    # of the 20 that are answered, numbers 2, 7, 12 and 17
-    assert [q.id for q in chosen(sample, 4)] == ["3", "10", "18", "25"]
-
-
-def test_lines_that_are_no_lines_are_refused_and_a_torn_end_is_dropped(tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    good = '{"question_id": "a", "run": 1}\n'
-    file.write_text(good + good.replace("a", "b", 1).replace('"b"', '"a"') + '{"question_id": "b", "ru')
-    lines = KeptLines(file)
-    assert len(lines) == 1 and file.read_text().count("\n") == 2
-    lines.close()
-    file.write_text(good + "not one\n" + good)
-    with pytest.raises(UndertowError, match=r"answers.jsonl:2 .* --out"):
-        KeptLines(file)
-
-
-def test_settled_lines_stand_in_order(tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    lines = KeptLines(file, heavy=("big",))
-    for name in ("c", "a", "b"):
-        lines.add({"question_id": name, "run": 1, "big": "x" * 10})
-    lines.settle([(1, "a"), (1, "b"), (1, "c")])
-    lines.add({"question_id": "d", "run": 1, "big": "y"})
-    lines.close()
-    assert [json.loads(line)["question_id"] for line in file.read_text().splitlines()] == list("abcd")
-    assert all("big" in json.loads(line) for line in file.read_text().splitlines())
-    assert lines.get((1, "a")) == {"question_id": "a", "run": 1}
-
-
-def test_settling_what_is_settled_leaves_the_file_alone(tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    with closing(KeptLines(file)) as lines:
-        for name in ("a", "b", "a"):
-            lines.add({"question_id": name, "run": 1, "n": len(lines)})
-        lines.settle([(1, "a")])
-        assert file.read_text() == '{"question_id":"a","run":1,"n":2}\n{"question_id":"b","run":1,"n":1}\n'
-        before = file.stat().st_ino
-        lines.settle([(1, "a"), (1, "b")])
-    assert file.stat().st_ino == before
-
-
-@pytest.mark.parametrize("torn_bytes", [0, 5, 65_535, 65_536, 200_000])
-def test_a_torn_end_of_any_length_is_cut(tmp_path: Path, torn_bytes: int) -> None:
-    file = tmp_path / "answers.jsonl"
-    for good in ("", '{"question_id": "a", "run": 1}\n'):
-        file.write_text(good + "x" * torn_bytes)
-        KeptLines(file).close()
-        assert file.read_text() == good
-
-
-def test_heavy_fields_are_never_held_in_memory_together(tmp_path: Path) -> None:
-    """The material of full context may be more than a machine has."""
-    file, count, size_bytes = tmp_path / "answers.jsonl", 100, 100_000
-    texts = (json.dumps({"question_id": f"q{n}", "run": 1, "big": "x" * size_bytes}) for n in range(count))
-    with file.open("w") as out:
-        out.writelines(text + "\n" for text in texts)
-        out.write("torn")
-    tracemalloc.start()
-    try:
-        with closing(KeptLines(file, heavy=("big",))) as lines:
-            lines.settle([(1, f"q{n}") for n in reversed(range(count))])
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < count * size_bytes / 4, "a few lines at a time, as the parser needs them"
-    assert [line["question_id"] for line in lines_of(tmp_path, "answers")][:2] == ["q99", "q98"]

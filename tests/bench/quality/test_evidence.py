@@ -12,7 +12,7 @@ import pytest
 
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import load
-from undertow.bench.quality.scoring import Score, score, summary
+from undertow.bench.quality.evidence_recall import Score, score, summary
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.model import InputError, UndertowError
 from undertow.engine.encoders.base import Float16

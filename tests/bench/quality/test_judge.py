@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
-from undertow.bench.quality.judge.judging import JUDGE_ATTEMPTS, Judging
+from undertow.bench.quality.json_lines import KeptLines
 from undertow.bench.quality.judge.prompts import JudgePrompts, verdict_of
-from undertow.bench.quality.run.asking import Asker
-from undertow.bench.quality.run.json_lines import KeptLines
+from undertow.bench.quality.run.judging import JUDGE_ATTEMPTS, Judging
+from undertow.bench.quality.run.llm_requests import Asker
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.builders import prompt_version
@@ -108,8 +108,12 @@ def test_a_second_try_can_bring_a_verdict(tmp_path: Path) -> None:
     assert len(tries) + len(unjudged) == 30 and all(len(line["replies"]) == 3 for line in unjudged)
 
 
-def test_a_judge_without_a_usable_reply_gives_no_verdict(tmp_path: Path) -> None:
+def test_a_judge_without_a_usable_reply_gives_no_verdict_and_is_not_told_our_reason(tmp_path: Path) -> None:
+    first_asks: list[str] = []
+
     def empty(body: Any, number: int) -> tuple[int, Any]:
+        if len(body["messages"]) == 2:  # else the client's own repair
+            first_asks.append(body["messages"][1]["content"])
         return 200, completion("")
 
     with odd_server(empty) as url, closing(KeptLines(tmp_path / "verdicts.jsonl")) as lines:
@@ -119,6 +123,8 @@ def test_a_judge_without_a_usable_reply_gives_no_verdict(tmp_path: Path) -> None
         line = lines.get((1, "q0"))
     assert line is not None and line["verdict"] == "unjudged"
     assert line["replies"] == ["it was empty"] * JUDGE_ATTEMPTS and "model" not in line
+    assert not any("you replied" in ask or "it was empty" in ask for ask in first_asks)
+    assert [ask.count("no reply that could be used") for ask in first_asks] == [0, 1, 2]
 
 
 def test_an_earlier_reply_is_told_so_that_the_next_may_differ() -> None:
@@ -151,23 +157,6 @@ def test_the_version_covers_what_is_said_of_an_earlier_reply(
     monkeypatch.setattr(f"undertow.bench.quality.judge.prompts.{text}", "Again: {}")
     after = [JudgePrompts("locomo", file).version for file in (None, own)]
     assert before[0] != after[0] and before[1] != after[1]
-
-
-def test_the_judge_is_not_told_our_reason_as_its_reply(tmp_path: Path) -> None:
-    first_asks: list[str] = []
-
-    def empty(body: Any, number: int) -> tuple[int, Any]:
-        if len(body["messages"]) == 2:  # else the client's own repair
-            first_asks.append(body["messages"][1]["content"])
-        return 200, completion("")
-
-    with odd_server(empty) as url, closing(KeptLines(tmp_path / "verdicts.jsonl")) as lines:
-        asker = Asker(Settings(llm_url=url, llm_model="a"))
-        Judging(JudgePrompts("locomo"), lines, asker).judge(answers(1), lambda: None)
-        asker.close()
-    assert len(first_asks) == JUDGE_ATTEMPTS
-    assert not any("you replied" in ask or "it was empty" in ask for ask in first_asks)
-    assert [ask.count("no reply that could be used") for ask in first_asks] == [0, 1, 2]
 
 
 def test_question_gold_and_answer_are_data() -> None:

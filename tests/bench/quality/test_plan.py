@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 
+from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.run.folder import ABOUT, identity, memories_of, run_folder
-from undertow.bench.quality.run.plan import AS_BUILT_IN, OTHERWISE, RUNNING, SETTINGS, Plan, construction
+from undertow.bench.quality.run.plan import (
+    AS_BUILT_IN,
+    OTHERWISE,
+    RUNNING,
+    SETTINGS,
+    Plan,
+    chosen,
+    construction,
+)
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 
@@ -85,13 +94,6 @@ def begin(plan: Plan) -> None:
         pass
 
 
-def forget(folder: Path, name: str) -> None:
-    """As a run was begun before this was written down."""
-    begun = json.loads((folder / ABOUT).read_text())
-    del begun[name]
-    (folder / ABOUT).write_text(json.dumps(begun))
-
-
 def test_a_run_goes_on_with_the_memories_that_it_was_begun_with_alone(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     mine, other = (built(plan, tmp_path / name / "run") for name in ("a", "b"))
@@ -105,29 +107,6 @@ def test_a_run_goes_on_with_the_memories_that_it_was_begun_with_alone(tmp_path: 
         begin(plan)
 
 
-def test_memories_of_before_there_were_identities_get_one(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path)
-    lent = built(plan, tmp_path / "a" / "run")
-    forget(lent, "id")
-    begin(replace(plan, folder=lent))
-    begin(answering(plan, lent))
-    begin(answering(plan, lent))
-    with pytest.raises(UndertowError, match="memories_id "):
-        begin(answering(plan, built(plan, tmp_path / "b" / "run")))
-
-
-def test_a_run_that_only_names_its_memories_takes_those_of_that_name_from_now_on(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path)
-    mine, other = (built(plan, tmp_path / name / "run") for name in ("a", "b"))
-    begin(answering(plan, mine))
-    forget(plan.folder, "memories_id")
-    with pytest.raises(UndertowError, match=r"memories_id None, .*; memories_of 'run', now 'c'"):
-        begin(answering(plan, built(plan, tmp_path / "c")))
-    begin(answering(plan, mine))
-    with pytest.raises(UndertowError, match="memories_id '"):
-        begin(answering(plan, other))
-
-
 def test_data_may_be_renamed_and_not_changed(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     begin(plan)
@@ -137,3 +116,27 @@ def test_data_may_be_renamed_and_not_changed(tmp_path: Path) -> None:
     renamed.data.write_text("[1]")
     with pytest.raises(UndertowError, match="begun with other settings: data_digest "):
         begin(renamed)
+
+
+def test_chosen_questions_are_evenly_spread() -> None:
+    categories = ["adversarial" if n % 3 == 2 else "single-hop" for n in range(30)]
+    asked = tuple(Question(str(n), "?", name, (), "", None) for n, name in enumerate(categories))
+    sample = Sample("t", (), (), asked)
+    assert len(chosen(sample, None)) == len(chosen(sample, 20)) == len(chosen(sample, 99)) == 20
+    # of the 20 that are answered, numbers 2, 7, 12 and 17
+    assert [q.id for q in chosen(sample, 4)] == ["3", "10", "18", "25"]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        run_folder(tmp_path / "out", {}),
+        pytest.raises(UndertowError, match="another process"),
+        run_folder(tmp_path / "out", {}),
+    ):
+        pass
+
+
+def test_memories_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    with pytest.raises(UndertowError, match="Name the --out of a run"):
+        memories_of(tmp_path, {}).__enter__()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from undertow.bench.quality.judge.overlap import bleu_1, f1, stems
+from undertow.bench.quality.judge.f1_bleu import bleu_1, f1, stems
 from undertow.bench.quality.run.summary import (
     construction_cost,
     evidence_shown,

@@ -15,7 +15,7 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.run.answers import prompt_of
 from undertow.bench.quality.systems.base import Material, Means, System
 from undertow.bench.quality.systems.baselines import BYTES_PER_TOKEN, NaiveRAG, chunked, tokens_of
-from undertow.bench.quality.systems.choice import SYSTEMS
+from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn

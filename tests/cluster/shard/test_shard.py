@@ -35,10 +35,10 @@ from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import Move, Moved
 from undertow.engine.tenants.registry import UnknownTenant
 
+from ...support.api.erasure import turns_of_topics
 from ...support.cluster.in_process import PARTS, begin, settings
 from ...support.cluster.shard import SOON_S, Sender, hold, some
 from ...support.engine import bytes_hold, turn_of
-from ...support.erasure import turns_of_topics
 from ...support.faults.harness import THETA
 from .conftest import Start
 

@@ -25,8 +25,7 @@ from undertow.engine.storage.row_codec import memory_of
 from undertow.engine.storage.store_info import read_info
 from undertow.engine.tenants.registry import UnknownTenant
 
-from ...support.engine import rows_of
-from ...support.erasure import (
+from ...support.api.erasure import (
     OBLIGING,
     OTHERS,
     REPLIES,
@@ -41,6 +40,7 @@ from ...support.erasure import (
     values_with,
     versions_with,
 )
+from ...support.engine import rows_of
 from ...support.faults.harness import (
     KINDS,
     Driver,

@@ -20,8 +20,7 @@ from undertow.bench.mock.server import MockServer
 from undertow.engine.base.model import Message, PolicyName, Turn
 from undertow.engine.storage import journal as journal_module
 
-from ...support.engine import DeafLLM, HeldLLM, rows_of
-from ...support.erasure import (
+from ...support.api.erasure import (
     OBLIGING,
     OTHERS,
     REPLIES,
@@ -34,6 +33,7 @@ from ...support.erasure import (
     turns_of_topics,
     values_with,
 )
+from ...support.engine import DeafLLM, HeldLLM, rows_of
 from ...support.faults.harness import (
     KINDS,
     Driver,

@@ -20,9 +20,9 @@ from undertow.engine.base.queries import ImportCommand
 from undertow.engine.base.results import ImportReport, Report
 from undertow.engine.encoders.hashing import HashingEncoder
 
+from ...support.api.transfer import REPLIES, act, engine_at, exported, nameless, said, seen
 from ...support.engine import rows_of, settings_of
 from ...support.faults.harness import THETA
-from ...support.transfer import REPLIES, act, engine_at, exported, nameless, said, seen
 
 
 def resealed(records: Sequence[Report]) -> list[Report]:

@@ -21,11 +21,11 @@ from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.tenants.registry import UnknownTenant
 
+from ...support.api.transfer import act, engine_at, exported, nameless, said, seen
 from ...support.cluster.in_process import LocalShards, begin
 from ...support.cluster.in_process import settings as cluster_settings
 from ...support.engine import bytes_hold
 from ...support.faults.harness import THETA, Driver, shared_driver
-from ...support.transfer import act, engine_at, exported, nameless, said, seen
 
 # ---- one export for all that follows
 

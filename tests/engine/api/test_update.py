@@ -18,6 +18,7 @@ from undertow.engine.base.model import (
     UndertowError,
 )
 
+from ...support.api.updates import GARDEN, GARDENS, NEW, PAIRS, current, one, reports_of
 from ...support.engine import (
     MARKER,
     NEVER,
@@ -30,7 +31,6 @@ from ...support.engine import (
 from ...support.faults.harness import (
     reports,
 )
-from ...support.updates import GARDEN, GARDENS, NEW, PAIRS, current, one, reports_of
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from undertow.engine.base.model import (
 )
 from undertow.engine.encoders.hashing import HashingEncoder
 
+from ...support.api.erasure import turns_of_topics
+from ...support.api.updates import GARDENS, NEW, PAIRS, current, one, reports_of
 from ...support.engine import (
     ALONE,
     ENCODER,
@@ -36,7 +38,6 @@ from ...support.engine import (
     turn_of,
     turns_of,
 )
-from ...support.erasure import turns_of_topics
 from ...support.faults.harness import (
     THETA,
     WINDOWS,
@@ -46,7 +47,6 @@ from ...support.faults.harness import (
     reports,
     shared_driver,
 )
-from ...support.updates import GARDENS, NEW, PAIRS, current, one, reports_of
 
 
 @pytest.fixture

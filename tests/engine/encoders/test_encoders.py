@@ -152,13 +152,6 @@ def test_bits_of_wide_texts_do_not_depend_on_company(encoder: SentenceEncoder) -
     assert np.array_equal(encoder.encode(WIDE[-1:]), vectors[-1:])
 
 
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_bits_do_not_depend_on_the_batch_size(encoder: SentenceEncoder, vectors: Float16, size: int) -> None:
-    some = TEXTS[: 2 * size + 1]
-    parts = [encoder.encode(some[i : i + size]) for i in range(0, len(some), size)]
-    assert np.array_equal(np.concatenate(parts), vectors[: len(some)])
-
-
 def test_bits_do_not_depend_on_equal_lengths(encoder: SentenceEncoder) -> None:
     """A batch in which every row has the width's greatest length against one with short rows."""
     full = ["lake " * n for n in (13, 13, 13)] * 6

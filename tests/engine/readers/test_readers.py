@@ -1,48 +1,29 @@
-"""Readers: real data sets as published, good lines around bad ones, resuming, bounded memory."""
+"""The messages format: good lines around bad ones, pairing, resuming, bounded memory."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import tracemalloc
-from collections import Counter
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import obstore
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from obstore.store import S3Store
 
 from undertow.engine.base.model import InputError, Message
 from undertow.engine.readers import (
     Format,
-    Log,
-    Record,
-    detect_format,
-    find_logs,
     jsonl,
     pair_chat,
     pair_dialogue,
     parse_messages,
     read,
-    source,
 )
 from undertow.engine.readers.record import OrderWatch
-from undertow.serving import demo
 
-LIMIT = 1_000_000
-GOOD: dict[str, Any] = {
-    "tenant": "ada",
-    "session": "s1",
-    "timestamp": "2026-03-01T09:00:00Z",
-    "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}],
-}
+from ...support.readers import GOOD, LIMIT, line, records, write
 
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -72,142 +53,8 @@ some_line = st.one_of(
 )
 
 
-def line(**changes: Any) -> str:
-    return json.dumps({**GOOD, **changes})
-
-
-def write(folder: Path, *lines: str | bytes, name: str = "log.jsonl") -> Path:
-    path = folder / name
-    path.write_bytes(b"".join((x.encode() if isinstance(x, str) else x) + b"\n" for x in lines))
-    return path
-
-
-def records(path: Path, after: int = 0, format: Format = "auto") -> list[Record]:
-    return list(read(path, format, after=after, max_message_bytes=LIMIT))
-
-
 def said(pairs: list[tuple[Message, ...]]) -> list[list[str]]:
     return [[m.content for m in pair] for pair in pairs]
-
-
-@pytest.fixture(scope="module")
-def data() -> Path:
-    folder = Path(__file__).resolve().parents[3].parent / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip("the data sets are not shipped with the project: no ../shared/data")
-    return folder
-
-
-# --- the published data sets ---
-
-
-def test_locomo_samples_are_read_whole_and_in_session_order(data: Path) -> None:
-    path = data / "locomo_dev.json"
-    assert detect_format(path) == "locomo"
-    found = records(path)
-    assert [r.turns[0].tenant for r in found] == ["conv-26", "conv-30", "conv-41", "conv-42", "conv-43"]
-    assert [r.position for r in found] == [1, 2, 3, 4, 5]
-    assert not any(r.errors or r.warnings for r in found)
-    assert [sum(len(t.messages) for t in r.turns) for r in found] == [419, 369, 663, 629, 680]
-    for record, raw in zip(found, json.loads(path.read_text()), strict=True):
-        sessions = list(dict.fromkeys(t.session_id for t in record.turns))
-        assert sessions == [f"session_{n}" for n in range(1, len(sessions) + 1)]
-        sizes = {k: len(v) for k, v in raw["conversation"].items() if isinstance(v, list)}
-        assert Counter(t.session_id for t in record.turns) == {k: (n + 1) // 2 for k, n in sizes.items()}
-        assert len({t.dedupe_key for t in record.turns}) == len(record.turns)
-    first = found[0].turns[0]
-    assert first.timestamp == "2023-05-08T13:56:00"
-    assert [m.speaker for m in first.messages] == ["Caroline", "Melanie"]
-
-
-def test_locomo_captions_are_part_of_the_text(data: Path) -> None:
-    path = data / "locomo_dev.json"
-    captions = [
-        m["blip_caption"]
-        for sample in json.loads(path.read_text())
-        for session in sample["conversation"].values()
-        if isinstance(session, list)
-        for m in session
-        if m.get("blip_caption")
-    ]
-    text = "\n".join(t.text for r in records(path) for t in r.turns)
-    assert len(captions) > 100
-    assert all(f"[image: {caption}]" in text for caption in captions)
-
-
-def test_longmemeval_item_is_read_whole_and_by_date(data: Path) -> None:
-    path = data / "longmemeval_one.json"
-    assert detect_format(path) == "longmemeval"
-    (record,) = records(path)
-    assert not record.errors and not record.warnings
-    assert {t.tenant for t in record.turns} == {"e47becba"}
-    assert len({t.session_id for t in record.turns}) == 53
-    assert sum(len(t.messages) for t in record.turns) == 550
-    dates = [t.timestamp or "" for t in record.turns]
-    assert dates[0] == "2023-05-20T02:21:00" and dates == sorted(dates)
-    shapes = Counter(tuple(m.role for m in t.messages) for t in record.turns)
-    assert set(shapes) == {("user", "assistant"), ("assistant",)} | (shapes.keys() & {("user",)})
-
-
-def test_locomo_streams_from_a_made_up_file(tmp_path: Path) -> None:
-    """Number order, an odd last message, an empty session, a bad session, a second sample."""
-
-    def spoken(n: int) -> dict[str, Any]:
-        return {"speaker": "Ann" if n % 2 else "Bob", "dia_id": f"D:{n}", "text": f"text {n}"}
-
-    conversation = {
-        "session_10": [spoken(10)],
-        "session_10_date_time": "9:00 am on 2 March, 2026",
-        "session_2": [spoken(1), {**spoken(2), "text": "", "blip_caption": "a red boat"}, spoken(3)],
-        "session_2_date_time": "9:00 am on 1 March, 2026",
-        "session_3": [],
-        "session_4": [spoken(1), {"speaker": "Bob", "text": " "}],
-        "session_5": [spoken(1)],
-        "session_5_date_time": "soon",
-    }
-    sample = {"sample_id": "c1", "conversation": conversation}
-    path = tmp_path / "l.json"
-    path.write_text(json.dumps([sample, {"sample_id": "c2"}, {**sample, "sample_id": "c3"}]))
-    first, second, third = records(path)
-    assert [(t.session_id, len(t.messages)) for t in first.turns] == [
-        ("session_2", 2),
-        ("session_2", 1),
-        ("session_10", 1),
-    ]
-    assert first.turns[0].text == "Ann: text 1\nBob: [image: a red boat]"
-    assert [e.field for e in first.errors] == [
-        "conversation.session_4[1].text",
-        "conversation.session_5_date_time",
-    ]
-    assert second.turns == () and [e.field for e in second.errors] == ["conversation"]
-    assert third.turns[0].tenant == "c3"
-    assert records(path, after=1) == [second, third]
-
-
-def test_longmemeval_sessions_are_sorted_by_date_and_matched(tmp_path: Path) -> None:
-    item = {
-        "question_id": "q",
-        "haystack_sessions": [GOOD["messages"], [{"role": "user", "content": "earlier"}], [{"role": "user"}]],
-        "haystack_dates": ["2023/05/20 (Sat) 02:21", "2023/05/19 (Fri) 02:21", "2023/05/21 (Sun) 02:21"],
-        "haystack_session_ids": ["late", "early", "bad"],
-    }
-    path = tmp_path / "q.json"
-    path.write_text(json.dumps(item))
-    (record,) = records(path)
-    assert [t.session_id for t in record.turns] == ["early", "late"]
-    assert [e.field for e in record.errors] == ["haystack_sessions[2][0].content"]
-    path.write_text(json.dumps([{**item, "haystack_dates": []}]))
-    (record,) = records(path)
-    assert record.errors[0].field == "haystack_sessions"
-
-
-def test_broken_array_keeps_the_samples_before_the_break(tmp_path: Path) -> None:
-    sample = {"sample_id": "c", "conversation": {"session_1": [{"speaker": "A", "text": "hi"}]}}
-    path = tmp_path / "x.json"
-    path.write_text("[" + json.dumps(sample) + ", {broken")
-    first, last = records(path)
-    assert len(first.turns) == 1
-    assert last.turns == () and last.position == 1 and "after 1 samples" in last.errors[0].reason
 
 
 # --- pairing ---
@@ -457,225 +304,3 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert turns == 1_000 and path.stat().st_size > 30_000_000
     assert peak < 4_000_000
-
-
-# --- Parquet ---
-
-
-def parquet(folder: Path, columns: dict[str, Any], **options: Any) -> Path:
-    path = folder / "log.parquet"
-    pq.write_table(pa.table(columns), path, **options)
-    return path
-
-
-def test_parquet_rows_are_lines(tmp_path: Path) -> None:
-    rows = 25
-    moments = [datetime(2026, 3, 1, 9, i, tzinfo=UTC) for i in range(rows)]
-    path = parquet(
-        tmp_path,
-        {
-            "tenant": ["ada"] * rows,
-            "timestamp": pa.array(moments, pa.timestamp("ns", "UTC")),
-            "messages": [[{"role": "user", "content": f"row {i}", "name": None}] for i in range(rows)],
-            "extra": list(range(rows)),
-        },
-        row_group_size=10,
-    )
-    assert detect_format(path) == "parquet"
-    found = records(path)
-    assert [r.position for r in found] == list(range(1, rows + 1))
-    assert [t.text for r in found for t in r.turns] == [f"user: row {i}" for i in range(rows)]
-    assert found[3].turns[0].timestamp == "2026-03-01T09:03:00+00:00"
-    assert [len(r.warnings) for r in found[:3]] == [1, 0, 0] and "'extra'" in found[0].warnings[0]
-    for after in (0, 1, 9, 10, 11, 24, 25, 99):
-        assert [(r.position, r.turns) for r in records(path, after)] == [
-            (r.position, r.turns) for r in found if r.position > after
-        ]
-
-
-def test_parquet_messages_may_be_json_and_bad_rows_are_named(tmp_path: Path) -> None:
-    messages = [json.dumps(GOOD["messages"]), "{broken", "[]", None, json.dumps(GOOD["messages"])]
-    found = records(parquet(tmp_path, {"tenant": ["a"] * 4 + [None], "messages": messages}))
-    assert [len(r.turns) for r in found] == [1, 0, 0, 0, 0]
-    assert [(e.line, e.field) for r in found for e in r.errors] == [
-        (2, "messages"),
-        (3, "messages"),
-        (4, "messages"),
-        (5, "tenant"),
-    ]
-
-
-def test_parquet_with_missing_columns_wrong_types_or_no_parquet_at_all(tmp_path: Path) -> None:
-    (record,) = records(parquet(tmp_path, {"tenant": ["a"]}))
-    assert record.position == 0 and "column messages is missing" in record.errors[0].reason
-    (record,) = records(parquet(tmp_path, {"tenant": [1], "messages": [3]}))
-    assert record.errors[0].field == "tenant" and "a number" in record.errors[0].reason
-    path = tmp_path / "no.parquet"
-    path.write_bytes(b"PAR1 and nothing else")
-    (record,) = records(path)
-    assert "cannot be read" in record.errors[0].reason
-
-
-def test_parquet_rows_that_cannot_be_decoded_leave_the_others(tmp_path: Path) -> None:
-    text = [json.dumps(GOOD["messages"])] * 3
-    tenants = pa.array([b"ok", b"\xff", b"ok"]).view(pa.string())
-    extra = pa.array([None, None, {"raw": b"\x00"}], pa.struct([("raw", pa.binary())]))
-    found = records(parquet(tmp_path, {"tenant": tenants, "messages": text, "metadata": extra}))
-    assert [len(r.turns) for r in found] == [1, 0, 0]
-    assert "cannot be decoded" in found[1].errors[0].reason
-    assert found[2].errors[0].field == "metadata"
-
-
-# --- which files ---
-
-
-def test_paths_are_sorted_recursive_and_unique(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    for name in ("b/z.jsonl", "b/a.parquet", "c.json", "b/notes.txt", "a.ndjson"):
-        (tmp_path / name).touch()
-    found = [
-        Path(log.uri).relative_to(tmp_path).as_posix() for log in find_logs([tmp_path / "c.json", tmp_path])
-    ]
-    assert found == ["a.ndjson", "b/a.parquet", "b/z.jsonl", "c.json"]
-    with pytest.raises(InputError, match="does not exist"):
-        list(find_logs([tmp_path / "nowhere"]))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="holds no log"):
-        list(find_logs([tmp_path / "empty"]))
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("hello", "not of a known format"),
-        ("{}", "none of the fields"),
-        ('[{"messages": []}]', "JSON array of"),
-    ],
-)
-def test_an_unknown_format_says_which_there_are(tmp_path: Path, text: str, reason: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match=reason):
-        detect_format(path)
-    (record,) = records(path)
-    assert reason in record.errors[0].reason
-
-
-def test_a_file_that_is_gone_is_an_error_record(tmp_path: Path) -> None:
-    for name in ("gone.jsonl", "gone.parquet", "gone.json"):
-        (record,) = records(tmp_path / name, after=3)
-        assert record.position == 3 and "cannot be read" in record.errors[0].reason
-
-
-def test_the_shipped_conversation_is_well_formed() -> None:
-    folder = Path(demo.__path__[0])
-    found = records(folder / "conversation.jsonl")
-    assert not any(r.errors or r.warnings for r in found)
-    turns = [t for r in found for t in r.turns]
-    assert (len(found), len(turns)) == (12, 60)
-    assert all([m.speaker for m in t.messages] == ["Nora", "Pilot"] and t.timestamp for t in turns)
-    questions = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
-    assert len(questions) == 3 and all(
-        q["question"] and q["gist"] and q["tenant"] == "nora" for q in questions
-    )
-
-
-# --- on S3 ---
-
-BUCKET = "readers-logs"
-
-
-@pytest.fixture(scope="module")
-def bucket(s3: dict[str, str]) -> S3Store:
-    return S3Store(BUCKET)
-
-
-@pytest.fixture
-def copied(tmp_path: Path, bucket: S3Store, request: pytest.FixtureRequest) -> Callable[[], str]:
-    """Copies tmp_path to a folder of the bucket; gives its address."""
-    folder = f"{request.node.name}/deep"
-
-    def copy() -> str:
-        for path in tmp_path.rglob("*"):
-            if path.is_file():
-                key = f"{folder}/{path.relative_to(tmp_path).as_posix()}"
-                obstore.put(bucket, key, path.read_bytes())
-        return f"s3://{BUCKET}/{folder}"
-
-    return copy
-
-
-def test_logs_on_s3_are_read_as_from_a_folder(tmp_path: Path, copied: Callable[[], str]) -> None:
-    for name in ("a-b", "a", "c"):
-        (tmp_path / name).mkdir()
-    lines = [line(session=str(i)) for i in range(300)]
-    write(tmp_path / "a", *lines[:5], "{broken", *lines[5:9])
-    (tmp_path / "a-b" / "x.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    (tmp_path / "c" / "cut.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode())[:-200])
-    parquet(
-        tmp_path / "c",
-        {"tenant": ["ada"] * 90, "messages": [json.dumps(GOOD["messages"])] * 89 + ["{"]},
-        row_group_size=20,
-    )
-    (tmp_path / "c" / "other.json").write_text('{"conversation": {}}')
-    (tmp_path / "c" / "notes.txt").write_text("no log")
-    address = copied()
-    here, there = list(find_logs([tmp_path])), list(find_logs([address]))
-    assert [log.uri.removeprefix(address) for log in there] == [
-        log.uri.removeprefix(str(tmp_path)) for log in here
-    ]
-    for mine, theirs in zip(here, there, strict=True):
-        assert (theirs.name, theirs.size_bytes, theirs.head()) == (mine.name, mine.size_bytes, mine.head())
-        assert detect_format(theirs) == detect_format(mine)
-        for after in (0, 7, 88):
-            local = list(read(mine, after=after, max_message_bytes=LIMIT))
-            remote = list(read(theirs, after=after, max_message_bytes=LIMIT))
-            assert [(r.position, r.turns) for r in remote] == [(r.position, r.turns) for r in local]
-            told = [str(e).replace(theirs.shown, mine.shown) for r in remote for e in r.errors]
-            assert told == [str(e) for r in local for e in r.errors]
-    one = f"{address}/a/log.jsonl"
-    assert [log.uri for log in find_logs([one, address])][:2] == [one, f"{address}/a-b/x.jsonl.gz"]
-
-
-def test_stores_and_roots_on_s3_are_passed_over(tmp_path: Path, copied: Callable[[], str]) -> None:
-    for name in ("log.jsonl", "s/store.json", "s/x.json", "root/map/00000001.json", "root/jobs/y.json"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(line())
-    address = copied()
-    assert [log.shown for log in find_logs([address])] == [f"{address}/log.jsonl"]
-    with pytest.raises(InputError, match="holds no log"):
-        list(find_logs([f"{address}/s"]))
-
-
-def test_what_is_wrong_with_an_address_is_said(bucket: S3Store) -> None:
-    with pytest.raises(InputError, match="does not exist"):
-        list(find_logs([f"s3://{BUCKET}/nothing/here"]))
-    with pytest.raises(InputError, match="AWS_"):
-        list(find_logs(["s3://no-such-bucket-at-all/logs"]))
-    for name in ("gone.jsonl", "gone.parquet", "gone.json"):
-        (record,) = read(Log.of(f"s3://{BUCKET}/{name}"), after=3, max_message_bytes=LIMIT)
-        assert record.position == 3 and "cannot be read" in record.errors[0].reason
-
-
-def test_an_object_that_is_replaced_while_it_is_read_is_an_error(
-    bucket: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "_REQUEST_BYTES", 1 << 10)
-    obstore.put(bucket, "changing.jsonl", "\n".join([line()] * 100).encode())
-    records = read(Log.of(f"s3://{BUCKET}/changing.jsonl"), max_message_bytes=LIMIT)
-    next(records)
-    obstore.put(bucket, "changing.jsonl", "\n".join([line(tenant="eve")] * 100).encode())
-    rest = list(records)
-    assert {turn.tenant for r in rest for turn in r.turns} <= {"ada"}
-    assert "cannot be read beyond this line" in rest[-1].errors[0].reason
-
-
-def test_a_root_of_a_cluster_in_a_folder_is_passed_over(tmp_path: Path) -> None:
-    write(tmp_path, line())
-    for name in ("root/map", "root/shards/s1", "root/jobs"):
-        (tmp_path / name).mkdir(parents=True)
-    write(tmp_path / "root" / "jobs", line())
-    assert [log.name for log in find_logs([tmp_path])] == ["log.jsonl"]
-    with pytest.raises(InputError, match="is an Undertow store"):
-        list(find_logs([tmp_path / "root"]))

@@ -51,7 +51,7 @@ from ...support.faults.harness import RATES
 from ...support.isolation import acts, attempts, moves
 from ...support.isolation.tenants import ALL, NAMES, Act, Tenants
 from ...support.service.http import is_problem, serving
-from ...support.soak import private_bytes, report
+from ...support.soak.runs import private_bytes, report
 from ..telemetry.test_logs import logged
 
 STEPS = 2_000

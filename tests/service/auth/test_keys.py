@@ -1,4 +1,4 @@
-"""Keys: who may do what, how secrets change under a running service, and the file that they lie in."""
+"""Keys: what each allows, and how secrets change under a running service."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import hmac
 import logging
 import os
 import re
-import signal
-import stat
-import subprocess
-import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -22,14 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from undertow.engine.storage.location import DRAFT
+from undertow.serving.auth import authenticator
 from undertow.serving.auth.authenticator import Authenticator, KeyRefused
 from undertow.serving.auth.key_file import (
     KEY_TEXT,
     Key,
     KeyFile,
     KeyFileError,
-    PreviousSecret,
     describe,
     parse,
 )
@@ -43,53 +40,11 @@ ALL = TenantScope(all_tenants=True)
 
 # letters that JSON escapes, that are one in other normal forms, and that lie beyond 16 bits
 names = st.text('ab/é\u0301"\\\n🦔', min_size=1, max_size=4)
-moments = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
-digests = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
 reaches = st.one_of(
     st.builds(TenantScope, st.lists(names, min_size=1, max_size=3).map(tuple)),
     st.builds(TenantScope, prefix=names),
     st.just(ALL),
 )
-all_limits = st.one_of(
-    st.just(KeyLimits()),
-    st.builds(
-        KeyLimits,
-        requests_per_s=st.floats(1e-6, 1e6),
-        burst=st.none() | st.integers(1, 10**6),
-        tokens_per_day=st.none() | st.integers(0, 10**12),
-    ),
-)
-all_keys = st.builds(
-    Key,
-    id=st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
-    digest=digests,
-    reach=reaches,
-    scopes=st.lists(st.sampled_from(Scope), min_size=1, unique=True).map(tuple),
-    created_at=moments,
-    label=st.text("ab é🦔", max_size=8),
-    limits=all_limits,
-    expires_at=st.none() | moments,
-    rotated_at=st.none() | moments,
-    revoked_at=st.none() | moments,
-    former=st.lists(st.builds(PreviousSecret, digests, moments), max_size=2).map(tuple),
-)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def file(tmp_path: Path, clock: Clock) -> KeyFile:
-    return KeyFile(tmp_path / "keys.json", now=clock)
-
-
-@pytest.fixture
-def keys(file: KeyFile, clock: Clock) -> Iterator[Authenticator]:
-    opened = Authenticator(file.path, now=clock)
-    yield opened
-    opened.close()
 
 
 def reason(keys: Authenticator, text: str) -> str:
@@ -168,13 +123,8 @@ def test_a_key_is_accepted_as_what_it_was_made(file: KeyFile, keys: Authenticato
         made.key.id, "ada's app", ADA, frozenset({Scope.READ, Scope.WRITE}), limits
     )
     assert limits.burst_size == 3
-
-
-def test_secrets_are_random_and_of_256_bits(file: KeyFile) -> None:
-    texts = [file.create(ADA, READ).text for _ in range(20)]
-    secrets = [text.split("_", 2)[2] for text in texts]
-    assert len(set(secrets)) == 20
-    assert {len(secret) * 6 // 8 for secret in secrets} == {32}
+    secrets = {file.create(ADA, READ).text.split("_", 2)[2] for _ in range(20)}
+    assert len(secrets) == 20 and {len(secret) * 6 // 8 for secret in secrets} == {32}, "256 random bits"
 
 
 def test_without_a_key_nothing_works(keys: Authenticator, file: KeyFile) -> None:
@@ -183,28 +133,28 @@ def test_without_a_key_nothing_works(keys: Authenticator, file: KeyFile) -> None
     assert keys.trouble is None and not file.path.exists()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Authenticator, str]]:
+    """One key for all examples of a property."""
+    file = KeyFile(tmp_path_factory.mktemp("keys") / "keys.json")
+    text = file.create(ADA, READ).text
+    opened = Authenticator(file.path)
+    yield opened, text
+    opened.close()
+
+
 @given(data=st.data())
 @settings(max_examples=60)
-def test_a_text_that_differs_in_one_letter_is_refused(data: st.DataObject) -> None:
-    file, keys, text = shared_key()
+def test_a_text_that_differs_in_one_letter_is_refused(
+    shared: tuple[Authenticator, str], data: st.DataObject
+) -> None:
+    keys, text = shared
     at = data.draw(st.integers(0, len(text) - 1))
     letter = data.draw(st.sampled_from("abcdef0123456789ABCDEF-_\n é").filter(lambda c: c != text[at]))
-    assert keys.check(text).key_id in file.read()
+    assert keys.check(text).reach == ADA
     for wrong in (text[:at] + letter + text[at + 1 :], text[:at] + text[at + 1 :], text + letter):
         with pytest.raises(KeyRefused):
             keys.check(wrong)
-
-
-_shared: list[tuple[KeyFile, Authenticator, str]] = []
-
-
-def shared_key() -> tuple[KeyFile, Authenticator, str]:
-    """One key for all examples of a property."""
-    if not _shared:
-        file = KeyFile(Path(tempfile.mkdtemp()) / "keys.json")
-        made = file.create(ADA, READ)
-        _shared.append((file, Authenticator(file.path), made.text))
-    return _shared[0]
 
 
 def test_an_unknown_id_costs_a_comparison_too(
@@ -376,41 +326,25 @@ def test_a_revoked_key_keeps_the_time_of_its_first_end(file: KeyFile, clock: Clo
     assert first.revoked_at == NOON + timedelta(seconds=5)
 
 
-@pytest.mark.parametrize("what", ["cut off", "gone", "empty", "no rights"])
-def test_a_broken_file_leaves_the_last_good_keys_and_is_told_once(
-    what: str, file: KeyFile, keys: Authenticator, caplog: pytest.LogCaptureFixture
+def test_a_check_during_a_read_of_the_file_uses_the_new_keys(
+    file: KeyFile, keys: Authenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if what == "no rights" and os.geteuid() == 0:
-        pytest.skip("root may read everything")
-    one, two = file.create(ADA, READ), file.create(ADA, READ)
-    file.revoke(two.key.id)
-    good = file.path.read_bytes()
-    keys.check(one.text)
-    match what:
-        case "cut off":
-            file.path.write_bytes(good[: len(good) // 2])
-        case "gone":
-            file.path.unlink()
-        case "empty":
-            file.path.write_bytes(b"")
-        case "no rights":
-            file.path.chmod(0)
-    for _ in range(3):
-        assert keys.check(one.text).reach == ADA
-        assert reason(keys, two.text).endswith("revoked")
-    assert keys.trouble is not None and str(file.path) in keys.trouble
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
-    if what in ("cut off", "empty"):
-        with pytest.raises(KeyFileError, match="Restore it from a backup"):
-            Authenticator(file.path)
-        with pytest.raises(KeyFileError, match="Restore it from a backup"):
-            file.create(ADA, READ)
-        assert len(file.path.read_bytes()) < len(good), "what is broken is not written over"
-    file.path.unlink(missing_ok=True)
-    file.path.write_bytes(good)
-    file.revoke(one.key.id)
-    assert reason(keys, one.text).endswith("revoked")
-    assert keys.trouble is None
+    made = file.create(ADA, READ)
+    keys.check(made.text)
+    file.revoke(made.key.id)
+    reading, really = threading.Event(), parse
+
+    def parse_slowly(data: bytes, path: Path) -> dict[str, Key]:
+        reading.set()
+        time.sleep(0.2)
+        return really(data, path)
+
+    monkeypatch.setattr(authenticator, "parse", parse_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(reason, keys, made.text)
+        assert reading.wait(10)
+        assert reason(keys, made.text).endswith("revoked")
+        assert first.result().endswith("revoked")
 
 
 def test_many_threads_check_while_keys_change(file: KeyFile, keys: Authenticator) -> None:
@@ -430,186 +364,3 @@ def test_many_threads_check_while_keys_change(file: KeyFile, keys: Authenticator
         stop = True
     assert all(future.result() for future in counts)
     assert {keys.check(made.text).key_id for made in changing} == {made.key.id for made in changing}
-
-
-# ---- the file
-
-
-@given(st.lists(all_keys, max_size=3, unique_by=lambda key: key.id))
-def test_keys_are_read_as_they_were_written(some: list[Key]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = KeyFile(Path(folder) / "keys.json")
-        file._write(some)
-        assert list(file.read().values()) == some
-
-
-def test_the_file_is_its_owner_s_alone_and_durable(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = KeyFile(tmp_path / "deep" / "keys.json", now=clock)
-    synced: list[str] = []
-    really = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
-        assert not synced[-1].endswith(DRAFT) or stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
-        really(descriptor)
-
-    if not Path("/proc/self/fd").exists():
-        pytest.skip("names of open files are read from /proc")
-    monkeypatch.setattr(os, "fsync", fsync)
-    made = file.create(ADA, READ)
-    file.path.chmod(0o644)
-    file.revoke(made.key.id)
-    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
-    assert {str(tmp_path), str(tmp_path / "deep")} <= set(synced)
-    assert sum(name.endswith(DRAFT) for name in synced) == 2
-    assert sorted(p.name for p in file.path.parent.iterdir()) == [".keys.json.lock", "keys.json"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_user_is_not_replaced(file: KeyFile) -> None:
-    file.create(ADA, READ)
-    os.chown(file.path, 12345, 12345)
-    with pytest.raises(KeyFileError, match="belongs to user 12345"):
-        file.create(ADA, READ)
-    assert len(file.read()) == 1
-
-
-def test_what_is_no_key_file_is_told_without_quoting_it(file: KeyFile) -> None:
-    file.create(ADA, READ, limits=KeyLimits(requests_per_s=1))
-    good = orjson.loads(file.path.read_bytes())
-    digest = good["keys"][0]["digest"]
-    spoilt: list[tuple[object, str]] = [
-        ([], "no key file"),
-        ({"format_version": 2, "later": 1}, "format version 2.*Install the Undertow"),
-        ({"format_version": 1}, "keys: Field required"),
-        ({**good, "more": 1}, "more"),
-        ({**good, "keys": good["keys"] * 2}, "two keys have the same id"),
-    ]
-    for name, value, told in [
-        ("digest", digest[:-1], "64 hexadecimal"),
-        ("digest", 1, "digest"),
-        ("scopes", [], "scopes|one or more"),
-        ("scopes", ["read", "fly"], "scopes"),
-        ("reach", {"tenants": [], "prefix": None, "all_tenants": False}, "give one"),
-        ("reach", {"tenants": ["ada"], "all_tenants": 1}, "all_tenants"),
-        ("created_at", "2026-05-08T13:56:00", "zone"),
-        ("expires_at", "soon", "expires_at"),
-        ("id", "ada", "12 hexadecimal"),
-        ("limits", {"requests_per_s": -1}, "requests_per_s"),
-        ("unheard_of", 1, "unheard_of"),
-    ]:
-        spoilt.append(({**good, "keys": [{**good["keys"][0], name: value}]}, told))
-    for contents, told in spoilt:
-        with pytest.raises(KeyFileError, match=told) as error:
-            parse(orjson.dumps(contents), file.path)
-        assert digest[:20] not in str(error.value) and str(file.path) in str(error.value)
-
-
-def test_an_erased_name_leaves_no_byte_and_its_key_goes(file: KeyFile, keys: Authenticator) -> None:
-    alone, shared = (
-        file.create(TenantScope(("eve-17",)), READ),
-        file.create(TenantScope(("eve-17", "bo")), READ),
-    )
-    others = [file.create(reach, READ) for reach in (ADA, ALL, TenantScope(prefix="ev"))]
-    assert file.forget(lambda name: name == "eve-17") == [alone.key.id, shared.key.id]
-    assert b"eve-17" not in b"".join(p.read_bytes() for p in file.path.parent.iterdir())
-    assert reason(keys, alone.text).endswith("no such key")
-    assert keys.check(shared.text).reach == TenantScope(("bo",))
-    assert [keys.check(made.text).reach for made in others] == [ADA, ALL, TenantScope(prefix="ev")]
-    before = file.path.stat()
-    assert file.forget(lambda name: name == "eve-17") == []
-    assert file.path.stat() == before, "nothing to change, nothing written"
-
-
-# ---- several processes, and killed ones
-
-CREATE = """
-import sys
-from pathlib import Path
-from undertow.serving.auth.key_file import KeyFile
-from undertow.serving.auth.principal import Scope, TenantScope
-
-file = KeyFile(Path(sys.argv[1]))
-print("ready", flush=True)
-sys.stdin.readline()
-for _ in range(int(sys.argv[2])):
-    print(file.create(TenantScope(all_tenants=True), [Scope.READ]).text, flush=True)
-"""
-
-KILLED = """
-import os, signal, sys
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-fsync, fdopen = os.fsync, os.fdopen
-
-class Half:
-    def __init__(self, file):
-        self.file = file
-    def __enter__(self):
-        return self
-    def __exit__(self, *_):
-        pass
-    def write(self, data):
-        self.file.write(data[: len(data) // 2])
-        self.file.flush()
-        die()
-
-def arm():
-    match sys.argv[3]:
-        case "half written":
-            os.fdopen = lambda *args: Half(fdopen(*args))
-        case "written":
-            os.fsync = die
-        case "in its place":
-            count = iter(range(9))
-            os.fsync = lambda descriptor: die() if next(count) else fsync(descriptor)
-"""
-
-
-def start(path: Path, count: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CREATE, str(path), str(count)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def test_processes_that_create_at_once_lose_no_key(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    running = [start(path, 25) for _ in range(2)]
-    for process in running:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in running:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    printed = [process.communicate(timeout=120)[0] for process in running]
-    texts = "".join(printed).split()
-    assert len(texts) == 50
-    keys = Authenticator(path)
-    assert {keys.check(text).key_id for text in texts} == KeyFile(path).read().keys()
-    keys.close()
-
-
-@pytest.mark.parametrize("moment", ["half written", "written", "in its place"])
-def test_a_kill_in_the_middle_of_a_write_leaves_a_readable_file(moment: str, tmp_path: Path) -> None:
-    file = KeyFile(tmp_path / "keys.json")
-    kept = file.create(ADA, READ)
-    program = KILLED + CREATE.replace('print("ready"', 'arm(); print("ready"')
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(file.path), "1", moment],
-        input="go\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "ready\n"), done.stderr
-    left = sorted(p.suffix for p in tmp_path.iterdir() if p.name.startswith(".keys.json."))
-    assert left == ([DRAFT, ".lock"] if moment != "in its place" else [".lock"])
-    after = file.read()
-    assert len(after) == (2 if moment == "in its place" else 1)
-    assert after[kept.key.id] == kept.key
-    made = file.create(ADA, READ)
-    assert file.read().keys() == {*after, made.key.id}
-    assert not list(tmp_path.glob(f".*{DRAFT}")), "the next writer clears away"

@@ -12,7 +12,6 @@ from undertow.serving.client import (
     Answer,
     AuthError,
     BadRequest,
-    Conflict,
     Forbidden,
     NotFound,
     RateLimited,
@@ -89,39 +88,6 @@ def test_of_many_the_good_ones_are_stored(client: Driven, kind: str) -> None:
     assert len(client.search(tenant, "boat knee").results) == 2
 
 
-def test_a_memory_s_life(client: Driven, kind: str) -> None:
-    tenant = f"life/{kind}"
-    (added,) = client.add(tenant, said(BOAT), metadata={"topic": "boat"})
-    memory = client.get(tenant, added.id)
-    assert (memory.kind, memory.memory) == ("turn", f"user: {BOAT}\nassistant: noted")
-    assert memory.model_extra["metadata"] == {"topic": "boat"}
-
-    changed = client.update(tenant, added.id, said(KNEE, "ouch"))
-    assert changed.event == "UPDATE" and changed.id != added.id
-    (version,) = client.history(tenant, changed.id)
-    assert version.memory == f"user: {KNEE}\nassistant: ouch"
-    with pytest.raises(NotFound):
-        client.get(tenant, added.id)
-    assert client.delete(tenant, changed.id).event == "DELETE"
-
-    client.add(tenant, BOAT)
-    client.delete_all(tenant)
-    with pytest.raises(NotFound, match="Add some first"):
-        client.search(tenant, BOAT)
-
-
-def test_all_memories_come_page_by_page(client: Driven, kind: str) -> None:
-    tenant = f"pages/{kind}"
-    ids = [client.add(tenant, f"turn {n}", metadata={"odd": bool(n % 2)})[0].id for n in range(5)]
-    first = client.get_page(tenant, kinds=["turn"], limit=2)
-    assert [memory.id for memory in first.results] == ids[:2] and first.next is not None
-    rest = client.get_page(tenant, kinds=["turn"], after=first.next)
-    assert [memory.id for memory in rest.results] == ids[2:] and rest.next is None
-    assert [memory.id for memory in client.get_all(tenant, kinds=["turn"])] == ids
-    odd = client.get_all(tenant, kinds=["turn"], filters={"odd": True})
-    assert [memory.id for memory in odd] == ids[1::2]
-
-
 def test_answers_whole_and_in_pieces(client: Driven, kind: str) -> None:
     tenant = f"asked/{kind}"
     client.add(tenant, BOAT)
@@ -134,36 +100,6 @@ def test_answers_whole_and_in_pieces(client: Driven, kind: str) -> None:
         client.answer(tenant, "What does the boat need?", mode="best_effort")
     with pytest.raises(BadRequest, match="'best_effort' is of the policy 'himem'"):
         list(client.answer_stream(tenant, "What does the boat need?", mode="best_effort"))
-
-
-def test_a_tenant_is_given_another_policy(client: Driven, kind: str) -> None:
-    tenant = f"policy/{kind}"
-    client.add(tenant, said(BOAT))
-    first = client.policy(tenant)
-    assert (first.policy, first.generation, first.change) == ("recmem", 1, None)
-    told = client.set_policy(tenant, "eager")
-    assert told.policy == "eager" or (told.change is not None and told.change.records == 2)
-    assert client.flush(tenant)
-    assert (client.policy(tenant).policy, client.policy(tenant).generation) == ("eager", 2)
-    with pytest.raises(BadRequest, match="'lazy' is none"):
-        client.set_policy(tenant, "lazy")
-
-
-def test_an_export_is_an_import_elsewhere(client: Driven, kind: str) -> None:
-    source, target, job_target = f"from/{kind}", f"to/{kind}", f"job/{kind}"
-    client.add(source, said(BOAT))
-    records = client.export(source)
-    assert [record["kind"] for record in records if record["kind"] == "turn"] == ["turn"]
-    assert client.import_(target, records)["turns"] == 1
-    assert [hit.memory for hit in client.search(target, BOAT).results] == [
-        hit.memory for hit in client.search(source, BOAT).results
-    ]
-    with pytest.raises(Conflict):
-        client.import_(target, records)
-    begun = client.import_job(job_target, records)
-    ended = client.job(job_target, begun.id, wait_s=60)
-    assert (ended.status, ended.operation, ended.result["turns"]) == ("done", "import", 1)
-    assert [job.id for job in client.jobs(job_target)] == [begun.id]
 
 
 def test_a_tenant_as_a_whole(client: Driven, kind: str) -> None:
@@ -182,9 +118,14 @@ def test_a_tenant_as_a_whole(client: Driven, kind: str) -> None:
         client.get_page(tenant)
 
 
-def test_an_erasure_as_a_job(client: Driven, kind: str) -> None:
-    tenant = f"gone/{kind}"
-    client.add(tenant, BOAT)
+def test_an_import_and_an_erasure_as_jobs(client: Driven, kind: str) -> None:
+    source, tenant = f"from/{kind}", f"gone/{kind}"
+    client.add(source, said(BOAT))
+    begun = client.import_job(tenant, client.export(source))
+    ended = client.job(tenant, begun.id, wait_s=60)
+    assert (ended.status, ended.operation, ended.result["turns"]) == ("done", "import", 1)
+    assert [job.id for job in client.jobs(tenant)] == [begun.id]
+    assert client.get_all(tenant)[0].memory == client.get_all(source)[0].memory
     ended = client.job(tenant, client.erase_job(tenant).id, wait_s=60)
     assert (ended.status, ended.result["turns_removed"]) == ("done", 1)
 

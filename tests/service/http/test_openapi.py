@@ -14,7 +14,7 @@ from schemathesis.specs.openapi import checks as openapi_checks
 from undertow.serving.auth.principal import Scope
 
 from ...support.service.http import Running, serving
-from ...support.soak import report
+from ...support.soak.runs import report
 
 SOAK_EXAMPLES = 300
 PROMISES = [

@@ -24,11 +24,11 @@ class OracleEager(Oracle):
 
     def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Thresholds) -> None:
         super().__init__(tenant, encoder, llm)
-        self._turns: list[Turn] = []
+        self._turns: dict[int, Turn] = {}
 
     def take(self, seq: int, turn: Turn) -> None:
         """Decide one turn."""
-        self._turns.append(self._dated(turn))
+        self._turns[seq] = self._dated(turn)
         try:
             made = self._made_of(seq)
         except BadReply:
@@ -117,11 +117,8 @@ class OracleEager(Oracle):
         return OracleMemory(identity, "fact", 1, text, (seq,), seq, seq, ordinal, time)
 
     def _extracted(self, seq: int) -> list[str]:
-        first = max(0, seq - RECENT)
-        shown = [
-            ShownTurn(i, self._turns[s].timestamp, self._turns[s].text)
-            for i, s in enumerate(range(first, seq + 1), 1)
-        ]
+        read = sorted(self._turns)[-RECENT - 1 :]
+        shown = [ShownTurn(i, self._turns[s].timestamp, self._turns[s].text) for i, s in enumerate(read, 1)]
         reply = self._ask(extract_prompt(shown[:-1], shown[-1]))
         assert isinstance(reply, ExtractReply)
         texts: list[str] = []

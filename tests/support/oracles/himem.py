@@ -182,10 +182,10 @@ class OracleHiMem(Oracle):
                 del kept[n]
         return list(kept.values())
 
-    def _store(self, note: Note, supersedes: tuple[str, ...] = ()) -> None:
+    def _store(self, note: Note) -> None:
         same = [m for m in self.current("fact") if m.text == note.text]
-        if not same or supersedes:
-            self._born("fact", note.text, note.sources, supersedes, note.shown)
+        if not same:
+            self._born("fact", note.text, note.sources, (), note.shown)
         elif set(note.sources) - set(same[-1].sources):
             self._again(same[-1], note.sources, note.text)
 
@@ -209,7 +209,8 @@ class OracleHiMem(Oracle):
         for known in self.current("fact"):
             for note in [n for n in found if n.text == known.text]:
                 found.remove(note)
-                self._store(note)
+                if set(note.sources) - set(known.sources):
+                    self._again(known, note.sources, note.text)
         stored = self.current("fact")
         near: list[OracleMemory] = []
         for note in found:

@@ -57,7 +57,6 @@ class OracleNemori(Oracle):
     def __init__(self, tenant: str, encoder: Encoder, llm: LLMClient, settings: Settings) -> None:
         super().__init__(tenant, encoder, llm)
         self.settings = settings
-        self.repaired_windows = 0
         self._times: dict[int, str | None] = {}
         self._buffer: list[_Said] = []
         self._every: dict[tuple[int, int], _Said] = {}
@@ -116,8 +115,6 @@ class OracleNemori(Oracle):
                 if 1 <= number <= len(window) and number not in seen:
                     groups[-1].append(number)
                     seen.append(number)
-        if sorted(n for named in reply.groups for n in named.messages) != list(range(1, len(window) + 1)):
-            self.repaired_windows += 1
         if not seen:
             return [window]
         for number in range(1, len(window) + 1):

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from undertow.engine.base.model import Turn, memory_id, time_key
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import BadReply, LLMClient
-from undertow.prompts.builders import ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
+from undertow.prompts.builders import (
+    Prompt,
+    ShownMemory,
+    ShownTurn,
+    direct_prompt,
+    episode_prompt,
+    merge_prompt,
+    refine_prompt,
+)
 from undertow.prompts.reply_schemas import EpisodesReply, FactsReply, MergeReply
 
 from .run import Oracle, OracleDecision, OracleMemory, Thresholds, Whole, exact_dot
@@ -120,9 +128,13 @@ class OracleRecMem(Oracle):
     def _consolidated(self, seq: int, cluster: tuple[int, ...]) -> bool:
         """Equations 7 to 9. False: no episode came of the cluster."""
         ordered = tuple(sorted(cluster, key=lambda s: (time_key(self._turns[s].timestamp), s)))
+        draft = _Draft()
+        if self.settings.ablation == "direct-extraction":
+            self._extract(seq, ordered, draft)
+            self.versions += draft.versions
+            return bool(draft.versions)
         reply = self._ask(episode_prompt(self._shown(ordered)))
         assert isinstance(reply, EpisodesReply)
-        draft = _Draft()
         episodes = []
         for ordinal, told in enumerate(reply.episodes):
             numbers = told.turns
@@ -149,12 +161,34 @@ class OracleRecMem(Oracle):
 
     def _refine(self, seq: int, episode: OracleMemory, turns: Sequence[int], draft: _Draft) -> None:
         """Equations 8 and 9: facts of `turns` that `episode` and the nearest facts do not hold."""
-        vector = self._embed(episode.text)
-        known = self.current("fact") + draft.facts()  # by birth seq, then ordinal: stable sort keeps it
-        nearest = sorted(known, key=lambda f: -exact_dot(vector, self._embed(f.text)))[:FACTS_SHOWN]
-        facts = [ShownMemory(i, f.timestamp, f.text) for i, f in enumerate(nearest, 1)]
+        if self.settings.ablation == "without-facts":
+            return
         shown = ShownMemory(1, episode.timestamp, episode.text)
-        reply = self._ask(refine_prompt(shown, self._shown(turns), facts))
+        facts = self._nearest_facts(episode.text, draft)
+        listed = [ShownMemory(i, f.timestamp, f.text) for i, f in enumerate(facts, 1)]
+        self._keep(seq, refine_prompt(shown, self._shown(turns), listed), facts, turns, draft, episode.id)
+
+    def _extract(self, seq: int, turns: Sequence[int], draft: _Draft) -> None:
+        """Section 4.3: facts of raw turns."""
+        facts = self._nearest_facts("\n".join(self._turns[s].text for s in turns), draft)
+        listed = [ShownMemory(i, f.timestamp, f.text) for i, f in enumerate(facts, 1)]
+        self._keep(seq, direct_prompt(self._shown(turns), listed), facts, turns, draft, None)
+
+    def _nearest_facts(self, text: str, draft: _Draft) -> list[OracleMemory]:
+        vector = self._embed(text)
+        known = self.current("fact") + draft.facts()  # by birth seq, then ordinal: stable sort keeps it
+        return sorted(known, key=lambda f: -exact_dot(vector, self._embed(f.text)))[:FACTS_SHOWN]
+
+    def _keep(
+        self,
+        seq: int,
+        prompt: Prompt,
+        nearest: Sequence[OracleMemory],
+        turns: Sequence[int],
+        draft: _Draft,
+        episode_id: str | None,
+    ) -> None:
+        reply = self._ask(prompt)
         assert isinstance(reply, FactsReply)
         sources = tuple(sorted(turns))
         heard = [f.text for f in nearest]
@@ -177,7 +211,7 @@ class OracleRecMem(Oracle):
                     ordinal=ordinal,
                     timestamp=self._latest(sources),
                     supersedes=links,
-                    episode_id=episode.id,
+                    episode_id=episode_id,
                 )
             )
 

@@ -8,13 +8,13 @@ engine's, because the test is that the same prompts are sent and the same memori
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import Turn
+from undertow.engine.base.model import Memory, Turn
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.llm.client import LLMClient
 from undertow.prompts.builders import Prompt
@@ -34,6 +34,9 @@ class Thresholds(Protocol):
 
     @property
     def recurrence_count(self) -> int: ...
+
+    @property
+    def ablation(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ class OracleMemory:
     episode_id: str | None = None
     source_messages: tuple[tuple[int, int], ...] = ()
     shown: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, memory: Memory) -> OracleMemory:
+        """A version that the engine or a policy made."""
+        theirs = {"sources": "source_seqs", "shown": "shown_seqs"}
+        return cls(**{f.name: getattr(memory, theirs.get(f.name, f.name)) for f in fields(cls)})
 
 
 def exact_dot(a: Whole, b: Whole) -> float:

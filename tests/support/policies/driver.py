@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import Memory, MemoryKind, Usage, memory_id
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.llm.client import BadReply
+from undertow.engine.llm.client import BadReply, LLMClient
 from undertow.engine.policies.base import (
     Complete,
     Decide,
@@ -61,7 +61,8 @@ class View:
         return self.used
 
     def current(self, kind: MemoryKind) -> list[Memory]:
-        return [m for m in self.memories if m.kind == kind and not m.deleted]
+        found = [m for m in self.memories if m.kind == kind and not m.deleted]
+        return sorted(found, key=lambda m: (m.born_at_seq, m.ordinal))
 
     def ended(self, kind: MemoryKind) -> list[Memory]:
         return [m for m in self.memories if m.kind == kind and m.deleted]
@@ -86,9 +87,14 @@ class Driven:
 
 
 def drive(
-    steps: Decide, view: View, *, reading: GateReading | None = None, replies: Sequence[Reply | BadReply] = ()
+    steps: Decide,
+    view: View,
+    *,
+    reading: GateReading | None = None,
+    replies: Sequence[Reply | BadReply] = (),
+    llm: LLMClient | None = None,
 ) -> Driven:
-    """Answer each effect as the scheduler would; all replies must be asked for."""
+    """Answer each effect as the scheduler would, with all `replies`, or with those of `llm`."""
     waiting, prompts = list(replies), []
     value: Any = None
     try:
@@ -103,10 +109,17 @@ def drive(
                     value = nearest(view, effect)
                 case Complete():
                     prompts.append(effect.prompt)
-                    value = waiting.pop(0)
+                    value = waiting.pop(0) if llm is None else _reply_of(llm, effect.prompt)
     except StopIteration as end:
         assert not waiting, "replies that nobody asked for"
         return Driven(end.value, prompts)
+
+
+def _reply_of(llm: LLMClient, prompt: Prompt) -> Reply | str | BadReply:
+    try:
+        return llm.submit(prompt, tenant="ann").result().reply
+    except BadReply as error:
+        return error
 
 
 def nearest(view: View, ask: Nearest) -> list[Scored]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +26,7 @@ from undertow.serving.cli.settings import check_settings, settings_of
 
 if TYPE_CHECKING:
     from undertow.bench.quality.datasets import Sample
+    from undertow.bench.quality.run.plan import Plan
     from undertow.engine.base.config import Settings
 
 Data = Annotated[
@@ -93,8 +95,14 @@ Out = Annotated[
     ),
 ]
 
+_NEEDS_LLM = {
+    *("policy", "ablation", "memories_of", "llm", "llm_model", "judge_llm", "judge_model", "judge_prompt"),
+    *("repeats", "questions", "profile", "theta_sim", "theta_merge", "theta_count"),
+}
+
 
 def evaluate(
+    context: typer.Context,
     benchmark: Annotated[Benchmark, typer.Argument(help="Whose questions and evidence the file has.")],
     data: Data,
     policy: Policy = None,
@@ -118,87 +126,73 @@ def evaluate(
     encoder: EncoderName = None,
     as_json: AsJson = False,
 ) -> None:
-    """How well a system remembers: its memories built, every question answered and judged.
+    """Measure how well a system remembers: build its memories, answer every question, judge the answers.
 
-    All systems are answered from by one prompt and one model at temperature 0. Stopped, the same command
-    goes on. With --evidence-only no LLM is asked: the share of each question's evidence (messages in LoCoMo,
-    answer sessions in LongMemEval) in the best 5, 10 and 20 turns.
+    One prompt and one model at temperature 0 answer for all systems. The same command resumes a stopped run.
+    With --evidence-only no LLM is used: the share of each question's evidence (messages in LoCoMo, answer
+    sessions in LongMemEval) in the best 5, 10 and 20 turns.
     """
-    from undertow.bench.quality.datasets import load
-    from undertow.bench.quality.systems.choice import POLICIES
-
+    if evidence_only:
+        _refuse_with_evidence(context)
     name = _known(policy)
-    settings = settings_of(
-        policy=name if name in POLICIES else None,
-        llm="off" if evidence_only else llm,
-        model=llm_model,
-        encoder=encoder,
-        profile=profile and profile.value,
-        theta_sim=theta_sim,
-        theta_merge=theta_merge,
-        theta_count=theta_count,
-    )
-    check_settings(settings)
-    if ablation is not None:
-        settings = _ablated(settings, name, ablation)
+    thetas = {"theta_sim": theta_sim, "theta_merge": theta_merge, "theta_count": theta_count}
+    where = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
+    settings = _settings(name, ablation, profile=profile and profile.value, **thetas, **where)
     if evidence_only:
-        _refuse_with_evidence(
-            {
-                "--policy": policy,
-                "--ablation": ablation,
-                "--memories-of": memories_of,
-                "--llm": llm,
-                "--llm-model": llm_model,
-                "--judge-llm": judge_llm,
-                "--judge-model": judge_model,
-                "--judge-prompt": judge_prompt,
-                "--repeats": repeats,
-                "--questions": questions,
-                "--profile": profile,
-                "--theta-sim": theta_sim,
-                "--theta-merge": theta_merge,
-                "--theta-count": theta_count,
-            }
-        )
-    if not evidence_only and settings.llm_url is None:
-        raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
-    folder = out or Path("-".join(["eval", benchmark, name, *([ablation] if ablation else [])]))
-    _check_memories(name, folder, memories_of)
-    judge = _judge_settings(settings, judge_llm, judge_model)
-    if judge is None and judge_prompt is not None:
-        raise WrongUsage("--judge-prompt is for a judge, and --judge-llm is off. Leave one of them out.")
-    samples = chosen_samples(list(load(data, benchmark, settings.max_message_bytes)), only)
-    if evidence_only:
+        samples = _samples(data, benchmark, settings, only)
         found_in = out or Path(f"eval-{benchmark}")
         measure_evidence(benchmark, data, samples, settings, found_in, vectors, as_json=as_json)
         return
+    if settings.llm_url is None:
+        raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
+    folder = out or Path("-".join(["eval", benchmark, name, *([ablation] if ablation else [])]))
+    _check_memories(name, folder, memories_of)
+    judge = _judge_settings(settings, judge_llm, judge_model, judge_prompt)
+    plan = _plan(benchmark, data, name, settings, judge, folder, only)
+    plan = replace(plan, own_prompt=judge_prompt, questions=questions, repeats=repeats or 1)
+    measure_answers(replace(plan, vectors=vectors, memories_of=memories_of), as_json=as_json)
+
+
+def _refuse_with_evidence(context: typer.Context) -> None:
+    for parameter in context.command.params:
+        if parameter.name in _NEEDS_LLM and context.params.get(parameter.name) is not None:
+            raise WrongUsage(
+                f"{parameter.opts[0]} has no meaning with --evidence-only. Leave one of them out."
+            )
+
+
+def _settings(policy: str, ablation: str | None, **flags: Any) -> Settings:
+    from undertow.bench.quality.systems.registry import POLICIES
+
+    settings = settings_of(policy=policy if policy in POLICIES else None, **flags)
+    check_settings(settings)
+    return settings if ablation is None else _ablated(settings, policy, ablation)
+
+
+def _samples(data: Path, benchmark: Benchmark, settings: Settings, only: list[str] | None) -> list[Sample]:
+    from undertow.bench.quality.datasets import load
+
+    return chosen_samples(list(load(data, benchmark, settings.max_message_bytes)), only)
+
+
+def _plan(
+    benchmark: Benchmark,
+    data: Path,
+    policy: str,
+    settings: Settings,
+    judge: Settings | None,
+    folder: Path,
+    only: list[str] | None,
+) -> Plan:
     from undertow.bench.quality.run.plan import Plan
 
-    plan = Plan(
-        benchmark,
-        data,
-        tuple(samples),
-        name,
-        settings,
-        judge,
-        folder,
-        own_prompt=judge_prompt,
-        only=None if only is None else tuple(sample.tenant for sample in samples),
-        questions=questions,
-        repeats=repeats or 1,
-        vectors=vectors,
-        memories_of=memories_of,
-    )
-    measure_answers(plan, as_json=as_json)
-
-
-def _refuse_with_evidence(given: dict[str, object]) -> None:
-    if named := [option for option, value in given.items() if value is not None]:
-        raise WrongUsage(f"{named[0]} has no meaning with --evidence-only. Leave one of them out.")
+    samples = tuple(_samples(data, benchmark, settings, only))
+    names = None if only is None else tuple(sample.tenant for sample in samples)
+    return Plan(benchmark, data, samples, policy, settings, judge, folder, only=names)
 
 
 def _known(policy: str | None) -> str:
-    from undertow.bench.quality.systems.choice import DEFAULT, SYSTEMS
+    from undertow.bench.quality.systems.registry import DEFAULT, SYSTEMS
 
     if policy is not None and policy not in SYSTEMS:
         raise WrongUsage(f"--policy {policy!r:.80}: there are {', '.join(SYSTEMS)}.")
@@ -206,7 +200,7 @@ def _known(policy: str | None) -> str:
 
 
 def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
-    from undertow.bench.quality.variants import ABLATIONS, ablated
+    from undertow.bench.quality.ablations import ABLATIONS, ablated
 
     if ablation not in ABLATIONS:
         raise WrongUsage(f"--ablation {ablation!r:.80}: there are {', '.join(ABLATIONS)}.")
@@ -219,7 +213,7 @@ def _ablated(settings: Settings, policy: str, ablation: str) -> Settings:
 
 
 def _check_memories(policy: str, folder: Path, memories_of: Path | None) -> None:
-    from undertow.bench.quality.systems.choice import CONSTRUCTING
+    from undertow.bench.quality.systems.registry import CONSTRUCTING
 
     if memories_of is None:
         return
@@ -229,11 +223,15 @@ def _check_memories(policy: str, folder: Path, memories_of: Path | None) -> None
         raise WrongUsage(f"--memories-of names this run's own folder, {folder}. Name another --out.")
 
 
-def _judge_settings(settings: Settings, url: str | None, model: str | None) -> Settings | None:
-    """Those of the run with the judge's server and model in their place; None: no judge."""
+def _judge_settings(
+    settings: Settings, url: str | None, model: str | None, prompt: Path | None
+) -> Settings | None:
+    """The run's settings with the judge's server and model; None without a judge."""
     if url is not None and url.lower() == "off":
         if model is not None:
             raise WrongUsage("--judge-model names a model for a judge, and --judge-llm is off.")
+        if prompt is not None:
+            raise WrongUsage("--judge-prompt is for a judge, and --judge-llm is off. Leave one of them out.")
         return None
     # another server's models are others
     named = model or (settings.llm_model if url is None else None)

@@ -28,8 +28,7 @@ def measure_evidence(
     as_json: bool,
 ) -> None:
     """Every scored question through a search; its lines and the summary into the folder, and told."""
-    from undertow.bench.quality.evidence import retrieve
-    from undertow.bench.quality.run.report import write_evidence
+    from undertow.bench.quality.evidence_recall import retrieve, write_evidence
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.api.engine import Engine
     from undertow.engine.encoders.factory import make_encoder
@@ -59,7 +58,7 @@ def measure_evidence(
             if bar.is_due:
                 bar.show(f"{count:,} of {scored:,} questions", count, scored)
 
-        told = write_evidence(retrieve(engine, kept, samples, show), folder, about)
+        told = write_evidence(retrieve(engine, kept, samples, on_question=show), folder, about)
     kept.save()
     _put(told | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, folder, as_json=as_json)
 

@@ -1,0 +1,118 @@
+"""Evidence recall without an LLM: how much of each question's evidence the engine's search finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from undertow.bench.quality.datasets import Question, Sample
+from undertow.bench.quality.run.summary import SUMMARY, write_summary
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.results import Hit
+
+# recall is reported at these numbers of turns; a search returns as many turns as the last
+DEPTHS = (5, 10, 20)
+EVIDENCE = "evidence.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One question's recall at each of `DEPTHS`, and 1 / rank of the first turn with evidence (0: none)."""
+
+    category: str
+    recall: tuple[float, ...]
+    reciprocal_rank: float
+
+
+def score(category: str, evidence: Sequence[str], found: Sequence[Collection[str]]) -> Score:
+    """`found`: the evidence ids in each turn, best turn first. Evidence in no turn counts as missed."""
+    first = next((rank for rank, held in enumerate(found, 1) if set(evidence) & set(held)), None)
+    recall = tuple(recall_at(k, evidence, found) for k in DEPTHS)
+    return Score(category, recall, 0.0 if first is None else 1 / first)
+
+
+def recall_at(k: int, evidence: Sequence[str], found: Sequence[Collection[str]]) -> float:
+    """The share of the evidence, which is not empty, in the first k turns."""
+    return sum(any(piece in held for held in found[:k]) for piece in evidence) / len(evidence)
+
+
+def summary(scores: Iterable[Score]) -> dict[str, object]:
+    """The means over all questions, and `by_category`."""
+    every = list(scores)
+    categories = sorted({s.category for s in every})
+    by_category = {name: _means([s for s in every if s.category == name]) for name in categories}
+    return {**_means(every), "by_category": by_category}
+
+
+def _means(scores: Sequence[Score]) -> dict[str, float | int | None]:
+    """`questions` and the mean of each figure; None without questions."""
+    recalls = {f"evidence_recall_at_{k}": [s.recall[n] for s in scores] for n, k in enumerate(DEPTHS)}
+    figures = recalls | {"mrr": [s.reciprocal_rank for s in scores]}
+    means = {name: round(sum(of) / len(of), 4) if of else None for name, of in figures.items()}
+    return {"questions": len(scores), **means}
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """The turns found for one question, best first, and the evidence ids in each."""
+
+    question: Question
+    hits: tuple[Hit, ...]
+    held: tuple[tuple[str, ...], ...]
+
+    @property
+    def score(self) -> Score:
+        return score(self.question.category, self.question.evidence, self.held)
+
+    def line(self) -> dict[str, Any]:
+        """All data needed to audit the score, ready for JSON."""
+        asked, found = self.question, self.score
+        return {
+            "id": asked.id,
+            "category": asked.category,
+            "question": asked.text,
+            "evidence": asked.evidence,
+            **{f"evidence_recall_at_{k}": r for k, r in zip(DEPTHS, found.recall, strict=True)},
+            "reciprocal_rank": found.reciprocal_rank,
+            "retrieved": [
+                {"holds": held, "score": hit.score, "timestamp": hit.timestamp, "memory": hit.memory}
+                for hit, held in zip(self.hits, self.held, strict=True)
+            ],
+        }
+
+
+def retrieve(
+    engine: Engine,
+    vectors: KeptVectors,
+    samples: Iterable[Sample],
+    k: int = max(DEPTHS),
+    on_question: Callable[[], None] = lambda: None,
+) -> Iterator[Retrieved]:
+    """Search for each scored question, k turns. The engine is empty at first and encodes with `vectors`."""
+    for sample in samples:
+        scored = [question for question in sample.questions if question.is_scored]
+        vectors.encode([question.text for question in scored])  # one by one would make small batches
+        place = {receipt.id: n for n, receipt in enumerate(engine.add_batch(sample.turns))}
+        for question in scored:
+            hits = engine.search(sample.tenant, question.text, k_sub=k, k_epi=0, k_sem=0).turns
+            yield Retrieved(question, hits, tuple(sample.holds[place[hit.id]] for hit in hits))
+            on_question()
+
+
+def write_evidence(retrieved: Iterable[Retrieved], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Write one line a question and the summary, which begins with `about`; returns the summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY).unlink(missing_ok=True)  # an earlier run's summary must not stand beside new lines
+    scores = []
+    with (folder / EVIDENCE).open("wb") as lines:
+        for one in retrieved:
+            lines.write(orjson.dumps(one.line(), option=orjson.OPT_APPEND_NEWLINE))
+            scores.append(one.score)
+    told = {**about, **summary(scores)}
+    write_summary(folder, told)
+    return told

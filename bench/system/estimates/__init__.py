@@ -1,1 +1,0 @@
-"""How far estimates are from what runs cost."""

@@ -1,0 +1,46 @@
+"""Lines of the messages format, files of them, and the records read from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from undertow.engine.readers import (
+    Format,
+    Record,
+    read,
+)
+
+LIMIT = 1_000_000
+
+
+GOOD: dict[str, Any] = {
+    "tenant": "ada",
+    "session": "s1",
+    "timestamp": "2026-03-01T09:00:00Z",
+    "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}],
+}
+
+
+def line(**changes: Any) -> str:
+    return json.dumps({**GOOD, **changes})
+
+
+def write(folder: Path, *lines: str | bytes, name: str = "log.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(b"".join((x.encode() if isinstance(x, str) else x) + b"\n" for x in lines))
+    return path
+
+
+def records(path: Path, after: int = 0, format: Format = "auto") -> list[Record]:
+    return list(read(path, format, after=after, max_message_bytes=LIMIT))
+
+
+def parquet(folder: Path, columns: dict[str, Any], **options: Any) -> Path:
+    path = folder / "log.parquet"
+    pq.write_table(pa.table(columns), path, **options)
+    return path
