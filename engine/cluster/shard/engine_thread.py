@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -213,13 +214,21 @@ class EngineThread:
         self._settle()
 
     def _feed(self, engine: Engine) -> None:
+        parking = self.supervisor.parking
         for call in self.calls:
             # else it might refuse a turn and take later ones
             self.supervisor.keep_up(call.map_version)
             elsewhere = {name: _refused(why) for name, why in self.refusals(call.tenants).items()}
-            parking = self.supervisor.parking
-            if not call.feed(engine.scheduler.inbox, _refusal(elsewhere, parking.reason, len(parking))):
+            refuse = partial(self._refuse, elsewhere) if elsewhere or len(parking) else None
+            if not call.feed(engine.scheduler.inbox, refuse):
                 return
+
+    def _refuse(self, elsewhere: dict[str, Outcome], turn: PackedTurn) -> Outcome | None:
+        """The outcome of a turn that is not to be stored here; None: it is."""
+        if (outcome := elsewhere.get(turn.tenant)) is not None:
+            return outcome
+        reason = self.supervisor.parking.reason(turn)
+        return None if reason is None else (Status.PARKED, None, None, reason)
 
     def _settle(self) -> None:
         open_calls: deque[TurnCall] = deque()
@@ -315,19 +324,3 @@ class EngineThread:
 def _refused(refusal: Moved | InTransit) -> Outcome:
     """The outcome of a turn whose tenant is not served here."""
     return Status.MOVED if isinstance(refusal, Moved) else Status.IN_TRANSIT, None, None, refusal.to
-
-
-def _refusal(
-    elsewhere: dict[str, Outcome], parked: Callable[[PackedTurn], str | None], parked_count: int
-) -> Callable[[PackedTurn], Outcome | None] | None:
-    """Gives the outcome of a turn that is not to be stored here; None if all turns are."""
-    if not elsewhere and not parked_count:
-        return None
-
-    def refuse(turn: PackedTurn) -> Outcome | None:
-        if (outcome := elsewhere.get(turn.tenant)) is not None:
-            return outcome
-        reason = parked(turn)
-        return None if reason is None else (Status.PARKED, None, None, reason)
-
-    return refuse
