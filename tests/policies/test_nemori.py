@@ -157,13 +157,6 @@ def test_a_repair_is_counted_in_the_decision() -> None:
     assert (parked.decision, parked.repairs) == (Decision.PARKED, 4), "though the reason is another"
 
 
-def test_the_five_nearest_episodes_are_candidates() -> None:
-    old = [episode(f"Cue{n}\nStory.", n, (0, 0)) for n in range(7)]
-    view = view_of(4, memories=old, open_from=2)
-    done = decide(view, 3, grouped([1, 2, 3, 4]), told("New"), ALONE, GUESS, NOTHING)
-    assert len(lines_under(done.prompts[2], "Stored episodes")) == 5
-
-
 def test_a_window_that_does_not_fit_is_partitioned_and_narrated_in_parts() -> None:
     view = view_of(2, words=300)
     whole = decide(view, 1, grouped([1, 2, 3, 4]), told("x"), GUESS, NOTHING).prompts

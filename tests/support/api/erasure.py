@@ -1,4 +1,4 @@
-"""What test_erase.py and test_erase_turns.py share."""
+"""What the tests of erasure share."""
 
 from __future__ import annotations
 
