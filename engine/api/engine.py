@@ -84,11 +84,7 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         try:
             if writable:
                 Journal.create(
-                    store,
-                    encoder.dim,
-                    asdict(self._fingerprint),
-                    hash_key=hash_key,
-                    policy=settings.policy,
+                    store, encoder.dim, asdict(self._fingerprint), hash_key=hash_key, policy=settings.policy
                 )
             self.journal = Journal.open(
                 store, writable=writable, takeover=takeover, owner=life, durability=settings.durability

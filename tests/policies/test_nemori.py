@@ -36,10 +36,7 @@ from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_und
 # ---- partitions
 
 
-@given(
-    st.lists(st.lists(st.integers(-2, 12), max_size=8), max_size=6),
-    st.integers(1, 10),
-)
+@given(st.lists(st.lists(st.integers(-2, 12), max_size=8), max_size=6), st.integers(1, 10))
 @hypothesis_settings(max_examples=100, deadline=None)
 def test_whatever_is_named_no_message_is_lost_or_doubled(named: list[list[int]], count: int) -> None:
     found = partition_of(named, count)

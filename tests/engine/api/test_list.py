@@ -60,11 +60,7 @@ def born(record: Report) -> tuple[int, int, int]:
     return (
         (record["seq"], 0, 0)
         if kind == "turn"
-        else (
-            record["born_at_seq"],
-            KINDS.index(kind),
-            record["ordinal"],
-        )
+        else (record["born_at_seq"], KINDS.index(kind), record["ordinal"])
     )
 
 

@@ -37,12 +37,7 @@ from ....support.api.erasure import (
     versions_with,
 )
 from ....support.engine import rows_of
-from ....support.faults.harness import (
-    Driver,
-    State,
-    end_state,
-    reports,
-)
+from ....support.faults.harness import Driver, State, end_state, reports
 
 QUERY = "boat and tide and garden"
 

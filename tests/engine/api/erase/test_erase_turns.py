@@ -31,12 +31,7 @@ from ....support.api.erasure import (
     values_with,
 )
 from ....support.engine import DeafLLM, HeldLLM, rows_of
-from ....support.faults.harness import (
-    Driver,
-    State,
-    assert_same_state,
-    end_state,
-)
+from ....support.faults.harness import Driver, State, assert_same_state, end_state
 from ....support.faults.spoilt_llm import served
 
 # ---- work under way

@@ -9,23 +9,10 @@ import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.model import (
-    InputError,
-    MemoryKind,
-    Message,
-    Turn,
-    UndertowError,
-)
+from undertow.engine.base.model import InputError, MemoryKind, Message, Turn, UndertowError
 
 from ....support.api.updates import GARDEN, GARDENS, NEW, PAIRS, current, one, reports_of
-from ....support.engine import (
-    MARKER,
-    NEVER,
-    RecordingLLM,
-    bytes_hold,
-    open_engine,
-    turn_of,
-)
+from ....support.engine import MARKER, NEVER, RecordingLLM, bytes_hold, open_engine, turn_of
 
 
 def found(engine: Engine, text: str, tenant: str = "ann") -> list[str]:

@@ -14,10 +14,7 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import (
-    Memory,
-    PolicyName,
-)
+from undertow.engine.base.model import Memory, PolicyName
 from undertow.engine.encoders.hashing import HashingEncoder
 
 from ....support.api.erasure import turns_of_topics
@@ -37,14 +34,7 @@ from ....support.engine import (
     settings_of,
     turn_of,
 )
-from ....support.faults.harness import (
-    THETA,
-    WINDOWS,
-    Driver,
-    assert_same_state,
-    end_state,
-    reports,
-)
+from ....support.faults.harness import THETA, WINDOWS, Driver, assert_same_state, end_state, reports
 
 # ---- batched and streamed
 
