@@ -12,25 +12,10 @@ import pytest
 
 from ...support.cli import Ran, conversation, run, turn_line, write_log
 
-
-def without(line: dict[str, Any], field: str) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name != field}
-
-
-GOOD = turn_line("ada", 0, "a good line")
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "broken JSON": ('{"tenant": "ada", "messages": [', "is not JSON"),
-    "no object": ("[1, 2]", "must be a JSON object"),
-    "no tenant": (without(GOOD, "tenant"), "field 'tenant'"),
-    "no messages": (without(GOOD, "messages"), "field 'messages'"),
-    "tenant of a wrong type": ({**GOOD, "tenant": 7}, "field 'tenant'"),
-    "messages of a wrong type": ({**GOOD, "messages": "hello"}, "field 'messages'"),
-    "no content": ({**GOOD, "messages": [{"role": "user"}]}, "content"),
-    "no role": ({**GOOD, "messages": [{"content": "hello"}]}, "role"),
-    "empty text": ({**GOOD, "messages": [{"role": "user", "content": "  "}]}, "content"),
-    "2 MB message": ({**GOOD, "messages": [{"role": "user", "content": "x" * 2_000_000}]}, "content"),
-    "vague timestamp": ({**GOOD, "timestamp": "last tuesday"}, "field 'timestamp'"),
-    "impossible timestamp": ({**GOOD, "timestamp": "2026-02-30T10:00:00"}, "field 'timestamp'"),
+    "vague timestamp": (turn_line("ada", 0, "a line") | {"timestamp": "last tuesday"}, "field 'timestamp'"),
+    "2 MB message": (turn_line("ada", 0, "x" * 2_000_000), "content"),
 }
 
 
@@ -72,20 +57,6 @@ def test_many_bad_lines_are_counted_not_all_told(tmp_path: Path) -> None:
     assert (done.code, done.doc["errors"], done.doc["turns"]) == (3, 200, 2)
     assert len(done.err.splitlines()) < 100
     assert "150 more errors" in done.err
-
-
-def test_times_out_of_order_and_missing_ones_are_no_errors(tmp_path: Path) -> None:
-    lines = conversation("ada", 3)
-    lines[2]["timestamp"] = "2020-01-01T00:00:00"
-    undated = without(turn_line("bo", 0, "no time at all"), "timestamp")
-    inherits = without(turn_line("ada", 9, "the time of the turn before"), "timestamp")
-    done = ingest(write_log(tmp_path / "log.jsonl", [*lines, undated, inherits]), tmp_path / "s")
-    assert (done.code, done.doc["turns"], done.doc["errors"], done.doc["warnings"]) == (0, 5, 0, 1)
-    assert "earlier than the one before" in done.err
-    times = run("list", "--store", tmp_path / "s", "--tenant", "ada", "--kind", "turns", "--json").lines
-    assert [t["timestamp"] for t in times[2:]] == ["2020-01-01T00:00:00"] * 2
-    (turn,) = run("list", "--store", tmp_path / "s", "--tenant", "bo", "--kind", "turns", "--json").lines
-    assert turn["timestamp"] is None
 
 
 def test_files_that_are_no_logs_do_not_stop_the_others(tmp_path: Path) -> None:

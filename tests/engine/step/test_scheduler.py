@@ -22,6 +22,7 @@ from ...support.engine import (
     HeldLLM,
     RecordingLLM,
     Run,
+    SilentLLM,
     assert_same,
     cursors,
     open_engine,
@@ -108,18 +109,6 @@ def test_at_most_one_job_a_tenant_is_in_flight(tmp_path: Path) -> None:
 
 
 # ---- failure of the LLM, budgets
-
-
-class SilentLLM(HeldLLM):
-    """A server that nobody has heard of for an hour."""
-
-    @property
-    def unreachable_s(self) -> float | None:
-        return 3_600.0 if self.held else None
-
-    @property
-    def last_error(self) -> str | None:
-        return "connection refused"
 
 
 def test_without_a_server_ingestion_and_search_go_on(tmp_path: Path) -> None:

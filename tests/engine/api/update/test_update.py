@@ -98,8 +98,6 @@ def test_the_last_of_several_changes_counts(engine: Engine) -> None:
         r
         for r in reports_of(Path(str(engine.journal.location)))
         if "deleted before" in (r.get("reason") or "")
-        for r in reports_of(Path(str(engine.journal.location)))
-        if "deleted before" in (r.get("reason") or "")
     ]
     assert [r["seq"] for r in late] == [engine.tenants.get("ann").next_seq - 1]
 
