@@ -53,12 +53,6 @@ def test_context_that_does_not_fit_is_left_out_oldest_first_and_an_oversized_tur
 # ---- ADD, UPDATE, DELETE, NOOP
 
 SAILS = fact("Ann sails a boat.", 0, 0)
-BAKES = fact("Ann bakes bread.", 1, 1)
-
-
-def reconciled(*decisions: tuple[int, Any, int | None, str], facts: tuple[str, ...] = ("New.",)) -> Driven:
-    view = view_of(6, memories=[SAILS, BAKES])
-    return decide(view, 5, extracted(*facts), decided(*decisions))
 
 
 def test_too_many_candidates_are_decided_by_halves_and_the_second_sees_the_first() -> None:

@@ -92,7 +92,6 @@ def decided(action: Any, *targets: int, text: str = "") -> ConsolidateReply:
 
 GUESS = PredictionReply(prediction="They talked.")
 ALONE = SelectReply(continues=None)
-FIRST = SelectReply(continues=1)
 NOTHING = facts()
 
 
@@ -164,12 +163,6 @@ def test_a_window_that_does_not_fit_is_partitioned_and_narrated_in_parts() -> No
     view.turns[1] = replace(view.turns[1], messages=("Ann: " + "word " * 9_000, "Bo: hm"))
     done = decide(view, 1)
     assert (done.outcome.decision, done.outcome.settled, done.prompts) == (Decision.PARKED, (0, 1), [])
-
-
-# ---- facts
-
-
-SAILS, ROWS = fact("Ann sails.", 0, 0), fact("Ann rows.", 1, 1)
 
 
 # ---- parking and replay

@@ -43,9 +43,6 @@ def decide(
 STORY = stored("episode", "Ann plans a trip.", 2, (0, 1))
 
 
-# ---- semantic refinement (equations 8 and 9)
-
-
 # ---- prompts that do not fit
 
 

@@ -1,4 +1,4 @@
-"""The step loop and what surrounds it: fairness, bounds, failure, budgets, erasure, settings, locks."""
+"""The step loop and what surrounds it: fairness, bounds, failure, budgets, settings, store formats."""
 
 from __future__ import annotations
 
@@ -146,9 +146,6 @@ def test_a_spent_budget_degrades_one_tenant_to_search_only_and_says_so(tmp_path:
     expected = oracle_run(settings_of(**ALONE), ENCODER, MockReplies(), turns)
     run = read_back(tmp_path, {})
     assert_same(Run(run.decisions, run.versions, expected.prompts), expected)
-
-
-# ---- erasure
 
 
 # ---- who may open the store

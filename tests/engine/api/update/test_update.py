@@ -19,9 +19,6 @@ def found(engine: Engine, text: str, tenant: str = "ann") -> list[str]:
     return [hit.memory for hit in engine.search(tenant, text, k_sub=50, k_epi=50, k_sem=50).ranked()]
 
 
-# ---- get and history
-
-
 # ---- episodes and facts
 
 
