@@ -137,6 +137,7 @@ def reading(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:
     explained = api.explain(tenant)
     assert [report["seq"] for report in explained[:TURNS]] == list(range(TURNS))
     assert api.explain(tenant, limit=5) == explained[:5]
+    assert api.explain(tenant, limit=7, after_seq=11) == explained[12:19]
     counts = api.tenant_stats(tenant)
     assert (counts["turns"], counts["facts"]) == (TURNS, len(facts))
     usage = api.usage(tenant)
@@ -174,7 +175,11 @@ def updating_and_deleting(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any
     assert api.delete(fact, tenant=tenant) == "fact"
     assert fact not in [report["id"] for report in all_of(api, tenant)]
     assert api.flush(tenant)
-    return new, versions, all_of(api, tenant), api.history(fact, tenant=tenant)
+    ended = api.history(fact, tenant=tenant)
+    assert [version["deleted"] for version in ended[-2:]] == [False, True], "its history alone is left"
+    with pytest.raises(UnknownMemory):
+        api.get(fact, tenant=tenant)
+    return new, versions, all_of(api, tenant), ended
 
 
 def exporting_and_importing(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:

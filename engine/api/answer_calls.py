@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,22 +11,20 @@ from functools import partial
 
 import orjson
 
-from undertow.engine.base.config import Settings
+from undertow.engine.api.search_calls import SearchCalls
 from undertow.engine.base.model import BadInput, InputError, NoLLM, UndertowError, Usage
 from undertow.engine.base.queries import AnswerQuery
 from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.base.timestamps import parse_timestamp
-from undertow.engine.base.trace import Trace
 from undertow.engine.base.trace_context import use_traceparent
-from undertow.engine.llm.client import BadReply, BrokenOff, Completion, LLMClient, OnText
-from undertow.engine.policies.base import Learns, PromptBudget, PromptTooLong
+from undertow.engine.llm.client import BadReply, BrokenOff, Completion, OnText
+from undertow.engine.policies.base import Learns, PromptTooLong
 from undertow.engine.search.answer_modes import Answering, Question, Say, answering
-from undertow.engine.step.answer_feedback import Feedback, FeedbackQueue, new_ones
-from undertow.engine.step.scheduler import Scheduler
-from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.step.answer_feedback import Feedback, new_ones
+from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import usage_to_json
 from undertow.engine.tenants.migration_records import InTransit, Moved
-from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
+from undertow.engine.tenants.registry import ArenaFull, UnknownTenant
 
 
 @dataclass(slots=True)
@@ -59,31 +56,8 @@ class PendingAnswer:
         self.due[operation] = self.due.get(operation, Usage()) + usage
 
 
-class AnswerCalls(ABC):
+class AnswerCalls(SearchCalls):
     """A part of Engine."""
-
-    settings: Settings
-    journal: Journal
-    tenants: TenantRegistry
-    scheduler: Scheduler
-    trace: Trace
-    _feedback: FeedbackQueue
-    _llm: LLMClient | None
-    _budget: PromptBudget
-    _failure: BaseException | None
-
-    @property
-    @abstractmethod
-    def server_lost(self) -> bool: ...
-
-    @abstractmethod
-    def recall(self, tenant: str, question: str) -> SearchResult: ...
-
-    @abstractmethod
-    def _learns_of(self, tenant: str) -> Learns: ...
-
-    @abstractmethod
-    def _settings_of(self, tenant: str) -> Settings: ...
 
     def _answer(self, query: AnswerQuery) -> Answer:
         asked = self.ask(query)

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from undertow.engine.api.memory_updates import memory_text, replacement
 from undertow.engine.api.policy_change import check_editable
-from undertow.engine.api.views.reports import Reports
-from undertow.engine.base.config import Settings
+from undertow.engine.api.search_calls import SearchCalls
 from undertow.engine.base.model import MemoryKind
 from undertow.engine.base.queries import DeleteCommand, UpdateCommand
 from undertow.engine.base.results import Updated, Wording
-from undertow.engine.step.scheduler import Scheduler
-from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.storage.row_codec import ControlKind, memory_of
+from undertow.engine.storage.journal import Row
+from undertow.engine.storage.row_codec import memory_of
 from undertow.engine.tenants.generations import is_change
-from undertow.engine.tenants.registry import ArenaFull, TenantRegistry
-from undertow.engine.tenants.tenant import Tenant
+from undertow.engine.tenants.registry import ArenaFull
 
 
-class EditCalls(ABC):
+class EditCalls(SearchCalls):
     """A part of Engine."""
-
-    settings: Settings
-    journal: Journal
-    tenants: TenantRegistry
-    scheduler: Scheduler
-    _reports: Reports
-
-    @abstractmethod
-    def _check_sound(self) -> None: ...
-
-    @abstractmethod
-    def _stored(self, memory_id: str, tenant: str | None) -> Row: ...
-
-    @abstractmethod
-    def _tenant(self, name: str) -> Tenant: ...
-
-    @abstractmethod
-    def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
 
     def _update(self, command: UpdateCommand) -> Updated:
         self._check_sound()

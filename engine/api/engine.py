@@ -13,7 +13,6 @@ from undertow.engine.api.answer_calls import AnswerCalls
 from undertow.engine.api.edit_calls import EditCalls
 from undertow.engine.api.erasure import bury, left_behind, purge
 from undertow.engine.api.message_turns import turns_of
-from undertow.engine.api.search_calls import SearchCalls
 from undertow.engine.api.tenant_calls import TenantCalls
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.api.views.stats import store_stats, store_usage
@@ -49,7 +48,7 @@ from undertow.kernels.gate.factory import make_gate
 WAIT_FOR_REPLY_S = 0.05
 
 
-class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
+class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
@@ -84,11 +83,7 @@ class Engine(MemoryApi, SearchCalls, EditCalls, AnswerCalls, TenantCalls):
         try:
             if writable:
                 Journal.create(
-                    store,
-                    encoder.dim,
-                    asdict(self._fingerprint),
-                    hash_key=hash_key,
-                    policy=settings.policy,
+                    store, encoder.dim, asdict(self._fingerprint), hash_key=hash_key, policy=settings.policy
                 )
             self.journal = Journal.open(
                 store, writable=writable, takeover=takeover, owner=life, durability=settings.durability

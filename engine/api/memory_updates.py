@@ -22,8 +22,6 @@ from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import messages_of
 from undertow.prompts.reply_schemas import EPISODE_CHARS, FACT_CHARS
 
-# plain words, or for a turn the messages of one exchange
-
 # What the LLM may write; more would crowd out what its prompts show beside it.
 MAX_CHARS: Mapping[MemoryKind, int] = {"episode": EPISODE_CHARS, "fact": FACT_CHARS}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from undertow.engine.api.views.dedupe_lookup import turns_by_key
+import orjson
+
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Memory, unknown_memory
@@ -14,26 +17,48 @@ from undertow.engine.base.results import Report, SearchResult
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
-from undertow.engine.policies.base import Learns, Tiers
+from undertow.engine.llm.client import LLMClient
+from undertow.engine.policies.base import Learns, PromptBudget, Tiers
 from undertow.engine.policies.registry import Policies
 from undertow.engine.search.metadata_index import Where
 from undertow.engine.search.ranking import ANY_TIME, EVERYWHERE, Ranker, Window, with_words
+from undertow.engine.step.answer_feedback import FeedbackQueue
+from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.storage.row_codec import ControlKind, key_hash, turn_id
 from undertow.engine.tenants.registry import TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 
 
 class SearchCalls(ABC):
-    """A part of Engine."""
+    """A part of Engine. It declares what this part and those that extend it need of the engine."""
 
     settings: Settings
     journal: Journal
     tenants: TenantRegistry
     retrieval: Ranker
+    scheduler: Scheduler
     trace: Trace
     _policies: Policies
     _reports: Reports
     _texts: EmbeddingCache
+    _feedback: FeedbackQueue
+    _llm: LLMClient | None
+    _budget: PromptBudget
+    _failure: BaseException | None
+
+    @property
+    @abstractmethod
+    def server_lost(self) -> bool: ...
+
+    @abstractmethod
+    def _check_sound(self) -> None: ...
+
+    @abstractmethod
+    def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
+
+    @abstractmethod
+    def take_up(self, tenants: Sequence[str]) -> None: ...
 
     def _search(self, query: SearchQuery) -> SearchResult:
         window = Window(
@@ -110,7 +135,7 @@ class SearchCalls(ABC):
 
     def _turns_by_key(self, query: TurnsByKeyQuery) -> dict[str, Report]:
         known = query.tenant in self.tenants
-        return turns_by_key(self._tenant(query.tenant), query.keys) if known else {}
+        return _turns_by_key(self._tenant(query.tenant), query.keys) if known else {}
 
     def row_of(self, memory_id: str, tenant: str | None = None) -> Row | None:
         """The row of a turn, an episode or a fact by its id, without its vector; None if there is none.
@@ -132,3 +157,25 @@ class SearchCalls(ABC):
 
     def _tenant(self, name: str) -> Tenant:
         return self.tenants.existing(name)
+
+
+def _turns_by_key(tenant: Tenant, keys: Collection[str]) -> dict[str, Report]:
+    """What is stored of the turns that came under these keys, by key; keys of none are left out.
+
+    Each with `id` and `seq`; and with its session, timestamp, messages and metadata, unless it was deleted
+    since.
+    """
+    found: dict[str, Report] = {}
+    for key in keys:
+        seq = tenant.keys.get(key_hash(key))
+        if seq is None:
+            continue
+        place = {"id": turn_id(tenant.name, tenant.incarnation, seq), "seq": seq}
+        record = tenant.records[seq]
+        if not isinstance(record, bytes):  # deleted: its key is known by the hash alone
+            found[key] = place
+            continue
+        body = orjson.loads(record)
+        if body.pop("key") == key:  # another's of the same hash is none of this key's
+            found[key] = {**place, "timestamp": None, "metadata": {}, **body}
+    return found

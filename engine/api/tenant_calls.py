@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.api.policy_change import check_edits, check_name, newest_policy
+from undertow.engine.api.search_calls import SearchCalls
 from undertow.engine.api.transfer.import_ import Import, TenantExists, earlier_import, note_row
 from undertow.engine.api.views.listing import kinds_of, list_page, names_page
-from undertow.engine.api.views.reports import Reports
 from undertow.engine.api.views.stats import store_usage, tenant_stats
-from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
 from undertow.engine.base.queries import (
     ExplainQuery,
@@ -32,15 +29,10 @@ from undertow.engine.base.queries import (
 )
 from undertow.engine.base.results import ImportReport, Page, Report, UsageReport
 from undertow.engine.base.timestamps import parse_timestamp
-from undertow.engine.encoders.embedding_cache import EmbeddingCache
 from undertow.engine.search.metadata_index import Where
-from undertow.engine.search.ranking import Ranker, Window
+from undertow.engine.search.ranking import Window
 from undertow.engine.step.admission import check_turn
-from undertow.engine.step.scheduler import Scheduler
-from undertow.engine.storage.journal import Journal
-from undertow.engine.storage.row_codec import Control, ControlKind
-from undertow.engine.tenants.registry import TenantRegistry
-from undertow.engine.tenants.tenant import Tenant
+from undertow.engine.storage.row_codec import Control
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +44,8 @@ class PendingImport:
     again: bool
 
 
-class TenantCalls(ABC):
+class TenantCalls(SearchCalls):
     """A part of Engine."""
-
-    settings: Settings
-    journal: Journal
-    tenants: TenantRegistry
-    retrieval: Ranker
-    scheduler: Scheduler
-    _reports: Reports
-    _texts: EmbeddingCache
-
-    @abstractmethod
-    def _check_sound(self) -> None: ...
-
-    @abstractmethod
-    def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
-
-    @abstractmethod
-    def take_up(self, tenants: Sequence[str]) -> None: ...
 
     def _list(self, query: ListQuery) -> Page:
         where, kinds = Where.of(query.where), kinds_of(query.kinds)

@@ -53,34 +53,6 @@ def test_context_that_does_not_fit_is_left_out_oldest_first_and_an_oversized_tur
 # ---- ADD, UPDATE, DELETE, NOOP
 
 SAILS = fact("Ann sails a boat.", 0, 0)
-BAKES = fact("Ann bakes bread.", 1, 1)
-
-
-def reconciled(*decisions: tuple[int, Any, int | None, str], facts: tuple[str, ...] = ("New.",)) -> Driven:
-    view = view_of(6, memories=[SAILS, BAKES])
-    return decide(view, 5, extracted(*facts), decided(*decisions))
-
-
-def test_a_fact_is_changed_once_and_a_candidate_decided_once() -> None:
-    both = ("One.", "Two.")
-    done = reconciled((1, "update", 1, "Changed."), (2, "delete", 1, ""), facts=both)
-    assert [(m.text, m.version) for m in done.made("fact")] == [("Changed.", 2), ("Two.", 1)]
-    assert not done.deleted()
-    twice = reconciled((1, "none", None, ""), (1, "add", None, ""), (2, "none", None, ""), facts=both)
-    assert twice.outcome.drafts == ()
-
-
-def test_ten_facts_near_each_candidate_are_shown_each_once() -> None:
-    boats = [fact(f"Ann sails boat number{n}.", n, 0) for n in range(15)]
-    cakes = [fact(f"Bob bakes cake sort{n}.", 20 + n, 0) for n in range(15)]
-    view = view_of(6, memories=[*boats, *cakes])
-    one = decide(view, 5, extracted("Ann sails boat."), decided())
-    assert len(lines_under(one.prompts[1], "Stored facts")) == 10
-    assert all("boat" in line for line in lines_under(one.prompts[1], "Stored facts"))
-    two = decide(view, 5, extracted("Ann sails boat.", "Bob bakes cake."), decided())
-    shown = lines_under(two.prompts[1], "Stored facts")
-    assert len(shown) == 20
-    assert [line.split(",")[0] for line in shown] == [f"[{n}" for n in range(1, 21)]
 
 
 def test_too_many_candidates_are_decided_by_halves_and_the_second_sees_the_first() -> None:

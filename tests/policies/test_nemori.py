@@ -36,10 +36,7 @@ from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_und
 # ---- partitions
 
 
-@given(
-    st.lists(st.lists(st.integers(-2, 12), max_size=8), max_size=6),
-    st.integers(1, 10),
-)
+@given(st.lists(st.lists(st.integers(-2, 12), max_size=8), max_size=6), st.integers(1, 10))
 @hypothesis_settings(max_examples=100, deadline=None)
 def test_whatever_is_named_no_message_is_lost_or_doubled(named: list[list[int]], count: int) -> None:
     found = partition_of(named, count)
@@ -95,7 +92,6 @@ def decided(action: Any, *targets: int, text: str = "") -> ConsolidateReply:
 
 GUESS = PredictionReply(prediction="They talked.")
 ALONE = SelectReply(continues=None)
-FIRST = SelectReply(continues=1)
 NOTHING = facts()
 
 
@@ -157,13 +153,6 @@ def test_a_repair_is_counted_in_the_decision() -> None:
     assert (parked.decision, parked.repairs) == (Decision.PARKED, 4), "though the reason is another"
 
 
-def test_the_five_nearest_episodes_are_candidates() -> None:
-    old = [episode(f"Cue{n}\nStory.", n, (0, 0)) for n in range(7)]
-    view = view_of(4, memories=old, open_from=2)
-    done = decide(view, 3, grouped([1, 2, 3, 4]), told("New"), ALONE, GUESS, NOTHING)
-    assert len(lines_under(done.prompts[2], "Stored episodes")) == 5
-
-
 def test_a_window_that_does_not_fit_is_partitioned_and_narrated_in_parts() -> None:
     view = view_of(2, words=300)
     whole = decide(view, 1, grouped([1, 2, 3, 4]), told("x"), GUESS, NOTHING).prompts
@@ -174,12 +163,6 @@ def test_a_window_that_does_not_fit_is_partitioned_and_narrated_in_parts() -> No
     view.turns[1] = replace(view.turns[1], messages=("Ann: " + "word " * 9_000, "Bo: hm"))
     done = decide(view, 1)
     assert (done.outcome.decision, done.outcome.settled, done.prompts) == (Decision.PARKED, (0, 1), [])
-
-
-# ---- facts
-
-
-SAILS, ROWS = fact("Ann sails.", 0, 0), fact("Ann rows.", 1, 1)
 
 
 # ---- parking and replay

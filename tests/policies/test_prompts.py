@@ -1,9 +1,6 @@
 """Prompts: fixed text first, material fenced, replies strict."""
 
-import ast
 import json
-from collections import Counter
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from undertow.prompts import reply_schemas as replies
 from undertow.prompts.builders import (
     REPLIES,
     Operation,
@@ -294,15 +290,6 @@ def test_valid_replies(reply: type[Reply], value: Any) -> None:
 def test_invalid_replies(reply: type[Reply], value: Any) -> None:
     with pytest.raises(ValidationError):
         reply.model_validate_json(json.dumps(value))
-
-
-def test_no_bound_of_a_reply_takes_the_name_of_another() -> None:
-    """Which of two a class had would hang on where it stands."""
-    assert replies.__file__ is not None
-    tree = ast.parse(Path(replies.__file__).read_text())
-    assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
-    names = Counter(target.id for target in assigned if isinstance(target, ast.Name))
-    assert names["FACT_CHARS"] == 1 and [name for name, count in names.items() if count > 1] == []
 
 
 def nodes(schema: Any) -> list[dict[str, Any]]:

@@ -43,25 +43,6 @@ def decide(
 STORY = stored("episode", "Ann plans a trip.", 2, (0, 1))
 
 
-# ---- semantic refinement (equations 8 and 9)
-
-
-def test_the_ten_nearest_facts_are_shown_and_the_replaced_one_is_linked() -> None:
-    known = [stored("fact", f"Ann number{n}.", n, (0,)) for n in range(14)]
-    near = stored("fact", "Ann bakes bread on Sundays.", 20, (0,))
-    twins = [stored("fact", "Ann bakes bread.", n, (0,)) for n in (31, 30)]
-    view = view_of(6, memories=[*known, near, twins[1], twins[0]])
-    told, reply = episodes(("Ann bakes bread.", [1])), facts(("Ann stopped.", 1), ("Ann rests.", 11))
-    done = decide(view, 5, GateReading(None, None, (4, 3), (0.9, 0.8), 2), told, reply)
-    shown = lines_under(done.prompts[1], "Stored facts")
-    assert len(shown) == 10
-    assert "Sundays" in shown[2], "equal cosines: the older fact first, then the less near one"
-    changed, other = done.made("fact")
-    assert changed.supersedes == (twins[1].id,)
-    assert other.supersedes == (), "a number that names no shown fact links nothing"
-    assert not done.deleted(), "the older fact is not deleted"
-
-
 # ---- prompts that do not fit
 
 

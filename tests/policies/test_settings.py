@@ -14,8 +14,8 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
-from undertow.engine.policies.base import Learns, Tiers
-from undertow.engine.policies.registry import policy_of, tiers_of
+from undertow.engine.policies.base import Tiers
+from undertow.engine.policies.registry import tiers_of
 from undertow.engine.search.ranking import Window
 from undertow.engine.storage.store_info import DESCRIPTION, StoreError, read_info
 from undertow.engine.tenants.view import View
@@ -34,8 +34,6 @@ from ..support.engine import (
     turns_of,
 )
 from ..support.faults.harness import reports
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # ---- a store and its policy
 
@@ -78,17 +76,6 @@ def test_the_settings_name_policies_and_their_ablations(monkeypatch: pytest.Monk
     assert Settings(policy="nemori", ablation="fixed-chunks", management="summary").window_messages == 20
     with pytest.raises(ValidationError):
         Settings(policy="lazy")  # type: ignore[arg-type]
-
-
-def test_the_policy_says_what_of_an_answer_it_learns_from_and_the_engine_asks_no_setting_of_one() -> None:
-    others: tuple[PolicyName, ...] = ("recmem", "eager", "nemori")
-    for policy in others:
-        assert policy_of(Settings(policy=policy)).learns == Learns()
-    assert policy_of(Settings(policy="himem")).learns == Learns(missed=True)
-    own = Settings(policy="himem", himem_max_notes=9, himem_self_evolution=False)
-    assert policy_of(own).learns == Learns(used=True)
-    for name in ("search/answer_modes", "api/answer_calls", "step/dispatch", "step/scheduler", "api/engine"):
-        assert "himem_" not in (ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8")
 
 
 def test_every_policy_goes_past_what_another_has_had_logged(tmp_path: Path) -> None:

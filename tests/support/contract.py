@@ -207,7 +207,9 @@ HANDLERS: Mapping[type[Any], Callable[[Client, Any], Any]] = {
     q.HistoryQuery: lambda client, c: [_report(m, _of(c)) for m in client.history(_of(c), c.memory_id)],
     q.ListQuery: _page,
     q.ExportQuery: lambda client, c: Page(tuple(client.export(c.tenant, vectors=c.vectors)), None),
-    q.ExplainQuery: lambda client, c: list(client.explain(c.tenant))[: c.limit],
+    q.ExplainQuery: lambda client, c: [r for r in client.explain(c.tenant) if r["seq"] > c.after_seq][
+        : c.limit
+    ],
     q.PolicyQuery: lambda client, c: {"tenant": c.tenant, **client.policy(c.tenant).model_dump()},
     q.SetPolicyCommand: _set_policy,
     q.TenantStatsQuery: lambda client, c: client.stats(c.tenant),

@@ -94,6 +94,18 @@ class DeafLLM(HeldLLM):
         pass
 
 
+class SilentLLM(HeldLLM):
+    """A held mock of a server that has not replied for an hour."""
+
+    @property
+    def unreachable_s(self) -> float | None:
+        return 3_600.0 if self.held else None
+
+    @property
+    def last_error(self) -> str | None:
+        return "connection refused"
+
+
 class TableEncoder:
     """Vectors by table; a text that is not in it borrows one by its hash, so near ties abound."""
 

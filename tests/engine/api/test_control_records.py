@@ -35,46 +35,6 @@ from ...support.engine import (
 # ---- deletion of turns
 
 
-def told_of(engine: Engine, tenant: str, text: str) -> bool:
-    hits = [*engine.search(tenant, text).ranked(), *engine.get_all(tenant)]
-    return text in repr(hits)
-
-
-def test_a_deleted_turn_is_gone_at_once_and_what_rested_on_it_is_remade(tmp_path: Path) -> None:
-    llm = RecordingLLM(MockReplies(2))
-    cluster: dict[str, Any] = {"theta_sim": 0.3, "theta_merge": 1.0, "theta_count": 3}
-    with open_engine(tmp_path, llm, **cluster) as engine:
-        receipts = engine.add_batch(
-            [
-                turn_of("ann", n, f"the band on friday {'and the ' + MARKER if n == 1 else n}")
-                for n in range(3)
-            ]
-        )
-        assert engine.drain()
-        old = engine.get_all("ann")
-        resting = [m for m in old if 1 in m.source_seqs]
-        assert resting and told_of(engine, "ann", MARKER)
-        assert bytes_hold(tmp_path, MARKER), "so that its absence below tells something"
-        assert receipts[1].id is not None
-        asked = len(llm.prompts["ann"])
-        assert engine.delete(receipts[1].id) == "turn"
-        assert MARKER not in repr(engine.search("ann", MARKER).turns)
-        assert engine.drain()
-        assert not told_of(engine, "ann", MARKER)
-        assert MARKER not in repr(llm.prompts["ann"][asked:])
-        new = engine.get_all("ann")
-        assert new and all(1 not in m.source_seqs for m in new)
-        remade = {m.id: m for m in new if m.kind == "episode"}
-        for episode in [m for m in resting if m.kind == "episode" and len(m.source_seqs) > 1]:
-            assert remade[episode.id].version == episode.version + 1
-        engine.purge()
-        assert not bytes_hold(tmp_path, MARKER)
-        live = (engine.stats(), engine.get_all("ann"), engine.search("ann", "band"))
-        assert engine.add_batch([turn_of("ann", 1, "again")])[0].duplicate, "its key stays taken"
-    with open_engine(tmp_path, **cluster) as engine:
-        assert (engine.stats(), engine.get_all("ann"), engine.search("ann", "band")) == live
-
-
 class Misnaming(MockReplies):
     """Tells the secret in an episode, which it says to rest on the first turn alone."""
 

@@ -18,8 +18,6 @@ from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.store_info import StoreError
 
-CAKE = "the birthday cake for Mia at SweetLeaf with lemon cream"
-
 
 def settings(**changes: Any) -> Settings:
     return Settings(encoder="hash:384", **{"theta_sim": 0.5, "theta_count": 3, **changes})
@@ -103,21 +101,6 @@ def test_an_idempotency_key_alone_says_that_a_call_is_the_same(tmp_path: Path) -
         assert again.duplicate
         same = [engine.add("ann", said("without a key"))[0].duplicate for _ in range(2)]
         assert same == [False, False]
-
-
-def test_what_rests_on_a_deleted_turn_is_hidden_before_it_is_remade(tmp_path: Path) -> None:
-    with engine_of(tmp_path) as engine:
-        ids = [engine.add("ann", said(f"{CAKE}, part {n}"))[0].id for n in range(3)]
-        assert engine.drain()
-        found = engine.search("ann", CAKE)
-        assert found.episodes and found.facts, "the topic recurred and fired"
-        deleted = found.episodes[0].source_seqs[0]
-    with Engine(tmp_path, settings(), HashingEncoder(384), llm=None) as engine:
-        identity = ids[deleted]
-        assert identity is not None
-        engine.delete(identity)
-        after = engine.search("ann", CAKE).ranked()
-        assert after and all(deleted not in hit.source_seqs for hit in after)
 
 
 def test_an_answer_is_asked_with_what_fits_the_context(tmp_path: Path) -> None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
+import orjson
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from undertow.bench.mock.llm import MockLLM
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.transfer.export import ExportTrailer
+from undertow.engine.api.transfer.export import ExportBroken, ExportTrailer
 from undertow.engine.api.transfer.import_ import TenantExists
 from undertow.engine.base.model import InputError, PolicyName
 from undertow.engine.base.queries import ImportCommand
 from undertow.engine.base.results import ImportReport, Report
+from undertow.engine.cluster.routing.errors import ShardGone
+from undertow.engine.cluster.routing.router import Router
+from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.tenants.registry import UnknownTenant
 
 from ...support.api.transfer import REPLIES, act, engine_at, exported, nameless, said, seen
-from ...support.engine import rows_of, settings_of
-from ...support.faults.harness import THETA
+from ...support.cluster.in_process import LocalShards, begin
+from ...support.cluster.in_process import settings as cluster_settings
+from ...support.engine import bytes_hold, rows_of, settings_of
+from ...support.faults.harness import THETA, Driver
 
 
 def resealed(records: Sequence[Report]) -> list[Report]:
@@ -196,24 +204,7 @@ def test_a_forged_export_is_refused_or_makes_a_sound_tenant(
         case how:
             inner = records[n].get("body") or records[n] if how == "body" else records[n]
             name = data.draw(st.sampled_from(sorted(inner)), label="field")
-            odd: list[Any] = [
-                None,
-                -1,
-                0,
-                3,
-                10**6,
-                1.5,
-                "",
-                "x",
-                "\ud800",
-                "a\x00b",
-                [],
-                [0],
-                [999],
-                {},
-                True,
-            ]
-            changed = {**inner, name: data.draw(st.sampled_from(odd), label="value")}
+            changed = {**inner, name: data.draw(st.sampled_from(ODD), label="value")}
             records[n] = changed if inner is records[n] else {**records[n], "body": changed}
     with suppress(TypeError):  # no JSON: the engine is to say so
         records = resealed(records)
@@ -284,3 +275,123 @@ def test_texts_are_embedded_by_the_store_that_takes_them(source: list[Report], t
         hit = engine.search("bob", said("bob", 60).text).turns[0]
         assert hit.memory == said("bob", 60).text and hit.score == pytest.approx(1.0, abs=1e-3)
     assert {len(row.vector) for row in rows_of(tmp_path, "turn") if row.vector is not None} == {128}
+
+
+# ---- pages
+
+
+def test_words_deleted_between_two_pages_do_not_come_in(tmp_path: Path) -> None:
+    with engine_at(tmp_path / "a") as here, engine_at(tmp_path / "b") as there:
+        here.add_batch([said("ann", n) for n in range(30)])
+        assert here.drain()
+        page = here.export_page("ann", limit=45)
+        records = [*page.items]
+        doomed = [r for r in records if r["kind"] == "turn" and r["seq"] < 8]
+        for turn in doomed:
+            here.delete(turn["id"])
+        here.add_batch([said("ann", 99)])
+        assert here.drain()
+        while page.after:
+            page = here.export_page("ann", after=page.after, limit=45)
+            records += page.items
+        there.import_("bob", records)
+        there.drain()
+        assert seen(there, "bob") == seen(here, "ann")
+        words = {m["content"] for turn in doomed for m in turn["messages"] if m["role"] == "user"}
+    assert words and not any(bytes_hold(tmp_path / "b", text) for text in words)
+
+
+def test_pages_of_another_life_or_place_are_refused(tmp_path: Path) -> None:
+    with engine_at(tmp_path / "a") as engine, engine_at(tmp_path / "b") as other:
+        for one in (engine, other):
+            one.add_batch([said("ann", n) for n in range(5)])
+        page = engine.export_page("ann", limit=2)
+        with pytest.raises(ExportBroken, match="Begin the export again"):
+            other.export_page("ann", after=page.after)
+        engine.erase("ann")
+        with pytest.raises(UnknownTenant):
+            engine.export_page("ann", after=page.after)
+        engine.add_batch([said("ann", n) for n in range(5)])
+        with pytest.raises(ExportBroken):
+            engine.export_page("ann", after=page.after)
+        for wrong in ({"after": "x"}, {"after": "a.b.c.d"}, {"limit": 0}, {"limit": 10**9}):
+            with pytest.raises(InputError):
+                engine.export_page("ann", **wrong)
+
+
+# ---- killed
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("method", ["append_stream", "_acknowledge"])
+def test_killed_around_its_commit_an_import_is_there_whole_or_not_at_all(
+    method: str, after: bool, source: list[Report], tmp_path: Path, driver: Driver
+) -> None:
+    file = tmp_path / "export.jsonl"
+    file.write_bytes(b"\n".join(map(orjson.dumps, source)))
+    task = {"task": "import", "file": file, "tenant": "bob", "settings": {**THETA, "encoder": "hash:64"}}
+    store = tmp_path / "store"
+    kill = {"method": method, "n": 1, "after": after}
+    assert driver.run(store=store, kill=kill, **task).status == -signal.SIGKILL
+    stored = (method, after) != ("append_stream", False)
+    with engine_at(store) as engine:
+        assert ("bob" in engine.tenants) == stored
+        done = engine.call(ImportCommand("bob", source, again=True))
+        assert done.turns == sum(r["kind"] == "turn" for r in source)
+        engine.resume()
+        engine.drain()
+        found = seen(engine, "bob")
+    with engine_at(tmp_path / "whole") as undisturbed:
+        undisturbed.import_("bob", source)
+        undisturbed.drain()
+        assert found == seen(undisturbed, "bob")
+
+
+# ---- over shards
+
+
+class LosesOneAnswer(LocalShards):
+    """Shards of which the one that has first stored an import dies before it can say so."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lost = 0
+
+    def calls(self, name: str) -> Any:
+        calls, shards = super().calls(name), self
+
+        class Calls:
+            async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+                answer = await calls.call(method, *args, **kwargs)
+                if method == "ask" and isinstance(args[0], ImportCommand) and not shards.lost:
+                    shards.lost += 1
+                    shards.kill(name)
+                    raise ShardGone(f"shard {name} was killed")
+                return answer
+
+        return Calls()
+
+
+def test_over_shards_an_import_is_stored_once_though_its_answer_is_lost(
+    source: list[Report], tmp_path: Path
+) -> None:
+    root = begin(tmp_path / "root", 2)
+    shards = LosesOneAnswer(root, cluster_settings())
+    with shards, Router(root, shards.calls, ClusterSettings(patience_s=60)) as router:
+        names = [f"tenant {n}" for n in range(4)]
+        done = [router.import_(name, source) for name in names]
+        assert shards.lost == 1 and len(set(done)) == 1
+        assert router.drain()
+        with pytest.raises(TenantExists):
+            router.import_(names[0], source)
+        copies = {nameless(all_pages(router, name), name) for name in names}
+        assert len(copies) == 1
+
+
+def all_pages(router: Router, tenant: str) -> list[Report]:
+    page = router.export_page(tenant, limit=50)
+    records = [*page.items]
+    while page.after:
+        page = router.export_page(tenant, after=page.after, limit=50)
+        records += page.items
+    return records

@@ -14,7 +14,6 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import InputError, Memory, Turn
 from undertow.engine.base.results import Report
-from undertow.engine.tenants.registry import UnknownTenant
 
 from ...support.engine import open_engine, turns_of
 from ...support.faults.harness import THETA, reports, write_log
@@ -61,11 +60,7 @@ def born(record: Report) -> tuple[int, int, int]:
     return (
         (record["seq"], 0, 0)
         if kind == "turn"
-        else (
-            record["born_at_seq"],
-            KINDS.index(kind),
-            record["ordinal"],
-        )
+        else (record["born_at_seq"], KINDS.index(kind), record["ordinal"])
     )
 
 
@@ -79,13 +74,6 @@ def walk(engine: Engine, limit: int, **how: Any) -> list[Report]:
         if (after := page.after) is None:
             return items
         assert len(page.items) == limit
-
-
-def test_a_page_has_what_get_shows(engine: Engine, everything: list[Report]) -> None:
-    page = engine.list("ann", limit=1000)
-    assert list(page.items) == everything and page.after is None
-    for item in page.items[::9]:
-        assert engine.get(item["id"], tenant="ann") == item
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
@@ -184,17 +172,6 @@ def test_what_cannot_be_asked_is_refused_by_name(how: dict[str, Any], field: str
     with pytest.raises(ValueError, match=field) as refusal:
         engine.list("ann", **how)
     assert isinstance(refusal.value, InputError) == (field in ("limit", "after", "kinds"))
-
-
-def test_calls_about_a_tenant_know_it_or_say_so(engine: Engine) -> None:
-    for call in (engine.list, engine.export_page, engine.explain, engine.tenant_stats, engine.usage):
-        with pytest.raises(UnknownTenant, match="nobody"):
-            call("nobody")
-    assert engine.tenant_stats("bob")["turns"] == 60
-    both = engine.usage()["episode"]["calls"]
-    assert both == sum(engine.usage(name)["episode"]["calls"] for name in ("ann", "bob"))
-    whole = engine.explain("bob")
-    assert engine.explain("bob", limit=7, after_seq=11) == whole[12:19]
 
 
 def test_another_tenants_memories_are_in_no_page(engine: Engine, store: Path) -> None:

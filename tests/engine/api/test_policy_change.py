@@ -17,15 +17,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import InputError, Memory, PolicyName
 from undertow.engine.storage.row_codec import turn_id
 
-from ...support.engine import (
-    MARKER,
-    NEVER,
-    HeldLLM,
-    RecordingLLM,
-    ingest,
-    open_engine,
-    turn_of,
-)
+from ...support.engine import MARKER, NEVER, HeldLLM, RecordingLLM, ingest, open_engine, turn_of
 from ...support.faults.harness import (
     CHANGES,
     THETA,

@@ -11,20 +11,8 @@ from undertow.engine.api.policy_change import PolicyConflict
 from undertow.engine.base.model import PolicyName
 from undertow.engine.storage.row_codec import turn_id
 
-from ...support.engine import (
-    MARKER,
-    HeldLLM,
-    RecordingLLM,
-    bytes_hold,
-    ingest,
-    rows_of,
-    turn_of,
-    turns_of,
-)
-from ...support.faults.harness import (
-    CHANGES,
-    reports,
-)
+from ...support.engine import MARKER, HeldLLM, RecordingLLM, bytes_hold, ingest, rows_of, turn_of, turns_of
+from ...support.faults.harness import CHANGES, reports
 from ...support.policies.change import REPLIES, begin, finish, opened, topical
 
 # ---- what users do to their memories

@@ -21,8 +21,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.estimate.calibrate import PairCosines, simulate
-from undertow.engine.storage.journal import Journal, JournalError
-from undertow.engine.tenants.registry import UnknownTenant
+from undertow.engine.storage.journal import Journal
 from undertow.kernels.arena.arena import Arena
 
 from ...support.cli import conversation, write_log
@@ -117,29 +116,6 @@ def test_memories_are_those_the_engine_holds(engine: Engine) -> None:
             replaced_at = [m["superseded_at_seq"] for m in versions]
             assert replaced_at == [*(m["made_at_seq"] for m in versions[1:]), None]
             assert reports.history(memory_id) == versions
-
-
-def test_a_new_life_under_an_erased_name_shows_nothing_of_the_old(engine: Engine, log: Path) -> None:
-    old = reports_of(engine)
-    old_ids = {m["id"] for m in (*old.memories("ada", "episode"), *old.turns("ada"))}
-    engine.erase("ada")
-    with pytest.raises(UnknownTenant):
-        reports_of(engine).explain("ada")
-    assert reports_of(engine).tenant_sizes() == []
-    assert reports_of(engine).jobs() == []
-    with pytest.raises(UndertowError, match="no memory has the id"):
-        reports_of(engine).history(min(old_ids))
-    work = Ingest(engine)
-    work.feed([log])
-    assert work.settle()
-    new = reports_of(engine)
-    assert len(new.explain("ada")) == 60
-    ids = {m["id"] for m in (*new.memories("ada", "episode", every=True), *new.turns("ada"))}
-    assert not ids & old_ids
-    exported = list(new.export("ada"))
-    assert {m["id"] for m in exported if m["kind"] in ("turn", "episode")} == ids
-    engine.purge()
-    assert list(reports_of(engine).export("ada")) == exported
 
 
 def test_what_a_crash_left_of_a_deleted_turn_is_never_shown(
@@ -285,12 +261,6 @@ def test_a_half_made_reindex_is_thrown_away_when_the_store_has_changed(
     assert reindex(store, rest) == rest.texts, "everything was embedded anew"
     turns = Reports(Journal.open(store, writable=False)).turns("ada")
     assert first not in [t["id"] for t in turns]
-
-
-def test_an_engine_whose_journal_failed_takes_nothing_more(engine: Engine, log: Path) -> None:
-    engine.journal.close()
-    with pytest.raises(JournalError):
-        engine.add("ada", [{"role": "user", "content": "after the end"}])
 
 
 def test_pair_cosines_give_the_exact_quantile() -> None:

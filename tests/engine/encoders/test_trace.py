@@ -93,7 +93,7 @@ def test_every_phase_of_a_step_is_a_range(tmp_path: Path) -> None:
         engine.drain()
     phases = {name for _, name in ranges.seen}
     assert phases >= {
-        *("admit", "encode", "append", "resume", "decide", "gate", "embed", "nearest", "commit", "submit"),
+        *("admit", "encode", "append", "resume", "decide", "gate", "embed", "nearest", "commit", "submit")
     }
     assert ranges.open == []
     assert {name for name in trace.seconds() if name in phases} == phases  # one name, both places

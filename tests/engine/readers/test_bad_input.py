@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ...support.cli import ENV, PROGRAM, Ran, conversation, run, turn_line, write_log
+from ...support.cli import Ran, conversation, run, turn_line, write_log
 
-
-def without(line: dict[str, Any], field: str) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name != field}
-
-
-GOOD = turn_line("ada", 0, "a good line")
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "broken JSON": ('{"tenant": "ada", "messages": [', "is not JSON"),
-    "no object": ("[1, 2]", "must be a JSON object"),
-    "no tenant": (without(GOOD, "tenant"), "field 'tenant'"),
-    "no messages": (without(GOOD, "messages"), "field 'messages'"),
-    "tenant of a wrong type": ({**GOOD, "tenant": 7}, "field 'tenant'"),
-    "messages of a wrong type": ({**GOOD, "messages": "hello"}, "field 'messages'"),
-    "no content": ({**GOOD, "messages": [{"role": "user"}]}, "content"),
-    "no role": ({**GOOD, "messages": [{"content": "hello"}]}, "role"),
-    "empty text": ({**GOOD, "messages": [{"role": "user", "content": "  "}]}, "content"),
-    "2 MB message": ({**GOOD, "messages": [{"role": "user", "content": "x" * 2_000_000}]}, "content"),
-    "vague timestamp": ({**GOOD, "timestamp": "last tuesday"}, "field 'timestamp'"),
-    "impossible timestamp": ({**GOOD, "timestamp": "2026-02-30T10:00:00"}, "field 'timestamp'"),
+    "vague timestamp": (turn_line("ada", 0, "a line") | {"timestamp": "last tuesday"}, "field 'timestamp'"),
+    "2 MB message": (turn_line("ada", 0, "x" * 2_000_000), "content"),
 }
 
 
@@ -77,20 +59,6 @@ def test_many_bad_lines_are_counted_not_all_told(tmp_path: Path) -> None:
     assert "150 more errors" in done.err
 
 
-def test_times_out_of_order_and_missing_ones_are_no_errors(tmp_path: Path) -> None:
-    lines = conversation("ada", 3)
-    lines[2]["timestamp"] = "2020-01-01T00:00:00"
-    undated = without(turn_line("bo", 0, "no time at all"), "timestamp")
-    inherits = without(turn_line("ada", 9, "the time of the turn before"), "timestamp")
-    done = ingest(write_log(tmp_path / "log.jsonl", [*lines, undated, inherits]), tmp_path / "s")
-    assert (done.code, done.doc["turns"], done.doc["errors"], done.doc["warnings"]) == (0, 5, 0, 1)
-    assert "earlier than the one before" in done.err
-    times = run("list", "--store", tmp_path / "s", "--tenant", "ada", "--kind", "turns", "--json").lines
-    assert [t["timestamp"] for t in times[2:]] == ["2020-01-01T00:00:00"] * 2
-    (turn,) = run("list", "--store", tmp_path / "s", "--tenant", "bo", "--kind", "turns", "--json").lines
-    assert turn["timestamp"] is None
-
-
 def test_files_that_are_no_logs_do_not_stop_the_others(tmp_path: Path) -> None:
     write_log(tmp_path / "a.jsonl", conversation("ada", 2))
     (tmp_path / "b.json").write_text('{"something": "else"}')
@@ -118,22 +86,6 @@ def test_an_unknown_tenant_or_id_or_store_is_said(tmp_path: Path) -> None:
     assert missing.code == 1
     assert "not an Undertow store" in missing.err
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_store_of_another_encoder_or_a_newer_format_is_refused(tmp_path: Path) -> None:
-    store = tmp_path / "s"
-    log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
-    ingest(log, store)
-    other = ingest(log, store, "--encoder", "hash:128")
-    assert (other.code, other.out) == (1, "")
-    assert "hash:384" in other.err and "hash:128" in other.err and "undertow reindex" in other.err
-    described = json.loads((store / "store.json").read_text())
-    (store / "store.json").write_text(json.dumps({**described, "format_version": 99}))
-    newer = ingest(log, store)
-    assert newer.code == 1
-    assert "format version 99" in newer.err
-    (store / "store.json").write_text("{")
-    assert "Restore it" in ingest(log, store).err
 
 
 NO_DESCRIPTIONS: dict[str, Any] = {
@@ -209,53 +161,3 @@ def test_a_value_error_of_the_engine_is_not_blamed_on_the_user(
     for bad in (("demo", "--llm", "no url"), ("reindex", "--store", store, "--encoder", "hash:x")):
         refused = run(*bad)
         assert refused.code == 2 and "report" not in refused.err
-
-
-def test_a_place_that_takes_no_store_is_said(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
-    done = ingest(log, log / "store")
-    assert (done.code, done.out) == (1, "")
-    assert str(log / "store") in done.err and "Traceback" not in done.err
-
-
-def test_a_read_only_store_can_be_read_but_not_written(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    store = tmp_path / "s"
-    log = write_log(tmp_path / "log.jsonl", conversation("ada", 2))
-    ingest(log, store)
-    folders = [store, *(p for p in store.rglob("*"))]
-    for path in folders:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    try:
-        refused = ingest(log, store)
-        assert refused.code == 1
-        assert "read-only" in refused.err
-        assert len(run("search", "boat", "--tenant", "ada", "--store", store, "--json").lines) == 2
-    finally:
-        for path in folders:
-            path.chmod(0o755)
-
-
-def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    """A limit on file size stands for the full disk: the same refusal of a write, at a certain point."""
-    store = tmp_path / "s"
-    log = write_log(tmp_path / "log.jsonl", conversation("ada", 60))
-    ingest(write_log(tmp_path / "first.jsonl", conversation("bo", 2)), store)
-    ingest(log, tmp_path / "warm")  # compiles the kernels: their cache files are larger than the limit
-    limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); "
-    command = ["ingest", str(log), "--store", str(store), "--llm", "off", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", f"{limit}os.execv(sys.argv[1], sys.argv[1:])", *PROGRAM, *command],
-        env=ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert "Nothing of this step was acknowledged" in done.stderr and "free space" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert run("list", "--kind", "tenants", "--store", store, "--json").lines == [
-        {"tenant": "bo", "turns": 2}
-    ]
-    again = ingest(log, store, "--resume")
-    assert (again.code, again.doc["turns"]) == (0, 62)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from undertow.engine.readers import (
-    detect_format,
-)
+from undertow.engine.readers import detect_format
 from undertow.serving import demo
 
 from ...support.readers import GOOD, records

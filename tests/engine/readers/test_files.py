@@ -12,13 +12,7 @@ import pytest
 from obstore.store import S3Store
 
 from undertow.engine.base.model import InputError
-from undertow.engine.readers import (
-    Log,
-    detect_format,
-    find_logs,
-    read,
-    source,
-)
+from undertow.engine.readers import Log, detect_format, find_logs, read, source
 
 from ...support.readers import GOOD, LIMIT, line, parquet, records, write
 

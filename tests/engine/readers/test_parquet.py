@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from undertow.engine.readers import (
-    detect_format,
-)
+from undertow.engine.readers import detect_format
 
 from ...support.readers import GOOD, parquet, records
 

@@ -13,14 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from undertow.engine.base.model import InputError, Message
-from undertow.engine.readers import (
-    Format,
-    jsonl,
-    pair_chat,
-    pair_dialogue,
-    parse_messages,
-    read,
-)
+from undertow.engine.readers import Format, jsonl, pair_chat, pair_dialogue, parse_messages, read
 from undertow.engine.readers.record import OrderWatch
 
 from ...support.readers import GOOD, LIMIT, line, records, write

@@ -25,8 +25,7 @@ from undertow.kernels.gate.factory import make_gate
 from ...support.engine import ENCODER, NEVER, open_engine, turn_of
 
 ZONES: Any = st.one_of(  # hypothesis' types know of no draw between some zone and none
-    st.none(),
-    st.integers(-14 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes))),
+    st.none(), st.integers(-14 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 )
 # close together, so that ends of windows fall on turns, and the ends of what there is
 MOMENTS = st.one_of(

@@ -33,6 +33,7 @@ from ...support.engine import (
     HeldLLM,
     RecordingLLM,
     Run,
+    SilentLLM,
     assert_same,
     ingest,
     interleaved,
@@ -243,18 +244,6 @@ def test_tenants_that_nothing_can_move_make_room(
     assert all(len(found.decisions[name]) == len(turns) for name, turns in log.items())
 
 
-class SilentLLM(HeldLLM):
-    """A server that nobody has heard of for an hour."""
-
-    @property
-    def unreachable_s(self) -> float | None:
-        return 3_600.0
-
-    @property
-    def last_error(self) -> str | None:
-        return "connection refused"
-
-
 def test_a_silent_server_does_not_stop_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
 ) -> None:
@@ -346,22 +335,6 @@ def test_files_are_fed_through_a_full_pool(
     assert watched.failures > 0
     assert len(steps) > 27, "some steps stored nothing"
     assert sum(step.admitted for step in steps) == 160
-
-
-def test_what_is_refused_takes_all_that_was_queued_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A later turn of a tenant is never stored without an earlier one."""
-    use_pool(monkeypatch, 100)
-    with open_engine(tmp_path, None, **ALONE, batch_turns=50) as engine:
-        batch = [turn for n in range(50) for turn in turns_of(f"t{n}", 3)]
-        with pytest.raises(ArenaFull, match="no room for"):
-            engine.add_batch(batch)
-        assert len(engine.scheduler.inbox) == 0
-        assert engine.idle
-        assert engine.tenants.names() == [], "of nobody is anything stored"
-        assert [receipt.seq for receipt in engine.add_batch(turns_of("t0", 3))] == [0, 1, 2]
-    assert len(rows_of(tmp_path, "turn")) == 3
 
 
 def test_tenants_in_memory_but_at_no_work_make_room_for_a_batch(

@@ -51,10 +51,7 @@ def on_stand_in(monkeypatch: pytest.MonkeyPatch, rows: int) -> Settings:
     return Settings(device="cpu", **THETA)
 
 
-POOLS = [
-    pytest.param(on_card, id="card", marks=pytest.mark.gpu),
-    pytest.param(on_stand_in, id="stand-in"),
-]
+POOLS = [pytest.param(on_card, id="card", marks=pytest.mark.gpu), pytest.param(on_stand_in, id="stand-in")]
 
 
 @pytest.fixture(scope="module")

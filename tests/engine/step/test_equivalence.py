@@ -169,11 +169,7 @@ def test_any_batch_and_interleaving_gives_what_one_by_one_gives(
 
 
 def test_late_and_out_of_order_replies(
-    locomo: Turns,
-    encoder: Encoder,
-    expected: Run,
-    options: dict[str, Any],
-    tmp_path: Path,
+    locomo: Turns, encoder: Encoder, expected: Run, options: dict[str, Any], tmp_path: Path
 ) -> None:
     llm = RecordingLLM(REPLIES, latency_s=0.001, jitter_s=0.02)
     turns = {name: locomo[name] for name in MIDDLE}
@@ -221,11 +217,7 @@ def figures(engine: Engine, names: tuple[str, ...]) -> Figures:
 
 
 def test_closing_and_reopening_in_the_middle_changes_nothing(
-    locomo: Turns,
-    encoder: Encoder,
-    expected: Run,
-    options: dict[str, Any],
-    tmp_path: Path,
+    locomo: Turns, encoder: Encoder, expected: Run, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """A session that ends with replies outstanding; the next sends those prompts again, and no others.
 
@@ -253,11 +245,7 @@ def test_closing_and_reopening_in_the_middle_changes_nothing(
 
 
 def test_without_an_llm_at_first_the_end_state_is_the_same(
-    locomo: Turns,
-    encoder: Encoder,
-    expected: Run,
-    options: dict[str, Any],
-    tmp_path: Path,
+    locomo: Turns, encoder: Encoder, expected: Run, options: dict[str, Any], tmp_path: Path
 ) -> None:
     settings = settings_of(**options)
     with opened(tmp_path, settings, encoder, None) as engine:

@@ -29,7 +29,6 @@ from ...support.faults.harness import (
     assert_prefix_stored,
     assert_same_state,
     end_state,
-    shared_driver,
     turns_of,
     write_log,
 )
@@ -47,11 +46,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server() -> Iterator[str]:
     with spawn_server(latency_ms=3, jitter_ms=3, **RATES, **PARKING) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def driver() -> Driver:
-    return shared_driver()
 
 
 @pytest.fixture(scope="module")

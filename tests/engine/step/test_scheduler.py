@@ -1,9 +1,8 @@
-"""The step loop and what surrounds it: fairness, bounds, failure, budgets, erasure, settings, locks."""
+"""The step loop and what surrounds it: fairness, bounds, failure, budgets, settings, store formats."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -11,30 +10,26 @@ import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.step.admission import QueueFull
-from undertow.engine.storage.store_info import StoreError, StoreLocked
-from undertow.engine.tenants.registry import UnknownTenant
+from undertow.engine.storage.store_info import StoreError
 
 from ...support.engine import (
     ALONE,
     ENCODER,
     MARKER,
     NEVER,
-    DeafLLM,
     HeldLLM,
     RecordingLLM,
     Run,
+    SilentLLM,
     assert_same,
-    bytes_hold,
     cursors,
     open_engine,
     opened,
     oracle_run,
     put,
     read_back,
-    rows_of,
     settings_of,
     turn_of,
     turns_of,
@@ -116,18 +111,6 @@ def test_at_most_one_job_a_tenant_is_in_flight(tmp_path: Path) -> None:
 # ---- failure of the LLM, budgets
 
 
-class SilentLLM(HeldLLM):
-    """A server that nobody has heard of for an hour."""
-
-    @property
-    def unreachable_s(self) -> float | None:
-        return 3_600.0 if self.held else None
-
-    @property
-    def last_error(self) -> str | None:
-        return "connection refused"
-
-
 def test_without_a_server_ingestion_and_search_go_on(tmp_path: Path) -> None:
     llm = SilentLLM()
     with open_engine(tmp_path, llm, **ALONE) as engine:
@@ -165,67 +148,7 @@ def test_a_spent_budget_degrades_one_tenant_to_search_only_and_says_so(tmp_path:
     assert_same(Run(run.decisions, run.versions, expected.prompts), expected)
 
 
-# ---- erasure
-
-
-@pytest.mark.parametrize("make_llm", [HeldLLM, DeafLLM], ids=["cancels", "answers all the same"])
-def test_a_late_reply_to_an_erased_tenant_is_dropped(make_llm: Callable[[], HeldLLM], tmp_path: Path) -> None:
-    llm = make_llm()
-    with open_engine(tmp_path, llm, **ALONE) as engine:
-        engine.add_batch([turn_of("ann", 0, f"the {MARKER} plays"), turn_of("bo", 0, "bo stays")])
-        late, llm.held = llm.held, []
-        assert {tenant for tenant, _, _ in late} == {"ann", "bo"}
-        put(engine, [turn_of("ann", 1, f"{MARKER} still in the queue")])
-        engine.erase("ann")
-        with pytest.raises(UnknownTenant, match="ann"):
-            engine.search("ann", MARKER)
-        assert engine.tenants.names() == ["bo"]
-        assert engine.stats()["turns"] == 1
-        engine.add_batch([turn_of("ann", 0, "a new life")])  # the same key, no duplicate
-        llm.held += late
-        while not engine.scheduler.idle:
-            llm.release()
-            engine.step(0.05)
-        hits = [*engine.search("ann", MARKER).ranked(), *engine.get_all("ann")]
-        assert hits and MARKER not in repr(hits)
-        own = {row.id for row in rows_of(tmp_path, "turn") if row.tenant == "ann"}
-        assert len(own) == 2, "the new life's turn has an id of its own"
-        certificate = engine.erase("ann", now=True)
-        assert certificate is not None
-        assert not bytes_hold(tmp_path, MARKER)
-        assert [
-            row.tenant
-            for row in rows_of(tmp_path, "turn", "episode", "fact", "decision")
-            if row.tenant != "bo"
-        ] == []
-        assert engine.search("bo", "bo stays").episodes
-
-
-def test_an_id_of_an_erased_life_deletes_nothing_of_the_next(tmp_path: Path) -> None:
-    with open_engine(tmp_path, **NEVER) as engine:
-        (old,) = engine.add_batch([turn_of("ann", 0, "old")])
-        engine.erase("ann")
-        engine.add_batch([turn_of("ann", 0, "new")])
-        assert old.id is not None
-        with pytest.raises(UndertowError, match="no memory has the id"):
-            engine.delete(old.id)
-        assert len(engine.search("ann", "new").turns) == 1
-
-
 # ---- who may open the store
-
-
-def test_a_second_writer_is_refused_and_told_who_holds_the_store(tmp_path: Path) -> None:
-    with open_engine(tmp_path, **NEVER) as engine:
-        engine.add_batch(turns_of("ann", 1))
-        with pytest.raises(StoreLocked, match=r"being written by process \d+"):
-            open_engine(tmp_path, **NEVER)
-        reader = Engine(tmp_path, settings_of(**NEVER), ENCODER, writable=False)
-        assert reader.search("ann", "word0").turns
-        reader.close()
-        engine.add_batch(turns_of("ann", 1, start=1))
-    with open_engine(tmp_path, **NEVER) as engine:
-        assert engine.stats()["turns"] == 2
 
 
 def test_a_store_of_a_newer_format_or_another_encoder_is_refused(tmp_path: Path) -> None:

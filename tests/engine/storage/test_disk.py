@@ -28,7 +28,6 @@ from ...support.faults.harness import (
     assert_same_state,
     end_state,
     reports,
-    shared_driver,
     stored_texts,
     turns_of,
     write_log,
@@ -37,11 +36,6 @@ from ...support.faults.spoilt_llm import served
 
 TENANTS = ("ann", "bob")
 SETTINGS = {**THETA, "encoder": "hash:384", "batch_turns": 8}
-
-
-@pytest.fixture(scope="module")
-def driver() -> Driver:
-    return shared_driver()
 
 
 @pytest.fixture

@@ -213,19 +213,6 @@ def test_an_engine_on_s3_end_to_end(location: Location) -> None:
         assert reader.stats()["turns"] == 25
 
 
-def test_a_second_engine_stops_the_first(location: Location) -> None:
-    encoder = HashingEncoder(DIM)
-    with Engine(location, SETTINGS, encoder) as old:
-        old.add_batch(turns("ann", 3))
-        with Engine(location, SETTINGS, encoder) as new:
-            with pytest.raises(Fenced):
-                old.add_batch(turns("ann", 5))
-            assert len(new.add_batch(turns("ann", 6))) == 6
-            assert new.stats()["turns"] == 6
-    with Engine(location, SETTINGS, encoder, writable=False) as reader:
-        assert reader.stats()["turns"] == 6, "none doubled, none lost"
-
-
 def test_a_reindex_on_s3(location: Location) -> None:
     with Engine(location, SETTINGS, HashingEncoder(DIM)) as engine:
         engine.add_batch(turns("ann", 30))

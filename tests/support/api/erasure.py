@@ -1,4 +1,4 @@
-"""What test_erase.py and test_erase_turns.py share."""
+"""What the tests of erasure share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from undertow.engine.base.model import Message, PolicyName, Turn
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
 
-from ..faults.harness import (
-    THETA,
-    TOPICS,
-    WINDOWS,
-)
+from ..faults.harness import THETA, TOPICS, WINDOWS
 
 REPLIES = MockReplies(1, 0.3, 0.1, malformed_rate=0.1, malformed_sticky=True)
 

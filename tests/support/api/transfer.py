@@ -1,4 +1,4 @@
-"""What test_import.py and test_import_faults.py share."""
+"""Exports of a tenant with a history, and what its user can see of it, for the tests of imports."""
 
 from __future__ import annotations
 

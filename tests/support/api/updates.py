@@ -6,17 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.model import (
-    Memory,
-    MemoryKind,
-)
+from undertow.engine.base.model import Memory, MemoryKind
 
-from ..engine import (
-    turn_of,
-)
-from ..faults.harness import (
-    reports,
-)
+from ..engine import turn_of
+from ..faults.harness import reports
 
 GARDEN = "a garden of roses"
 

@@ -138,10 +138,7 @@ class OracleNemori(Oracle):
         if older is None:
             episode = self._born(seq, "episode", told, turns, source_messages=parts)
         else:
-            shown = [
-                ShownMemory(1, older.timestamp, older.text),
-                ShownMemory(2, self._latest(turns), told),
-            ]
+            shown = [ShownMemory(1, older.timestamp, older.text), ShownMemory(2, self._latest(turns), told)]
             told = self._told(integrate_prompt(shown))
             parts = (*older.source_messages, *parts)
             episode = self._next_version(seq, older, told, turns, source_messages=parts)

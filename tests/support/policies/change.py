@@ -11,16 +11,8 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PolicyName, Turn
 
-from ...support.engine import (
-    HeldLLM,
-    RecordingLLM,
-    open_engine,
-    turn_of,
-)
-from ...support.faults.harness import (
-    THETA,
-    TOPICS,
-)
+from ...support.engine import HeldLLM, RecordingLLM, open_engine, turn_of
+from ...support.faults.harness import THETA, TOPICS
 
 REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.15)
 

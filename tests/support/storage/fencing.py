@@ -9,8 +9,6 @@ from undertow.engine.storage.journal_rows import to_rows, to_table
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
 
-DIM = 4
-
 
 def row(text: str, tenant: str = "ann") -> Row:
     return Row("turn", tenant, tenant, 0, text.encode(), text)

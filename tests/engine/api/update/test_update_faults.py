@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -14,15 +14,12 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import (
-    Memory,
-    PolicyName,
-)
+from undertow.engine.base.model import Memory, PolicyName
 from undertow.engine.encoders.hashing import HashingEncoder
 
-from ...support.api.erasure import turns_of_topics
-from ...support.api.updates import GARDENS, NEW, PAIRS, current, one, reports_of
-from ...support.engine import (
+from ....support.api.erasure import turns_of_topics
+from ....support.api.updates import NEW, current, one, reports_of
+from ....support.engine import (
     ALONE,
     ENCODER,
     MARKER,
@@ -36,29 +33,8 @@ from ...support.engine import (
     read_back,
     settings_of,
     turn_of,
-    turns_of,
 )
-from ...support.faults.harness import (
-    THETA,
-    WINDOWS,
-    Driver,
-    assert_same_state,
-    end_state,
-    reports,
-    shared_driver,
-)
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """A tenant with memories, and one with none."""
-    with open_engine(tmp_path / "store", MockLLM(MockReplies(2)), **PAIRS) as engine:
-        engine.add_batch(GARDENS)
-        engine.add_batch(turns_of("bob", 2))
-        assert engine.drain()
-        assert {m.kind for m in engine.get_all("ann")} == {"episode", "fact"}
-        yield engine
-
+from ....support.faults.harness import THETA, WINDOWS, Driver, assert_same_state, end_state, reports
 
 # ---- batched and streamed
 
@@ -220,11 +196,6 @@ REPLIES = MockReplies(1, 0.3, 0.1)
 
 
 SETTINGS = {**THETA, **WINDOWS, "encoder": "hash:384"}
-
-
-@pytest.fixture(scope="module")
-def driver() -> Driver:
-    return shared_driver()
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,7 @@ from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
 
-from ...support.storage.fencing import DIM, raw_texts, row, stored, taken_over, texts
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    Journal.create(tmp_path / "store", DIM, {"model": "none"})
-    return tmp_path / "store"
-
+from ....support.storage.fencing import raw_texts, row, stored, taken_over, texts
 
 # ---- real journals
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,72 +9,14 @@ import pytest
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.model import (
-    InputError,
-    MemoryKind,
-    Message,
-    Turn,
-    UndertowError,
-)
+from undertow.engine.base.model import InputError, MemoryKind, Message, Turn, UndertowError
 
-from ...support.api.updates import GARDEN, GARDENS, NEW, PAIRS, current, one, reports_of
-from ...support.engine import (
-    MARKER,
-    NEVER,
-    RecordingLLM,
-    bytes_hold,
-    open_engine,
-    turn_of,
-    turns_of,
-)
-from ...support.faults.harness import (
-    reports,
-)
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """A tenant with memories, and one with none."""
-    with open_engine(tmp_path / "store", MockLLM(MockReplies(2)), **PAIRS) as engine:
-        engine.add_batch(GARDENS)
-        engine.add_batch(turns_of("bob", 2))
-        assert engine.drain()
-        assert {m.kind for m in engine.get_all("ann")} == {"episode", "fact"}
-        yield engine
+from ....support.api.updates import GARDEN, GARDENS, NEW, PAIRS, current, one, reports_of
+from ....support.engine import MARKER, NEVER, RecordingLLM, bytes_hold, open_engine, turn_of
 
 
 def found(engine: Engine, text: str, tenant: str = "ann") -> list[str]:
     return [hit.memory for hit in engine.search(tenant, text, k_sub=50, k_epi=50, k_sem=50).ranked()]
-
-
-# ---- get and history
-
-
-def test_get_is_the_newest_version_and_history_all_of_them(engine: Engine) -> None:
-    with reports(Path(str(engine.journal.location))) as of:
-        turns, facts = of.turns("ann"), of.memories("ann", "fact")
-        episodes = of.memories("ann", "episode")
-    assert len(turns) == 6 and facts and any(e["version"] > 1 for e in episodes)
-    for known in (*turns, *facts, *episodes):
-        assert engine.get(known["id"]) == engine.get(known["id"], tenant="ann") == known
-        versions = engine.history(known["id"], tenant="ann")
-        assert versions[-1] == known
-        assert [v.get("version", 1) for v in versions] == list(range(1, known.get("version", 1) + 1))
-
-
-def test_of_a_deleted_memory_there_is_its_history_alone(engine: Engine) -> None:
-    fact, turn = one(engine, "fact"), engine.search("bob", "word1").turns[0]
-    engine.delete(fact.id)
-    engine.delete(turn.id)
-    assert engine.drain()
-    assert [v["deleted"] for v in engine.history(fact.id)] == [False, True]
-    for memory_id in (fact.id, turn.id):
-        with pytest.raises(UndertowError, match="no memory has the id"):
-            engine.get(memory_id)
-        with pytest.raises(UndertowError, match="no memory has the id"):
-            engine.update(memory_id, NEW)
-    with pytest.raises(UndertowError, match="no memory has the id"):
-        engine.history(turn.id)
 
 
 # ---- episodes and facts
@@ -152,8 +93,6 @@ def test_the_last_of_several_changes_counts(engine: Engine) -> None:
     assert [v["deleted"] for v in engine.history(second.id)] == [False, True]
     late = [
         r
-        for r in reports_of(Path(str(engine.journal.location)))
-        if "deleted before" in (r.get("reason") or "")
         for r in reports_of(Path(str(engine.journal.location)))
         if "deleted before" in (r.get("reason") or "")
     ]

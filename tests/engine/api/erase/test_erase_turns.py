@@ -18,14 +18,11 @@ import pytest
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.server import MockServer
 from undertow.engine.base.model import Message, PolicyName, Turn
-from undertow.engine.storage import journal as journal_module
 
-from ...support.api.erasure import (
+from ....support.api.erasure import (
     OBLIGING,
-    OTHERS,
     REPLIES,
     SETTINGS,
-    TURNS,
     Marked,
     assert_no_trace,
     files_with,
@@ -33,67 +30,9 @@ from ...support.api.erasure import (
     turns_of_topics,
     values_with,
 )
-from ...support.engine import DeafLLM, HeldLLM, rows_of
-from ...support.faults.harness import (
-    KINDS,
-    Driver,
-    State,
-    assert_same_state,
-    end_state,
-    shared_driver,
-)
-from ...support.faults.spoilt_llm import served
-
-
-@pytest.fixture(scope="module")
-def marked() -> Marked:
-    # not in any other byte of the store but by its own doing; the accent has several spellings
-    return Marked(f"é{secrets.token_hex(8)}")
-
-
-@pytest.fixture(scope="module")
-def built(marked: Marked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[PolicyName], Path]]:
-    """Three tenants, one of them marked, with several versions and compactions behind them."""
-
-    @cache
-    def of(policy: PolicyName) -> Path:
-        store = tmp_path_factory.mktemp("built") / "store"
-        count = TURNS[policy]
-        # that RecMem alone has parked jobs in it: of a window's many calls one is unusable too often
-        llm = MockLLM(REPLIES if policy == "recmem" else OBLIGING)
-        with opened(store, llm, policy) as engine:
-            for n in range(0, count, count // 3):
-                for name in (*OTHERS, marked.name):
-                    word = marked.word if name == marked.name else ""
-                    engine.add_batch(turns_of_topics(name, count, word)[n : n + count // 3])
-                    engine.step()
-            assert engine.drain()
-        assert KINDS[policy] <= end_state(store).kinds()
-        return store
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "COMMITS_PER_COMPACTION", 9)
-        yield of
-
-
-@pytest.fixture
-def policy() -> PolicyName:
-    """Of most tests' store; some are parametrised with it."""
-    return "recmem"
-
-
-@pytest.fixture
-def store(policy: PolicyName, built: Callable[[PolicyName], Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built(policy), tmp_path / "store"))
-
-
-# ---- erased, not yet purged
-
-
-@pytest.fixture(scope="module")
-def driver() -> Driver:
-    return shared_driver()
-
+from ....support.engine import DeafLLM, HeldLLM, rows_of
+from ....support.faults.harness import Driver, State, assert_same_state, end_state
+from ....support.faults.spoilt_llm import served
 
 # ---- work under way
 

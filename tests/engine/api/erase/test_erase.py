@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,11 @@ from undertow.bench.mock.llm import MockLLM
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PolicyName, Turn, UndertowError
 from undertow.engine.base.results import Certificate
-from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage.row_codec import memory_of
 from undertow.engine.storage.store_info import read_info
 from undertow.engine.tenants.registry import UnknownTenant
 
-from ...support.api.erasure import (
+from ....support.api.erasure import (
     OBLIGING,
     OTHERS,
     REPLIES,
@@ -40,59 +36,10 @@ from ...support.api.erasure import (
     values_with,
     versions_with,
 )
-from ...support.engine import rows_of
-from ...support.faults.harness import (
-    KINDS,
-    Driver,
-    State,
-    end_state,
-    reports,
-    shared_driver,
-)
+from ....support.engine import rows_of
+from ....support.faults.harness import Driver, State, end_state, reports
 
 QUERY = "boat and tide and garden"
-
-
-@pytest.fixture(scope="module")
-def marked() -> Marked:
-    # not in any other byte of the store but by its own doing; the accent has several spellings
-    return Marked(f"é{secrets.token_hex(8)}")
-
-
-@pytest.fixture(scope="module")
-def built(marked: Marked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[PolicyName], Path]]:
-    """Three tenants, one of them marked, with several versions and compactions behind them."""
-
-    @cache
-    def of(policy: PolicyName) -> Path:
-        store = tmp_path_factory.mktemp("built") / "store"
-        count = TURNS[policy]
-        # that RecMem alone has parked jobs in it: of a window's many calls one is unusable too often
-        llm = MockLLM(REPLIES if policy == "recmem" else OBLIGING)
-        with opened(store, llm, policy) as engine:
-            for n in range(0, count, count // 3):
-                for name in (*OTHERS, marked.name):
-                    word = marked.word if name == marked.name else ""
-                    engine.add_batch(turns_of_topics(name, count, word)[n : n + count // 3])
-                    engine.step()
-            assert engine.drain()
-        assert KINDS[policy] <= end_state(store).kinds()
-        return store
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "COMMITS_PER_COMPACTION", 9)
-        yield of
-
-
-@pytest.fixture
-def policy() -> PolicyName:
-    """Of most tests' store; some are parametrised with it."""
-    return "recmem"
-
-
-@pytest.fixture
-def store(policy: PolicyName, built: Callable[[PolicyName], Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built(policy), tmp_path / "store"))
 
 
 # ---- looking for traces
@@ -290,11 +237,6 @@ def test_a_deletion_of_an_erased_life_takes_no_version_from_the_next(tmp_path: P
         engine.delete(receipts[0].id)  # its record has the number that is a merge in the next life
         engine.erase("ann")
     assert versions_of_second_life(tmp_path / "store") == alone
-
-
-@pytest.fixture(scope="module")
-def driver() -> Driver:
-    return shared_driver()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,7 @@ from undertow.engine.storage.journal import SCHEMA, Journal, Row
 from undertow.engine.storage.lance_log import LanceLog, _worth_merging
 from undertow.engine.storage.store_info import read_info
 
-from ...support.storage.journal import DIM, contents, files_in, row
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    Journal.create(tmp_path / "store", DIM, {"model": "none"})
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def journal(store: Path) -> Iterator[Journal]:
-    opened = Journal.open(store, writable=True)
-    yield opened
-    opened.close()
-
+from ....support.storage.journal import DIM, contents, files_in, row
 
 # ---- compaction
 

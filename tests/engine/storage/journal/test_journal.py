@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import lance
@@ -17,21 +16,7 @@ from undertow.engine.storage.journal import Journal, JournalError, Kind
 from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.store_info import FORMAT_VERSION, StoreError, StoreLocked, read_info
 
-from ...support.storage.journal import DIM, contents, files_in, row
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    Journal.create(tmp_path / "store", DIM, {"model": "none"})
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def journal(store: Path) -> Iterator[Journal]:
-    opened = Journal.open(store, writable=True)
-    yield opened
-    opened.close()
-
+from ....support.storage.journal import DIM, contents, files_in, row
 
 # ---- order and atomicity
 
