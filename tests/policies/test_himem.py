@@ -24,8 +24,11 @@ from undertow.prompts.reply_schemas import (
     NoteDraft,
     NotesReply,
     Reply,
+    ReviseReply,
+    Revision,
     SegmentDraft,
     SegmentReply,
+    SupplementDraft,
     SupplementReply,
     TraitDraft,
     TraitsReply,
@@ -337,6 +340,21 @@ def test_reconsolidation_skips_episodes_that_are_gone_or_rest_on_a_deleted_turn(
     del view.turns[0]
     assert ask(view).outcome.decision is Decision.WAITS
     assert ask(talk("aaaaaa", [EARLY]), episodes=("unknown",)).prompts == []
+
+
+def test_reconsolidation_changes_a_note_once_and_adds_the_second_candidate_that_names_it() -> None:
+    lives = stored("fact", "Ann lives in Berlin.", 2, (1,), fact_kind="profile")
+    drafts = [SupplementDraft(episodes=[1], text=text, kind="profile") for text in ("One.", "Two.")]
+    given: list[tuple[int, Any, str]] = [
+        (1, "extendable", "Both."),
+        (1, "independent", ""),
+        (2, "contradictory", ""),
+    ]
+    revisions = [Revision(candidate=n, relation=relation, note=1, text=text) for n, relation, text in given]
+    view = talk("aaaaaa", [LATE, lives])
+    done = ask(view, SupplementReply(notes=drafts), ReviseReply(decisions=revisions))
+    assert [(m.text, m.version) for m in done.made("fact")] == [("Both.", 2), ("Two.", 1)]
+    assert not done.deleted()
 
 
 # ---- forgetting by use
