@@ -118,6 +118,7 @@ def test_a_missing_store_or_file_is_an_error_and_a_store_without_keys_is_not(tmp
             done = run("keys", *args, *where)
             assert (done.code, done.out) == (1, "")
             assert f"Check {where[0]}" in done.err and "undertow keys create" in done.err
+    assert list(tmp_path.iterdir()) == []
     store = tmp_path / "store"
     log = write_log(tmp_path / "log.jsonl", conversation("bo", 1))
     assert run("ingest", log, "--store", store, "--llm", "off").code == 0
