@@ -13,7 +13,6 @@ from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
 from undertow.serving.cli.output import say
 from undertow.serving.cli.settings import check_settings
-from undertow.serving.cli.stores import is_root
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings
@@ -45,12 +44,12 @@ def open_cluster(
     `parts`: engine parts of the shards started now. WrongUsage, UndertowError.
     """
     from undertow.engine.cluster.settings import ClusterSettings
-    from undertow.engine.cluster.shard_map import load
+    from undertow.engine.cluster.shard_map import exists, load
     from undertow.engine.storage.store_info import is_store
 
     if is_store(root):
         raise WrongUsage(f"{root} is the store of one process, not a cluster's root. Name another folder.")
-    if shards is None and not is_root(root):
+    if shards is None and not exists(root):
         raise WrongUsage(f"{root} is not a cluster's root yet: give the number of shards with --shards.")
     check_settings(settings)
     with wrong_usage():
@@ -59,7 +58,7 @@ def open_cluster(
     with on_ray(address, room_for, resources.num_cpus):
         from undertow.engine.cluster.ray.cluster import Cluster
 
-        before = actors(root) if is_root(root) else {}
+        before = actors(root) if exists(root) else {}
         opened = Cluster.open(root, settings, shards=shards, resources=resources, parts=parts)
         if before:
             say(f"{len(before)} shards run already: they keep the settings they were started with.")
@@ -116,7 +115,7 @@ def actors(root: Location) -> dict[str, Any]:
     import ray
 
     from undertow.engine.cluster.ray.actors import NAMESPACE, actor_name
-    from undertow.engine.cluster.shard_map import load
+    from undertow.engine.cluster.shard_map import exists, load
 
     found = {}
     for shard in load(root).everyone:
