@@ -115,7 +115,7 @@ def actors(root: Location) -> dict[str, Any]:
     import ray
 
     from undertow.engine.cluster.ray.actors import NAMESPACE, actor_name
-    from undertow.engine.cluster.shard_map import exists, load
+    from undertow.engine.cluster.shard_map import load
 
     found = {}
     for shard in load(root).everyone:
