@@ -269,6 +269,8 @@ def refusing(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:
         "until": lambda: api.search(tenant, QUERY, until="yesterday"),
         "as_of": lambda: api.answer(tenant, QUERY, as_of="yesterday"),
         "text": lambda: api.update(first, "", tenant=tenant),
+        "where": lambda: api.search(tenant, QUERY, where={"topic": {"is": "boat"}}),
+        "k": lambda: api.search(tenant, QUERY, k_sub=-1, k_epi=0, k_sem=0),
         "records": lambda: api.import_(f"bad {tenant}", [{"kind": "turn"}]),
     }
     assert {name for name, call in wrong.items() if not _is_refused(call)} == set()
@@ -325,6 +327,11 @@ def test_a_memory_is_found_without_naming_its_tenant(api: MemoryApi) -> None:
         pytest.skip("over HTTP every path names a tenant")
     (first, second) = filled(api, [turn_of("unnamed", n, f"word{n}") for n in range(2)])
     assert api.get(first)["tenant"] == "unnamed"
+    keys = [turn_of("unnamed", 0, "word0").dedupe_key, "no such key"]
+    assert {key: report["id"] for key, report in api.turns_by_key("unnamed", keys).items()} == {
+        keys[0]: first
+    }
+    assert api.get_all("unnamed") == []
     assert api.update(first, "other words").kind == "turn"
     assert api.delete(second) == "turn"
     for act in (api.get, api.history, api.delete):

@@ -64,6 +64,9 @@ class SearchCalls(ABC):
         window = Window(
             query.since and parse_timestamp(query.since), query.until and parse_timestamp(query.until)
         )
+        for name in ("k_sub", "k_epi", "k_sem"):
+            if (getattr(query, name) or 0) < 0:
+                raise ValueError(f"{name} is {getattr(query, name)}. Give 0 or more, or leave it out.")
         own = self._tiers_of(query.tenant)
         tiers = replace(
             own,

@@ -1,8 +1,7 @@
 """Client of one or more OpenAI-compatible servers: requests from one thread, replies as futures.
 
-A request has one of three outcomes (`replies.py`): a validated reply, `BadReply`, or `ServerRefused`. A
-transport failure is none of them: the request fails over to another server, or is retried. `_complete` asks
-once more after a bad reply, with a repair prompt.
+A request has one of three outcomes (`replies.py`): a validated reply, `BadReply`, or `ServerRefused`. What
+is tried again, and how often, stands in `retries.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,11 @@ import asyncio
 import itertools
 import logging
 import threading
-import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, Self
 
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import Usage
-from undertow.engine.llm.circuit_breaker import backoff_s
 from undertow.engine.llm.discovery import server_addresses
 from undertow.engine.llm.load_balancer import LoadBalancer
 from undertow.engine.llm.replies import (
@@ -28,15 +23,14 @@ from undertow.engine.llm.replies import (
     Completion,
     OnCall,
     OnText,
-    Rejected,
     ServerHealth,
     ServerRefused,
-    ServerReply,
     Trouble,
     read_reply,
 )
+from undertow.engine.llm.retries import LLMRequest, Retries
 from undertow.engine.llm.server import ModelChoice, Server
-from undertow.prompts.builders import Operation, Prompt, repair_messages
+from undertow.prompts.builders import Prompt
 
 __all__ = [
     "BadReply",
@@ -53,21 +47,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-# Lower goes first: answers, then the first steps of jobs.
-_PRIORITY: dict[Operation, int] = {
-    "answer": 0,
-    "sufficiency": 0,
-    "merge": 1,
-    "episode": 2,
-    "extract": 2,
-    "segment": 2,
-    "partition": 2,
-}
-_LATER_STEP = 3
-
-_SHOWN_REPLY_CHARS = 2_000
-_OUTCOMES: dict[type[Exception], str] = {Trouble: "retry", Rejected: "rejected", ServerRefused: "refused"}
 
 
 class Completions(Protocol):
@@ -105,24 +84,6 @@ class LLMClient(Completions, Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Request:
-    prompt: Prompt
-    tenant: str
-    number: int
-    on_text: OnText | None = None
-    # A piece of the reply was streamed, so that it cannot be requested again.
-    begun: bool = False
-    future: Future[Completion] = field(default_factory=Future)
-    submitted_s: float = field(default_factory=time.perf_counter)
-    task: asyncio.Task[Completion] | None = None
-
-    def tell(self, text: str) -> None:
-        assert self.on_text is not None, "somebody listens"
-        self.begun = True
-        self.on_text(text)
-
-
 class OpenAILLM:
     """`LLMClient` over HTTP, with an event loop in its own thread."""
 
@@ -132,23 +93,22 @@ class OpenAILLM:
         self._named = [Server(at, settings, model) for at in server_addresses(settings.llm_url)]
         self._servers = LoadBalancer(self._named, settings.llm_in_flight, settings.llm_timeout_s)
         self._llm_model = settings.llm_model
-        self.on_call = on_call
+        self._retries = Retries(self._servers, on_call)
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Completion]] = set()
-        self._last_error: str | None = None
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="undertow-llm", daemon=True)
         self._thread.start()
 
     def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
-        return self._queue(_Request(prompt, tenant, next(self._numbers)))
+        return self._queue(LLMRequest(prompt, tenant, next(self._numbers)))
 
     def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
         """See LLMClient.stream."""
-        return self._queue(_Request(prompt, tenant, next(self._numbers), on_text))
+        return self._queue(LLMRequest(prompt, tenant, next(self._numbers), on_text))
 
-    def _queue(self, job: _Request) -> Future[Completion]:
+    def _queue(self, job: LLMRequest) -> Future[Completion]:
         if self._closed:
             raise RuntimeError("this LLM client is closed")
         self._loop.call_soon_threadsafe(self._start, job)
@@ -174,8 +134,17 @@ class OpenAILLM:
         return self._servers.silent_s
 
     @property
+    def on_call(self) -> OnCall | None:
+        """Receives each request."""
+        return self._retries.on_call
+
+    @on_call.setter
+    def on_call(self, on_call: OnCall | None) -> None:
+        self._retries.on_call = on_call
+
+    @property
     def last_error(self) -> str | None:
-        return self._last_error
+        return self._retries.last_error
 
     def healthy(self) -> ServerHealth:
         """Ask every server for its models. Returns whether all are usable, with a message for each."""
@@ -199,16 +168,16 @@ class OpenAILLM:
 
     # Everything below runs on the event loop.
 
-    def _start(self, job: _Request) -> None:
-        job.task = self._loop.create_task(self._complete(job))
+    def _start(self, job: LLMRequest) -> None:
+        job.task = self._loop.create_task(self._retries.complete(job))
         self._tasks.add(job.task)
         job.task.add_done_callback(partial(self._deliver, job))
 
-    def _stop_if_cancelled(self, job: _Request, future: Future[Completion]) -> None:
+    def _stop_if_cancelled(self, job: LLMRequest, future: Future[Completion]) -> None:
         if future.cancelled() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: job.task and job.task.cancel())
 
-    def _deliver(self, job: _Request, task: asyncio.Task[Completion]) -> None:
+    def _deliver(self, job: LLMRequest, task: asyncio.Task[Completion]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
             job.future.cancel()
@@ -219,62 +188,6 @@ class OpenAILLM:
             job.future.set_exception(error)
         else:
             job.future.set_result(task.result())
-
-    async def _complete(self, job: _Request) -> Completion:
-        answer = await self._ask(job, job.prompt.messages, Usage())
-        usage = answer.usage
-        if answer.reply is None and not job.begun:
-            bad_reply = answer.content[:_SHOWN_REPLY_CHARS]
-            answer = await self._ask(job, repair_messages(job.prompt, bad_reply, answer.problem), usage)
-            usage += answer.usage
-        if answer.reply is None:
-            raise BadReply(answer.problem, usage)
-        return Completion(answer.reply, usage, answer.model, time.perf_counter() - job.submitted_s)
-
-    async def _ask(self, job: _Request, messages: list[dict[str, str]], spent: Usage) -> ServerReply:
-        """One request, retried until a server answers. `spent` is the usage of earlier requests."""
-        urgency = (_PRIORITY.get(job.prompt.operation, _LATER_STEP), job.number)
-        avoid: Server | None = None
-        for attempt in itertools.count():
-            try:
-                async with self._servers.hold(urgency, avoid) as server:
-                    avoid = server
-                    return await self._traced(job, server, messages)
-            except Trouble as trouble:
-                self._last_error = str(trouble)
-                if job.begun:
-                    words = f"the answer broke off in the middle: {trouble}. Ask again."
-                    raise BrokenOff(words, spent + Usage(calls=1)) from trouble
-                wait_s = self._wait_s(attempt, trouble)
-                log.debug("%s; next attempt in %.2f s", trouble, wait_s)
-            except Rejected as rejection:
-                raise BadReply(f"the server rejects the prompt: {rejection}", spent) from rejection
-            except ServerRefused as refusal:
-                self._last_error = str(refusal)
-                if self._servers.all_refuse or job.begun:
-                    raise
-                wait_s = 0.0
-            await asyncio.sleep(wait_s)
-        raise AssertionError("a count without end ended")
-
-    def _wait_s(self, attempt: int, trouble: Trouble) -> float:
-        """Fail over at once; back off when every server has failed."""
-        rounds, servers_left = divmod(attempt + 1, len(self._servers))
-        return 0.0 if servers_left else max(backoff_s(rounds - 1), trouble.retry_after_s)
-
-    async def _traced(self, job: _Request, server: Server, messages: list[dict[str, str]]) -> ServerReply:
-        started_s = time.perf_counter()
-        outcome, usage = "cancelled", Usage()
-        try:
-            answer = await server.complete(job.prompt, messages, job.tell if job.on_text else None)
-            outcome, usage = ("bad" if answer.reply is None else "ok"), answer.usage
-            return answer
-        except (Trouble, Rejected, ServerRefused) as failure:
-            outcome = "broken" if job.begun else _OUTCOMES[type(failure)]
-            raise
-        finally:
-            if self.on_call is not None:
-                self.on_call(job.tenant, job.prompt.operation, started_s, time.perf_counter(), usage, outcome)
 
     async def _probe(self) -> ServerHealth:
         async def offer(server: Server) -> list[str] | Trouble | ServerRefused:

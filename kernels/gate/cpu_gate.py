@@ -1,4 +1,4 @@
-"""The CPU's gate, compiled by numba."""
+"""The CPU's gate: a threshold scan with exact top-k, compiled by numba (proof: `kernels/error_bounds.py`)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,229 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
+from undertow.kernels.arena.compiled_rows import bytes_at, floats_at, jit, lean, prefetch_rows, sums
 from undertow.kernels.device import cpu_count
 from undertow.kernels.error_bounds import error_slack
-from undertow.kernels.gate.cpu_scan import merge, scan, tally
 from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
 from undertow.kernels.gate.plan import Cells, GateHits, Plan, TaskLimits, shares_of, starts_of
+
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+Float64s = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
 
 _SHARES_PER_THREAD = 8
 # A task reads at least about this much, so that splitting is cheap compared with reading.
 _TASK_BYTES = 256 << 10
+# rows that are put to all queries of a segment before the next ones: a multiple of 4, and few enough
+# that the rows stay in the core's cache
+TILE = 64
+# how many rows ahead of their use rows are fetched: the processor's own prefetching stops at each page
+AHEAD = 8
+
+
+@sums
+def dots32(rows: Float32s, picked: Int64s, count: int, queries: Float32s, q: int, scores: Float32s) -> None:
+    """scores[i] = the fp32 score of query q with row picked[i], for i below `count`."""
+    for i in range(0, count, 4):
+        # four rows abreast keep more reads in flight than one row after the other
+        last = count - 1
+        r0, r1 = picked[i], picked[min(i + 1, last)]
+        r2, r3 = picked[min(i + 2, last)], picked[min(i + 3, last)]
+        prefetch_rows(rows, r0 + AHEAD, min(r0 + AHEAD + 4, rows.shape[0]))
+        s0, s1, s2, s3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+        for c in range(rows.shape[1]):
+            value = queries[q, c]
+            s0 += rows[r0, c] * value
+            s1 += rows[r1, c] * value
+            s2 += rows[r2, c] * value
+            s3 += rows[r3, c] * value
+        scores[i], scores[i + 1], scores[i + 2], scores[i + 3] = s0, s1, s2, s3
+
+
+@sums
+def dot64(rows: Float32s, r: int, queries: Float32s, q: int) -> np.float64:
+    total = np.float64(0.0)
+    for c in range(rows.shape[1]):
+        total += np.float64(rows[r, c]) * np.float64(queries[q, c])
+    return total
+
+
+# The k best rows are a heap in [base, base + size) with the worst at its root. Rows are ordered by
+# (score descending, row ascending); that order is total, so the result does not depend on the order
+# in which rows are offered.
+
+
+@lean
+def _worse(scores: Float64s, rows: Int64s, a: int, b: int) -> bool:
+    return bool(scores[a] < scores[b] or (scores[a] == scores[b] and rows[a] > rows[b]))
+
+
+@lean
+def _swap(scores: Float64s, rows: Int64s, a: int, b: int) -> None:
+    scores[a], scores[b] = scores[b], scores[a]
+    rows[a], rows[b] = rows[b], rows[a]
+
+
+@lean
+def _sift_down(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
+    node = 0
+    while 2 * node + 1 < size:
+        child = 2 * node + 1
+        if child + 1 < size and _worse(scores, rows, base + child + 1, base + child):
+            child += 1
+        if not _worse(scores, rows, base + child, base + node):
+            return
+        _swap(scores, rows, base + child, base + node)
+        node = child
+
+
+@lean
+def offer(scores: Float64s, rows: Int64s, base: int, size: int, room: int, score: float, row: int) -> int:
+    """Offer a row to a heap with space for `room` rows; the new size."""
+    if size < room:
+        node = size
+        scores[base + node], rows[base + node] = score, row
+        while node > 0 and _worse(scores, rows, base + node, base + (node - 1) // 2):
+            _swap(scores, rows, base + node, base + (node - 1) // 2)
+            node = (node - 1) // 2
+        return size + 1
+    if room > 0 and (score > scores[base] or (score == scores[base] and row < rows[base])):
+        scores[base], rows[base] = score, row
+        _sift_down(scores, rows, base, size)
+    return size
+
+
+@lean
+def sort_heap(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
+    """Turn a heap into a list, best row first."""
+    for last in range(size - 1, 0, -1):
+        _swap(scores, rows, base, base + last)
+        _sift_down(scores, rows, base, last)
+
+
+@jit
+def scan(plan: Plan, cells: Cells, queries: Float32s, slack: float, first_task: int, last_task: int) -> None:
+    """Run tasks first_task..last_task - 1; writes every one of their cells."""
+    picked, scores = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
+    g = int(np.searchsorted(plan.group_task, first_task, side="right")) - 1
+    for t in range(first_task, last_task):
+        while t >= plan.group_task[g + 1]:
+            g += 1
+        place = t - plan.group_task[g]
+        end = min((place + 1) * plan.group_stride[g], plan.group_rows[g])
+        rows = floats_at(plan.group_vectors[g], (end, queries.shape[1]))
+        flags = bytes_at(plan.group_flags[g], end)
+        _scan_task(plan, cells, g, place, rows, flags, queries, slack, picked, scores)
+
+
+@lean
+def _scan_task(
+    plan: Plan,
+    cells: Cells,
+    g: int,
+    place: int,
+    rows: Float32s,
+    flags: Bytes,
+    queries: Float32s,
+    slack: float,
+    picked: Int64s,
+    scores: Float32s,
+) -> None:
+    """Put the probes of group g to the rows of its task number `place`, a tile at a time."""
+    wanted = 0
+    for p in range(plan.group_first[g], plan.group_first[g + 1]):
+        wanted |= plan.probe_flag[p]
+        cells.counts[plan.probe_cell[p] + place] = 0
+        cells.sizes[plan.probe_cell[p] + place] = 0
+    row, end = place * plan.group_stride[g], rows.shape[0]
+    while row < end:
+        count = 0
+        while row < end and count < TILE:
+            if flags[row] & wanted:
+                picked[count] = row
+                count += 1
+            row += 1
+        if count:
+            _ask(plan, cells, g, place, rows, flags, queries, slack, picked, count, scores)
+
+
+@lean
+def _ask(
+    plan: Plan,
+    cells: Cells,
+    g: int,
+    place: int,
+    rows: Float32s,
+    flags: Bytes,
+    queries: Float32s,
+    slack: float,
+    picked: Int64s,
+    count: int,
+    scores: Float32s,
+) -> None:
+    """Put every probe of group g to the first `count` picked rows."""
+    for p in range(plan.group_first[g], plan.group_first[g + 1]):
+        limit, flag = plan.probe_limit[p], plan.probe_flag[p]
+        seen = count
+        while seen > 0 and picked[seen - 1] >= limit:
+            seen -= 1
+        dots32(rows, picked, seen, queries, plan.probe_query[p], scores)
+        least = plan.probe_theta[p] - slack
+        for i in range(seen):
+            if np.float64(scores[i]) >= least and flags[picked[i]] & flag:
+                _weigh(plan, cells, p, place, rows, picked[i], queries, slack, np.float64(scores[i]))
+
+
+@lean
+def _weigh(
+    plan: Plan,
+    cells: Cells,
+    p: int,
+    place: int,
+    rows: Float32s,
+    r: int,
+    queries: Float32s,
+    slack: float,
+    score: float,
+) -> None:
+    """Count and keep a row whose fp32 score may reach theta, with its exact score where it matters."""
+    cell, room = plan.probe_cell[p] + place, plan.probe_room[p]
+    heap, size = plan.probe_list[p] + place * room, cells.sizes[cell]
+    enters = size < room or (room > 0 and score >= cells.scores[heap] - slack)
+    if not enters and score >= plan.probe_theta[p] + slack:
+        cells.counts[cell] += 1
+        return
+    exact = dot64(rows, r, queries, plan.probe_query[p])
+    if exact >= plan.probe_theta[p]:
+        cells.counts[cell] += 1
+        cells.sizes[cell] = offer(cells.scores, cells.rows, heap, size, room, exact, r)
+
+
+@lean
+def tally(plan: Plan, cells: Cells, count: Int64s) -> None:
+    """count[i] = the rows that all tasks counted for the caller's probe i."""
+    for p in range(plan.probe_place.shape[0]):
+        total = 0
+        for cell in range(plan.probe_cell[p], plan.probe_cell[p + 1]):
+            total += cells.counts[cell]
+        count[plan.probe_place[p]] = total
+
+
+@lean
+def merge(plan: Plan, cells: Cells, starts: Int64s, scores: Float64s, rows: Int64s) -> None:
+    """Write the best rows of the caller's probe i, best first, to scores, rows[starts[i] : starts[i + 1]]."""
+    for p in range(plan.probe_place.shape[0]):
+        start = starts[plan.probe_place[p]]
+        size, kept = 0, starts[plan.probe_place[p] + 1] - start
+        for cell in range(plan.probe_cell[p], plan.probe_cell[p + 1]):
+            heap = plan.probe_list[p] + (cell - plan.probe_cell[p]) * plan.probe_room[p]
+            for i in range(heap, heap + cells.sizes[cell]):
+                size = offer(scores, rows, start, size, kept, cells.scores[i], cells.rows[i])
+        sort_heap(scores, rows, start, size)
+
+
+# ---- the gate
 
 
 class NumbaGate(PlannedGate):

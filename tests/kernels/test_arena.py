@@ -348,7 +348,7 @@ for name in ("faiss", "lance", "ray", "cupy"):
 import numpy as np
 from undertow.kernels import device
 from undertow.kernels.arena import arena, slab_pool
-from undertow.kernels.gate import cpu_scan, gate, plan
+from undertow.kernels.gate import cpu_gate, gate, plan
 from undertow.kernels.topk import topk
 store = arena.Arena(4)
 segment = store.new_segment()

@@ -119,7 +119,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 import importlib
 
 # These need numba, which a machine with a GPU may lack.
-CPU_ONLY = {"cpu_scan", "compiled_rows", "slab_pool", "host_memory", "cpu_gate"}
+CPU_ONLY = {"compiled_rows", "slab_pool", "host_memory", "cpu_gate"}
 folder = Path(sys.argv[1], "kernels")
 for file in sorted(folder.rglob("*.py")):
     if file.stem not in CPU_ONLY:
