@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from undertow.engine.search.analyzer import Analyzer
+from undertow.engine.search.analyzer import Analyzer, root, stem
+from undertow.engine.search.irregular_forms import BASE_FORMS
 from undertow.kernels import bm25
 from undertow.kernels.bm25 import K1, B, Bm25
 
@@ -86,10 +87,34 @@ def test_an_index_without_texts_gives_nothing() -> None:
         ("hike hiking hikes hiked", True),
         ("class classes", True),
         ("bus bu", False),
+        ("sing s", False),
     ],
 )
-def test_regular_forms_of_a_word_are_one_term(words: str, same: bool) -> None:
-    assert (len({*Analyzer().of(words)}) == 1) is same
+def test_words_with_one_stem(words: str, same: bool) -> None:
+    stems = {stem(word) for word in words.split()}
+    assert (len(stems) == 1) is same, stems
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("go goes going went gone", True),
+        ("take taking took taken", True),
+        ("buy buys bought", True),
+        ("child children", True),
+        ("wind wound", False),  # a wound is commoner
+        ("live lives life", False),
+    ],
+)
+def test_words_with_one_root(words: str, same: bool) -> None:
+    roots = {root(word) for word in words.split()}
+    assert (len(roots) == 1) is same, roots
+    assert (len({*Analyzer().of(words)}) == 1) is same, "it is what texts are searched by"
+
+
+def test_a_base_form_is_nobodys_irregular_form() -> None:
+    assert not set(BASE_FORMS) & set(BASE_FORMS.values())
+    assert len(BASE_FORMS) > 100 and all(form.isalpha() and form.islower() for form in BASE_FORMS)
 
 
 def test_terms_are_words_of_any_script() -> None:
