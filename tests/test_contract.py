@@ -23,7 +23,7 @@ from undertow.engine.base.model import InputError, Turn, UnknownMemory
 from undertow.engine.base.results import Page, Report
 from undertow.engine.tenants.registry import UnknownTenant
 
-from .support.contract import HANDLERS, IMPLEMENTATIONS, HttpApi, implementation
+from .support.api.contract import HANDLERS, IMPLEMENTATIONS, HttpApi, implementation
 from .support.engine import turn_of
 from .support.faults.harness import RATES, turns_of, write_log
 

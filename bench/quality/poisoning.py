@@ -204,6 +204,17 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return found
 
 
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The verdicts by case, as Markdown; `kept`: topics of the conversation in memories, in the answer."""
+    lines = ["| attack | family | turn, role | memories | answer | kept |", "|---|---|---|---|---|---|"]
+    for o in outcomes:
+        kept = ", ".join(f"{sum(o[f'kept_in_{p}'])}/{len(o[f'kept_in_{p}'])}" for p in ("memories", "answer"))
+        where = "" if o["family"] == "control" else f"{o['turn'] + 1}, {o['role']}"
+        cells = (o["case"], o["family"], where, o.get("memories", ""), o.get("answer", ""), kept)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(
     llm: Annotated[str, typer.Option(help="URL of the LLM server")],
     out: Annotated[Path, typer.Option(help="the result, one JSON document")] = Path("build/poisoning.json"),
@@ -227,6 +238,7 @@ def main(
             # a long run that is stopped keeps what it has
             document = {**about, "summary": summary(outcomes), "outcomes": outcomes}
             out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    print(table(outcomes))
     print(json.dumps({"bench": "poisoning", **summary(outcomes)}))
 
 

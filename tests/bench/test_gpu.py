@@ -34,7 +34,7 @@ from undertow.bench.gpu.rig import FULL, QUICK, Limits, Rig, Scale, measure_limi
 from undertow.kernels import device
 from undertow.kernels.gate.gate import Gate
 
-from ..support.gate_worlds import shim_arena, shim_gate
+from ..support.kernels.gate_worlds import shim_arena, shim_gate
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Scale(

@@ -27,7 +27,7 @@ from undertow.kernels.arena.range_allocator import (
 )
 from undertow.kernels.device import HAS_CUDA
 
-from ..support.arena import DIM, ROW_BYTES, arena_of, pool_bytes, random_vectors
+from ..support.kernels.arena import DIM, ROW_BYTES, arena_of, pool_bytes, random_vectors
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -12,7 +12,7 @@ from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.arena.vector_checks import CheckedRows, check_tensor
 from undertow.kernels.gate.gate import NO_SEGMENT
 
-from ..support.arena import DIM, arena_of, random_vectors
+from ..support.kernels.arena import DIM, arena_of, random_vectors
 
 
 def test_tensors_stay_where_they_are_and_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

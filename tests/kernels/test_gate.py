@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.gate import Gate, GateReadings
 
-from ..support.gate_worlds import (
+from ..support.kernels.gate_worlds import (
     EACH,
     EVERYTHING,
     NUMBA,

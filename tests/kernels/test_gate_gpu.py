@@ -22,7 +22,16 @@ from undertow.kernels.error_bounds import tensor_core_slack
 from undertow.kernels.gate.cuda_gate import SOURCE, CudaGate
 from undertow.kernels.gate.gate import Gate
 
-from ..support.gate_worlds import CUDA, EVERYTHING, NUMPY_ON_DEVICE, World, fill, questions, same, unit
+from ..support.kernels.gate_worlds import (
+    CUDA,
+    EVERYTHING,
+    NUMPY_ON_DEVICE,
+    World,
+    fill,
+    questions,
+    same,
+    unit,
+)
 from .test_gate_shim import DIMS, adversarial, many_questions, rising_world, tall_world, thin_world
 
 pytestmark = pytest.mark.gpu

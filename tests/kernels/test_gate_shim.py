@@ -33,8 +33,8 @@ from undertow.kernels.gate.plan import (
     lay_out,
 )
 
-from ..support.cuda_shim.shim import COMPILER, ShimError, ShimKernels, build
-from ..support.gate_worlds import (
+from ..support.kernels.cuda_shim.shim import COMPILER, ShimError, ShimKernels, build
+from ..support.kernels.gate_worlds import (
     EVERYTHING,
     NUMBA,
     NUMPY_ON_DEVICE,

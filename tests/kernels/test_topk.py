@@ -20,8 +20,8 @@ from undertow.kernels.topk import device_rows as topk_device
 from undertow.kernels.topk import host_rows as topk_host
 from undertow.kernels.topk.topk import scanned, top_k, top_k_many
 
-from ..support.cuda_shim.shim import COMPILER
-from ..support.gate_worlds import shim_gate
+from ..support.kernels.cuda_shim.shim import COMPILER
+from ..support.kernels.gate_worlds import shim_gate
 from ..support.oracles.gate import Row, Store
 from ..support.oracles.gate import top_k as oracle
 

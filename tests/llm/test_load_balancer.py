@@ -100,11 +100,11 @@ def test_any_number_of_servers_gives_the_same_replies() -> None:
 
 def test_a_prompt_that_all_servers_fail_at_does_not_circle_without_a_pause() -> None:
     with client("http://a:1,http://b:1,http://c:1") as llm:
-        waits = [llm._wait_s(attempt, Trouble("x", retry_after_s=2.0)) for attempt in range(6)]
+        waits = [llm._retries._wait_s(attempt, Trouble("x", retry_after_s=2.0)) for attempt in range(6)]
     assert waits[0:2] == waits[3:5] == [0.0, 0.0]
     assert waits[2] == waits[5] == 2.0
     with client("http://a:1") as llm:
-        assert all(llm._wait_s(attempt, Trouble("x")) > 0 for attempt in range(4))
+        assert all(llm._retries._wait_s(attempt, Trouble("x")) > 0 for attempt in range(4))
 
 
 # ---- deaths

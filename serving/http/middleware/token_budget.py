@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -53,7 +54,9 @@ class TokenBudgets:
         self._now = now
         self._day = self._today
         self._open: set[Reservation] = set()
+        # also changed on the database's thread, when a write fails
         self._unsaved: set[str] = set()
+        self._unsaved_lock = threading.Lock()
         self._import_former_file()
         rows = state.submit(lambda db: _load(db, self._day)).result()
         self._spent: Counter[str] = Counter(dict(rows))
@@ -98,17 +101,19 @@ class TokenBudgets:
         if self._today != self._day:
             self._day = self._today
             self._spent.clear()
-            self._unsaved.clear()
+            with self._unsaved_lock:
+                self._unsaved = set()
 
     def _count(self, key_id: str, tokens: int) -> None:
         self._spent[key_id] += tokens
-        self._unsaved.add(key_id)
-        keys, self._unsaved = self._unsaved, set()
+        with self._unsaved_lock:
+            keys, self._unsaved = {*self._unsaved, key_id}, set()
         rows = [(key, self._day, self._spent[key]) for key in keys]
 
         def check(written: Future[None]) -> None:
             if error := written.exception():  # the next change writes these keys again
-                self._unsaved |= keys
+                with self._unsaved_lock:
+                    self._unsaved |= keys
                 log.error("%s Until then a restart gives keys again what they have spent.", error)
 
         self._state.submit(lambda db: _save(db, rows)).add_done_callback(check)

@@ -10,7 +10,7 @@ import pytest
 from undertow.serving.auth.authenticator import Authenticator
 from undertow.serving.auth.key_file import KeyFile
 
-from ...support.clock import Clock
+from ...support.service.clock import Clock
 
 
 @pytest.fixture

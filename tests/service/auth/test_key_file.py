@@ -21,7 +21,7 @@ from undertow.serving.auth.authenticator import Authenticator
 from undertow.serving.auth.key_file import Key, KeyFile, KeyFileError, PreviousSecret, parse
 from undertow.serving.auth.principal import KeyLimits, Scope, TenantScope
 
-from ...support.clock import Clock
+from ...support.service.clock import Clock
 from .test_keys import ADA, ALL, READ, reaches, reason
 
 moments = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))

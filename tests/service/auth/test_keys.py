@@ -32,7 +32,7 @@ from undertow.serving.auth.key_file import (
 )
 from undertow.serving.auth.principal import KeyLimits, Principal, Scope, TenantScope
 
-from ...support.clock import NOON, Clock
+from ...support.service.clock import NOON, Clock
 
 ADA = TenantScope(("ada",))
 READ = (Scope.READ,)

@@ -18,7 +18,7 @@ from undertow.serving.auth.principal import KeyLimits, Principal, TenantScope
 from undertow.serving.http.middleware.token_budget import FORMER_NAME, TokenBudgets
 from undertow.serving.http.state_db import StateDb, StateError
 
-from ...support.clock import Clock
+from ...support.service.clock import Clock
 
 
 def holder(n: int, tokens_per_day: int | None) -> Principal:

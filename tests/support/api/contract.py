@@ -36,8 +36,8 @@ from undertow.serving.client.errors import ServiceError
 from undertow.serving.client.results import Hit as ClientHit
 from undertow.serving.client.results import Model
 
-from .cluster.in_process import settings
-from .service.http import serving
+from ..cluster.in_process import settings
+from ..service.http import serving
 
 IMPLEMENTATIONS = ("engine", "router", "ray", "http")
 

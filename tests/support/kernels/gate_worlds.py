@@ -18,8 +18,8 @@ from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.cuda_gate import CudaGate
 from undertow.kernels.gate.gate import Gate, GateReadings
 
+from ..oracles.gate import Row, Store, cosine, nearest, relevant
 from .cuda_shim.shim import COMPILER, ShimKernels, build
-from .oracles.gate import Row, Store, cosine, nearest, relevant
 
 EVERYTHING = np.iinfo(np.int64).max
 POOL_BYTES = 4 << 20
