@@ -353,7 +353,7 @@ def test_an_erasure_between_shards_forgets_at_once_and_is_certified_later(runnin
     alone = running.client(Scope.READ, tenants=(name,))
     add(client, name, "the boat")
     client.post(at(name, "/flush"), headers={"Idempotency-Key": "k"})
-    (shard,) = running.service.memories._router._shards._running.values()  # type: ignore[attr-defined]
+    shard = running.service.memories._router._local._shard  # type: ignore[attr-defined]
     arrived = shard._supervisor.open().tenants.arrived
     arrived[running.service.memories.tenant_key(name)] = Move("arrived", "elsewhere", 1)
     refused = client.delete(at(name))
