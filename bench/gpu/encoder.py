@@ -1,7 +1,7 @@
-"""The encoder on the card: token rate on the device, from text to the arena, of the tokenizer alone.
+"""The encoder on the card: token rates on the device, from text to the arena, and of the tokenizer alone.
 
-The goals are held against batches of the default size; twice and four times as many token places stand
-beside it, to tell which number serves this card best.
+The goals refer to the default batch size. Twice and four times as many token places are measured too, to
+show which number is best for this card.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from undertow.bench.gpu.figures import NotMeasured, Part, WrongResults
+from undertow.bench.gpu.figures import Figure, NotMeasured, Part, WrongResults
 from undertow.bench.gpu.load import exchanges
 from undertow.bench.gpu.rig import Limits, Rig, Scale
 from undertow.engine.encoders.base import Float16
@@ -39,7 +39,7 @@ _TIMES_PLACES = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The encoder with one number of token places a batch. Times are medians, of all texts unless named."""
+    """The encoder with one number of token places a batch. Times are medians for all texts, but `alone_s`."""
 
     places: int
     device_s: float
@@ -57,32 +57,27 @@ def measure(rig: Rig, scale: Scale, limits: Limits, encoder: str | None = None) 
     part = Part()
     texts = exchanges(scale.encode_texts)
     reference = SentenceEncoder(model, dtype="float32").encode(texts[:_ALONE])
-    usual, *others = (_with_places(rig, model, n, texts, reference, part) for n in _numbers_of_places())
-    tokens: int = part.details["tokens"]
-    all_found = [usual, *others]
+    numbers = [times * CudaSentenceEncoder.PLACES for times in _TIMES_PLACES]
+    found = [_with_places(rig, model, places, texts, reference, part) for places in numbers]
+    usual, tokens = found[0], part.details["tokens"]
     limit = limits.matmul_flop_per_s / flop_per_token(model, tokens / len(texts)) / 1e6
-    rates = _beside(tokens / f.device_s / 1e6 for f in all_found)
-    places = "/".join(str(f.places) for f in all_found)
-    part.reach("encoder_device", tokens / usual.device_s / 1e6, limit, f"at {places} places {rates}")
-    rates = _beside(tokens / f.arena_s / 1e6 for f in all_found)
-    note = f"{rates} Mtok/s; a text alone {_beside(f.alone_s * 1e3 for f in all_found)} ms"
+    note = f"at {'/'.join(map(str, numbers))} places {_beside(tokens / f.device_s / 1e6 for f in found)}"
+    part.reach("encoder_device", tokens / usual.device_s / 1e6, limit, note)
+    rates, alone = _beside(tokens / f.arena_s / 1e6 for f in found), _beside(f.alone_s * 1e3 for f in found)
+    note = f"{rates} Mtok/s; a text alone {alone} ms"
     part.reach("encoder_to_arena", 100 * usual.device_s / usual.arena_s, 100.0, note)
-    rate = tokens / part.details["tokenizer_s"] / 1e6
-    part.tell("tokenizer", "tokenizer alone", "Mtok/s", rate, lower=False)
-    what = "padding and filler, of the token places computed"
-    note = _beside(100 * f.padding for f in all_found)
-    part.tell("padding", what, "%", 100 * usual.padding, limit=0.0, note=note)
+    what, note = "padding and filler, of the token places computed", _beside(100 * f.padding for f in found)
+    part.figures += [
+        Figure("tokenizer", "tokenizer alone", "Mtok/s", tokens / part.details["tokenizer_s"] / 1e6, False),
+        Figure("padding", what, "%", 100 * usual.padding, limit=0.0, note=note),
+    ]
     name = Path(model).name if encoder else model
-    part.details |= {"texts": len(texts), "model": name, "by_places": [asdict(f) for f in all_found]}
+    part.details |= {"texts": len(texts), "model": name, "by_places": [asdict(f) for f in found]}
     return part
 
 
 def _beside(values: Iterable[float]) -> str:
     return "/".join(f"{value:.2f}" for value in values)
-
-
-def _numbers_of_places() -> list[int]:
-    return [times * CudaSentenceEncoder.PLACES for times in _TIMES_PLACES]
 
 
 def _settings_model() -> str:
@@ -104,7 +99,7 @@ def _with_places(
 ) -> Found:
     """One encoder, and what does not depend on its places, in `part.details`, if it is the first."""
     gc.collect()  # the encoder before this one and its shapes hold each other
-    encoder = CudaSentenceEncoder(model, device=rig.device.type, places=places)
+    encoder = CudaSentenceEncoder(model, device=rig.kind, places=places)
     encoder.prepare()
     if not part.details:
         part.details = _tokenizing(rig, encoder, texts)
@@ -114,8 +109,8 @@ def _with_places(
     alone_s = rig.wall_s(lambda: [encoder.encode([text]) for text in some], _REPEATS, warmup=1)
     return Found(
         places,
-        statistics.median(_on_device(rig, encoder, texts)),
-        statistics.median(_to_arena(rig, encoder, texts, _REPEATS)),
+        _on_device_s(rig, encoder, texts),
+        _to_arena_s(rig, encoder, texts),
         statistics.median(alone_s) / len(some),
         encoder.padding_share(texts),
     )
@@ -129,8 +124,8 @@ def _tokenizing(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) ->
     return {"tokens": len(windows.ids), "tokenizer_s": tokenizer_s, "tokenizer_first_call_s": first_s}
 
 
-def _on_device(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) -> list[float]:
-    """Seconds for all texts, their ids on the device before the clock starts."""
+def _on_device_s(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) -> float:
+    """Median seconds for all texts, their ids on the device before the clock starts."""
     windows = encoder.windows(texts)
     ready = []
     for batch in encoder.batches(windows.lengths):
@@ -138,15 +133,14 @@ def _on_device(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) -> 
         packed = np.empty((rows, width + 1), np.int32)
         encoder.pack(windows, batch, packed)
         ready.append(torch.from_numpy(packed).to(rig.device))
-    return rig.device_s(lambda: encoder.run_packed(ready), _REPEATS, warmup=1)
+    return statistics.median(rig.device_s(lambda: encoder.run_packed(ready), _REPEATS, warmup=1))
 
 
-def _to_arena(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str], repeats: int) -> list[float]:
-    """Seconds from Python strings to searchable rows, each time in new segments."""
-    rows = len(texts) * (repeats + 1)
-    arena = make_arena(
-        encoder.dim, "cuda" if rig.cuda else "cpu", 4 * rows * (2 * encoder.dim + 16) + (64 << 20)
-    )
+def _to_arena_s(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str]) -> float:
+    """Median seconds from Python strings to searchable rows, each time in new segments."""
+    rows = len(texts) * (_REPEATS + 1)
+    nbytes = 4 * rows * (2 * encoder.dim + 16) + (64 << 20)
+    arena = make_arena(encoder.dim, rig.kind, nbytes)
     offsets = np.arange(len(texts)) % _TENANTS
     rounds = count()
 
@@ -156,7 +150,7 @@ def _to_arena(rig: Rig, encoder: CudaSentenceEncoder, texts: Sequence[str], repe
             arena.new_segment()
         arena.extend(first + offsets, encoder.embed(texts).on(arena.device), live=True)
 
-    return rig.wall_s(run, repeats, warmup=1)
+    return statistics.median(rig.wall_s(run, _REPEATS, warmup=1))
 
 
 def _check(encoder: CudaSentenceEncoder, texts: Sequence[str], reference: Float16) -> None:

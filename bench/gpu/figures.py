@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,33 +15,7 @@ class NotMeasured(Exception):
 
 
 class WrongResults(Exception):
-    """What was timed gave wrong answers: the timing means nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """Something to reach on one H100."""
-
-    part: str
-    key: str
-    what: str
-    unit: str
-    target: float
-    lower: bool  # whether lower is better
-
-
-GOALS = (
-    Goal("gate", "gate_kernel", "gate kernels, 10 k x 1 k x 384, one query a tenant", "ms", 2.95, True),
-    Goal("gate", "gate_bandwidth", "their bytes read, of copy bandwidth", "%", 85.0, False),
-    Goal("gate", "gate_skew", "the same bytes in Zipf-skewed tenants, time over equal ones", "x", 1.15, True),
-    Goal("gate", "gate_over_loop", "a per-tenant faiss-gpu loop over the whole gate call", "x", 100.0, False),
-    Goal("topk", "topk_p95", "top-k of 256 tenants' queries at 10 k tenants, p95", "ms", 5.0, True),
-    Goal("encoder", "encoder_device", "encoder on the device, MiniLM class", "Mtok/s", 12.0, False),
-    Goal("encoder", "encoder_to_arena", "text to arena, of the rate on the device", "%", 80.0, False),
-    Goal("ingest", "ingest", "exchanges of 72 tokens to durable and searchable", "k/s", 165.0, False),
-)
-PARTS = tuple(dict.fromkeys(goal.part for goal in GOALS))
-_GOAL = {goal.key: goal for goal in GOALS}
+    """The timed code gave wrong answers, so the timing means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +25,15 @@ class Figure:
     key: str
     what: str
     unit: str
-    value: float | None
-    lower: bool = True
+    value: float | None = None
+    lower: bool = True  # whether lower is better
     limit: float | None = None
     target: float | None = None
     note: str = ""
 
     @property
     def fraction(self) -> float | None:
-        """Of the limit: 1 is as good as can be."""
+        """Share of the limit that is reached: 1 is as good as can be."""
         if self.value is None or self.limit is None or not self.value or not self.limit:
             return None
         return self.limit / self.value if self.lower else self.value / self.limit
@@ -75,35 +49,49 @@ class Figure:
         return {**asdict(self), "fraction": self.fraction, "reached": self.reached}
 
 
+def _at_most(key: str, what: str, unit: str, target: float) -> Figure:
+    return Figure(key, what, unit, target=target)
+
+
+def _at_least(key: str, what: str, unit: str, target: float) -> Figure:
+    return Figure(key, what, unit, lower=False, target=target)
+
+
+GOALS = {
+    "gate": (
+        _at_most("gate_kernel", "gate kernels, 10 k x 1 k x 384, one query a tenant", "ms", 2.95),
+        _at_least("gate_bandwidth", "their bytes read, of copy bandwidth", "%", 85.0),
+        _at_most("gate_skew", "the same bytes in Zipf-skewed tenants, time over equal ones", "x", 1.15),
+        _at_least("gate_over_loop", "a per-tenant faiss-gpu loop over the whole gate call", "x", 100.0),
+    ),
+    "topk": (_at_most("topk_p95", "top-k of 256 tenants' queries at 10 k tenants, p95", "ms", 5.0),),
+    "encoder": (
+        _at_least("encoder_device", "encoder on the device, MiniLM class", "Mtok/s", 12.0),
+        _at_least("encoder_to_arena", "text to arena, of the rate on the device", "%", 80.0),
+    ),
+    "ingest": (_at_least("ingest", "exchanges of 72 tokens to durable and searchable", "k/s", 165.0),),
+}
+"""What to reach on one H100, by part of the benchmark."""
+
+PARTS = tuple(GOALS)
+_GOAL = {goal.key: goal for goals in GOALS.values() for goal in goals}
+
+
 @dataclass(slots=True)
 class Part:
-    """What one part of the benchmark found: figures for the table, details for the JSON line."""
+    """The results of one part: figures for the table, details for the JSON line."""
 
     figures: list[Figure] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
 
-    def reach(self, key: str, value: float, limit: float | None = None, note: str = "") -> None:
-        """A figure of one of the GOALS."""
-        goal = _GOAL[key]
-        self.figures.append(Figure(key, goal.what, goal.unit, value, goal.lower, limit, goal.target, note))
-
-    def tell(self, key: str, what: str, unit: str, value: float, *, lower: bool = True, **more: Any) -> None:
-        """A figure that no goal names."""
-        self.figures.append(Figure(key, what, unit, value, lower, **more))
-
-    def miss(self, key: str, reason: str) -> None:
-        """A goal without a value; the reason says whether it was not measured, failed, or is void."""
-        goal = _GOAL[key]
-        self.figures.append(Figure(key, goal.what, goal.unit, None, goal.lower, None, goal.target, reason))
+    def reach(self, key: str, value: float | None, limit: float | None = None, note: str = "") -> None:
+        """Adds the figure of one of the GOALS; without a value, the note says why."""
+        self.figures.append(replace(_GOAL[key], value=value, limit=limit, note=note))
 
 
 def unmeasured(part: str, reason: str) -> Part:
-    """A part of which nothing was measured."""
-    found = Part()
-    for goal in GOALS:
-        if goal.part == part:
-            found.miss(goal.key, reason)
-    return found
+    """A part without any measurement."""
+    return Part([replace(goal, note=reason) for goal in GOALS[part]])
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from undertow.bench.gpu.figures import Part, WrongResults, spread
-from undertow.bench.gpu.load import K_GATE, World, equal_sizes, zipf_sizes
+from undertow.bench.gpu.figures import Figure, Part, WrongResults, spread
+from undertow.bench.gpu.load import World, equal_sizes, zipf_sizes
 from undertow.bench.gpu.rig import Limits, Rig, Scale
 from undertow.kernels.device import load_faiss_gpu
 from undertow.kernels.gate.cuda_gate import CudaGate
@@ -32,10 +32,12 @@ def measure(rig: Rig, scale: Scale, limits: Limits) -> Part:
     kernel_ms, call_ms = (times[1][name]["p50_ms"] for name in ("kernels", "call"))
     part.reach("gate_kernel", kernel_ms, least_ms)
     part.reach("gate_bandwidth", 100 * least_ms / kernel_ms, 100.0)
-    part.tell("gate_call", "the whole call, planning and copies included", "ms", call_ms, limit=least_ms)
+    what = "the whole call, planning and copies included"
+    part.figures.append(Figure("gate_call", what, "ms", call_ms, limit=least_ms))
     for each in scale.queries[1:]:
         what = f"gate kernels, {each} queries a tenant"
-        part.tell(f"gate_kernel_{each}", what, "ms", times[each]["kernels"]["p50_ms"], limit=least_ms)
+        each_ms = times[each]["kernels"]["p50_ms"]
+        part.figures.append(Figure(f"gate_kernel_{each}", what, "ms", each_ms, limit=least_ms))
     part.details["equal"] = {"bytes_read": equal.bytes_read, **{str(k): v for k, v in times.items()}}
     _over_loop(part, rig, equal, scale.loop_tenants, call_ms)
     del equal, gate
@@ -77,34 +79,13 @@ def _over_loop(part: Part, rig: Rig, world: World, tenants: int, call_ms: float)
     faiss = load_faiss_gpu()
     if faiss is None:
         reason = "FAISS has no GPU part here; docs/gpu.md says how to install faiss-gpu"
-        part.miss("gate_over_loop", f"not measured: {reason}")
+        part.reach("gate_over_loop", None, note=f"not measured: {reason}")
         return
-    loop = _faiss_loop(faiss, world, tenants)
+    resources, form = faiss.StandardGpuResources(), faiss.GpuIndexFlatConfig()
+    resources.setTempMemory(64 << 20)
+    form.useFloat16 = True
+    loop = world.faiss_loop(lambda: faiss.GpuIndexFlatIP(resources, world.dim, form), tenants)
     seconds = statistics.median(rig.wall_s(loop, _LOOP_REPEATS, warmup=1))
     scaled_ms = seconds * len(world.turns) / tenants * 1e3
     part.reach("gate_over_loop", scaled_ms / call_ms, note=f"{tenants} tenants looped over, scaled to all")
     part.details["faiss_loop"] = {"tenants": tenants, "ms": seconds * 1e3, "scaled_ms": scaled_ms}
-
-
-def _faiss_loop(faiss: Any, world: World, tenants: int) -> Callable[[], object]:
-    """The same questions of some tenants, answered by two flat fp16 GPU indexes each."""
-    resources = faiss.StandardGpuResources()
-    resources.setTempMemory(64 << 20)
-    form = faiss.GpuIndexFlatConfig()
-    form.useFloat16 = True
-
-    def index_of(segment: int) -> Any:
-        index = faiss.GpuIndexFlatIP(resources, world.dim, form)
-        index.add(world.rows64(segment).astype(np.float32))
-        return index
-
-    turns, episodes = world.turns[:tenants], world.episodes[:tenants]
-    indexes = [(index_of(int(t)), index_of(int(e))) for t, e in zip(turns, episodes, strict=True)]
-    queries = world.arena.vector16(turns << 32 | (world.sizes[:tenants] - 1)).astype(np.float32)
-
-    def run() -> None:
-        for query, (of_turns, of_episodes) in zip(queries, indexes, strict=True):
-            of_turns.search(query[None], K_GATE)
-            of_episodes.search(query[None], 1)
-
-    return run

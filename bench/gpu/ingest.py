@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from undertow.bench.gpu.figures import Part, WrongResults
+from undertow.bench.gpu.figures import Figure, Part, WrongResults
 from undertow.bench.gpu.load import exchanges
 from undertow.bench.gpu.rig import Limits, Rig, Scale
 from undertow.engine.api.engine import Engine
@@ -30,7 +30,7 @@ def measure(rig: Rig, scale: Scale, limits: Limits, **changes: Any) -> Part:
     part = Part()
     settings = Settings(
         **{
-            "device": "cuda" if rig.cuda else "cpu",
+            "device": rig.kind,
             "batch_turns": scale.ingest_batch,
             "queue_turns": 4 * scale.ingest_batch,
             **changes,
@@ -54,7 +54,7 @@ def measure(rig: Rig, scale: Scale, limits: Limits, **changes: Any) -> Part:
     rate, limit = len(log) / elapsed_s / 1e3, len(log) / (phases[slowest] * elapsed_s) / 1e3
     part.reach("ingest", rate, limit, f"the limit is {slowest}, {phases[slowest]:.0%} of the time")
     for name, share in sorted(phases.items(), key=lambda item: -item[1]):
-        part.tell(f"ingest_{name}", f"ingest: {name}, of the time", "%", 100 * share)
+        part.figures.append(Figure(f"ingest_{name}", f"ingest: {name}, of the time", "%", 100 * share))
     part.details = {
         "exchanges": len(log),
         "elapsed_s": elapsed_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ class World:
         """`spare_rows`: room for `grow`."""
         rows = int(sizes.sum()) + episodes * len(sizes) + spare_rows
         # slabs come in size classes, at most 1.6 times their rows
-        self.arena = make_arena(dim, "cuda" if rig.cuda else "cpu", 2 * rows * (2 * dim + 16) + (64 << 20))
+        self.arena = make_arena(dim, rig.kind, 2 * rows * (2 * dim + 16) + (64 << 20))
         self.sizes, self.dim, self.episodes_each = sizes, dim, episodes
         self.turns = np.array([self.arena.new_segment() for _ in sizes], np.int64)
         self.episodes = np.array([self.arena.new_segment() for _ in sizes], np.int64)
@@ -129,6 +129,25 @@ class World:
             "theta": np.full(len(tenant), THETA),
             "k": np.full(len(tenant), K_GATE),
         }
+
+    def faiss_loop(self, new_index: Callable[[], Any], tenants: int) -> Callable[[], object]:
+        """The newest turn of each of some tenants, looked up in two flat FAISS indexes a tenant."""
+
+        def index_of(segment: int) -> Any:
+            index = new_index()
+            index.add(self.rows64(segment).astype(np.float32))
+            return index
+
+        turns, episodes = self.turns[:tenants], self.episodes[:tenants]
+        indexes = [(index_of(int(t)), index_of(int(e))) for t, e in zip(turns, episodes, strict=True)]
+        queries = self.arena.vector16(turns << 32 | (self.sizes[:tenants] - 1)).astype(np.float32)
+
+        def run() -> None:
+            for query, (of_turns, of_episodes) in zip(queries, indexes, strict=True):
+                of_turns.search(query[None], K_GATE)
+                of_episodes.search(query[None], 1)
+
+        return run
 
     def rows64(self, segment: int) -> Float64s:
         """float64 [n, dim], on the host: sums of products of these are exact in any order."""

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -54,12 +55,13 @@ class Limits:
 class Rig:
     """A device to measure on. Every timing is a list of seconds, one a repeat, after warm-up."""
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self, kind: Literal["cuda", "cpu"] = "cuda") -> None:
         """NotMeasured without a CUDA device; "cpu" is for rehearsals."""
-        if device == "cuda" and (reason := why_no_cuda()):
+        if kind == "cuda" and (reason := why_no_cuda()):
             raise NotMeasured(reason)
-        self.device = torch.device(device)
-        self.cuda = device == "cuda"
+        self.kind = kind
+        self.device = torch.device(kind)
+        self.cuda = kind == "cuda"
 
     def sync(self) -> None:
         if self.cuda:

@@ -53,7 +53,7 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """NotMeasured: there is no card. ValueError: an unknown part, no such place or model."""
+    """NotMeasured: there is no card. ValueError: an unknown part, or no such folder or model."""
     if unknown := [name for name in options.only if name not in PARTS]:
         raise ValueError(f"--only knows {', '.join(PARTS)}, not {', '.join(unknown)}")
     if options.out is not None and not (options.out.is_dir() or options.out.parent.is_dir()):
@@ -70,19 +70,19 @@ def check(options: Options) -> None:
         )
 
 
-def run(options: Options, tell: Callable[[str], None]) -> tuple[dict[str, Any], list[Figure], bool]:
-    """Measure the parts in turn, after `check`: the JSON document, its figures, and whether all went well.
+def run(options: Options) -> tuple[dict[str, Any], list[Figure]]:
+    """Measure the parts in turn, after `check`: the JSON document, and its figures.
 
-    `tell` is given a line now and then. With `out`, both files are written anew after every part.
+    With `out`, both files are written anew after every part.
     """
     scale = QUICK if options.quick else FULL
-    tell("measuring copy bandwidth and matmul rate")
+    _progress("copy bandwidth and matmul rate")
     limits, name = apart(_limits, scale).result()
     result = _describe(options, scale, limits, name)
     figures: list[Figure] = []
     sound = True
     for part in options.only:
-        tell(f"measuring {part}")
+        _progress(part)
         found, fine = _outcome(part, apart(measure_part, part, scale, limits, options.encoder))
         figures += found.figures
         sound &= fine
@@ -90,8 +90,11 @@ def run(options: Options, tell: Callable[[str], None]) -> tuple[dict[str, Any], 
         result["figures"] = [figure.record() for figure in figures]
         if options.out is not None:
             write(options.out, result, figures)
-    result["sound"] = sound
-    return result, figures, sound
+    return {**result, "sound": sound}, figures
+
+
+def _progress(what: str) -> None:
+    print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
 def measure_part(part: str, scale: Scale, limits: Limits, encoder: Path | None = None) -> Part:
@@ -114,7 +117,7 @@ def _limits(scale: Scale) -> tuple[Limits, str]:
 
 
 def _outcome(part: str, done: Future[Part]) -> tuple[Part, bool]:
-    """A part's figures, or the goals that it leaves unmeasured, with the reason; and whether it is sound."""
+    """A part's figures, or its goals unmeasured with the reason; and whether the part is sound."""
     match done.exception():
         case None:
             return done.result(), True
@@ -158,7 +161,7 @@ def write(out: Path, result: dict[str, Any], figures: Sequence[Figure]) -> None:
 
 def report(options: Options, *, as_json: bool) -> int:
     """Run and print; the exit code: 0, or 1 where a part failed or gave wrong results."""
-    result, figures, sound = run(options, lambda line: print(line, file=sys.stderr, flush=True))
+    result, figures = run(options)
     if not as_json:
         card = result["card"]
         copy, matmul = result["limits"].values()
@@ -166,7 +169,7 @@ def report(options: Options, *, as_json: bool) -> int:
         print(f"copy {copy:,.0f} GB/s, bf16 matrix product {matmul:,.0f} TFLOP/s\n")
         print(as_text(figures) + "\n")
     print(json.dumps(result))
-    return 0 if sound else 1
+    return 0 if result["sound"] else 1
 
 
 def parts_of(text: str) -> tuple[str, ...]:

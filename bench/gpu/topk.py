@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.bench.gpu.figures import Part, WrongResults, spread
+from undertow.bench.gpu.figures import Figure, Part, WrongResults, spread
 from undertow.bench.gpu.load import World, equal_sizes
 from undertow.bench.gpu.rig import Limits, Rig, Scale
 from undertow.kernels.device import load_faiss_gpu
@@ -65,10 +65,12 @@ def _large_tenant(part: Part, rig: Rig, world: World, gate: Gate, scale: Scale) 
     }
     one_query = [(np.array([segment]), query) for query in singles[: _COMPARED + _WARM_UP]]
     what = f"a tenant of {scale.ivf_rows:,} turns by its IVF index, one query, p95"
-    part.tell("ivf_p95", what, "ms", times["ivf"]["p95_ms"])
-    part.tell("exact_p95", "the same, exact", "ms", times["exact"]["p95_ms"])
-    recall = 100 * index.recall(K)
-    part.tell("ivf_recall", f"its recall@{K} against exact search", "%", recall, lower=False, limit=100.0)
+    recall, of_recall = 100 * index.recall(K), f"its recall@{K} against exact search"
+    part.figures += [
+        Figure("ivf_p95", what, "ms", times["ivf"]["p95_ms"]),
+        Figure("exact_p95", "the same, exact", "ms", times["exact"]["p95_ms"]),
+        Figure("ivf_recall", of_recall, "%", recall, lower=False, limit=100.0),
+    ]
     found = [np.isin(e, n).mean() for e, n in zip(exact, near, strict=True)]
     part.details["large_tenant"] = {
         "rows": scale.ivf_rows,

@@ -16,13 +16,12 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from undertow.bench.gpu.load import K_GATE, World, equal_sizes
+from undertow.bench.gpu.load import World, equal_sizes
 from undertow.bench.gpu.rig import Rig
 from undertow.bench.machine import describe
 from undertow.kernels.arena.compiled_rows import floats_at, sums
@@ -39,25 +38,6 @@ def sum_slabs(addresses: NDArray[np.int64], values: NDArray[np.int64], first: in
         for i in range(values[s]):
             total += slab[i]
     return total
-
-
-def faiss_loop(world: World, asked: dict[str, Any], threads: int) -> Callable[[], object]:
-    """The same questions, answered by two flat indexes a tenant; inexact near theta."""
-    faiss = load_faiss()
-    faiss.omp_set_num_threads(threads)
-    indexes = []
-    for segment in np.concatenate((world.turns, world.episodes)):
-        index = faiss.IndexFlatIP(world.dim)
-        index.add(world.arena.vectors(segment))
-        indexes.append(index)
-    queries, count = asked["queries"].astype(np.float32), len(world.turns)
-
-    def run() -> None:
-        for tenant in range(count):
-            indexes[tenant].search(queries[tenant : tenant + 1], K_GATE)
-            indexes[count + tenant].search(queries[tenant : tenant + 1], 1)
-
-    return run
 
 
 def bandwidth_probe(world: World, threads: int) -> Callable[[], object]:
@@ -100,11 +80,13 @@ def main() -> None:
     world = World(Rig("cpu"), sizes, given.episodes, given.dim)
     gc.collect()
     resident = process.memory_info().rss - before
+    faiss = load_faiss()
+    faiss.omp_set_num_threads(given.threads)
     gate, asked = make_gate(world.arena), world.questions(1)
     tasks = {
         "sum": bandwidth_probe(world, given.threads),
         "gate": lambda: gate.read(**asked),
-        "faiss": faiss_loop(world, asked, given.threads),
+        "faiss": world.faiss_loop(lambda: faiss.IndexFlatIP(world.dim), given.tenants),
     }
     report(given, world, measure(tasks, given.repeats), resident)
 
