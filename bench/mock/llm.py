@@ -1,12 +1,11 @@
-"""A mock LLM in process, for tests and benchmarks; `mock_server` is the same behind HTTP.
+"""A mock LLM in process, for tests and benchmarks; `mock.server` offers the same over HTTP.
 
-It gives the replies of `mock_replies`, and is never a default.
+It gives the replies of `mock.replies`, and is never a default.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import sched
 import threading
 import time
 from collections import Counter
@@ -24,15 +23,13 @@ __all__ = ["MODEL", "MockLLM", "MockReplies"]
 MODEL = "mock-llm"
 
 
-@dataclass(order=True, slots=True)
-class _Due:
-    at_s: float
-    number: int
-    prompt: Prompt = field(compare=False)
-    tenant: str = field(compare=False)
-    started_s: float = field(compare=False)
-    future: Future[Completion] = field(compare=False)
-    on_text: OnText | None = field(compare=False, default=None)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    prompt: Prompt
+    tenant: str
+    on_text: OnText | None
+    started_s: float = field(default_factory=time.perf_counter)
+    future: Future[Completion] = field(default_factory=Future)
 
 
 class MockLLM:
@@ -54,12 +51,11 @@ class MockLLM:
         self.replies = replies or MockReplies()
         self.calls: Counter[str] = Counter()
         self.max_in_flight = 0
-        self._latency_s, self._jitter_s = latency_s, jitter_s
         self.on_call = on_call
-        self._numbers = itertools.count()
-        self._due: list[_Due] = []
-        self._in_flight = 0
-        self._changed = threading.Condition()
+        self._latency_s, self._jitter_s = latency_s, jitter_s
+        self._waiting: set[Future[Completion]] = set()
+        self._schedule = sched.scheduler(time.perf_counter)
+        self._changed = threading.Event()
         self._closed = False
         self._timer = threading.Thread(target=self._tick, name="mock-llm", daemon=True)
         if latency_s or jitter_s:
@@ -67,7 +63,7 @@ class MockLLM:
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight
+        return len(self._waiting)
 
     @property
     def unreachable_s(self) -> float | None:
@@ -81,40 +77,37 @@ class MockLLM:
         return self._ask(prompt, tenant)
 
     def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
-        """The words of the reply are told one by one, without a pause, before the future is done."""
+        """Passes the words of the reply to `on_text` one by one, without a pause, before the future is done."""
         return self._ask(prompt, tenant, on_text)
 
     def _ask(self, prompt: Prompt, tenant: str, on_text: OnText | None = None) -> Future[Completion]:
         if self._closed:
             raise RuntimeError("this LLM client is closed")
-        now_s = time.perf_counter()
-        due = _Due(now_s, next(self._numbers), prompt, tenant, now_s, Future(), on_text)
+        call = _Call(prompt, tenant, on_text)
         if not self._timer.is_alive():
-            self._finish(due)
-            return due.future
+            self._finish(call)
+            return call.future
         key = f"{self.replies.seed}\x1f{prompt.user}".encode()
-        due.at_s += self._latency_s + self._jitter_s * share(key, "jitter")
-        with self._changed:
-            self._in_flight += 1
-            self.max_in_flight = max(self.max_in_flight, self._in_flight)
-            heapq.heappush(self._due, due)
-            self._changed.notify()
-        return due.future
+        delay_s = self._latency_s + self._jitter_s * share(key, "jitter")
+        self._waiting.add(call.future)
+        self.max_in_flight = max(self.max_in_flight, len(self._waiting))
+        self._schedule.enterabs(call.started_s + delay_s, 0, self._finish, (call,))
+        self._changed.set()
+        return call.future
 
     def cancel(self, future: Future[Completion]) -> None:
         future.cancel()
 
     def close(self) -> None:
         """Cancel what is not done, end the timer thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._closed = True
+        self._changed.set()
         if self._timer.is_alive():
             self._timer.join()
-        for due in self._due:
-            due.future.cancel()
-            due.future.set_running_or_notify_cancel()
-        self._due.clear()
+        for future in self._waiting:
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        self._waiting.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -123,35 +116,26 @@ class MockLLM:
         self.close()
 
     def _tick(self) -> None:
-        while (due := self._next_due()) is not None:
-            self._finish(due)
+        while not self._closed:
+            self._changed.wait(self._schedule.run(blocking=False))
+            self._changed.clear()
 
-    def _next_due(self) -> _Due | None:
-        """Wait for the next request's time; None when closed."""
-        with self._changed:
-            while not self._closed:
-                wait_s = self._due[0].at_s - time.perf_counter() if self._due else None
-                if wait_s is not None and wait_s <= 0:
-                    self._in_flight -= 1
-                    return heapq.heappop(self._due)
-                self._changed.wait(wait_s)
-            return None
-
-    def _finish(self, due: _Due) -> None:
-        if not due.future.set_running_or_notify_cancel():
+    def _finish(self, call: _Call) -> None:
+        self._waiting.discard(call.future)
+        if not call.future.set_running_or_notify_cancel():
             return
         try:
-            completion = self._complete(due)
+            completion = self._complete(call)
         except BadReply as bad:
-            due.future.set_exception(bad)
+            call.future.set_exception(bad)
         else:
-            if due.on_text is not None:
+            if call.on_text is not None:
                 for word in words_of(str(completion.reply)):
-                    due.on_text(word)
-            due.future.set_result(completion)
+                    call.on_text(word)
+            call.future.set_result(completion)
 
-    def _complete(self, due: _Due) -> Completion:
-        prompt, usage, problem = due.prompt, Usage(), ""
+    def _complete(self, call: _Call) -> Completion:
+        prompt, usage, problem = call.prompt, Usage(), ""
         schema = None if prompt.reply is None else prompt.reply.wire_schema()
         messages = prompt.messages
         for _ in ("first", "repair"):
@@ -164,13 +148,13 @@ class MockLLM:
             except ValueError as invalid:
                 problem = str(invalid)
                 messages = repair_messages(prompt, content, problem)
-                self._trace(due, used, "bad")
+                self._trace(call, used, "bad")
             else:
-                self._trace(due, used, "ok")
-                return Completion(reply, usage, MODEL, time.perf_counter() - due.started_s)
+                self._trace(call, used, "ok")
+                return Completion(reply, usage, MODEL, time.perf_counter() - call.started_s)
         raise BadReply(problem, usage)
 
-    def _trace(self, due: _Due, usage: Usage, outcome: str) -> None:
+    def _trace(self, call: _Call, usage: Usage, outcome: str) -> None:
         if self.on_call is not None:
-            operation, now_s = due.prompt.operation, time.perf_counter()
-            self.on_call(due.tenant, operation, due.started_s, now_s, usage, outcome)
+            operation, now_s = call.prompt.operation, time.perf_counter()
+            self.on_call(call.tenant, operation, call.started_s, now_s, usage, outcome)

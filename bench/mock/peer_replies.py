@@ -1,6 +1,6 @@
 """What the mock LLM replies to other memory systems: mem0ai's JSON and langmem's tool calls.
 
-As `mock_replies`: a pure function of seed and request that echoes words of what is new in it, and
+As in `mock.replies`: a pure function of seed and request that echoes words of what is new in it, and
 understands nothing.
 """
 

@@ -2,7 +2,7 @@
 
     python -m undertow.bench.mock.server --port 0 --refusal-rate 0.3
 
-It gives the replies of `mock_replies`, and prints one JSON line, {"url", "pid"}, once it listens.
+It gives the replies of `mock.replies`, and prints one JSON line, {"url", "pid"}, once it listens.
 It is never a default.
 """
 
