@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from undertow.bench.machine import LOCOMO, describe
+from undertow.bench.micro.timing import Task, in_turns, timed
 from undertow.engine.encoders.cpu import Batch, SentenceEncoder
 from undertow.engine.encoders.cuda import CudaSentenceEncoder
 from undertow.engine.encoders.hashing import HashingEncoder
@@ -39,26 +39,6 @@ def exchanges(path: Path, count: int) -> list[str]:
     """`count` texts spread evenly over the file's conversations; all of them if it has fewer."""
     texts = [turn.text for record in read(path, "locomo", max_message_bytes=1 << 20) for turn in record.turns]
     return [texts[i] for i in np.linspace(0, len(texts) - 1, min(count, len(texts))).astype(int)]
-
-
-def timed(work: Callable[[Sequence[str]], object], texts: Sequence[str]) -> tuple[float, float]:
-    """(wall seconds, CPU seconds of all threads)"""
-    wall, cpu = time.perf_counter(), time.process_time()
-    work(texts)
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def in_turns(
-    works: dict[str, Callable[[Sequence[str]], object]], texts: Sequence[str], repeats: int
-) -> dict[str, tuple[float, float]]:
-    """Median wall and CPU seconds of each, after one unmeasured round."""
-    for work in works.values():
-        work(texts)
-    rounds = [{name: timed(work, texts) for name, work in works.items()} for _ in range(repeats)]
-    return {
-        name: (statistics.median(r[name][0] for r in rounds), statistics.median(r[name][1] for r in rounds))
-        for name in works
-    }
 
 
 def cosines(vectors: NDArray[Any]) -> NDArray[np.float64]:
@@ -79,8 +59,8 @@ def measure(texts: list[str], model: str, repeats: int) -> dict[str, Any]:
         **{name: encoder.encode for name, encoder in ours.items()},
         "HashingEncoder": hashing.encode,
     }
-    seconds = in_turns(works, texts, repeats)
-    query_s = in_turns(works, [QUERY], 5 * repeats)
+    seconds = in_turns({name: partial(work, texts) for name, work in works.items()}, repeats)
+    query_s = in_turns({name: partial(work, [QUERY]) for name, work in works.items()}, 5 * repeats)
     # the baseline cuts texts at the window, so only those that fit are compared
     fits = [t for t, n in zip(texts, lengths, strict=True) if n <= ours[OURS].window]
     exact = cosines(reference.encode(fits))
@@ -120,24 +100,24 @@ def measure_host(some: list[str], model: str, repeats: int) -> dict[str, Any]:
     Over HOST_TURNS texts: `some`, as often as it takes.
     """
     encoder = HostPart(model)
-    first_s, _ = timed(encoder.windows, some)  # before the fast tokenizer remembers any word
+    first_s, _ = timed(partial(encoder.windows, some))  # before the fast tokenizer remembers any word
     first_tokens = len(encoder.windows(some).ids)
     texts = (some * (HOST_TURNS // len(some) + 1))[:HOST_TURNS]
     windows = encoder.windows(texts)
     tokens = len(windows.ids)
     batches = encoder.batches(windows.lengths)
 
-    def pack(_: Sequence[str]) -> None:
+    def pack() -> None:
         for batch in batches:
             encoder._run(windows, batch)
 
-    works: dict[str, Callable[[Sequence[str]], object]] = {
-        "host_tokens_per_s": encoder.run_windows,
-        "tokenise_tokens_per_s": encoder.windows,
-        "batch_tokens_per_s": lambda _: encoder.batches(windows.lengths),
+    tasks: dict[str, Task] = {
+        "host_tokens_per_s": partial(encoder.run_windows, texts),
+        "tokenise_tokens_per_s": partial(encoder.windows, texts),
+        "batch_tokens_per_s": partial(encoder.batches, windows.lengths),
         "pack_tokens_per_s": pack,
     }
-    seconds = in_turns(works, texts, repeats)
+    seconds = in_turns(tasks, repeats)
     return {
         "turns": len(texts),
         "tokens": tokens,

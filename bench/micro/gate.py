@@ -12,8 +12,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +22,7 @@ from numpy.typing import NDArray
 from undertow.bench.gpu.load import World, equal_sizes
 from undertow.bench.gpu.rig import Rig
 from undertow.bench.machine import describe
+from undertow.bench.micro.timing import in_turns
 from undertow.kernels.arena.compiled_rows import floats_at, sums
 from undertow.kernels.device import cpu_count, load_faiss
 from undertow.kernels.gate.factory import make_gate
@@ -53,19 +52,6 @@ def bandwidth_probe(world: World, threads: int) -> Callable[[], object]:
     return lambda: sum(workers.map(part, bounds[:-1], bounds[1:]))
 
 
-def measure(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each task; the tasks take turns, so that other load affects all of them."""
-    for task in tasks.values():
-        task()
-    times: dict[str, list[float]] = {name: [] for name in tasks}
-    for _ in range(repeats):
-        for name, task in tasks.items():
-            start = time.perf_counter()
-            task()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     defaults = {"tenants": 10_000, "rows": 200, "episodes": 5, "dim": 384, "repeats": 9}
@@ -88,7 +74,8 @@ def main() -> None:
         "gate": lambda: gate.read(**asked),
         "faiss": world.faiss_loop(lambda: faiss.IndexFlatIP(world.dim), given.tenants),
     }
-    report(given, world, measure(tasks, given.repeats), resident)
+    medians = {name: wall_s for name, (wall_s, _) in in_turns(tasks, given.repeats).items()}
+    report(given, world, medians, resident)
 
 
 def report(given: argparse.Namespace, world: World, medians: dict[str, float], resident: int) -> None:

@@ -77,7 +77,7 @@ class MockLLM:
         return self._ask(prompt, tenant)
 
     def stream(self, prompt: Prompt, *, tenant: str, on_text: OnText) -> Future[Completion]:
-        """Passes the words of the reply to `on_text` one by one, without a pause, before the future is done."""
+        """Passes the reply to `on_text` word by word, without a pause, before the future is done."""
         return self._ask(prompt, tenant, on_text)
 
     def _ask(self, prompt: Prompt, tenant: str, on_text: OnText | None = None) -> Future[Completion]:

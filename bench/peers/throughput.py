@@ -26,7 +26,8 @@ import psutil
 
 from undertow.bench.machine import LOCOMO
 from undertow.bench.peers.process import OPERATION, RUNNERS, PeerProcess, Reply, added, command_of
-from undertow.bench.system.throughput import MOCK_REFUSALS, ingest, mock_llm, settings_for, spread
+from undertow.bench.system.parts import percentiles
+from undertow.bench.system.throughput import MOCK_REFUSALS, ingest, mock_llm, settings_for
 from undertow.bench.system.throughput_report import Load, chosen, conditions
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, UndertowError, Usage
@@ -57,7 +58,7 @@ def through_peer(name: str, log: Sequence[Turn], settings: Settings, threads: in
         "turns": len(log),
         "turns_per_s": round(len(log) / elapsed_s, 2),
         "elapsed_s": round(elapsed_s, 2),
-        "wait_s": spread(waits_s),
+        "wait_s": percentiles(waits_s),
         "cpu_s": round(after.user + after.system - before.user - before.system, 2),
         "llm_calls": usage.calls,
         "prompt_tokens": usage.prompt_tokens,

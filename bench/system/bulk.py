@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from undertow.bench.machine import LOCOMO, commit, describe
+from undertow.bench.system.parts import load_averages
 from undertow.bench.system.throughput_load import copies
 from undertow.engine.base.model import Turn
 
@@ -125,16 +125,13 @@ def main() -> None:
     figures: dict[str, Any] = {
         "bench": "bulk", "machine": describe(), "commit": commit(), "turns": len(turns), "files": FILES
     }  # fmt: skip
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="undertow-bench-")))
+    with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
         for format in args.formats:
             print(format)
-            size = write_logs(folder / format, turns, format)
-            figures[format] = {"mib": round(size / 2**20, 1)} | summary(
-                rounds(folder / format, len(turns), args.rounds)
-            )
-    figures["load"] = [round(x, 2) for x in os.getloadavg()]
-    print(json.dumps(figures))
+            logs = Path(folder) / format
+            mib = round(write_logs(logs, turns, format) / 2**20, 1)
+            figures[format] = {"mib": mib} | summary(rounds(logs, len(turns), args.rounds))
+    print(json.dumps(figures | {"load": load_averages()}))
 
 
 if __name__ == "__main__":

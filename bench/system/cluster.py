@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,10 +30,11 @@ from typing import Any
 import psutil
 import pyarrow as pa
 
-from undertow.bench.machine import LOCOMO, commit, describe
+from undertow.bench.machine import LOCOMO
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.replies import MockReplies
 from undertow.bench.system.ingest import CachedVectors, settings
+from undertow.bench.system.parts import run_parts
 from undertow.bench.system.throughput_load import copies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
@@ -80,10 +80,6 @@ def instant_llm(of: Settings) -> LLMClient | None:
     return MockLLM(MockReplies(refusal_rate=0.3))
 
 
-def engine_settings(step_turns: int | None = None) -> Settings:
-    return settings(batch_turns=step_turns)
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Of some turns: wall seconds, the CPU seconds of the engine's processes, and those of the feeder."""
@@ -114,7 +110,7 @@ def plain(data: Path, turns: int) -> None:
     settle_in()  # as the program and a shard do
     warm, log = log_of(data, turns)
     with tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder:
-        of = engine_settings()
+        of = settings()
         with Engine(Path(folder) / "store", of, cached(of, data=str(data))) as engine:
             engine.add_batch(warm)
             for part in parts_of(log):
@@ -164,16 +160,14 @@ def cluster_of(
     llm: Callable[[Settings], LLMClient | None] = no_llm,
     step_turns: int | None = None,
 ) -> Iterator[Cluster]:
-    folder = tempfile.mkdtemp(prefix="undertow-bench-")
     parts = EngineParts(partial(cached, data=str(data)), llm)
-    try:
-        with Cluster.open(
-            folder, engine_settings(step_turns), shards=shards, resources=ONE_THREAD, parts=parts
-        ) as cluster:
-            yield cluster
-            cluster.stop()
-    finally:
-        shutil.rmtree(folder)
+    own = settings(batch_turns=step_turns)
+    with (
+        tempfile.TemporaryDirectory(prefix="undertow-bench-") as folder,
+        Cluster.open(folder, own, shards=shards, resources=ONE_THREAD, parts=parts) as cluster,
+    ):
+        yield cluster
+        cluster.stop()
 
 
 def packed(cluster: Cluster, log: Sequence[Turn], call_turns: int) -> list[pa.Table]:
@@ -335,20 +329,13 @@ def main() -> None:
         plain(args.data, args.turns)
         return
     start_ray()
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "overhead": lambda: overhead(args.data, args.turns),
-        "commits": lambda: overhead(args.data, args.turns, CALL_TURNS),
-        "two": lambda: two(args.data, args.two_turns),
-        "recovery": lambda: recovery(args.data, args.recovery_turns),
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "overhead": lambda _: overhead(args.data, args.turns),
+        "commits": lambda _: overhead(args.data, args.turns, CALL_TURNS),
+        "two": lambda _: two(args.data, args.two_turns),
+        "recovery": lambda _: recovery(args.data, args.recovery_turns),
     }
-    figures: dict[str, Any] = {"bench": "cluster", "commit": commit(), "machine": describe()}
-    for name in args.parts:
-        figures[name] = parts[name]()
-        print(f"\n{name}")
-        for key, value in figures[name].items():
-            print(f"  {key:34} {value if isinstance(value, list) else format(value, '>16,')}")
-    figures["load"] = [round(x, 2) for x in os.getloadavg()]
-    print(json.dumps(figures))
+    print(json.dumps(run_parts("cluster", parts, args.parts)))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +22,10 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from undertow.bench.machine import LOCOMO, describe, peak_rss_bytes
+from undertow.bench.machine import LOCOMO, peak_rss_bytes
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.replies import MockReplies
+from undertow.bench.system.parts import run_parts
 from undertow.bench.system.throughput_load import copies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
@@ -177,18 +176,8 @@ def main() -> None:
         "latency": lambda f: latency(args.data, f, 50, 0.2),
         "open": lambda f: open_large(args.data, f, 5000, args.open_turns),
     }
-    figures: dict[str, Any] = {"bench": "ingest", "machine": describe()}
-    for name in args.parts:
-        folder = Path(tempfile.mkdtemp(prefix="undertow-bench-"))
-        try:
-            figures[name] = parts[name](folder)
-        finally:
-            shutil.rmtree(folder)
-        print(f"\n{name}")
-        for key, value in figures[name].items():
-            print(f"  {key:28} {value:>16,}")
-    figures["peak_rss_bytes"] = peak_rss_bytes()
-    print(json.dumps(figures))
+    figures = run_parts("ingest", parts, args.parts)
+    print(json.dumps(figures | {"peak_rss_bytes": peak_rss_bytes()}))
 
 
 if __name__ == "__main__":

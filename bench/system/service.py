@@ -4,7 +4,7 @@
 
 The service runs as `undertow serve` in a process of its own, without an LLM and with the hashing encoder.
 Half of the requests add a turn, half search, for 1,000 tenants. This process sends them over loopback, and
-shares the machine. Prints one JSON line.
+shares the machine. Prints the figures and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -28,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from undertow.bench.machine import commit, describe
+from undertow.bench.system.parts import run_parts
 from undertow.bench.system.service_load import Caller, Outcome
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.storage.journal import Journal
@@ -207,21 +205,19 @@ def main() -> None:
     args = parser.parse_args()
     if not args.rate and args.parts[0] != "rate":
         parser.error("give --rate, or `rate` as the first part")
-    figures: dict[str, Any] = {"bench": "service", "commit": commit(), "machine": describe()}
+
+    def rate(folder: Path) -> dict[str, Any]:
+        figures = rate_part(folder, args.seconds)
+        args.rate = float(figures["highest_rate_per_s"]) or FIRST_RATE
+        return figures
+
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "rate": lambda folder: rate_part(folder, args.seconds),
+        "rate": rate,
         "overload": lambda folder: overload_part(folder, args.seconds, args.rate),
         "memory": lambda folder: memory_part(folder, args.memory_seconds, args.rate / 2),
         "kill": lambda folder: kill_part(folder, args.seconds, args.rate),
     }
-    for name in args.parts:
-        with tempfile.TemporaryDirectory(prefix="undertow-service-") as folder:
-            figures[name] = parts[name](Path(folder))
-        if name == "rate":
-            args.rate = float(figures[name]["highest_rate_per_s"]) or FIRST_RATE
-        print(f"{name}: {json.dumps(figures[name])}", file=sys.stderr)
-    figures["load"] = [round(x, 2) for x in os.getloadavg()]
-    text = json.dumps(figures)
+    text = json.dumps(run_parts("service", parts, args.parts))
     print(text)
     if args.out is not None:
         # a run of some parts does not replace the figures of a whole one

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import orjson
 
+from undertow.bench.system.parts import percentiles
+
 TENANTS = 1_000
 ADD_SHARE = 0.5
 MOST_CONNECTIONS = 512
@@ -46,9 +48,9 @@ class Outcome:
             "asked_per_s": self.rate,
             "answered_per_s": round((len(self.search_s) + len(self.add_s)) / self.seconds, 1),
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
-            "search_ms": percentiles(self.search_s),
-            "add_ms": percentiles(self.add_s),
-            "refused_ms": percentiles(self.refused_s),
+            "search_ms": _ms(self.search_s),
+            "add_ms": _ms(self.add_s),
+            "refused_ms": _ms(self.refused_s),
         }
 
     def p95_ms(self) -> float:
@@ -58,11 +60,8 @@ class Outcome:
         return float(np.percentile(self.search_s, 95) * 1e3)
 
 
-def percentiles(latencies_s: Sequence[float]) -> dict[str, float]:
-    if not latencies_s:
-        return {}
-    points = np.percentile(np.asarray(latencies_s) * 1e3, (50, 95, 99, 100))
-    return {name: round(float(p), 2) for name, p in zip(("p50", "p95", "p99", "max"), points, strict=True)}
+def _ms(latencies_s: Sequence[float]) -> dict[str, float]:
+    return percentiles([1e3 * latency_s for latency_s in latencies_s], digits=2)
 
 
 class Caller:

@@ -19,6 +19,7 @@ import numpy as np
 
 from undertow.bench.machine import peak_rss_bytes
 from undertow.bench.mock.server import spawn_server
+from undertow.bench.system.parts import percentiles
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine, make_llm
 from undertow.engine.api.ingest_files import obstacles
 from undertow.engine.api.views.stats import store_usage
@@ -227,13 +228,7 @@ def _rates(watch: Watch, turns: int) -> dict[str, Any]:
         "searchable_turns_per_s": round(turns / watch.last_searchable_s, 1),
         "consolidated_turns_per_s": round(turns / watch.last_consolidated_s, 1),
         "wait_s": {
-            "searchable": spread(watch.searchable_s),
-            "consolidated": spread(watch.consolidated_s),
+            "searchable": percentiles(watch.searchable_s),
+            "consolidated": percentiles(watch.consolidated_s),
         },
     }
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Percentiles of waits."""
-    points = np.percentile(seconds, [50, 95, 99, 100])
-    return {name: round(float(p), 4) for name, p in zip(("p50", "p95", "p99", "max"), points, strict=True)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import orjson
 
 from undertow.bench import machine
+from undertow.bench.system.parts import load_averages
 from undertow.bench.system.throughput import MOCK_REFUSALS, ingest, mock_llm, settings_for
 from undertow.bench.system.throughput_load import Texts, copies, salted
 from undertow.engine.base.config import Settings
@@ -71,7 +71,7 @@ def conditions() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": machine.commit(),
         "machine": machine.describe(),
-        "load": [round(x, 2) for x in os.getloadavg()],
+        "load": load_averages(),
     }
 
 
