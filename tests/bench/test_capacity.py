@@ -125,6 +125,10 @@ def test_profiles_come_back_from_files_and_wrong_ones_name_file_and_field(tmp_pa
         overlay.write_text(text)
         with pytest.raises(ValueError, match=message):
             Profile.read(path, overlay)
+    overlay.write_text("{}")
+    path.write_text('{"admit_s": 1}')
+    with pytest.raises(ValueError, match=r"profile\.json: name: Field required"):
+        Profile.read(path, overlay)
 
 
 @pytest.mark.parametrize("text", ["ten:1e6", "10", "0:5", "1:2:-3", "1:2:3:4"])

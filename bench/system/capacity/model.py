@@ -86,6 +86,7 @@ class Profile(BaseModel):
     def read(cls, *paths: Path) -> Self:
         """A profile from JSON; later files win over earlier ones. ValueError names file and field."""
         body: dict[str, Any] = {}
+        origin: dict[str, Path] = {}  # of each field, the file that its value is from
         for path in paths:
             try:
                 over = orjson.loads(path.read_bytes())
@@ -93,6 +94,7 @@ class Profile(BaseModel):
                 raise ValueError(f"{path} cannot be read as JSON ({error}). Give a profile's path.") from None
             if not isinstance(over, dict):
                 raise ValueError(f"{path} is not a JSON object. Give the path of a profile.")
+            origin |= dict.fromkeys(over, path)
             body |= over | {"sources": {**body.get("sources", {}), **over.get("sources", {})}}
         try:
             return cls.model_validate(body)
@@ -100,7 +102,7 @@ class Profile(BaseModel):
             problem = invalid.errors(include_url=False)[0]
             field = ".".join(map(str, problem["loc"]))
             raise ValueError(
-                f"{paths[-1]}: {field}: {problem['msg']}. "
+                f"{origin.get(str(problem['loc'][0]), paths[0])}: {field}: {problem['msg']}. "
                 "Make a profile with `check --out FOLDER`, or correct the field."
             ) from None
 
