@@ -26,7 +26,7 @@ from undertow.bench.quality.run.summary import (
     scores,
     write_summary,
 )
-from undertow.bench.quality.systems.base import Counting, Means, OnProgress, System
+from undertow.bench.quality.systems.base import Means, OnProgress, System
 from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.encoders.factory import make_encoder
@@ -92,8 +92,8 @@ def _answered(plan: Plan, on_progress: OnProgress) -> tuple[dict[str, Any], list
             "evidence_shown": evidence_shown(answers),
             "first_error": next((line["error"] for line in answers if "error" in line), None),
         }
-        if isinstance(system, Counting):
-            told["built"] = system.counts()
+        if counts := system.counts():
+            told["built"] = counts
         return told, answers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from undertow.bench.peers.process import OPERATION, PeerError, PeerProcess, Reply, Spent, added, command_of
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.json_lines import GrowingFile
-from undertow.bench.quality.systems.base import Material, Means, OnProgress, shown
+from undertow.bench.quality.systems.base import Material, Means, OnProgress, System, shown
 from undertow.engine.base.model import Turn, Usage
 
 MEMORIES = 60
@@ -20,7 +20,7 @@ MEMORIES = 60
 _ADDED = "added.jsonl"
 
 
-class PeerSystem:
+class PeerSystem(System):
     """Adds turn by turn and records each, so that a stopped run can be resumed.
 
     A peer's local store does not support concurrent adds. A turn whose add failed or was cut off is added

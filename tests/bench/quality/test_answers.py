@@ -17,7 +17,7 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.json_lines import KeptLines
 from undertow.bench.quality.run.answers import Answering
 from undertow.bench.quality.run.llm_requests import Asker
-from undertow.bench.quality.systems.base import Material
+from undertow.bench.quality.systems.base import Material, System
 from undertow.engine.base.config import Settings
 from undertow.serving.cli.commands.eval.answers import _left_out
 
@@ -424,7 +424,7 @@ def test_the_seconds_of_a_question_are_those_of_its_first_search(
         "undertow.bench.quality.run.answers.time", SimpleNamespace(perf_counter=lambda: now_s[0])
     )
 
-    class WarmingUp:
+    class WarmingUp(System):
         name = "warming-up"
 
         def __init__(self) -> None:
@@ -437,7 +437,7 @@ def test_the_seconds_of_a_question_are_those_of_its_first_search(
 
     question = Question("q", "Where?", "single-hop", (), "here", None)
     asked = [(Sample("t", (), (), (question,)), question)]
-    system: Any = WarmingUp()
+    system = WarmingUp()
     settings = Settings(encoder="hash:384")
     with (
         closing(KeptLines(tmp_path / "answers.jsonl")) as lines,

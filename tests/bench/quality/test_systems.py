@@ -12,8 +12,7 @@ import pytest
 from undertow.bench.mock.server import spawn_server
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.run.answers import prompt_of
-from undertow.bench.quality.systems.base import Material, Means, System
+from undertow.bench.quality.systems.base import Material, Means, System, prompt_of
 from undertow.bench.quality.systems.baselines import BYTES_PER_TOKEN, NaiveRAG, chunked, tokens_of
 from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
