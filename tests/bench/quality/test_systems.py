@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from undertow.bench.mock.server import spawn_server
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.systems.base import Material, Means, System, prompt_of
@@ -117,41 +117,11 @@ def test_evidence_of_a_chunk_is_its_sessions_in_longmemeval(tmp_path: Path) -> N
     assert lines[2].startswith("21 May 2023"), "each line has its own date"
 
 
-def test_the_engine_goes_on_from_its_store(tmp_path: Path) -> None:
-    talk = {
-        "session_1_date_time": "1:56 pm on 8 May, 2023",
-        "session_1": [
-            said(n, ("Ann", "Ben")[n % 2], f"the wooden boat and its varnish, day {n}") for n in range(1, 13)
-        ],
-    }
-    sample = only(written(tmp_path, conversation(conversation=talk)))
-    with spawn_server() as url:
-        made = means(tmp_path, llm_url=url, theta_sim=0.4, theta_count=3)
-        first = SYSTEMS["recmem"](made)
-        first.build([sample], quiet)
-        material, spent = given(first, sample), first.construction(sample.tenant)
-        first.close()
-        assert spent["episode"].calls > 0 and spent["refine"].prompt_tokens > 0
-        assert material.episodes and material.facts and len(material.turns) == 6
-        assert set(material.in_turns) == {f"D1:{n}" for n in range(1, 13)}
-        assert set(material.behind_memories) <= set(material.in_turns) and material.behind_memories
-        again = SYSTEMS["recmem"](made)
-        again.build([sample], quiet)
-        assert given(again, sample) == material
-        assert again.construction(sample.tenant) == spent, "nothing was built again"
-        again.close()
-
-
 def test_an_unreachable_server_is_no_built_system(tmp_path: Path) -> None:
-    talk = {
-        "session_1_date_time": "1:56 pm on 8 May, 2023",
-        "session_1": [said(n, "Ann", "the same boat") for n in range(1, 9)],
-    }
+    said_often = [said(n, "Ann", "the same boat") for n in range(1, 9)]
+    talk = {"session_1_date_time": "1:56 pm on 8 May, 2023", "session_1": said_often}
     sample = only(written(tmp_path, conversation(conversation=talk)))
-    nobody = means(
-        tmp_path, llm_url="http://127.0.0.1:9/v1", llm_patience_s=0.1, theta_sim=0.4, theta_count=2
-    )
-    system = SYSTEMS["recmem"](nobody)
-    with pytest.raises(ServerRefused, match="not all turns are consolidated"):
+    nobody = {"llm_url": "http://127.0.0.1:9/v1", "llm_patience_s": 0.1}
+    system = SYSTEMS["recmem"](means(tmp_path, **nobody, theta_sim=0.4, theta_count=2))
+    with closing(system), pytest.raises(ServerRefused, match="not all turns are consolidated"):
         system.build([sample], quiet)
-    system.close()
