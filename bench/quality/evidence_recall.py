@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.run.summary import SUMMARY, write_summary
+from undertow.bench.quality.json_lines import write_json
+from undertow.bench.quality.run.summary import SUMMARY
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.results import Hit
@@ -117,5 +118,5 @@ def write_evidence(retrieved: Iterable[Retrieved], folder: Path, about: dict[str
             lines.write(orjson.dumps(one.line(), option=orjson.OPT_APPEND_NEWLINE))
             scores.append((one.question.category, one.score))
     told = {**about, **summary(scores)}
-    write_summary(folder, told)
+    write_json(folder / SUMMARY, told)
     return told

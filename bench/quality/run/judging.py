@@ -43,7 +43,7 @@ class Judging:
         judged = self._verdicts.get(key_of(line))
         if judged is not None and judged["answer"] != line["answer"]:
             raise UndertowError(
-                f"{self._verdicts.file}: the verdict on {line['question_id']} is on another answer. "
+                f"{self._verdicts.path}: the verdict on {line['question_id']} is on another answer. "
                 "Delete the file to have all answers judged anew."
             )
 

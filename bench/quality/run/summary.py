@@ -6,12 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import sqrt
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 
 from undertow.bench.quality.run.judging import RIGHT, UNJUDGED
 from undertow.engine.base.model import Usage
@@ -19,11 +17,6 @@ from undertow.engine.base.model import Usage
 SUMMARY = "summary.json"
 
 Line = Mapping[str, Any]
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    (folder / SUMMARY).write_bytes(orjson.dumps(summary, option=options))
 
 
 class Value(NamedTuple):
