@@ -107,19 +107,18 @@ class BestEffort(EngineSystem):
         recall = partial(self._engine.recall, sample.tenant, question.text)
         budget = PromptBudget(self._settings.context_tokens, self._settings.reply_tokens)
         asking = answering("best_effort", Asked(question.text, question.asked_on, recall, budget))
-        reply: object = None
-        failed: BadReply | None = None
-        while True:
-            try:
-                say = asking.send(reply) if failed is None else asking.throw(failed)
-            except StopIteration as ended:
-                answer, found = ended.value
-                return answer, self._given(sample, found)
-            reply = failed = None
-            try:
-                reply = yield say.prompt
-            except BadReply as bad:
-                failed = bad
+        try:
+            say = next(asking)
+            while True:
+                try:
+                    reply = yield say.prompt
+                except BadReply as bad:
+                    say = asking.throw(bad)
+                else:
+                    say = asking.send(reply)
+        except StopIteration as ended:
+            answer, found = ended.value
+            return answer, self._given(sample, found)
 
 
 def _shown(hits: Sequence[Hit]) -> tuple[ShownMemory, ...]:

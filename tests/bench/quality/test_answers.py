@@ -22,7 +22,7 @@ from undertow.engine.base.config import Settings
 from undertow.serving.cli.commands.eval.answers import _left_out
 
 from ...support.cli import Ran, run
-from ...support.eval import conversation, haystack, written
+from ...support.eval import conversation, haystack, lines_of, talk, written
 from ...support.llm_servers import completion, odd_server, server_stats
 
 
@@ -46,12 +46,8 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture
 def boat(tmp_path: Path) -> Path:
     """Seven turns about one thing."""
-    talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
-    talk["session_1"] = [
-        {"dia_id": f"D1:{n}", "speaker": "Ann", "text": f"the wooden boat and its varnish, day {n}"}
-        for n in range(1, 15)
-    ]
-    return written(tmp_path, conversation(conversation=talk))
+    texts = (f"the wooden boat and its varnish, day {n}" for n in range(1, 15))
+    return written(tmp_path, conversation(conversation=talk(texts)))
 
 
 def evaluated(path: Path, out: Path, url: str, *options: str, benchmark: str = "locomo", **env: str) -> Ran:
@@ -59,13 +55,9 @@ def evaluated(path: Path, out: Path, url: str, *options: str, benchmark: str = "
     return run(*fixed, *options, env=env)
 
 
-def lines_of(out: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
-
-
 def test_a_run_keeps_every_answer_and_verdict(path: Path, out: Path, url: str) -> None:
     told = evaluated(path, out, url, "--policy", "full-context").doc
-    answers, verdicts = lines_of(out, "answers"), lines_of(out, "verdicts")
+    answers, verdicts = lines_of(out / "answers.jsonl"), lines_of(out / "verdicts.jsonl")
     asked = ["made-up:0", "made-up:1", "made-up:3", "made-up:4"]
     assert [line["question_id"] for line in answers] == [line["question_id"] for line in verdicts] == asked
     first = answers[0]
@@ -100,7 +92,7 @@ def test_the_engine_is_the_default_and_its_construction_is_told(boat: Path, out:
     by_operation = told["construction"]["by_operation"]
     assert sum(one["tokens"] for one in by_operation.values()) == spent["tokens"]
     assert "answer" not in by_operation
-    shown = lines_of(out, "answers")[0]["material"]
+    shown = lines_of(out / "answers.jsonl")[0]["material"]
     assert shown["episodes"] and shown["facts"]
 
 
@@ -111,7 +103,7 @@ def test_the_eager_policy_reads_every_turn(
     told = evaluated(boat, out, url, "--policy", "eager").doc
     assert told["policy"] == "eager"
     assert told["construction"]["by_operation"]["extract"]["calls"] == told["built"]["turns"] == 7
-    shown = lines_of(out, "answers")[0]["material"]
+    shown = lines_of(out / "answers.jsonl")[0]["material"]
     assert shown["facts"] and not shown["episodes"]
 
 
@@ -122,7 +114,7 @@ def test_nemori_ends_with_a_flush_and_shows_the_words_of_the_best_episodes(
     assert (told["policy"], told["built"]["waiting_turns"], told["raw_of_best"]) == ("nemori", 0, 2)
     by_operation = told["construction"]["by_operation"]
     assert by_operation["partition"]["calls"] == 1, "fourteen messages are no whole window"
-    shown = lines_of(out, "answers")[0]["material"]
+    shown = lines_of(out / "answers.jsonl")[0]["material"]
     assert shown["episodes"] and shown["facts"] and shown["turns"]
     assert evaluated(boat, out, url, "--policy", "nemori").doc == told, "flushed once"
 
@@ -131,7 +123,7 @@ def test_himem_is_asked_once_its_last_session_is_closed(boat: Path, out: Path, u
     told = evaluated(boat, out, url, "--policy", "himem").doc
     assert (told["policy"], told["k_epi"], told["k_sem"]) == ("himem", 10, 10)
     assert told["construction"]["by_operation"].keys() == {"segment", "notes", "traits", "align"}
-    shown = lines_of(out, "answers")[0]["material"]
+    shown = lines_of(out / "answers.jsonl")[0]["material"]
     assert shown["episodes"] and shown["facts"] and not shown["turns"]
 
 
@@ -157,7 +149,7 @@ def test_best_effort_answers_from_the_notes_where_they_are_enough(
     with odd_server(best_effort, models=("mock-llm",)) as judging:
         again = (*options, "--memories-of", str(out))
         told = evaluated(boat, best, judging, *again, **mode).doc
-    lines = lines_of(best, "answers")
+    lines = lines_of(best / "answers.jsonl")
     assert [line["tokens"]["calls"] for line in lines] == [2, 3, 5, 2], "a bad reply is asked to be repaired"
     assert [line["tokens"]["prompt_tokens"] for line in lines] == [200, 300, 500, 200]
     said = [line["answer"] for line in lines]
@@ -195,7 +187,7 @@ def test_a_finished_run_asks_nothing_again_and_more_runs_are_added(path: Path, o
     both = evaluated(path, out, url, *options, "--repeats", "2").doc
     assert server_stats(url)["calls"]["answer"] == calls + 8, "four answers and four verdicts"
     assert (out / "answers.jsonl").read_bytes().startswith(kept)
-    assert [line["run"] for line in lines_of(out, "answers")] == [1] * 4 + [2] * 4
+    assert [line["run"] for line in lines_of(out / "answers.jsonl")] == [1] * 4 + [2] * 4
     assert (both["judge"]["mean"], both["judge"]["spread"]) == (first["judge"]["mean"], 0.0)
     assert both["judge"]["standard_error"] == first["judge"]["standard_error"], "no more questions by it"
     assert both["questions"] == 4
@@ -210,10 +202,10 @@ def test_a_bad_reply_is_an_error_and_no_answer(path: Path, out: Path) -> None:
         told = evaluated(path, out, url, "--policy", "full-context").doc
         again = evaluated(path, out, url, "--policy", "full-context").doc
     assert (told["questions"], told["errors"], told["first_error"]) == (4, 1, "it was empty")
-    failed = lines_of(out, "answers")[3]
+    failed = lines_of(out / "answers.jsonl")[3]
     assert failed["error"] == "it was empty" and not {"answer", "f1", "model"} & failed.keys()
     assert failed["tokens"]["calls"] == 2, "asked, and once more to repair"
-    assert len(lines_of(out, "verdicts")) == 3, "there is nothing to judge"
+    assert len(lines_of(out / "verdicts.jsonl")) == 3, "there is nothing to judge"
     assert told["by_category"]["open-domain"]["judge"]["mean"] == 0.0
     assert told["judge"]["mean"] == 0.75, "all that was judged is right, and the error is not"
     assert again["errors"] == 1 and again["judge"] == told["judge"]
@@ -235,7 +227,9 @@ def test_an_error_is_asked_again_by_the_same_command(path: Path, out: Path) -> N
         told = evaluated(path, out, url, "--policy", "full-context").doc
         assert asked[0] - before == 2, "the answer that was missing and its verdict"
     assert (told["errors"], told["first_error"], told["judge"]["mean"]) == (0, None, 1.0)
-    assert len(lines_of(out, "answers")) == len(lines_of(out, "verdicts")) == 4, "the error's line is gone"
+    assert len(lines_of(out / "answers.jsonl")) == len(lines_of(out / "verdicts.jsonl")) == 4, (
+        "the error's line is gone"
+    )
 
 
 def test_a_run_goes_on_with_the_model_that_began_it(path: Path, out: Path) -> None:
@@ -262,9 +256,8 @@ def test_not_one_answer_is_a_failure(path: Path, out: Path) -> None:
 def test_a_prompt_that_does_not_fit_names_the_setting_before_any_call(
     out: Path, tmp_path: Path, url: str
 ) -> None:
-    talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
-    talk["session_1"] = [{"dia_id": "D1:1", "speaker": "Ann", "text": "sails and ropes " * 300}]
-    path, before = written(tmp_path, conversation(conversation=talk)), server_stats(url)["calls"]
+    talked = talk(["sails and ropes " * 300])
+    path, before = written(tmp_path, conversation(conversation=talked)), server_stats(url)["calls"]
     options = ("--policy", "full-context")
     refused = evaluated(path, out, url, *options, UNDERTOW_CONTEXT_TOKENS="2048")
     assert refused.code == 1
@@ -306,14 +299,14 @@ def test_other_answers_come_of_the_same_memories(boat: Path, out: Path, tmp_path
         assert (told["construction"], told["built"]) == (whole["construction"], whole["built"])
         assert told["memories_of"] == "out" and not (folder / "store").exists()
         assert told["memories_id"] == json.loads((out / "run.json").read_text())["id"]
-        shown = lines_of(folder, "answers")[0]["material"]
+        shown = lines_of(folder / "answers.jsonl")[0]["material"]
         assert [tier for tier in ("turns", "episodes", "facts") if not shown[tier]] == [empty]
     without_turns = json.loads((tmp_path / "subconscious" / "summary.json").read_text())
     assert without_turns["evidence_shown"]["in_turns"] is None
     assert without_turns["evidence_shown"]["behind_memories"] > 0
     kept = evaluated(boat, tmp_path / "kept", url, *same, "--ablation", "without-consolidated").doc
     assert kept["retain_consolidated"] is False
-    shown = lines_of(tmp_path / "kept", "answers")[0]["material"]["turns"]
+    shown = lines_of(tmp_path / "kept" / "answers.jsonl")[0]["material"]["turns"]
     assert len(shown) == whole["built"]["waiting_turns"] < 7
     assert constructed(url) == calls, "nothing was built again"
 
@@ -338,7 +331,7 @@ def test_answers_of_two_models_are_not_mixed(path: Path, out: Path) -> None:
     with odd_server(lambda body, number: (200, completion("yes") | {"model": "two"})) as url:
         refused = evaluated(path, out, url, *options, "--repeats", "2")
     assert refused.code == 1 and "model 'one', and now it is 'two'" in refused.err
-    assert {line["model"] for line in lines_of(out, "answers")} == {"one"}
+    assert {line["model"] for line in lines_of(out / "answers.jsonl")} == {"one"}
 
 
 def test_another_judge(path: Path, out: Path, url: str) -> None:
@@ -446,4 +439,4 @@ def test_the_seconds_of_a_question_are_those_of_its_first_search(
         answering.check_room(asked, [1, 2])
         answering.answer(asked, [1, 2], lambda: None)
     assert system.searches == 3
-    assert [line["retrieval_s"] for line in lines_of(tmp_path, "answers")] == [4.0, 4.0]
+    assert [line["retrieval_s"] for line in lines_of(tmp_path / "answers.jsonl")] == [4.0, 4.0]

@@ -19,7 +19,7 @@ from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cli import Ran, run
-from ...support.eval import conversation, haystack, only, question, said, written
+from ...support.eval import conversation, haystack, lines_of, only, question, said, written
 
 
 def evaluated(path: Path, out: Path, *options: str, benchmark: str = "locomo") -> Ran:
@@ -101,7 +101,7 @@ def test_a_run_on_a_made_up_conversation(tmp_path: Path) -> None:
     # four turns in all, so everything that exists is found; D9:9 is nowhere
     assert told["evidence_recall_at_5"] == told["evidence_recall_at_20"] == 0.6667
     assert told["by_category"]["open-domain"]["evidence_recall_at_20"] == 0.0
-    lines = [json.loads(line) for line in (tmp_path / "out" / "evidence.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path / "out" / "evidence.jsonl")
     assert [line["id"] for line in lines] == ["made-up:0", "made-up:1", "made-up:4"]
     assert lines[0]["retrieved"][0]["holds"] == ["D1:1", "D1:2"]
     assert "pottery" in lines[0]["retrieved"][0]["memory"]

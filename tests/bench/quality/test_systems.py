@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.systems.base import Material, Means, System, prompt_of
+from undertow.bench.quality.systems.base import Material, System, prompt_of
 from undertow.bench.quality.systems.baselines import BYTES_PER_TOKEN, NaiveRAG, chunked, tokens_of
 from undertow.bench.quality.systems.registry import SYSTEMS
-from undertow.bench.quality.vectors import KeptVectors
-from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
-from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import ServerRefused
 
-from ...support.eval import conversation, haystack, only, said, written
-
-
-def means(folder: Path, benchmark: Benchmark = "locomo", **settings: Any) -> Means:
-    @cache
-    def encoder() -> KeptVectors:
-        return KeptVectors(HashingEncoder(384))
-
-    return Means(benchmark, Settings(encoder="hash:384", **settings), folder / "store", encoder)
+from ...support.eval import conversation, haystack, means, only, talk, written
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -78,11 +64,8 @@ def test_chunks_are_whole_messages_and_hold_the_one_that_overflows() -> None:
 
 def test_naive_rag_gives_the_nearest_chunks_best_first(tmp_path: Path) -> None:
     words = ["boats sail", "kiln clay", "chess rooks", "owls hoot", "tea leaves", "jazz horns"]
-    talk = {
-        "session_1_date_time": "1:56 pm on 8 May, 2023",
-        "session_1": [said(n, "Ann", f"{text} " * 10) for n, text in enumerate(words, 1)],
-    }
-    sample = only(written(tmp_path, conversation(conversation=talk)))
+    talked = talk(f"{text} " * 10 for text in words)
+    sample = only(written(tmp_path, conversation(conversation=talked)))
     asked = Question("q", "owls hoot owls hoot, not tea leaves", "single-hop", (), "", None)
     for benchmark, shown in (("locomo", 3), ("longmemeval", 5)):
         system = NaiveRAG(20, means(tmp_path, benchmark))  # type: ignore[arg-type]
@@ -118,9 +101,7 @@ def test_evidence_of_a_chunk_is_its_sessions_in_longmemeval(tmp_path: Path) -> N
 
 
 def test_an_unreachable_server_is_no_built_system(tmp_path: Path) -> None:
-    said_often = [said(n, "Ann", "the same boat") for n in range(1, 9)]
-    talk = {"session_1_date_time": "1:56 pm on 8 May, 2023", "session_1": said_often}
-    sample = only(written(tmp_path, conversation(conversation=talk)))
+    sample = only(written(tmp_path, conversation(conversation=talk(["the same boat"] * 8))))
     nobody = {"llm_url": "http://127.0.0.1:9/v1", "llm_patience_s": 0.1}
     system = SYSTEMS["recmem"](means(tmp_path, **nobody, theta_sim=0.4, theta_count=2))
     with closing(system), pytest.raises(ServerRefused, match="not all turns are consolidated"):
