@@ -110,11 +110,9 @@ def _holds(patterns: Iterable[str], texts: Iterable[str]) -> bool:
 
 def settings_for(llm_url: str | None, model: str | None) -> Settings:
     """Every turn is similar to every other: two make a cluster, and each later one may be merged."""
-    return Settings(
-        **{"encoder": "hash:384", "device": "cpu", "theta_sim": -1.0, "theta_merge": -1.0, "theta_count": 2},
-        **{"llm_url": llm_url, "llm_model": model, "llm_in_flight": AT_ONCE, "llm_timeout_s": 900.0},
-        **{"context_tokens": 4_096, "reply_tokens": 640},
-    )
+    given: dict[str, Any] = {"llm_url": llm_url, "llm_model": model, "llm_in_flight": AT_ONCE}
+    given |= {"theta_sim": -1.0, "theta_merge": -1.0, "theta_count": 2, "llm_timeout_s": 900.0}
+    return Settings(encoder="hash:384", device="cpu", context_tokens=4_096, reply_tokens=640, **given)
 
 
 def run(engine: Engine, cases: Sequence[Attack]) -> Iterator[Outcome]:

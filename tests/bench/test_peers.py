@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -72,7 +73,8 @@ def sample(tenant: str, *texts: str) -> Sample:
 
 
 def peer_means(folder: Path, **changes: str) -> Means:
-    return means(folder, **{"llm_url": "http://127.0.0.1:9/v1", "llm_model": "m", **changes})
+    given: dict[str, Any] = {"llm_url": "http://127.0.0.1:9/v1", "llm_model": "m", **changes}
+    return means(folder, **given)
 
 
 @contextmanager

@@ -96,35 +96,37 @@ def test_the_engine_is_the_default_and_its_construction_is_told(boat: Path, out:
     assert shown["episodes"] and shown["facts"]
 
 
-def test_the_eager_policy_reads_every_turn(
-    boat: Path, out: Path, url: str, monkeypatch: pytest.MonkeyPatch
+HIMEM_CALLS = {"segment": 1, "notes": 1, "traits": 1, "align": 1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "operations", "tiers", "told_of_it"),
+    [
+        ("eager", {"extract": 7}, {"facts", "turns"}, {}),
+        # fourteen messages are no whole window: it ends with a flush; it shows the turns of the best episodes
+        ("nemori", {"partition": 1}, {"episodes", "facts", "turns"}, {"raw_of_best": 2}),
+        ("himem", HIMEM_CALLS, {"episodes", "facts"}, {"k_epi": 10, "k_sem": 10}),
+    ],
+)
+def test_a_policy_decides_every_turn_once_and_shows_its_own_tiers(
+    boat: Path,
+    out: Path,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    operations: dict[str, int],
+    tiers: set[str],
+    told_of_it: dict[str, int],
 ) -> None:
     monkeypatch.setenv("UNDERTOW_POLICY", "recmem")  # what the option says counts
-    told = evaluated(boat, out, url, "--policy", "eager").doc
-    assert told["policy"] == "eager"
-    assert told["construction"]["by_operation"]["extract"]["calls"] == told["built"]["turns"] == 7
-    shown = lines_of(out / "answers.jsonl")[0]["material"]
-    assert shown["facts"] and not shown["episodes"]
-
-
-def test_nemori_ends_with_a_flush_and_shows_the_words_of_the_best_episodes(
-    boat: Path, out: Path, url: str
-) -> None:
-    told = evaluated(boat, out, url, "--policy", "nemori").doc
-    assert (told["policy"], told["built"]["waiting_turns"], told["raw_of_best"]) == ("nemori", 0, 2)
+    told = evaluated(boat, out, url, "--policy", policy).doc
+    assert told.items() >= {"policy": policy, **told_of_it}.items()
+    assert (told["built"]["turns"], told["built"]["waiting_turns"]) == (7, 0)
     by_operation = told["construction"]["by_operation"]
-    assert by_operation["partition"]["calls"] == 1, "fourteen messages are no whole window"
+    assert {name: by_operation[name]["calls"] for name in operations} == operations
     shown = lines_of(out / "answers.jsonl")[0]["material"]
-    assert shown["episodes"] and shown["facts"] and shown["turns"]
-    assert evaluated(boat, out, url, "--policy", "nemori").doc == told, "flushed once"
-
-
-def test_himem_is_asked_once_its_last_session_is_closed(boat: Path, out: Path, url: str) -> None:
-    told = evaluated(boat, out, url, "--policy", "himem").doc
-    assert (told["policy"], told["k_epi"], told["k_sem"]) == ("himem", 10, 10)
-    assert told["construction"]["by_operation"].keys() == {"segment", "notes", "traits", "align"}
-    shown = lines_of(out / "answers.jsonl")[0]["material"]
-    assert shown["episodes"] and shown["facts"] and not shown["turns"]
+    assert {tier for tier in ("episodes", "facts", "turns") if shown[tier]} == tiers
+    assert evaluated(boat, out, url, "--policy", policy).doc == told, "nothing is done again"
 
 
 def best_effort(body: Any, number: int) -> tuple[int, Any]:

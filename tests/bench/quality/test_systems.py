@@ -102,7 +102,9 @@ def test_evidence_of_a_chunk_is_its_sessions_in_longmemeval(tmp_path: Path) -> N
 
 def test_an_unreachable_server_is_no_built_system(tmp_path: Path) -> None:
     sample = only(written(tmp_path, conversation(conversation=talk(["the same boat"] * 8))))
-    nobody = {"llm_url": "http://127.0.0.1:9/v1", "llm_patience_s": 0.1}
-    system = SYSTEMS["recmem"](means(tmp_path, **nobody, theta_sim=0.4, theta_count=2))
+    nobody = means(
+        tmp_path, llm_url="http://127.0.0.1:9/v1", llm_patience_s=0.1, theta_sim=0.4, theta_count=2
+    )
+    system = SYSTEMS["recmem"](nobody)
     with closing(system), pytest.raises(ServerRefused, match="not all turns are consolidated"):
         system.build([sample], quiet)
