@@ -19,7 +19,7 @@ import orjson
 from undertow.bench.machine import commit, describe
 from undertow.bench.quality.json_lines import Key, key_of, write_json
 from undertow.bench.quality.run.evaluate import ANSWERS
-from undertow.bench.quality.run.summary import SUMMARY, Value, over_runs
+from undertow.bench.quality.run.summary import SUMMARY, over_runs
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.builders import QUERY_OPERATIONS
 
@@ -51,8 +51,8 @@ def read(folders: Sequence[Path]) -> dict[str, Summary]:
         base = base if found else f1
         _check_answered(folder, base.keys() - f1.keys(), folders[0])
         _check_answered(folders[0], f1.keys() - base.keys(), folder)
-        pairs = [Value(run, question, f1[run, question] - was) for (run, question), was in base.items()]
-        summary["f1_difference"] = over_runs(pairs, first["repeats"])
+        differences = [(key, f1[key] - was) for key, was in base.items()]
+        summary["f1_difference"] = over_runs(differences, first["repeats"])
         found[folder.name] = summary
     return found
 
