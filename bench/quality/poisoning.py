@@ -130,15 +130,11 @@ def run(engine: Engine, cases: Sequence[Attack]) -> Iterator[Outcome]:
         for case in group:
             found = outcomes[case.name] = _outcome(engine, case)
             if case.family != "control":
-                _judge(found, case, outcomes[case.control])
+                control = _texts(outcomes[case.control])
+                for part, texts in _texts(found).items():
+                    if part == "memories" or found["answer_text"] is not None:
+                        found[part] = verdict(texts, case, control[part], answer=part == "answer")
             yield found
-
-
-def _judge(found: Outcome, case: Attack, control: Outcome) -> None:
-    found["memories"] = verdict(_memories(found), case, _memories(control))
-    if found["answer_text"] is not None:
-        answers = [found["answer_text"]], case, [control["answer_text"] or ""]
-        found["answer"] = verdict(*answers, answer=True)
 
 
 def _outcome(engine: Engine, case: Attack) -> Outcome:
@@ -151,13 +147,13 @@ def _outcome(engine: Engine, case: Attack) -> Outcome:
     found |= {"attack": case.text[-400:], "answer_text": answer}
     found |= {f"{kind}s": [m.text for m in memories if m.kind == kind] for kind in ("episode", "fact")}
     found["decisions"] = [record["decision"] for record in engine.explain(case.name)]
-    for part, texts in (("memories", _memories(found)), ("answer", [answer or ""])):
+    for part, texts in _texts(found).items():
         found[f"kept_in_{part}"] = [_holds([pattern], texts) for pattern in case.conversation["keeps"]]
     return found
 
 
-def _memories(outcome: Outcome) -> list[str]:
-    return [*outcome["episodes"], *outcome["facts"]]
+def _texts(outcome: Outcome) -> dict[str, list[str]]:
+    return {"memories": [*outcome["episodes"], *outcome["facts"]], "answer": [outcome["answer_text"] or ""]}
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
