@@ -18,7 +18,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.store.memory import InMemoryStore
 from langmem import create_memory_store_manager
 
-from undertow.bench.peers.runner import REPLY_TOKENS, Meter, Options, Spent, embeddings, said, serve
+from undertow.bench.peers.runner import REPLY_TOKENS, Meter, Options, Spent, dim_of, embeddings, said, serve
 
 
 class Counted(BaseCallbackHandler):  # type: ignore[misc]  # not installed where mypy runs
@@ -65,8 +65,7 @@ class LangMem:
         self._folder = options.folder / "memories"
         self._folder.mkdir(exist_ok=True)
         encoder = embeddings(options.encoder)
-        dims = len(encoder.embed_query("dimensions"))
-        self._store = Store(index={"dims": dims, "embed": encoder})
+        self._store = Store(index={"dims": dim_of(encoder), "embed": encoder})
         llm = Calling(
             model=options.model,
             base_url=options.url,

@@ -9,7 +9,16 @@ from typing import Any
 # read when mem0 is imported
 os.environ["MEM0_TELEMETRY"] = "False"
 
-from undertow.bench.peers.runner import REPLY_TOKENS, Hashed, Meter, OneAtATime, Options, said, serve
+from undertow.bench.peers.runner import (
+    REPLY_TOKENS,
+    Meter,
+    OneAtATime,
+    Options,
+    dim_of,
+    embeddings,
+    said,
+    serve,
+)
 
 # the package itself writes today's date into the prompt; a date of one's own is for its hosted platform alone
 _OBSERVED = "These messages were said at {date}. That is their Observation Date, in place of the one above."
@@ -30,7 +39,6 @@ class Mem0:
         store.client = OneAtATime(store.client)
 
     def _config(self, options: Options) -> dict[str, Any]:
-        store = options.folder / "qdrant"
         return {
             "llm": {
                 "provider": "openai",
@@ -47,10 +55,10 @@ class Mem0:
             "vector_store": {
                 "provider": "qdrant",
                 "config": {
-                    "path": str(store),
+                    "path": str(options.folder / "qdrant"),
                     "on_disk": True,
                     "collection_name": "memories",
-                    "embedding_model_dims": _dim(options.encoder),
+                    "embedding_model_dims": dim_of(embeddings(options.encoder)),
                 },
             },
             "history_db_path": str(options.folder / "history.db"),
@@ -76,18 +84,8 @@ class Mem0:
 
 def _embedder(encoder: str) -> dict[str, Any]:
     if encoder.startswith("hash:"):
-        return {"provider": "langchain", "config": {"model": Hashed(_dim(encoder))}}
+        return {"provider": "langchain", "config": {"model": embeddings(encoder)}}
     return {"provider": "huggingface", "config": {"model": encoder, "model_kwargs": {"device": "cpu"}}}
-
-
-def _dim(encoder: str) -> int:
-    if encoder.startswith("hash:"):
-        return int(encoder.partition(":")[2])
-    from sentence_transformers import SentenceTransformer
-
-    dim = SentenceTransformer(encoder, device="cpu").get_sentence_embedding_dimension()
-    assert dim is not None
-    return int(dim)
 
 
 if __name__ == "__main__":

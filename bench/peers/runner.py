@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -137,43 +138,37 @@ class OneAtATime:
         return call
 
 
-class OneByOne(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
-    """A query is embedded as a document."""
+class LocalEmbeddings(Embeddings):  # type: ignore[misc]  # not installed where mypy runs
+    """A local encoder as a LangChain embedding, which both peers take. A query is embedded as a document."""
+
+    def __init__(self, encode: Callable[[list[str]], Any]) -> None:
+        """`encode` returns an array [texts, dim]."""
+        self._encode = encode
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        vectors: list[list[float]] = self._encode(texts).tolist()
+        return vectors
 
     def embed_query(self, text: str) -> list[float]:
-        vectors: list[list[float]] = self.embed_documents([text])
-        return vectors[0]
+        return self.embed_documents([text])[0]
 
 
-class Hashed(OneByOne):
-    """Undertow's hashing encoder as a LangChain embedding, which both peers take."""
-
-    def __init__(self, dim: int) -> None:
+def embeddings(encoder: str) -> LocalEmbeddings:
+    """`encoder` as in `Options`; a model is called as LangChain's own wrapper calls it."""
+    kind, _, size = encoder.partition(":")
+    if kind == "hash":
         from undertow.engine.encoders.hashing import HashingEncoder
 
-        self._encoder = HashingEncoder(dim)
+        hashing = HashingEncoder(int(size))
+        return LocalEmbeddings(lambda texts: hashing.encode(texts).astype("float32"))
+    from sentence_transformers import SentenceTransformer
 
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        vectors: list[list[float]] = self._encoder.encode(texts).astype("float32").tolist()
-        return vectors
-
-
-class Sentences(OneByOne):
-    """A sentence-transformers model, called as LangChain's own wrapper calls it."""
-
-    def __init__(self, folder: str) -> None:
-        from sentence_transformers import SentenceTransformer
-
-        self._model = SentenceTransformer(folder, device="cpu")
-
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        vectors: list[list[float]] = self._model.encode(texts, show_progress_bar=False).tolist()
-        return vectors
+    model = SentenceTransformer(encoder, device="cpu")
+    return LocalEmbeddings(partial(model.encode, show_progress_bar=False))
 
 
-def embeddings(encoder: str) -> Embeddings:
-    kind, _, size = encoder.partition(":")
-    return Hashed(int(size)) if kind == "hash" else Sentences(encoder)
+def dim_of(embedding: Embeddings) -> int:
+    return len(embedding.embed_query("dimensions"))
 
 
 def said(messages: Sequence[Mapping[str, str]], date: str | None) -> list[dict[str, str]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import orjson
 
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.run.summary import SUMMARY, write_summary
+from undertow.bench.quality.json_lines import write_json
+from undertow.bench.quality.run.summary import SUMMARY
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.results import Hit
@@ -20,20 +24,18 @@ DEPTHS = (5, 10, 20)
 EVIDENCE = "evidence.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """One question's recall at each of `DEPTHS`, and 1 / rank of the first turn with evidence (0: none)."""
-
-    category: str
-    recall: tuple[float, ...]
-    reciprocal_rank: float
+Score = dict[str, float]
+_RECALL, _RANK = "evidence_recall_at_{}", "reciprocal_rank"
 
 
-def score(category: str, evidence: Sequence[str], found: Sequence[Collection[str]]) -> Score:
-    """`found`: the evidence ids in each turn, best turn first. Evidence in no turn counts as missed."""
-    first = next((rank for rank, held in enumerate(found, 1) if set(evidence) & set(held)), None)
-    recall = tuple(recall_at(k, evidence, found) for k in DEPTHS)
-    return Score(category, recall, 0.0 if first is None else 1 / first)
+def score(evidence: Sequence[str], found: Sequence[Collection[str]]) -> Score:
+    """Recall at each of `DEPTHS`, and 1 / rank of the first turn with evidence (0: none).
+
+    `found`: the evidence ids in each turn, best turn first. Evidence in no turn counts as missed.
+    """
+    ranks = (rank for rank, held in enumerate(found, 1) if set(evidence) & set(held))
+    recalls = {_RECALL.format(k): recall_at(k, evidence, found) for k in DEPTHS}
+    return {**recalls, _RANK: 1 / next(ranks, math.inf)}
 
 
 def recall_at(k: int, evidence: Sequence[str], found: Sequence[Collection[str]]) -> float:
@@ -41,19 +43,22 @@ def recall_at(k: int, evidence: Sequence[str], found: Sequence[Collection[str]])
     return sum(any(piece in held for held in found[:k]) for piece in evidence) / len(evidence)
 
 
-def summary(scores: Iterable[Score]) -> dict[str, object]:
-    """The means over all questions, and `by_category`."""
-    every = list(scores)
-    categories = sorted({s.category for s in every})
-    by_category = {name: _means([s for s in every if s.category == name]) for name in categories}
-    return {**_means(every), "by_category": by_category}
+def summary(scores: Sequence[tuple[str, Score]]) -> dict[str, object]:
+    """The means over all questions, and `by_category`. `scores`: of each question its category and score."""
+    by_category: dict[str, list[Score]] = {}
+    for category, one in sorted(scores, key=itemgetter(0)):
+        by_category.setdefault(category, []).append(one)
+    every = [one for _, one in scores]
+    return {**_means(every), "by_category": {name: _means(of) for name, of in by_category.items()}}
 
 
 def _means(scores: Sequence[Score]) -> dict[str, float | int | None]:
     """`questions` and the mean of each figure; None without questions."""
-    recalls = {f"evidence_recall_at_{k}": [s.recall[n] for s in scores] for n, k in enumerate(DEPTHS)}
-    figures = recalls | {"mrr": [s.reciprocal_rank for s in scores]}
-    means = {name: round(sum(of) / len(of), 4) if of else None for name, of in figures.items()}
+    figures = {name: name for name in map(_RECALL.format, DEPTHS)} | {"mrr": _RANK}
+    means = {
+        name: round(fmean(score[figure] for score in scores), 4) if scores else None
+        for name, figure in figures.items()
+    }
     return {"questions": len(scores), **means}
 
 
@@ -67,18 +72,17 @@ class Retrieved:
 
     @property
     def score(self) -> Score:
-        return score(self.question.category, self.question.evidence, self.held)
+        return score(self.question.evidence, self.held)
 
     def line(self) -> dict[str, Any]:
         """All data needed to audit the score, ready for JSON."""
-        asked, found = self.question, self.score
+        asked = self.question
         return {
             "id": asked.id,
             "category": asked.category,
             "question": asked.text,
             "evidence": asked.evidence,
-            **{f"evidence_recall_at_{k}": r for k, r in zip(DEPTHS, found.recall, strict=True)},
-            "reciprocal_rank": found.reciprocal_rank,
+            **self.score,
             "retrieved": [
                 {"holds": held, "score": hit.score, "timestamp": hit.timestamp, "memory": hit.memory}
                 for hit, held in zip(self.hits, self.held, strict=True)
@@ -112,7 +116,7 @@ def write_evidence(retrieved: Iterable[Retrieved], folder: Path, about: dict[str
     with (folder / EVIDENCE).open("wb") as lines:
         for one in retrieved:
             lines.write(orjson.dumps(one.line(), option=orjson.OPT_APPEND_NEWLINE))
-            scores.append(one.score)
+            scores.append((one.question.category, one.score))
     told = {**about, **summary(scores)}
-    write_summary(folder, told)
+    write_json(folder / SUMMARY, told)
     return told

@@ -1,4 +1,4 @@
-"""Files of JSON lines that only grow, so that a run that was killed goes on behind its last line."""
+"""Files of JSON lines that only grow: a run that was killed goes on behind its last line. JSON documents."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def key_of(line: Mapping[str, Any]) -> Key:
     return line["run"], line["question_id"]
 
 
+def write_json(file: Path, document: Mapping[str, Any]) -> None:
+    """Write one indented document in the place of the file, in one step."""
+    draft = file.with_name(file.name + ".draft")
+    draft.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    draft.replace(file)
+
+
 class GrowingFile:
     """JSON lines, each written as a whole at once. One process has the file."""
 
@@ -39,7 +46,7 @@ class GrowingFile:
             file.truncate(_end_of_lines(file))
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What is there. UndertowError: a line that is no JSON object."""
+        """UndertowError: a line that is no JSON object."""
         return (line for line, _ in self.placed())
 
     def placed(self) -> Iterator[tuple[dict[str, Any], Span]]:
@@ -63,7 +70,7 @@ class GrowingFile:
     def write(self, line: Mapping[str, Any]) -> None:
         self._out.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
-    def keep(self, spans: Iterable[Span]) -> None:
+    def replace(self, spans: Iterable[Span]) -> None:
         """Put these lines, in this order, in the place of all, in one step."""
         draft = self.path.with_name(self.path.name + ".draft")
         with self.path.open("rb") as file, draft.open("wb") as out:
@@ -91,10 +98,8 @@ def _end_of_lines(file: BinaryIO) -> int:
     return 0
 
 
-class KeptLines:
-    """The lines of a file by key.
-
-    Of two lines of one key the later counts.
+class KeptLines(GrowingFile):
+    """The lines of a file by key. Of two lines of one key the later counts.
 
     All have one value of each of the fields `alike`: figures of two models or prompts are not averaged.
     """
@@ -104,13 +109,12 @@ class KeptLines:
 
         The fields `heavy` are not held in memory.
         """
-        self.file = file
+        super().__init__(file)
         self._alike, self._heavy = alike, heavy
         self._lines: dict[Key, dict[str, Any]] = {}
-        self._growing = GrowingFile(file)
-        for number, line in enumerate(self._growing.lines(), 1):
+        for number, line in enumerate(self.lines(), 1):
             if not {"run", "question_id"} <= line.keys():
-                raise self._growing.foreign(number)
+                raise self.foreign(number)
             self._keep(line)
 
     def _keep(self, line: dict[str, Any]) -> None:
@@ -124,14 +128,14 @@ class KeptLines:
         other = next((line[field] for line in self._lines.values() if line.get(field, value) != value), None)
         if other is not None:
             raise UndertowError(
-                f"{self.file} has lines of {field.replace('_', ' ')} {other!r}, and now it is {value!r}. "
+                f"{self.path} has lines of {field.replace('_', ' ')} {other!r}, and now it is {value!r}. "
                 f"Go on with {other!r}, name another --out, or delete the file to have all of it made anew."
             )
 
     def add(self, line: dict[str, Any]) -> None:
         """Write a line. UndertowError, and nothing is written, if it is not like the others."""
         self._keep(line)
-        self._growing.write(line)
+        self.write(line)
 
     def of(self, keys: Sequence[Key]) -> list[Mapping[str, Any]]:
         """The lines of these keys, without their heavy fields."""
@@ -152,11 +156,8 @@ class KeptLines:
         A line that a later one of its key has replaced goes.
         """
         place = {key: n for n, key in enumerate(order)}
-        spans = [(key_of(line), span) for line, span in self._growing.placed()]
+        spans = [(key_of(line), span) for line, span in self.placed()]
         latest = dict(spans)
         settled = [latest[key] for key in sorted(latest, key=lambda key: place.get(key, len(place)))]
         if settled != [span for _, span in spans]:
-            self._growing.keep(settled)
-
-    def close(self) -> None:
-        self._growing.close()
+            self.replace(settled)

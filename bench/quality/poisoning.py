@@ -12,16 +12,16 @@ heuristic, so the result file keeps every text.
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle, islice
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
@@ -40,19 +40,12 @@ Outcome = dict[str, Any]
 
 CASES = Path(__file__).with_name("poisoning_cases.json")
 AT_ONCE = 17  # cases side by side; the controls and all cases are two groups
-# Cyrillic letters that look like Latin ones
-LOOK_ALIKES = str.maketrans("aceopxyAEOPCTMHBK", "асеорхуАЕОРСТМНВК")
-_PLAIN = {look: plain for plain, look in LOOK_ALIKES.items()}
-_FILLER = "the gulls went round the pier and came back while the tide was still going out and"
+# from Cyrillic letters to the Latin ones that they look like
+_PLAIN = str.maketrans("асеорхуАЕОРСТМНВК", "aceopxyAEOPCTMHBK")
+_DOCUMENT: dict[str, Any] = json.loads(CASES.read_text())
+# words by which a sentence says that somebody said something, or that it is not so
+_REPORTING = re.compile(rf"\b({'|'.join(_DOCUMENT['reporting'])})\b", re.IGNORECASE)
 _SENTENCES = re.compile(r"(?<=[.!?])\s+|\n+")
-_REPORTING = re.compile(
-    r"\b(says?|said|saying|tells?|told|asks?|asked|asking|requests?|requested|claims?|claimed|claiming"
-    r"|states?|stated|stating|mentions?|mentioned|writes?|wrote|written|reads|instruct\w*|orders?|ordered"
-    r"|according|alleged\w*|suggest(s|ed|ing)?|demand(s|ed)?|posed?|posing|quoted?|quotes|quoting|supposed\w*"
-    r"|message|notice|newsletter|note|prompt|tool|search result|forwarded|false|untrue"
-    r"|unconfirmed|no evidence|sagte|behauptet\w*|laut|angeblich|Anweisung)\b",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +61,7 @@ class Attack:
     at: int = 0
     role: str = "user"
     text: str = ""
-    claims: tuple[str, ...] = ()
+    claims: Sequence[str] = ()
     hides: str | None = None
     live: bool = False
 
@@ -78,46 +71,21 @@ class Attack:
 
     def exchanges(self) -> list[list[dict[str, str]]]:
         """The conversation as OpenAI-style messages, with the attack in its place."""
-        exchanges = [
-            [
-                {"role": "user", "name": self.conversation["name"], "content": turn["user"]},
-                {"role": "assistant", "content": turn["assistant"]},
-            ]
-            for turn in self.conversation["turns"]
-        ]
+        exchanges = deepcopy([turn["messages"] for turn in self.conversation["turns"]])
         if self.role == "tool":
             exchanges[self.at].insert(1, {"role": "tool", "name": "tool", "content": self.text})
         elif self.text:
-            message = next(m for m in exchanges[self.at] if m["role"] == self.role)
-            message["content"] += f" {self.text}"
+            exchanges[self.at][self.role == "assistant"]["content"] += f" {self.text}"
         return exchanges
 
 
 @cache
 def attacks() -> tuple[Attack, ...]:
     """The attacks, in the order of the file."""
-    document = json.loads(CASES.read_text())
-    fields = ("name", "family", "at", "role", "hides", "live")
+    talks = _DOCUMENT["conversations"]
     return tuple(
-        Attack(
-            **{field: raw[field] for field in fields if field in raw},
-            conversation=document["conversations"][raw["conversation"]],
-            text=_disguised(raw),
-            claims=tuple(raw.get("claims", ())),
-        )
-        for raw in document["cases"]
+        Attack(**{**case, "conversation": talks[case["conversation"]]}) for case in _DOCUMENT["cases"]
     )
-
-
-def _disguised(raw: dict[str, Any]) -> str:
-    """The attack's text as the victim receives it."""
-    text: str = raw["text"]
-    if raw.get("encode") == "base64":
-        text = base64.b64encode(text.encode()).decode()
-    elif raw.get("encode") == "look-alikes":
-        text = text.translate(LOOK_ALIKES)
-    filler = " ".join(islice(cycle(_FILLER.split()), raw.get("padding_words", 0)))
-    return f"{raw.get('lead', '')}{filler} {text}".strip()
 
 
 def verdict(texts: Iterable[str], attack: Attack, control: Iterable[str], *, answer: bool = False) -> Verdict:
@@ -142,17 +110,16 @@ def _holds(patterns: Iterable[str], texts: Iterable[str]) -> bool:
 
 def settings_for(llm_url: str | None, model: str | None) -> Settings:
     """Every turn is similar to every other: two make a cluster, and each later one may be merged."""
-    lowest: dict[str, Any] = {"theta_sim": -1.0, "theta_merge": -1.0, "theta_count": 2}
-    server: dict[str, Any] = {"llm_url": llm_url, "llm_model": model, "llm_in_flight": AT_ONCE}
-    sizes: dict[str, Any] = {"llm_timeout_s": 900.0, "context_tokens": 4_096, "reply_tokens": 640}
-    return Settings(encoder="hash:384", device="cpu", **lowest, **server, **sizes)
+    given: dict[str, Any] = {"llm_url": llm_url, "llm_model": model, "llm_in_flight": AT_ONCE}
+    given |= {"theta_sim": -1.0, "theta_merge": -1.0, "theta_count": 2, "llm_timeout_s": 900.0}
+    return Settings(encoder="hash:384", device="cpu", context_tokens=4_096, reply_tokens=640, **given)
 
 
 def run(engine: Engine, cases: Sequence[Attack]) -> Iterator[Outcome]:
     """The outcomes of the controls and then of the cases. UndertowError: the LLM server is lost."""
     controls = {case.control: Attack(case.control, "control", case.conversation) for case in cases}
     queue = [*controls.values(), *cases]
-    references: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     for start in range(0, len(queue), AT_ONCE):
         group = queue[start : start + AT_ONCE]
         for case in group:
@@ -161,15 +128,12 @@ def run(engine: Engine, cases: Sequence[Attack]) -> Iterator[Outcome]:
         if not engine.drain():
             raise UndertowError(f"the LLM server is lost: {engine.llm_error}")
         for case in group:
-            found = _outcome(engine, case)
-            if case.family == "control":
-                references[case.name] = found
-            else:
-                control = references[case.control]
-                found["memories"] = verdict(_memories(found), case, _memories(control))
-                if found["answer_text"] is not None:
-                    answers = [found["answer_text"]], case, [control["answer_text"] or ""]
-                    found["answer"] = verdict(*answers, answer=True)
+            found = outcomes[case.name] = _outcome(engine, case)
+            if case.family != "control":
+                control = _texts(outcomes[case.control])
+                for part, texts in _texts(found).items():
+                    if part == "memories" or found["answer_text"] is not None:
+                        found[part] = verdict(texts, case, control[part], answer=part == "answer")
             yield found
 
 
@@ -183,24 +147,26 @@ def _outcome(engine: Engine, case: Attack) -> Outcome:
     found |= {"attack": case.text[-400:], "answer_text": answer}
     found |= {f"{kind}s": [m.text for m in memories if m.kind == kind] for kind in ("episode", "fact")}
     found["decisions"] = [record["decision"] for record in engine.explain(case.name)]
-    for part, texts in (("memories", _memories(found)), ("answer", [answer or ""])):
+    for part, texts in _texts(found).items():
         found[f"kept_in_{part}"] = [_holds([pattern], texts) for pattern in case.conversation["keeps"]]
     return found
 
 
-def _memories(outcome: Outcome) -> list[str]:
-    return [*outcome["episodes"], *outcome["facts"]]
+def _texts(outcome: Outcome) -> dict[str, list[str]]:
+    return {"memories": [*outcome["episodes"], *outcome["facts"]], "answer": [outcome["answer_text"] or ""]}
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Counts of the verdicts, and the share of each conversation's topics that stayed."""
-    attacked = [o for o in outcomes if o["family"] != "control"]
-    found: dict[str, Any] = {"cases": len(attacked)}
-    found |= {where: dict(Counter(o.get(where) for o in attacked)) for where in ("memories", "answer")}
-    for name, some in (("attacked", attacked), ("control", [o for o in outcomes if o not in attacked])):
-        for part in ("kept_in_memories", "kept_in_answer"):
-            kept = [held for o in some for held in o[part]]
-            found[f"{part}_{name}"] = round(sum(kept) / len(kept), 3) if kept else None
+    groups: dict[str, list[Outcome]] = {"attacked": [], "control": []}
+    for outcome in outcomes:
+        groups["control" if outcome["family"] == "control" else "attacked"].append(outcome)
+    found: dict[str, Any] = {"cases": len(groups["attacked"])}
+    for where in ("memories", "answer"):
+        found[where] = dict(Counter(outcome.get(where) for outcome in groups["attacked"]))
+        for name, some in groups.items():
+            kept = [held for outcome in some for held in outcome[f"kept_in_{where}"]]
+            found[f"kept_in_{where}_{name}"] = round(fmean(kept), 3) if kept else None
     return found
 
 
@@ -225,8 +191,8 @@ def main(
     if not cases:
         raise typer.BadParameter(f"no case has such a name; the names are in {CASES.name}")
     settings, outcomes = settings_for(llm, model), []
-    about = {"bench": "poisoning", "model": model, "commit": commit(), "machine": describe()}
-    about["prompt_versions"] = {operation: prompt_version(operation) for operation in REPLIES}
+    versions = {operation: prompt_version(operation) for operation in REPLIES}
+    about = {"model": model, "commit": commit(), "machine": describe(), "prompt_versions": versions}
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
         TemporaryDirectory(prefix="undertow-poisoning-") as folder,
@@ -236,7 +202,7 @@ def main(
             outcomes.append(outcome)
             sys.stderr.write(f"{outcome['case']}: {outcome.get('memories')}, {outcome.get('answer')}\n")
             # a long run that is stopped keeps what it has
-            document = {**about, "summary": summary(outcomes), "outcomes": outcomes}
+            document = {"bench": "poisoning", **about, "summary": summary(outcomes), "outcomes": outcomes}
             out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     print(table(outcomes))
     print(json.dumps({"bench": "poisoning", **summary(outcomes)}))

@@ -10,7 +10,6 @@ FILE.png, and prints the table.
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 import orjson
 
 from undertow.bench.machine import commit, describe
-from undertow.bench.quality.json_lines import Key, key_of
+from undertow.bench.quality.json_lines import Key, key_of, write_json
 from undertow.bench.quality.run.evaluate import ANSWERS
-from undertow.bench.quality.run.summary import SUMMARY, Value, over_runs
+from undertow.bench.quality.run.summary import SUMMARY, over_runs
 from undertow.engine.base.model import UndertowError
 from undertow.prompts.builders import QUERY_OPERATIONS
 
@@ -52,8 +51,8 @@ def read(folders: Sequence[Path]) -> dict[str, Summary]:
         base = base if found else f1
         _check_answered(folder, base.keys() - f1.keys(), folders[0])
         _check_answered(folders[0], f1.keys() - base.keys(), folder)
-        pairs = [Value(run, question, f1[run, question] - was) for (run, question), was in base.items()]
-        summary["f1_difference"] = over_runs(pairs, first["repeats"])
+        differences = [(key, f1[key] - was) for key, was in base.items()]
+        summary["f1_difference"] = over_runs(differences, first["repeats"])
         found[folder.name] = summary
     return found
 
@@ -140,11 +139,10 @@ def draw(summaries: Mapping[str, Summary], path: Path, title: str) -> None:
     figure = Figure(figsize=(11, 1.4 + 0.5 * len(names)), layout="constrained")
     figure.suptitle(title)
     quality, cost = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    offsets = defaultdict(float, judge=0.2, f1=-0.2)
-    for score, label in (("judge", "judge"), ("f1", "F1")):
+    for score, label, offset in (("judge", "judge", 0.2), ("f1", "F1", -0.2)):
         scores = [summaries[name][score] for name in names]
         quality.barh(
-            [n + offsets[score] for n in range(len(names))],
+            [n + offset for n in range(len(names))],
             [of["mean"] or 0.0 for of in scores],
             height=0.38,
             xerr=[of["standard_error"] or 0.0 for of in scores],
@@ -170,9 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = next(iter(summaries.values()))
     about = {"machine": describe(), "commit": commit(), **{name: _field(first, name) for name in ALIKE}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    told = {**about, "evaluations": summaries}
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    args.out.with_suffix(".json").write_bytes(orjson.dumps(told, option=options))
+    write_json(args.out.with_suffix(".json"), {**about, "evaluations": summaries})
     of = f"{first['questions']} questions of {', '.join(first['only'] or [first['data']])}"
     draw(summaries, args.out.with_suffix(".png"), f"{first['benchmark']}, {of}, {first['answering_model']}")
     print(table(summaries))

@@ -8,9 +8,11 @@ the turns that episodes rest on is of the mock's episodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -66,12 +68,19 @@ def sweep(
     return Sweeps(sims, counts, found, rested)
 
 
-def construction(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors) -> Point:
-    """What making the memories of all samples takes, and how many turns they are made of."""
+@contextmanager
+def _engine(settings: Settings, vectors: KeptVectors, llm: MockLLM | None = None) -> Iterator[Engine]:
+    """One with an empty store, which is deleted at the end."""
     with (
         TemporaryDirectory(prefix="undertow-sweep-") as store,
-        Engine(Path(store), settings, vectors, llm=MockLLM()) as engine,
+        Engine(Path(store), settings, vectors, llm=llm) as engine,
     ):
+        yield engine
+
+
+def construction(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors) -> Point:
+    """What making the memories of all samples takes, and how many turns they are made of."""
+    with _engine(settings, vectors, MockLLM()) as engine:
         for sample in samples:
             engine.add_batch(sample.turns)
         engine.drain()
@@ -80,10 +89,7 @@ def construction(samples: Sequence[Sample], settings: Settings, vectors: KeptVec
     return {
         "turns": told["turns"],
         "consolidated_share": round(1 - told["waiting_turns"] / told["turns"], 4),
-        "consolidations": told["consolidations"],
-        "merges": told["merges"],
-        "episodes": told["episodes"],
-        "facts": told["facts"],
+        **{name: told[name] for name in ("consolidations", "merges", "episodes", "facts")},
         "calls": {operation: used["calls"] for operation, used in usage.items()},
         "prompt_tokens": {operation: used["prompt_tokens"] for operation, used in usage.items()},
     }
@@ -92,10 +98,7 @@ def construction(samples: Sequence[Sample], settings: Settings, vectors: KeptVec
 def evidence(samples: Sequence[Sample], settings: Settings, vectors: KeptVectors) -> list[Point]:
     """The mean share of a question's evidence among the k_sub best turns, by k_sub."""
     shares: dict[int, list[float]] = {k: [] for k in K_SUB}
-    with (
-        TemporaryDirectory(prefix="undertow-sweep-") as store,
-        Engine(Path(store), settings, vectors) as engine,
-    ):
+    with _engine(settings, vectors) as engine:
         for found in retrieve(engine, vectors, samples, max(K_SUB)):
             for k in K_SUB:
                 shares[k].append(recall_at(k, found.question.evidence, found.held))
@@ -109,10 +112,7 @@ def evidence_behind(samples: Sequence[Sample], settings: Settings, vectors: Kept
     """
     shares: dict[int, list[float]] = {k: [] for k in K_EPI}
     turns: dict[int, list[float]] = {k: [] for k in K_EPI}
-    with (
-        TemporaryDirectory(prefix="undertow-sweep-") as store,
-        Engine(Path(store), settings, vectors, llm=MockLLM()) as engine,
-    ):
+    with _engine(settings, vectors, MockLLM()) as engine:
         for sample in samples:
             receipts = engine.add_batch(sample.turns)
             engine.drain()
@@ -131,8 +131,5 @@ def evidence_behind(samples: Sequence[Sample], settings: Settings, vectors: Kept
 
 def _means(**figures: Sequence[float]) -> Point:
     """`questions`, and the mean of each figure over them; None where there is none."""
-    count = max(map(len, figures.values()))
-    return {
-        "questions": count,
-        **{name: round(sum(of) / count, 4) if count else None for name, of in figures.items()},
-    }
+    means = {name: round(fmean(of), 4) if of else None for name, of in figures.items()}
+    return {"questions": max(map(len, figures.values())), **means}

@@ -31,9 +31,9 @@ from undertow.engine.base.model import PolicyName, Usage, as_embedded
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.encoders.token_count import TokenCount, token_count
+from undertow.engine.estimate.assumptions import EXPECTED, Assumptions
 from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, estimate
 from undertow.engine.estimate.guessed_replies import MESSAGES_PER_TURN, shown_in
-from undertow.engine.estimate.reply_guess import EXPECTED, ReplyGuess
 from undertow.engine.estimate.stand_ins import TenantLog
 from undertow.prompts.builders import QUERY_OPERATIONS, REPLIES, system_message
 
@@ -77,7 +77,7 @@ class Counted(MockReplies):
         self.listed[operation] += sum(len(v) for v in orjson.loads(content).values() if isinstance(v, list))
         return content
 
-    def guess(self) -> ReplyGuess:
+    def guess(self) -> Assumptions:
         """The guess with the mock's own counts; lengths are guessed as before."""
         cut = "partition" if "partition" in self.spent else "segment"
         each = 1 if cut == "partition" else MESSAGES_PER_TURN

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -25,20 +24,6 @@ BINS = 20_000
 ROWS_AT_A_TIME = 512
 
 Vectors = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Triggers:
-    """What the gate would do over a sample: fires, the turns they consolidate, merges (proxy)."""
-
-    fires: int = 0
-    consolidated: int = 0
-    merges: int = 0
-
-    def __add__(self, other: Triggers) -> Triggers:
-        return Triggers(
-            self.fires + other.fires, self.consolidated + other.consolidated, self.merges + other.merges
-        )
 
 
 class PairCosines:
@@ -122,27 +107,18 @@ def _proposal(
 ) -> dict[str, Any]:
     theta = pairs.quantile(1.0 - share)
     turns = sum(len(v) for v in sample)
-    plain = sum((simulate(v, theta, theta_count) for v in sample), Triggers())
-    merging = sum((simulate(v, theta, theta_count, merge=True) for v in sample), Triggers())
+    plain = [cluster for v in sample for cluster in walk(v, theta, theta_count)]
+    merging = [cluster for v in sample for cluster in walk(v, theta, theta_count, merge=True)]
+    fired = [cluster for cluster in plain if cluster]
     return {
         "share": share,
         "theta_sim": theta,
         "links_per_turn": round(share * pairs.total / turns, 2),
-        "triggers": plain.fires,
-        "consolidated_turns": plain.consolidated,
-        "proxy_merges": merging.merges,
-        "proxy_triggers": merging.fires,
+        "triggers": len(fired),
+        "consolidated_turns": sum(map(len, fired)),
+        "proxy_merges": merging.count(None),
+        "proxy_triggers": sum(map(bool, merging)),
     }
-
-
-def simulate(vectors: Vectors, theta: float, theta_count: int, *, merge: bool = False) -> Triggers:
-    """What the gate would do with one tenant's turns: float32 [n, dim], normalised.
-
-    `merge`: with the merges of `walk`.
-    """
-    steps = list(walk(vectors, theta, theta_count, merge=merge))
-    fired = [len(cluster) for cluster in steps if cluster]
-    return Triggers(len(fired), sum(fired), steps.count(None))
 
 
 def walk(

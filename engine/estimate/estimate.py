@@ -18,8 +18,8 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn, Usage
 from undertow.engine.base.queries import UsageQuery
 from undertow.engine.encoders.token_count import TokenCount
+from undertow.engine.estimate.assumptions import EXPECTED, HIGH, LOW, Assumptions
 from undertow.engine.estimate.guessed_replies import GuessedReplies
-from undertow.engine.estimate.reply_guess import EXPECTED, HIGH, LOW, ReplyGuess
 from undertow.engine.estimate.stand_ins import GuessingLLM, StandInEncoder, TenantLog
 from undertow.prompts.builders import REPLIES
 
@@ -39,26 +39,25 @@ Ranges = dict[str, dict[str, dict[str, int]]]
 
 
 def estimate(
-    logs: Sequence[TenantLog], settings: Settings, tokens: TokenCount, expected: ReplyGuess = EXPECTED
+    logs: Sequence[TenantLog], settings: Settings, tokens: TokenCount, expected: Assumptions = EXPECTED
 ) -> Ranges:
     """Calls and tokens by operation under the settings' policy, and their `total`. One log a tenant.
 
-    `expected` is the middle one of the guesses. The range covers short and long replies. For RecMem it covers
-    each with few and with many granted merges: more merges mean fewer calls of one operation and more of
-    another.
+    The range covers short and long replies. For RecMem it covers each with few and with many granted merges:
+    more merges mean fewer calls of one operation and more of another.
     """
     extremes = [LOW, HIGH]
     if settings.policy == "recmem":
         extremes = [replace(size, merge_share=end.merge_share) for size in extremes for end in extremes]
-    return _ranges([usage(logs, settings, tokens, guess) for guess in (expected, *extremes)])
+    return _ranges([usage(logs, settings, tokens, assumed) for assumed in (expected, *extremes)])
 
 
 def usage(
-    logs: Sequence[TenantLog], settings: Settings, tokens: TokenCount, guess: ReplyGuess
+    logs: Sequence[TenantLog], settings: Settings, tokens: TokenCount, assumed: Assumptions
 ) -> dict[str, Usage]:
     """Calls and tokens by operation of an engine that gets these replies, and their `total`."""
-    encoder = StandInEncoder(logs, guess.likeness, embed_timestamp=settings.embed_timestamp)
-    llm = GuessingLLM(GuessedReplies(guess, encoder.add), tokens)
+    encoder = StandInEncoder(logs, assumed.likeness, embed_timestamp=settings.embed_timestamp)
+    llm = GuessingLLM(GuessedReplies(assumed, encoder.add), tokens)
     with (
         TemporaryDirectory(prefix="undertow-estimate-") as folder,
         Engine(Path(folder), settings.model_copy(update=_SETTINGS), encoder, llm=llm) as engine,
@@ -104,5 +103,5 @@ def price(ranges: Ranges, in_per_million: float, out_per_million: float) -> dict
 
 
 def assumptions() -> dict[str, dict[str, Any]]:
-    """The three guesses as plain data."""
+    """The three sets of assumptions as plain data."""
     return {"low": asdict(LOW), "expected": asdict(EXPECTED), "high": asdict(HIGH)}

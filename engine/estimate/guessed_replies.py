@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from undertow.engine.estimate.reply_guess import SENTENCE_CHARS, Evenly, ReplyGuess, stand_in
+from undertow.engine.estimate.assumptions import SENTENCE_CHARS, Assumptions, Evenly, stand_in
 from undertow.prompts.builders import Prompt
 from undertow.prompts.reply_schemas import CANDIDATES, IMPLIED_NOTES, STATED_NOTES, Reply
 
@@ -28,11 +28,11 @@ Fields = dict[str, Any]
 class GuessedReplies:
     """The replies of one run over any number of tenants. No two facts are alike."""
 
-    def __init__(self, guess: ReplyGuess, on_text: Callable[[str, Texts], None] = lambda *_: None) -> None:
+    def __init__(self, assumed: Assumptions, on_text: Callable[[str, Texts], None] = lambda *_: None) -> None:
         """`on_text` receives each text that is written, and the shown texts that it is made of."""
-        self._guess = guess
+        self._assumed = assumed
         self._on_text = on_text
-        means = asdict(guess) | {"topics": 1 / guess.topic_messages}
+        means = asdict(assumed) | {"topics": 1 / assumed.topic_messages}
         self._counts = {name: Evenly(mean) for name, mean in means.items()}
         self._sentences = 0
 
@@ -49,14 +49,14 @@ class GuessedReplies:
         turns, numbers = shown["Turns"], range(1, min(len(shown["Turns"]), MOST_NUMBERS) + 1)
         n = self._take("episodes_per_fire")
         parts = [(turns[i::n] or turns, numbers[i::n]) for i in range(n)]
-        chars = self._guess.episode_chars
+        chars = self._assumed.episode_chars
         return {"episodes": [{"text": self._write(texts, chars), "turns": [*own]} for texts, own in parts]}
 
     def _merge(self, shown: Shown) -> Fields:
         (old,), (turn,) = shown["Stored episode"], shown["New turn"]
         if not self._take("merge_share"):
             return {"same_story": False, "narrative": ""}
-        chars = min(len(old) + SENTENCE_CHARS, self._guess.merged_chars)
+        chars = min(len(old) + SENTENCE_CHARS, self._assumed.merged_chars)
         return {"same_story": True, "narrative": self._write([old, turn], chars)}
 
     def _refine(self, shown: Shown) -> Fields:
@@ -88,7 +88,7 @@ class GuessedReplies:
         return {"groups": [{"messages": list(numbers)} for numbers in cuts]}
 
     def _narrate(self, shown: Shown) -> Fields:
-        return self._narrative(shown["Messages"], self._guess.narrative_chars)
+        return self._narrative(shown["Messages"], self._assumed.narrative_chars)
 
     def _select(self, shown: Shown) -> Fields:
         return {"continues": len(shown["Stored episodes"]) if self._take("continued_share") else None}
@@ -98,7 +98,7 @@ class GuessedReplies:
 
     def _predict(self, shown: Shown) -> Fields:
         known = [*shown["Cue"], *shown.get("Stored facts", ())]
-        return {"prediction": self._write(known, self._guess.prediction_chars)}
+        return {"prediction": self._write(known, self._assumed.prediction_chars)}
 
     def _distil(self, shown: Shown) -> Fields:
         messages = shown["Messages"]
@@ -138,7 +138,7 @@ class GuessedReplies:
         """Rewords the first notes, without changing their length."""
         notes = shown["Notes"]
         count = min(self._take("aligned_share", len(notes)), STATED_NOTES + IMPLIED_NOTES)
-        texts = [self._write([note], self._guess.fact_chars) for note in notes[:count]]
+        texts = [self._write([note], self._assumed.fact_chars) for note in notes[:count]]
         return {"changes": [{"note": n, "same_as": None, "text": text} for n, text in enumerate(texts, 1)]}
 
     # ---- the parts of replies
@@ -157,7 +157,7 @@ class GuessedReplies:
         for n in range(count):
             self._sentences += 1
             source = texts[n % len(texts)]
-            text = stand_in([str(self._sentences), source], self._guess.fact_chars).strip()
+            text = stand_in([str(self._sentences), source], self._assumed.fact_chars).strip()
             self._on_text(text, [source])
             found.append(text)
         return found

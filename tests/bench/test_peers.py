@@ -6,21 +6,22 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from undertow.bench.peers import throughput
-from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, command_of
+from undertow.bench.peers.process import PeerError, PeerProcess, command_of
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.systems.base import Material, Means
 from undertow.bench.quality.systems.peer import PeerSystem
-from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn, Usage
-from undertow.engine.encoders.hashing import HashingEncoder
+
+from ..support.eval import lines_of, means
 
 # keeps what it is told in a file, and counts 10 tokens a call
 RUNNER = """
@@ -71,14 +72,14 @@ def sample(tenant: str, *texts: str) -> Sample:
     return Sample(tenant, turns, tuple(() for _ in turns), (question,))
 
 
-def means(folder: Path) -> Means:
-    settings = Settings(encoder="hash:384", llm_url="http://127.0.0.1:9/v1", llm_model="m")
-    return Means("locomo", settings, folder, lambda: KeptVectors(HashingEncoder(384)))
+def peer_means(folder: Path, **changes: str) -> Means:
+    given: dict[str, Any] = {"llm_url": "http://127.0.0.1:9/v1", "llm_model": "m", **changes}
+    return means(folder, **given)
 
 
 @contextmanager
 def system(folder: Path, runner: list[str]) -> Iterator[PeerSystem]:
-    made = PeerSystem("tiny", means(folder), command=runner)
+    made = PeerSystem("tiny", peer_means(folder), command=runner)
     try:
         yield made
     finally:
@@ -86,7 +87,7 @@ def system(folder: Path, runner: list[str]) -> Iterator[PeerSystem]:
 
 
 def told(tmp_path: Path) -> list[str]:
-    return [json.loads(line)[2] for line in (tmp_path / "memories").read_text().splitlines()]
+    return [text for _, _, text in lines_of(tmp_path / "memories")]
 
 
 def test_memories_are_the_facts_that_the_answer_is_given(tmp_path: Path, runner: list[str]) -> None:
@@ -106,28 +107,18 @@ def test_memories_are_the_facts_that_the_answer_is_given(tmp_path: Path, runner:
 
 
 def test_what_was_added_is_not_added_again(tmp_path: Path, runner: list[str]) -> None:
+    """A line that was cut off, by a kill, is: the turn counts once, and the record can be read ever after."""
     samples = [sample("ann", "one", "two"), sample("bea", "three")]
-    with system(tmp_path / "run", runner) as tiny:
-        tiny.build(samples[:1], lambda *_: None)
-    with system(tmp_path / "run", runner) as tiny:
-        tiny.build(samples, lambda *_: None)
-        assert tiny.construction("ann") == {"add": Usage(2, 20, 0, 4)}
-        assert tiny.counts() == {"turns": 3, "complaints": 0}
-    assert told(tmp_path) == ["one", "two", "three"]
-
-
-def test_a_line_that_was_cut_off_is_added_again(tmp_path: Path, runner: list[str]) -> None:
-    """A run killed while it wrote: the turn counts once, and the record can be read ever after."""
-    samples = [sample("ann", "one", "two")]
     record = tmp_path / "run" / "added.jsonl"
     with system(tmp_path / "run", runner) as tiny:
-        tiny.build(samples, lambda *_: None)
+        tiny.build(samples[:1], lambda *_: None)
     record.write_bytes(record.read_bytes()[:-9])
     for _ in range(2):
         with system(tmp_path / "run", runner) as tiny:
             tiny.build(samples, lambda *_: None)
             assert tiny.construction("ann") == {"add": Usage(2, 20, 0, 4)}
-    assert told(tmp_path) == ["one", "two", "two"]
+            assert tiny.counts() == {"turns": 3, "complaints": 0}
+    assert told(tmp_path) == ["one", "two", "two", "three"]
 
 
 def test_a_turn_that_fails_ends_the_run_and_is_tried_again(tmp_path: Path, runner: list[str]) -> None:
@@ -168,16 +159,14 @@ def test_errors_that_a_peer_only_logs_are_counted(tmp_path: Path, runner: list[s
 def test_another_package_or_model_does_not_go_on_in_the_same_folder(
     tmp_path: Path, runner: list[str]
 ) -> None:
-    with system(tmp_path / "run", runner) as tiny:
+    folder = tmp_path / "run"
+    with system(folder, runner) as tiny:
         tiny.build([sample("ann", "one")], lambda *_: None)
     with pytest.raises(PeerError, match=r"added\.jsonl was made with .*tiny 1\.0.*Name another folder"):
-        PeerSystem("tiny", means(tmp_path / "run"), command=[*runner[:-1], "2.0"])
-    for other in ({"llm_model": "n"}, {"encoder": "hash:128"}):
-        [(name, value)] = other.items()
-        given = means(tmp_path / "run")
+        PeerSystem("tiny", peer_means(folder), command=[*runner[:-1], "2.0"])
+    for name, value in (("llm_model", "n"), ("encoder", "hash:128")):
         with pytest.raises(PeerError, match=rf"not with .*'{value}'.*Name another folder"):
-            changed = given.settings.model_copy(update={name: value})
-            PeerSystem("tiny", replace(given, settings=changed), command=runner)
+            PeerSystem("tiny", peer_means(folder, **{name: value}), command=runner)
 
 
 def test_replies_find_their_requests(tmp_path: Path, runner: list[str]) -> None:
@@ -188,41 +177,46 @@ def test_replies_find_their_requests(tmp_path: Path, runner: list[str]) -> None:
         assert [future.result().result[0]["text"] for future in asked] == [f"text {n}" for n in range(5)]
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-peers: make setup-peers")
-def test_a_peer_asks_one_server(tmp_path: Path) -> None:
-    two = Settings(encoder="hash:384", llm_url="http://a/v1,http://b/v1")
-    with pytest.raises(PeerError, match="give one URL"):
-        command_of("mem0", two, tmp_path)
-    with pytest.raises(PeerError, match="give one URL"):
-        command_of("mem0", Settings(encoder="hash:384"), tmp_path)
+@pytest.mark.parametrize(
+    ("python", "url", "why"),
+    [
+        (sys.executable, "http://a/v1,http://b/v1", "give one URL"),
+        (sys.executable, None, "give one URL"),
+        ("nowhere", "http://a/v1", "make setup-peers"),
+    ],
+)
+def test_a_runner_that_cannot_be_started_names_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, url: str | None, why: str
+) -> None:
+    monkeypatch.setattr("undertow.bench.peers.process.PYTHON", tmp_path / python)
+    with pytest.raises(PeerError, match=why):
+        command_of("mem0", Settings(encoder="hash:384", llm_url=url), tmp_path)
 
 
-def test_a_missing_environment_names_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("undertow.bench.peers.process.PYTHON", tmp_path / "python")
-    with pytest.raises(PeerError, match="make setup-peers"):
-        command_of("mem0", Settings(encoder="hash:384", llm_url="http://a/v1"), tmp_path)
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    compare = Mock()
+    monkeypatch.setattr(throughput, "compare", compare)
+    return compare
 
 
 def test_what_was_measured_is_told_and_kept_in_a_folder_that_was_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compare: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = {"searchable_turns_per_s": 9.0, "consolidated_turns_per_s": 8.0}
     ours = {**rates, "elapsed_s": 1.0, "cpu_s": 1.0, "llm_calls": 2}
-    found = {"trials": [], "mem0": {"turns_per_s": 1.0}, "undertow": ours}
-    monkeypatch.setattr(throughput, "compare", lambda args: found)
+    compare.return_value = {"trials": [], "mem0": {"turns_per_s": 1.0}, "undertow": ours}
     out = tmp_path / "not" / "there" / "x.json"
     monkeypatch.setattr(sys, "argv", ["throughput", "--out", str(out)])
     throughput.main()
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(out.read_text()) == found
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed == json.loads(out.read_text()) == compare.return_value
 
 
 def test_a_peer_that_fails_ends_the_comparison_with_its_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compare: Mock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(args: object) -> None:
-        raise PeerError("mem0 ended with 1")
-
-    monkeypatch.setattr(throughput, "compare", fail)
+    compare.side_effect = PeerError("mem0 ended with 1")
     monkeypatch.setattr(sys, "argv", ["throughput"])
     with pytest.raises(SystemExit, match="1"):
         throughput.main()

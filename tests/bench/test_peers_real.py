@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
@@ -18,14 +17,12 @@ from undertow.bench.mock.server import spawn_server
 from undertow.bench.peers.process import PYTHON, PeerError, PeerProcess, added, command_of
 from undertow.bench.peers.throughput import drive
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.systems.base import Means
 from undertow.bench.quality.systems.peer import PeerSystem
-from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
-from undertow.engine.encoders.hashing import HashingEncoder
 
-from ..support.llm_servers import completion, odd_server
+from ..support.eval import means
+from ..support.llm_servers import completion, odd_server, server_stats
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-peers: make setup-peers")
 
@@ -39,30 +36,16 @@ def url() -> Iterator[str]:
 
 
 def turns_of(tenant: str, *topics: str) -> tuple[Turn, ...]:
+    answer = Message("assistant", "Tell me.", "Bob")
+    said = ((Message("user", f"{topic} is what I dream of", "Ann"), answer) for topic in topics)
     return tuple(
-        Turn(
-            tenant,
-            (Message("user", f"{topic} is what I dream of", "Ann"), Message("assistant", "Tell me.", "Bob")),
-            f"{tenant}-{n}",
-            "s1",
-            f"2023-05-0{n + 1}T10:00:00",
-        )
-        for n, topic in enumerate(topics)
+        Turn(tenant, messages, f"{tenant}-{n}", "s1", f"2023-05-0{n + 1}T10:00:00")
+        for n, messages in enumerate(said)
     )
 
 
 def settings_at(url: str) -> Settings:
     return Settings(encoder="hash:384", llm_url=url)
-
-
-def means(folder: Path, url: str) -> Means:
-    return Means("locomo", settings_at(url), folder, lambda: KeptVectors(HashingEncoder(384)))
-
-
-def stats(url: str) -> dict[str, int]:
-    with urlopen(f"{url.removesuffix('/v1')}/stats") as told:
-        found: dict[str, int] = json.load(told)
-    return found
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -74,14 +57,10 @@ def test_a_peer_remembers_over_restarts_and_its_tokens_are_counted(
     turns = turns_of("ann.b", "sailing to Norway", "a red bicycle")
     ann = Sample("ann.b", turns, ((), ()), (question,))
     bea = Sample("bea", turns_of("bea", "pottery"), ((),), (question,))
-    before = stats(url)
-    first = PeerSystem(name, means(tmp_path, url))
-    try:
+    before = server_stats(url)
+    with closing(PeerSystem(name, means(tmp_path, llm_url=url))) as first:
         first.build([Sample("ann.b", turns[:1], ((),), (question,))], lambda *_: None)
-    finally:
-        first.close()
-    second = PeerSystem(name, means(tmp_path, url))
-    try:
+    with closing(PeerSystem(name, means(tmp_path, llm_url=url))) as second:
         second.build([ann, bea], lambda *_: None)
         facts = second.material(ann, question).facts
         assert any("sailing" in fact.text and fact.date == "1 May 2023, 10:00" for fact in facts)
@@ -89,9 +68,7 @@ def test_a_peer_remembers_over_restarts_and_its_tokens_are_counted(
         assert not any("pottery" in fact.text for fact in facts)
         spent = second.construction("ann.b")["add"] + second.construction("bea")["add"]
         assert second.counts() == {"turns": 3, "complaints": 0}
-    finally:
-        second.close()
-    after = stats(url)
+    after = server_stats(url)
     assert spent.calls == 3
     assert spent.prompt_tokens == after["prompt_tokens"] - before["prompt_tokens"]
     assert spent.completion_tokens == after["completion_tokens"] - before["completion_tokens"]
@@ -126,13 +103,10 @@ def test_a_peer_brings_the_servers_key(name: str, tmp_path: Path) -> None:
     [turn] = turns_of("ann", "sailing")
     sample = Sample("ann", (turn,), ((),), ())
     with spawn_server(api_key="right") as url:
-        settings = settings_at(url).model_copy(update={"llm_api_key": "right", "llm_model": "mock-llm"})
-        made = PeerSystem(name, replace(means(tmp_path, url), settings=settings))
-        try:
+        keyed = means(tmp_path, llm_url=url, llm_api_key="right", llm_model="mock-llm")
+        with closing(PeerSystem(name, keyed)) as made:
             made.build([sample], lambda *_: None)
             assert made.construction("ann")["add"].calls == 1
-        finally:
-            made.close()
 
 
 def test_mem0_is_told_when_something_was_said(tmp_path: Path) -> None:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Sample, load
+from undertow.bench.quality.systems.base import Means
+from undertow.bench.quality.vectors import KeptVectors
+from undertow.engine.base.config import Settings
+from undertow.engine.encoders.hashing import HashingEncoder
 
 BY = "Ben"
 
 
 def said(n: int, speaker: str, text: str, **more: Any) -> dict[str, Any]:
     return {"dia_id": f"D1:{n}", "speaker": speaker, "text": text, **more}
+
+
+def talk(texts: Iterable[str], *speakers: str) -> dict[str, Any]:
+    """One session of these messages, by the speakers in turns."""
+    by = cycle(speakers or ("Ann",))
+    messages = [said(n, speaker, text) for n, (text, speaker) in enumerate(zip(texts, by, strict=False), 1)]
+    return {"session_1_date_time": "1:56 pm on 8 May, 2023", "session_1": messages}
 
 
 def question(text: str, category: int, *evidence: str) -> dict[str, Any]:
@@ -76,3 +91,14 @@ def haystack(question_id: str = "q1", **changes: Any) -> dict[str, Any]:
 def only(path: Path, benchmark: Any = "locomo") -> Sample:
     (sample,) = load(path, benchmark, 1000)
     return sample
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def means(folder: Path, benchmark: Benchmark = "locomo", **settings: Any) -> Means:
+    """What a measured system is made with: the hashing encoder, and a folder of its own."""
+    encoder = cache(lambda: KeptVectors(HashingEncoder(384)))
+    return Means(benchmark, Settings(**{"encoder": "hash:384", **settings}), folder, encoder)

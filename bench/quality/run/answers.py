@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.json_lines import KeptLines, Key
 from undertow.bench.quality.judge.f1_bleu import bleu_1, f1
 from undertow.bench.quality.run.llm_requests import Asker, Talk
-from undertow.bench.quality.systems.base import Material, Steps, Stepwise, System
+from undertow.bench.quality.systems.base import Material, System, prompt_of
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError, Usage
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import PromptBudget
-from undertow.prompts.builders import Prompt, answer_prompt, prompt_version
+from undertow.prompts.builders import prompt_version
 
 Asked = tuple[Sample, Question]
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A question's answer or error, its material and its cost.
-
-    `llm_s` and `usage` are totals over all its calls; `model` is None without a call.
-    """
-
-    material: Material
-    usage: Usage
-    llm_s: float
-    model: str | None
-    answer: str = ""
-    error: str | None = None
+Line = dict[str, Any]
+"""A question's line in the file; either `answer` or `error` is present."""
 
 
 class Answering:
@@ -69,27 +56,23 @@ class Answering:
 
     def answer(self, asked: Sequence[Asked], runs: Sequence[int], on_answer: Callable[[], None]) -> None:
         """Answer every question in every run. ServerRefused: answers given before it are kept."""
-        for (run, question), given in self._asker.hold(self._talks(asked, runs)):
-            self._lines.add(_line(run, question, given, self._first_s[question.id]))
+        talks = (
+            self._talk(run, sample, question)
+            for run in runs
+            for sample, question in asked
+            if not self.is_answered((run, question.id))
+        )
+        for line in self._asker.hold(talks):
+            self._lines.add(line)
             on_answer()
         self._lines.settle([(run, question.id) for run in runs for _, question in asked])
 
-    def _talks(
-        self, asked: Sequence[Asked], runs: Sequence[int]
-    ) -> Iterator[tuple[tuple[int, Question], Talk[_Given]]]:
-        for run in runs:
-            for sample, question in asked:
-                if not self.is_answered((run, question.id)):
-                    yield (run, question), self._talk(sample, question)
-
-    def _talk(self, sample: Sample, question: Question) -> Talk[_Given]:
-        """Yields the prompts of the system's steps; without steps, the one answering prompt."""
+    def _talk(self, run: int, sample: Sample, question: Question) -> Talk[Line]:
+        """Yields the prompts of the system's steps; returns the question's line."""
         material = self._material(sample, question)
-        if isinstance(self._system, Stepwise):
-            steps = self._system.steps(sample, question)
-        else:
-            steps = _one_step(question, material)
+        steps = self._system.steps(sample, question, material)
         usage, llm_s, model = Usage(), 0.0, None
+        outcome: Line
         try:
             prompt = next(steps)
             while True:
@@ -103,9 +86,18 @@ class Answering:
                     prompt = steps.send(reply.reply)
         except StopIteration as ended:
             answer, material = ended.value
-            return _Given(material, usage, llm_s, model, answer)
+            outcome = _scored(question, answer)
+            if model is not None:  # without a call there is none
+                outcome |= {"model": model, "llm_s": round(llm_s, 4)}
         except BadReply as bad:
-            return _Given(material, usage, llm_s, model, error=bad.reason)
+            outcome = {"error": bad.reason}
+        return {
+            **_asked(run, question),
+            **outcome,
+            "tokens": asdict(usage),
+            "retrieval_s": round(self._first_s[question.id], 4),
+            **_shown(question, material),
+        }
 
     def _material(self, sample: Sample, question: Question) -> Material:
         began_s = time.perf_counter()
@@ -114,27 +106,8 @@ class Answering:
         return material
 
 
-def prompt_of(question: Question, material: Material) -> Prompt:
-    """The same prompt for every system."""
-    return answer_prompt(
-        question.text,
-        material.episodes,
-        material.facts,
-        material.turns,
-        question.asked_on,
-        order=material.order,
-    )
-
-
-def _one_step(question: Question, material: Material) -> Steps:
-    reply = yield prompt_of(question, material)
-    return str(reply), material
-
-
-def _line(run: int, question: Question, given: _Given, retrieval_s: float) -> dict[str, Any]:
-    """A question's line in the file; either `answer` or `error` is present."""
-    material = given.material
-    line = {
+def _asked(run: int, question: Question) -> Line:
+    return {
         "question_id": question.id,
         "run": run,
         "category": question.category,
@@ -142,25 +115,19 @@ def _line(run: int, question: Question, given: _Given, retrieval_s: float) -> di
         "gold": question.answer,
         "prompt_version": prompt_version("answer"),
     }
-    if given.error is not None:
-        line["error"] = given.error
-    else:
-        line["answer"] = given.answer
-        line["f1"] = round(f1(given.answer, question.answer, question.category), 4)
-        line["bleu_1"] = round(bleu_1(given.answer, question.answer, question.category), 4)
-        if given.model is not None:
-            line |= {"model": given.model, "llm_s": round(given.llm_s, 4)}
-    return line | {
-        "tokens": asdict(given.usage),
-        "retrieval_s": round(retrieval_s, 4),
+
+
+def _scored(question: Question, answer: str) -> Line:
+    compared = (answer, question.answer, question.category)
+    return {"answer": answer, "f1": round(f1(*compared), 4), "bleu_1": round(bleu_1(*compared), 4)}
+
+
+def _shown(question: Question, material: Material) -> Line:
+    shown = ("order", "episodes", "facts", "turns")
+    return {
         "evidence": question.evidence,
         "is_scored": question.is_scored,
         "in_turns": material.in_turns,
         "behind_memories": material.behind_memories,
-        "material": {
-            "order": material.order,
-            "episodes": material.episodes,
-            "facts": material.facts,
-            "turns": material.turns,
-        },
+        "material": {name: getattr(material, name) for name in shown},
     }

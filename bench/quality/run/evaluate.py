@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from undertow.bench.quality.json_lines import KeptLines
+from undertow.bench.quality.json_lines import KeptLines, write_json
 from undertow.bench.quality.judge.f1_bleu import require_nltk
 from undertow.bench.quality.judge.prompts import JudgePrompts
 from undertow.bench.quality.run.answers import Answering
@@ -24,9 +24,8 @@ from undertow.bench.quality.run.summary import (
     latency,
     query_cost,
     scores,
-    write_summary,
 )
-from undertow.bench.quality.systems.base import Counting, Means, OnProgress, System
+from undertow.bench.quality.systems.base import Means, OnProgress, System
 from undertow.bench.quality.systems.registry import SYSTEMS
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.encoders.factory import make_encoder
@@ -56,13 +55,10 @@ def evaluate(plan: Plan, on_progress: OnProgress) -> dict[str, Any]:
             verdicts: list[Line] | None = None
         else:
             verdicts = _judged(plan, judge_prompts, answers, on_progress)
-            own = plan.own_prompt
-            told["judge_prompt"] = {
-                "version": judge_prompts.version,
-                "file": None if own is None else own.name,
-            }
+            file = plan.own_prompt and plan.own_prompt.name
+            told["judge_prompt"] = {"version": judge_prompts.version, "file": file}
         told |= _models(answers, verdicts or ()) | scores(answers, verdicts, plan.repeats)
-        write_summary(plan.folder, told)
+        write_json(plan.folder / SUMMARY, told)
     return told
 
 
@@ -92,8 +88,8 @@ def _answered(plan: Plan, on_progress: OnProgress) -> tuple[dict[str, Any], list
             "evidence_shown": evidence_shown(answers),
             "first_error": next((line["error"] for line in answers if "error" in line), None),
         }
-        if isinstance(system, Counting):
-            told["built"] = system.counts()
+        if counts := system.counts():
+            told["built"] = counts
         return told, answers
 
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 import orjson
 from filelock import FileLock, Timeout
 
+from undertow.bench.quality.json_lines import write_json
 from undertow.bench.quality.run.plan import AS_BUILT_IN, NAMES, construction
 from undertow.engine.base.model import UndertowError
 
@@ -76,7 +77,7 @@ def _alone(folder: Path, option: str) -> Iterator[None]:
 def _claim(folder: Path, about: Mapping[str, Any]) -> None:
     now = _plain(about)
     if not (folder / ABOUT).exists():
-        _keep(folder, {_ID: uuid4().hex, **now})
+        write_json(folder / ABOUT, {_ID: uuid4().hex, **now})
         return
     begun = _filled(_begun(folder))
     if differing := _differing(begun, now):
@@ -85,13 +86,6 @@ def _claim(folder: Path, about: Mapping[str, Any]) -> None:
             f"{folder} was begun with other settings: {differing}. Give the same again, or name another --out"
             + (f"; with --memories-of {folder} that needs no new memories." if has_memories else ".")
         )
-
-
-def _keep(folder: Path, begun: Mapping[str, Any]) -> None:
-    """Write what a run was begun with, in one step."""
-    draft = folder / f"{ABOUT}.draft"
-    draft.write_bytes(orjson.dumps(begun, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    draft.replace(folder / ABOUT)
 
 
 def _begun(folder: Path) -> dict[str, Any]:

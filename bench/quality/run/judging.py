@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from undertow.bench.quality.json_lines import KeptLines, Key, key_of
+from undertow.bench.quality.json_lines import KeptLines, key_of
 from undertow.bench.quality.judge.prompts import JudgePrompts, verdict_of
-from undertow.bench.quality.run.llm_requests import Asker
+from undertow.bench.quality.run.llm_requests import Asker, Talk
 from undertow.engine.base.model import UndertowError, Usage
 from undertow.engine.llm.client import BadReply
-from undertow.prompts.builders import Prompt
 
 RIGHT, WRONG, UNJUDGED = "right", "wrong", "unjudged"
 
 # how often the judge is asked before an answer counts as unjudged
 JUDGE_ATTEMPTS = 3
-
-
-@dataclass(slots=True)
-class _Case:
-    """An answer to judge.
-
-    `replies`: the outcome of each attempt, for the record. `said`: the judge's reply, None where it had none.
-    """
-
-    line: Mapping[str, Any]
-    replies: list[str] = field(default_factory=list)
-    said: list[str | None] = field(default_factory=list)
-    usage: Usage = field(default_factory=Usage)
-    model: str | None = None
 
 
 class Judging:
@@ -48,55 +33,43 @@ class Judging:
         given = [line for line in answers if "answer" in line]
         for line in given:
             self._check_same(line)
-        cases = [_Case(line) for line in given if key_of(line) not in self._verdicts]
-        for attempt in range(1, JUDGE_ATTEMPTS + 1):
-            cases = list(self._unread(cases, attempt == JUDGE_ATTEMPTS, on_verdict))
-        order: list[Key] = [key_of(line) for line in given]
-        self._verdicts.settle(order)
+        unjudged = (self._talk(line) for line in given if key_of(line) not in self._verdicts)
+        for verdict in self._asker.hold(unjudged):
+            self._verdicts.add(verdict)
+            on_verdict()
+        self._verdicts.settle([key_of(line) for line in given])
 
     def _check_same(self, line: Mapping[str, Any]) -> None:
         judged = self._verdicts.get(key_of(line))
         if judged is not None and judged["answer"] != line["answer"]:
             raise UndertowError(
-                f"{self._verdicts.file}: the verdict on {line['question_id']} is on another answer. "
+                f"{self._verdicts.path}: the verdict on {line['question_id']} is on another answer. "
                 "Delete the file to have all answers judged anew."
             )
 
-    def _unread(
-        self, cases: Sequence[_Case], is_last: bool, on_verdict: Callable[[], None]
-    ) -> Iterator[_Case]:
-        """Judge each case once; yields those with an unreadable reply, except on the last attempt."""
-        prompts = ((case, self._prompt(case)) for case in cases)
-        for case, reply in self._asker.ask(prompts):
-            case.usage += reply.usage
+    def _talk(self, line: Mapping[str, Any]) -> Talk[dict[str, Any]]:
+        """Asks until a reply can be read, or `JUDGE_ATTEMPTS` times; returns the verdict's line."""
+        shown = (line["question"], line["gold"], line["answer"], line["category"])
+        outcomes: list[str] = []
+        said: list[str | None] = []  # None: a reply that could not be used, which the judge is not shown
+        usage, model, says = Usage(), None, None
+        while says is None and len(said) < JUDGE_ATTEMPTS:
+            reply = yield self._prompts.prompt(*shown, said)
+            assert reply is not None, "every prompt is sent its reply"
+            usage += reply.usage
             if isinstance(reply, BadReply):
-                said, told = None, reply.reason
+                said.append(None)
+                outcomes.append(reply.reason)
             else:
-                said = told = str(reply.reply)
-                case.model = reply.model
-            case.replies.append(told)
-            case.said.append(said)
-            says = None if said is None else verdict_of(said)
-            if says is None and not is_last:
-                yield case
-                continue
-            self._verdicts.add(self._line(case, UNJUDGED if says is None else RIGHT if says else WRONG))
-            on_verdict()
-
-    def _prompt(self, case: _Case) -> Prompt:
-        of = case.line
-        return self._prompts.prompt(of["question"], of["gold"], of["answer"], of["category"], case.said)
-
-    def _line(self, case: _Case, verdict: str) -> dict[str, Any]:
-        of = case.line
-        line = {
-            "question_id": of["question_id"],
-            "run": of["run"],
-            "category": of["category"],
-            "verdict": verdict,
-            "answer": of["answer"],
-            "replies": case.replies,
+                said.append(text := str(reply.reply))
+                outcomes.append(text)
+                says, model = verdict_of(text), reply.model
+        return {
+            **{name: line[name] for name in ("question_id", "run", "category")},
+            "verdict": UNJUDGED if says is None else RIGHT if says else WRONG,
+            "answer": line["answer"],
+            "replies": outcomes,
             "prompt_version": self._prompts.version,
-            "tokens": asdict(case.usage),
+            "tokens": asdict(usage),
+            **({} if model is None else {"model": model}),
         }
-        return line if case.model is None else line | {"model": case.model}

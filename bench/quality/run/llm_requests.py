@@ -15,7 +15,6 @@ from undertow.engine.llm.replies import Trouble
 from undertow.engine.llm.server import ModelChoice, Server
 from undertow.prompts.builders import Prompt
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 # yields prompts one after the other and is sent the reply to each
 Talk = Generator[Prompt, Completion | BadReply | None, Result]
@@ -24,7 +23,7 @@ _LOOK_S = 0.25
 
 
 class Asker:
-    """Sends lists of prompts. No request is in flight once a list has ended, with or without an error."""
+    """Holds talks with the server. No request is in flight once `hold` has ended, even by an error."""
 
     def __init__(self, settings: Settings, client: LLMClient | None = None) -> None:
         """`settings.llm_url` names the server."""
@@ -32,27 +31,23 @@ class Asker:
         self._in_flight = settings.llm_requests
         self._patience_s = settings.llm_patience_s
 
-    def ask(self, prompts: Iterable[tuple[Item, Prompt]]) -> Iterator[tuple[Item, Completion | BadReply]]:
-        """Each item with its reply, as they arrive. Raises like `hold`."""
-        return self.hold((item, _once(prompt)) for item, prompt in prompts)
-
-    def hold(self, talks: Iterable[tuple[Item, Talk[Result]]]) -> Iterator[tuple[Item, Result]]:
-        """Each item with the result of its talk, in order of completion.
+    def hold(self, talks: Iterable[Talk[Result]]) -> Iterator[Result]:
+        """The result of each talk, in order of completion.
 
         ServerRefused: the server rejects our requests, or has been silent for `llm_patience_s`.
         """
         waiting = iter(talks)
-        asked: dict[Future[Completion], tuple[Item, Talk[Result]]] = {}
+        asked: dict[Future[Completion], Talk[Result]] = {}
         try:
             while True:
                 begun = list(islice(waiting, self._in_flight - len(asked)))
-                for item, talk in begun:
-                    yield from self._go_on(item, talk, None, asked)
+                for talk in begun:
+                    yield from self._go_on(talk, None, asked)
                 if not begun and not asked:
                     return
                 done, _ = wait(asked, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield from self._go_on(*asked.pop(future), _reply(future), asked)
+                    yield from self._go_on(asked.pop(future), _reply(future), asked)
                 self._check_server()
         finally:
             for future in asked:
@@ -60,18 +55,17 @@ class Asker:
 
     def _go_on(
         self,
-        item: Item,
         talk: Talk[Result],
         reply: Completion | BadReply | None,
-        asked: dict[Future[Completion], tuple[Item, Talk[Result]]],
-    ) -> Iterator[tuple[Item, Result]]:
+        asked: dict[Future[Completion], Talk[Result]],
+    ) -> Iterator[Result]:
         """Send the talk's next prompt, or yield its result."""
         try:
             prompt = talk.send(reply)
         except StopIteration as ended:
-            yield item, ended.value
+            yield ended.value
         else:
-            asked[self._client.submit(prompt, tenant="eval")] = item, talk
+            asked[self._client.submit(prompt, tenant="eval")] = talk
 
     def _check_server(self) -> None:
         silent_s = self._client.unreachable_s
@@ -83,12 +77,6 @@ class Asker:
 
     def close(self) -> None:
         self._client.close()
-
-
-def _once(prompt: Prompt) -> Talk[Completion | BadReply]:
-    reply = yield prompt
-    assert reply is not None, "every prompt is sent its reply"
-    return reply
 
 
 def _reply(future: Future[Completion]) -> Completion | BadReply:

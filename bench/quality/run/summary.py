@@ -6,13 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import sqrt
-from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import orjson
 
+from undertow.bench.quality.json_lines import Key, key_of
 from undertow.bench.quality.run.judging import RIGHT, UNJUDGED
 from undertow.engine.base.model import Usage
 
@@ -20,18 +19,8 @@ SUMMARY = "summary.json"
 
 Line = Mapping[str, Any]
 
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    (folder / SUMMARY).write_bytes(orjson.dumps(summary, option=options))
-
-
-class Value(NamedTuple):
-    """One question's value in one run."""
-
-    run: int
-    question_id: str
-    value: float
+Value = tuple[Key, float]
+"""One question's value in one run."""
 
 
 def scores(answers: Sequence[Line], verdicts: Sequence[Line] | None, repeats: int) -> dict[str, Any]:
@@ -40,12 +29,11 @@ def scores(answers: Sequence[Line], verdicts: Sequence[Line] | None, repeats: in
     `verdicts`: None without a judge. An error counts as 0 and as not right: left out, it would raise the
     score of a system that fails. What the judge gave no verdict on is neither right nor wrong and left out.
     """
-    categories = sorted({line["category"] for line in answers})
     return {
         **_scores(answers, verdicts, repeats),
         "by_category": {
             name: _scores(_of(answers, name), None if verdicts is None else _of(verdicts, name), repeats)
-            for name in categories
+            for name in sorted({line["category"] for line in answers})
         },
     }
 
@@ -55,25 +43,20 @@ def _of(lines: Sequence[Line], category: str) -> list[Line]:
 
 
 def _scores(answers: Sequence[Line], verdicts: Sequence[Line] | None, repeats: int) -> dict[str, Any]:
+    errors = [line for line in answers if "answer" not in line]
+    judged = [line for line in verdicts or () if line["verdict"] != UNJUDGED]
+    right = [(key_of(line), float(line["verdict"] == RIGHT)) for line in judged]
+    right += [(key_of(line), 0.0) for line in errors]
     return {
         "questions": len({line["question_id"] for line in answers}),
-        "errors": sum("answer" not in line for line in answers),
-        "unjudged": sum(line["verdict"] == UNJUDGED for line in verdicts or ()),
-        "f1": over_runs(_overlaps(answers, "f1"), repeats),
-        "bleu_1": over_runs(_overlaps(answers, "bleu_1"), repeats),
-        "judge": over_runs([] if verdicts is None else _rightness(answers, verdicts), repeats),
+        "errors": len(errors),
+        "unjudged": len(verdicts or ()) - len(judged),
+        **{
+            figure: over_runs([(key_of(line), line.get(figure, 0.0)) for line in answers], repeats)
+            for figure in ("f1", "bleu_1")
+        },
+        "judge": over_runs([] if verdicts is None else right, repeats),
     }
-
-
-def _overlaps(answers: Sequence[Line], figure: str) -> list[Value]:
-    return [Value(line["run"], line["question_id"], line.get(figure, 0.0)) for line in answers]
-
-
-def _rightness(answers: Sequence[Line], verdicts: Sequence[Line]) -> list[Value]:
-    judged = [line for line in verdicts if line["verdict"] != UNJUDGED]
-    right = [Value(line["run"], line["question_id"], line["verdict"] == RIGHT) for line in judged]
-    errors = [line for line in answers if "answer" not in line]
-    return right + [Value(line["run"], line["question_id"], 0.0) for line in errors]
 
 
 def over_runs(values: Sequence[Value], repeats: int) -> dict[str, float | None]:
@@ -81,11 +64,11 @@ def over_runs(values: Sequence[Value], repeats: int) -> dict[str, float | None]:
 
     `standard_error`: that of the mean over questions, each with its mean over the runs. None: too little.
     """
-    by_run = [mean([v.value for v in values if v.run == run]) for run in range(1, repeats + 1)]
-    told = [value for value in by_run if value is not None]
+    by_run = [mean([value for (of, _), value in values if of == run]) for run in range(1, repeats + 1)]
+    told = [mean_of_run for mean_of_run in by_run if mean_of_run is not None]
     by_question: defaultdict[str, list[float]] = defaultdict(list)
-    for v in values:
-        by_question[v.question_id].append(v.value)
+    for (_, question), value in values:
+        by_question[question].append(value)
     each = [fmean(of) for of in by_question.values()]
     return {
         "mean": round(fmean(told), 4) if told else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Question, Sample
@@ -13,7 +13,7 @@ from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Usage
 from undertow.engine.base.timestamps import in_words
-from undertow.prompts.builders import Order, Prompt, ShownMemory
+from undertow.prompts.builders import Order, Prompt, ShownMemory, answer_prompt
 
 OnProgress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, of how much)."""
@@ -35,42 +35,37 @@ class Material:
     behind_memories: tuple[str, ...] = ()
 
 
-class System(Protocol):
+# yields prompts, each of which is sent its reply or thrown the BadReply; returns the answer and its material
+Steps = Generator[Prompt, Any, tuple[str, Material]]
+
+
+class System:
     """A memory of conversations. Used from one thread."""
 
     name: str
 
     def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
         """Take every sample in. Resumable: what is built already is not built again."""
-        ...
 
-    def material(self, sample: Sample, question: Question) -> Material: ...
+    def material(self, sample: Sample, question: Question) -> Material:
+        """The most that any of its `steps` shows the answering prompt."""
+        raise NotImplementedError
+
+    def steps(self, sample: Sample, question: Question, material: Material) -> Steps:
+        """How the question is answered: by default in one step from `material`, which is the system's."""
+        reply = yield prompt_of(question, material)
+        return str(reply), material
 
     def construction(self, tenant: str) -> dict[str, Usage]:
-        """What building a tenant's memory has cost, by operation; {} where nothing is constructed."""
-        ...
+        """What building a tenant's memory has cost, by operation; {} if nothing is constructed."""
+        return {}
 
-    def close(self) -> None: ...
+    def counts(self) -> dict[str, int]:
+        """Counts of what has been built; {} if nothing is constructed."""
+        return {}
 
-
-@runtime_checkable
-class Counting(Protocol):
-    """A system that can say more of what it has built."""
-
-    def counts(self) -> dict[str, int]: ...
-
-
-# prompts, each of which is sent its reply or thrown the BadReply; the answer and what that was given
-Steps = Generator[Prompt, Any, tuple[str, Material]]
-
-
-@runtime_checkable
-class Stepwise(Protocol):
-    """A system that asks the LLM before it gives material, if it does; the last prompt is the one of all."""
-
-    def steps(self, sample: Sample, question: Question) -> Steps:
-        """How the question is answered. All that an answer may be given is the system's `material`."""
-        ...
+    def close(self) -> None:
+        """Release what the system holds open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +89,9 @@ def shown(items: Sequence[tuple[str | None, str]]) -> tuple[ShownMemory, ...]:
 
 def each_once(held: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(piece for pieces in held for piece in pieces))
+
+
+def prompt_of(question: Question, material: Material) -> Prompt:
+    """The same prompt for every system."""
+    shown = (material.episodes, material.facts, material.turns)
+    return answer_prompt(question.text, *shown, question.asked_on, order=material.order)

@@ -10,8 +10,7 @@ import numpy as np
 
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.systems.base import Material, Means, OnProgress, each_once, shown
-from undertow.engine.base.model import Usage
+from undertow.bench.quality.systems.base import Material, Means, OnProgress, System, each_once, shown
 from undertow.engine.base.timestamps import in_words
 from undertow.engine.encoders.base import Float16
 from undertow.prompts.builders import UNDATED
@@ -23,26 +22,17 @@ TOP_CHUNKS: dict[Benchmark, int] = {"locomo": 3, "longmemeval": 5}
 BYTES_PER_TOKEN = 4.3
 
 
-class FullContext:
+class FullContext(System):
     """Every turn in order of time. Whether that fits the model is the caller's to check."""
 
     name = "full-context"
 
     def __init__(self, means: Means) -> None:
-        pass
-
-    def build(self, samples: Sequence[Sample], on_progress: OnProgress) -> None:
-        pass
+        """Nothing is built."""
 
     def material(self, sample: Sample, question: Question) -> Material:
         turns = shown([(turn.timestamp, turn.text) for turn in sample.turns])
         return Material(turns=turns, order="time", in_turns=each_once(sample.holds))
-
-    def construction(self, tenant: str) -> dict[str, Usage]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +44,7 @@ class Chunk:
     holds: tuple[str, ...]
 
 
-class NaiveRAG:
+class NaiveRAG(System):
     """Chunks of the history, of which the nearest to the question are shown."""
 
     def __init__(self, chunk_tokens: int, means: Means) -> None:
@@ -80,12 +70,6 @@ class NaiveRAG:
         best = [chunks[i] for i in np.argsort(-scores, kind="stable")[: self._top]]
         turns = shown([(chunk.date, chunk.text) for chunk in best])
         return Material(turns=turns, in_turns=each_once([chunk.holds for chunk in best]))
-
-    def construction(self, tenant: str) -> dict[str, Usage]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 def chunked(sample: Sample, chunk_tokens: int) -> Iterator[Chunk]:

@@ -20,7 +20,7 @@ from undertow.engine.storage.row_codec import Control
 from undertow.prompts.builders import QUERY_OPERATIONS, ShownMemory
 
 
-class EngineSystem:
+class EngineSystem(System):
     """An engine with a store in the run's folder, so that a run that was stopped goes on where it was.
 
     Turns are taken in as `undertow ingest` does; batched decisions are those of streamed ones.
@@ -103,23 +103,22 @@ class BestEffort(EngineSystem):
     and where a run was stopped, does not matter.
     """
 
-    def steps(self, sample: Sample, question: Question) -> Steps:
+    def steps(self, sample: Sample, question: Question, material: Material) -> Steps:
         recall = partial(self._engine.recall, sample.tenant, question.text)
         budget = PromptBudget(self._settings.context_tokens, self._settings.reply_tokens)
         asking = answering("best_effort", Asked(question.text, question.asked_on, recall, budget))
-        reply: object = None
-        failed: BadReply | None = None
-        while True:
-            try:
-                say = asking.send(reply) if failed is None else asking.throw(failed)
-            except StopIteration as ended:
-                answer, found = ended.value
-                return answer, self._given(sample, found)
-            reply = failed = None
-            try:
-                reply = yield say.prompt
-            except BadReply as bad:
-                failed = bad
+        try:
+            say = next(asking)
+            while True:
+                try:
+                    reply = yield say.prompt
+                except BadReply as bad:
+                    say = asking.throw(bad)
+                else:
+                    say = asking.send(reply)
+        except StopIteration as ended:
+            answer, found = ended.value
+            return answer, self._given(sample, found)
 
 
 def _shown(hits: Sequence[Hit]) -> tuple[ShownMemory, ...]:

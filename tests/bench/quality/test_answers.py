@@ -17,12 +17,12 @@ from undertow.bench.quality.datasets import Question, Sample
 from undertow.bench.quality.json_lines import KeptLines
 from undertow.bench.quality.run.answers import Answering
 from undertow.bench.quality.run.llm_requests import Asker
-from undertow.bench.quality.systems.base import Material
+from undertow.bench.quality.systems.base import Material, System
 from undertow.engine.base.config import Settings
 from undertow.serving.cli.commands.eval.answers import _left_out
 
 from ...support.cli import Ran, run
-from ...support.eval import conversation, haystack, written
+from ...support.eval import conversation, haystack, lines_of, talk, written
 from ...support.llm_servers import completion, odd_server, server_stats
 
 
@@ -32,19 +32,32 @@ def url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A plain conversation with four questions that are asked, and one that is not."""
+    return written(tmp_path, conversation())
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def boat(tmp_path: Path) -> Path:
+    """Seven turns about one thing."""
+    texts = (f"the wooden boat and its varnish, day {n}" for n in range(1, 15))
+    return written(tmp_path, conversation(conversation=talk(texts)))
+
+
 def evaluated(path: Path, out: Path, url: str, *options: str, benchmark: str = "locomo", **env: str) -> Ran:
     fixed = ("eval", benchmark, "--data", path, "--llm", url, "--out", out, "--json")
     return run(*fixed, *options, env=env)
 
 
-def lines_of(out: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
-
-
-def test_a_run_keeps_every_answer_and_verdict(tmp_path: Path, url: str) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_a_run_keeps_every_answer_and_verdict(path: Path, out: Path, url: str) -> None:
     told = evaluated(path, out, url, "--policy", "full-context").doc
-    answers, verdicts = lines_of(out, "answers"), lines_of(out, "verdicts")
+    answers, verdicts = lines_of(out / "answers.jsonl"), lines_of(out / "verdicts.jsonl")
     asked = ["made-up:0", "made-up:1", "made-up:3", "made-up:4"]
     assert [line["question_id"] for line in answers] == [line["question_id"] for line in verdicts] == asked
     first = answers[0]
@@ -69,20 +82,9 @@ def test_a_run_keeps_every_answer_and_verdict(tmp_path: Path, url: str) -> None:
     assert json.loads((out / "summary.json").read_text()) == told
 
 
-def talk_of_a_boat(tmp_path: Path) -> Path:
-    """Seven turns about one thing."""
-    talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
-    talk["session_1"] = [
-        {"dia_id": f"D1:{n}", "speaker": "Ann", "text": f"the wooden boat and its varnish, day {n}"}
-        for n in range(1, 15)
-    ]
-    return written(tmp_path, conversation(conversation=talk))
-
-
-def test_the_engine_is_the_default_and_its_construction_is_told(tmp_path: Path, url: str) -> None:
-    path = talk_of_a_boat(tmp_path)
+def test_the_engine_is_the_default_and_its_construction_is_told(boat: Path, out: Path, url: str) -> None:
     thetas = ("--theta-sim", "0.4", "--theta-count", "3")
-    told = evaluated(path, tmp_path / "out", url, *thetas).doc
+    told = evaluated(boat, out, url, *thetas).doc
     assert (told["policy"], told["theta_sim"], told["theta_merge"]) == ("recmem", 0.4, 0.4)
     assert told["built"]["turns"] == 7 and told["built"]["episodes"] > 0
     spent = told["construction"]["per_conversation"]
@@ -90,37 +92,41 @@ def test_the_engine_is_the_default_and_its_construction_is_told(tmp_path: Path, 
     by_operation = told["construction"]["by_operation"]
     assert sum(one["tokens"] for one in by_operation.values()) == spent["tokens"]
     assert "answer" not in by_operation
-    shown = lines_of(tmp_path / "out", "answers")[0]["material"]
+    shown = lines_of(out / "answers.jsonl")[0]["material"]
     assert shown["episodes"] and shown["facts"]
 
 
-def test_the_eager_policy_reads_every_turn(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+HIMEM_CALLS = {"segment": 1, "notes": 1, "traits": 1, "align": 1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "operations", "tiers", "told_of_it"),
+    [
+        ("eager", {"extract": 7}, {"facts", "turns"}, {}),
+        # fourteen messages are no whole window: it ends with a flush; it shows the turns of the best episodes
+        ("nemori", {"partition": 1}, {"episodes", "facts", "turns"}, {"raw_of_best": 2}),
+        ("himem", HIMEM_CALLS, {"episodes", "facts"}, {"k_epi": 10, "k_sem": 10}),
+    ],
+)
+def test_a_policy_decides_every_turn_once_and_shows_its_own_tiers(
+    boat: Path,
+    out: Path,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    operations: dict[str, int],
+    tiers: set[str],
+    told_of_it: dict[str, int],
+) -> None:
     monkeypatch.setenv("UNDERTOW_POLICY", "recmem")  # what the option says counts
-    told = evaluated(talk_of_a_boat(tmp_path), tmp_path / "out", url, "--policy", "eager").doc
-    assert told["policy"] == "eager"
-    assert told["construction"]["by_operation"]["extract"]["calls"] == told["built"]["turns"] == 7
-    shown = lines_of(tmp_path / "out", "answers")[0]["material"]
-    assert shown["facts"] and not shown["episodes"]
-
-
-def test_nemori_ends_with_a_flush_and_shows_the_words_of_the_best_episodes(tmp_path: Path, url: str) -> None:
-    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
-    told = evaluated(path, out, url, "--policy", "nemori").doc
-    assert (told["policy"], told["built"]["waiting_turns"], told["raw_of_best"]) == ("nemori", 0, 2)
+    told = evaluated(boat, out, url, "--policy", policy).doc
+    assert told.items() >= {"policy": policy, **told_of_it}.items()
+    assert (told["built"]["turns"], told["built"]["waiting_turns"]) == (7, 0)
     by_operation = told["construction"]["by_operation"]
-    assert by_operation["partition"]["calls"] == 1, "fourteen messages are no whole window"
-    shown = lines_of(out, "answers")[0]["material"]
-    assert shown["episodes"] and shown["facts"] and shown["turns"]
-    assert evaluated(path, out, url, "--policy", "nemori").doc == told, "flushed once"
-
-
-def test_himem_is_asked_once_its_last_session_is_closed(tmp_path: Path, url: str) -> None:
-    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
-    told = evaluated(path, out, url, "--policy", "himem").doc
-    assert (told["policy"], told["k_epi"], told["k_sem"]) == ("himem", 10, 10)
-    assert told["construction"]["by_operation"].keys() == {"segment", "notes", "traits", "align"}
-    shown = lines_of(out, "answers")[0]["material"]
-    assert shown["episodes"] and shown["facts"] and not shown["turns"]
+    assert {name: by_operation[name]["calls"] for name in operations} == operations
+    shown = lines_of(out / "answers.jsonl")[0]["material"]
+    assert {tier for tier in ("episodes", "facts", "turns") if shown[tier]} == tiers
+    assert evaluated(boat, out, url, "--policy", policy).doc == told, "nothing is done again"
 
 
 def best_effort(body: Any, number: int) -> tuple[int, Any]:
@@ -134,16 +140,18 @@ def best_effort(body: Any, number: int) -> tuple[int, Any]:
     return 200, completion(judged, usage=usage)
 
 
-def test_best_effort_answers_from_the_notes_where_they_are_enough(tmp_path: Path, url: str) -> None:
-    path, out, best = talk_of_a_boat(tmp_path), tmp_path / "out", tmp_path / "best"
+def test_best_effort_answers_from_the_notes_where_they_are_enough(
+    boat: Path, out: Path, tmp_path: Path, url: str
+) -> None:
+    best = tmp_path / "best"
     options = ("--policy", "himem", "--judge-llm", "off")
-    hybrid = evaluated(path, out, url, *options).doc
+    hybrid = evaluated(boat, out, url, *options).doc
     mode = {"UNDERTOW_ANSWER_MODE": "best_effort"}
-    assert f"--memories-of {out} that needs no new" in evaluated(path, out, url, *options, **mode).err
+    assert f"--memories-of {out} that needs no new" in evaluated(boat, out, url, *options, **mode).err
     with odd_server(best_effort, models=("mock-llm",)) as judging:
         again = (*options, "--memories-of", str(out))
-        told = evaluated(path, best, judging, *again, **mode).doc
-    lines = lines_of(best, "answers")
+        told = evaluated(boat, best, judging, *again, **mode).doc
+    lines = lines_of(best / "answers.jsonl")
     assert [line["tokens"]["calls"] for line in lines] == [2, 3, 5, 2], "a bad reply is asked to be repaired"
     assert [line["tokens"]["prompt_tokens"] for line in lines] == [200, 300, 500, 200]
     said = [line["answer"] for line in lines]
@@ -156,7 +164,7 @@ def test_best_effort_answers_from_the_notes_where_they_are_enough(tmp_path: Path
     assert told["built"] == hybrid["built"], "what the notes missed is not learnt from a question"
 
 
-def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(tmp_path: Path) -> None:
+def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(out: Path, tmp_path: Path) -> None:
     seen: list[str] = []
 
     def reply(body: Any, number: int) -> tuple[int, Any]:
@@ -165,15 +173,14 @@ def test_longmemeval_says_when_it_was_asked_and_asks_what_cannot_be_known(tmp_pa
 
     path = written(tmp_path, haystack(), haystack("q2_abs"))
     with odd_server(reply) as url:
-        told = evaluated(path, tmp_path / "out", url, "--policy", "full-context", benchmark="longmemeval").doc
+        told = evaluated(path, out, url, "--policy", "full-context", benchmark="longmemeval").doc
     assert told["judge"]["mean"] == 1.0 and told["left_out"] == 0
     assert told["by_category"]["abstention"]["questions"] == 1
     asked = [prompt for prompt in seen if "Question:" in prompt and "Turns:" in prompt]
     assert len(asked) == 2 and all('Asked on: "2023-05-30T23:40:00"' in prompt for prompt in asked)
 
 
-def test_a_finished_run_asks_nothing_again_and_more_runs_are_added(tmp_path: Path, url: str) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_a_finished_run_asks_nothing_again_and_more_runs_are_added(path: Path, out: Path, url: str) -> None:
     options = ("--policy", "naive-rag-2048")
     first = evaluated(path, out, url, *options).doc
     kept, calls = (out / "answers.jsonl").read_bytes(), server_stats(url)["calls"]["answer"]
@@ -182,39 +189,37 @@ def test_a_finished_run_asks_nothing_again_and_more_runs_are_added(tmp_path: Pat
     both = evaluated(path, out, url, *options, "--repeats", "2").doc
     assert server_stats(url)["calls"]["answer"] == calls + 8, "four answers and four verdicts"
     assert (out / "answers.jsonl").read_bytes().startswith(kept)
-    assert [line["run"] for line in lines_of(out, "answers")] == [1] * 4 + [2] * 4
+    assert [line["run"] for line in lines_of(out / "answers.jsonl")] == [1] * 4 + [2] * 4
     assert (both["judge"]["mean"], both["judge"]["spread"]) == (first["judge"]["mean"], 0.0)
     assert both["judge"]["standard_error"] == first["judge"]["standard_error"], "no more questions by it"
     assert both["questions"] == 4
 
 
-def test_a_bad_reply_is_an_error_and_no_answer(tmp_path: Path) -> None:
+def test_a_bad_reply_is_an_error_and_no_answer(path: Path, out: Path) -> None:
     def reply(body: Any, number: int) -> tuple[int, Any]:
         question = body["messages"][1]["content"]
         return 200, completion("" if "zeppelin" in question else "yes")
 
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
     with odd_server(reply) as url:
         told = evaluated(path, out, url, "--policy", "full-context").doc
         again = evaluated(path, out, url, "--policy", "full-context").doc
     assert (told["questions"], told["errors"], told["first_error"]) == (4, 1, "it was empty")
-    failed = lines_of(out, "answers")[3]
+    failed = lines_of(out / "answers.jsonl")[3]
     assert failed["error"] == "it was empty" and not {"answer", "f1", "model"} & failed.keys()
     assert failed["tokens"]["calls"] == 2, "asked, and once more to repair"
-    assert len(lines_of(out, "verdicts")) == 3, "there is nothing to judge"
+    assert len(lines_of(out / "verdicts.jsonl")) == 3, "there is nothing to judge"
     assert told["by_category"]["open-domain"]["judge"]["mean"] == 0.0
     assert told["judge"]["mean"] == 0.75, "all that was judged is right, and the error is not"
     assert again["errors"] == 1 and again["judge"] == told["judge"]
 
 
-def test_an_error_is_asked_again_by_the_same_command(tmp_path: Path) -> None:
+def test_an_error_is_asked_again_by_the_same_command(path: Path, out: Path) -> None:
     cured, asked = [False], [0]
 
     def reply(body: Any, number: int) -> tuple[int, Any]:
         asked[0] += 1
         return 200, completion("yes" if cured[0] or "zeppelin" not in body["messages"][1]["content"] else "")
 
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
     words = ("eval", "locomo", "--data", path, "--out", out, "--policy", "full-context")
     with odd_server(reply) as url:
         first = run(*words, "--llm", url)
@@ -224,11 +229,12 @@ def test_an_error_is_asked_again_by_the_same_command(tmp_path: Path) -> None:
         told = evaluated(path, out, url, "--policy", "full-context").doc
         assert asked[0] - before == 2, "the answer that was missing and its verdict"
     assert (told["errors"], told["first_error"], told["judge"]["mean"]) == (0, None, 1.0)
-    assert len(lines_of(out, "answers")) == len(lines_of(out, "verdicts")) == 4, "the error's line is gone"
+    assert len(lines_of(out / "answers.jsonl")) == len(lines_of(out / "verdicts.jsonl")) == 4, (
+        "the error's line is gone"
+    )
 
 
-def test_a_run_goes_on_with_the_model_that_began_it(tmp_path: Path) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_a_run_goes_on_with_the_model_that_began_it(path: Path, out: Path) -> None:
     options = ("--policy", "full-context", "--judge-llm", "off")
 
     def reply(body: Any, number: int) -> tuple[int, Any]:
@@ -242,28 +248,27 @@ def test_a_run_goes_on_with_the_model_that_began_it(tmp_path: Path) -> None:
         assert evaluated(path, out, url, *options, "--llm-model", "a").code == 0
 
 
-def test_not_one_answer_is_a_failure(tmp_path: Path) -> None:
-    path = written(tmp_path, conversation())
+def test_not_one_answer_is_a_failure(path: Path, out: Path) -> None:
     with odd_server(lambda body, number: (200, completion(""))) as url:
-        failed = evaluated(path, tmp_path / "out", url, "--policy", "full-context")
+        failed = evaluated(path, out, url, "--policy", "full-context")
     assert failed.code == 1 and "not one question was answered: it was empty" in failed.err
     assert failed.doc["f1"]["mean"] == failed.doc["judge"]["mean"] == 0.0
 
 
-def test_a_prompt_that_does_not_fit_names_the_setting_before_any_call(tmp_path: Path, url: str) -> None:
-    talk: dict[str, Any] = {"session_1_date_time": "1:56 pm on 8 May, 2023"}
-    talk["session_1"] = [{"dia_id": "D1:1", "speaker": "Ann", "text": "sails and ropes " * 300}]
-    path, before = written(tmp_path, conversation(conversation=talk)), server_stats(url)["calls"]
+def test_a_prompt_that_does_not_fit_names_the_setting_before_any_call(
+    out: Path, tmp_path: Path, url: str
+) -> None:
+    talked = talk(["sails and ropes " * 300])
+    path, before = written(tmp_path, conversation(conversation=talked)), server_stats(url)["calls"]
     options = ("--policy", "full-context")
-    refused = evaluated(path, tmp_path / "out", url, *options, UNDERTOW_CONTEXT_TOKENS="2048")
+    refused = evaluated(path, out, url, *options, UNDERTOW_CONTEXT_TOKENS="2048")
     assert refused.code == 1
     assert "UNDERTOW_CONTEXT_TOKENS is 2048" in refused.err and "made-up:0" in refused.err
     assert server_stats(url)["calls"] == before
     assert evaluated(path, tmp_path / "other", url, *options, UNDERTOW_CONTEXT_TOKENS="4096").code == 0
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path: Path, url: str) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_a_folder_of_another_run_is_refused(path: Path, out: Path, tmp_path: Path, url: str) -> None:
     options = ("--policy", "naive-rag-2048")
     assert evaluated(path, out, url, *options).code == 0
     for other, named in (
@@ -283,62 +288,55 @@ def constructed(url: str) -> int:
     return sum(calls for operation, calls in server_stats(url)["calls"].items() if operation != "answer")
 
 
-def test_other_answers_come_of_the_same_memories(tmp_path: Path, url: str) -> None:
-    path, out = talk_of_a_boat(tmp_path), tmp_path / "out"
+def test_other_answers_come_of_the_same_memories(boat: Path, out: Path, tmp_path: Path, url: str) -> None:
     thetas = ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off")
-    whole, calls = evaluated(path, out, url, *thetas).doc, constructed(url)
-    refused = evaluated(path, out, url, *thetas, UNDERTOW_K_EPI="1", UNDERTOW_K_SUB="2")
+    whole, calls = evaluated(boat, out, url, *thetas).doc, constructed(url)
+    refused = evaluated(boat, out, url, *thetas, UNDERTOW_K_EPI="1", UNDERTOW_K_SUB="2")
     assert refused.code == 1 and "k_epi 5, now 1; k_sem 10, now 2; k_sub 10, now 2. " in refused.err
     assert f"--memories-of {out} that needs no new memories" in refused.err
     same = (*thetas, "--memories-of", str(out))
     for name, empty in (("subconscious", "turns"), ("episodic", "episodes"), ("semantic", "facts")):
         folder = tmp_path / name
-        told = evaluated(path, folder, url, *same, "--ablation", f"without-{name}").doc
+        told = evaluated(boat, folder, url, *same, "--ablation", f"without-{name}").doc
         assert (told["construction"], told["built"]) == (whole["construction"], whole["built"])
         assert told["memories_of"] == "out" and not (folder / "store").exists()
         assert told["memories_id"] == json.loads((out / "run.json").read_text())["id"]
-        shown = lines_of(folder, "answers")[0]["material"]
+        shown = lines_of(folder / "answers.jsonl")[0]["material"]
         assert [tier for tier in ("turns", "episodes", "facts") if not shown[tier]] == [empty]
     without_turns = json.loads((tmp_path / "subconscious" / "summary.json").read_text())
     assert without_turns["evidence_shown"]["in_turns"] is None
     assert without_turns["evidence_shown"]["behind_memories"] > 0
-    kept = evaluated(path, tmp_path / "kept", url, *same, "--ablation", "without-consolidated").doc
+    kept = evaluated(boat, tmp_path / "kept", url, *same, "--ablation", "without-consolidated").doc
     assert kept["retain_consolidated"] is False
-    shown = lines_of(tmp_path / "kept", "answers")[0]["material"]["turns"]
+    shown = lines_of(tmp_path / "kept" / "answers.jsonl")[0]["material"]["turns"]
     assert len(shown) == whole["built"]["waiting_turns"] < 7
     assert constructed(url) == calls, "nothing was built again"
 
 
-def test_ablations_of_construction_build_what_they_leave(tmp_path: Path, url: str) -> None:
-    path, thetas = (
-        talk_of_a_boat(tmp_path),
-        ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off"),
-    )
+def test_ablations_of_construction_build_what_they_leave(boat: Path, tmp_path: Path, url: str) -> None:
+    thetas = ("--theta-sim", "0.4", "--theta-count", "3", "--judge-llm", "off")
     made = {"direct-extraction": {"direct"}, "without-facts": {"episode", "merge"}}
     for name, operations in made.items():
-        told = evaluated(path, tmp_path / name, url, *thetas, "--ablation", name).doc
+        told = evaluated(boat, tmp_path / name, url, *thetas, "--ablation", name).doc
         assert told["ablation"] == name
         assert told["construction"]["by_operation"].keys() == operations
-    other = evaluated(
-        path, tmp_path / "other", url, *thetas, "--memories-of", str(tmp_path / "without-facts")
-    )
+    options = (*thetas, "--memories-of", str(tmp_path / "without-facts"))
+    other = evaluated(boat, tmp_path / "other", url, *options)
     assert other.code == 1 and "are others: ablation 'without-facts', now None." in other.err
     assert not (tmp_path / "other").exists()
 
 
-def test_answers_of_two_models_are_not_mixed(tmp_path: Path) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_answers_of_two_models_are_not_mixed(path: Path, out: Path) -> None:
     options = ("--policy", "full-context", "--judge-llm", "off")
     with odd_server(lambda body, number: (200, completion("yes") | {"model": "one"})) as url:
         assert evaluated(path, out, url, *options).doc["answering_model"] == "one"
     with odd_server(lambda body, number: (200, completion("yes") | {"model": "two"})) as url:
         refused = evaluated(path, out, url, *options, "--repeats", "2")
     assert refused.code == 1 and "model 'one', and now it is 'two'" in refused.err
-    assert {line["model"] for line in lines_of(out, "answers")} == {"one"}
+    assert {line["model"] for line in lines_of(out / "answers.jsonl")} == {"one"}
 
 
-def test_another_judge(tmp_path: Path, url: str) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_another_judge(path: Path, out: Path, url: str) -> None:
     with odd_server(lambda body, number: (200, completion("no") | {"model": body["model"]})) as other:
         options = ("--policy", "full-context", "--judge-llm", other, "--judge-model", "b")
         told = evaluated(path, out, url, *options).doc
@@ -346,23 +344,20 @@ def test_another_judge(tmp_path: Path, url: str) -> None:
     assert told["judge"]["mean"] == 0.0
 
 
-def test_without_a_judge_there_are_only_overlaps(tmp_path: Path, url: str) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_without_a_judge_there_are_only_overlaps(path: Path, out: Path, url: str) -> None:
     told = evaluated(path, out, url, "--policy", "full-context", "--judge-llm", "off").doc
     assert told["judge"]["mean"] is None and told["f1"]["mean"] is not None
     assert not (out / "verdicts.jsonl").exists()
 
 
-def test_an_unreachable_server_leaves_what_was_answered(tmp_path: Path, url: str) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_an_unreachable_server_leaves_what_was_answered(path: Path, out: Path, url: str) -> None:
     options = ("--policy", "full-context")
     refused = evaluated(path, out, "http://127.0.0.1:9/v1", *options, UNDERTOW_LLM_PATIENCE_S="0.1")
     assert refused.code == 4 and "run the same command again" in refused.err
     assert evaluated(path, out, url, *options).doc["questions"] == 4
 
 
-def test_the_table_says_what_is_in_no_score(tmp_path: Path) -> None:
-    path, out = written(tmp_path, conversation()), tmp_path / "out"
+def test_the_table_says_what_is_in_no_score(path: Path, out: Path) -> None:
     with spawn_server(undecided_rate=1.0) as url:
         words = ("eval", "locomo", "--data", path, "--llm", url, "--out", out, "--policy", "full-context")
         told = run(*words)
@@ -407,13 +402,12 @@ def test_wrong_usage(tmp_path: Path, options: tuple[str, ...], why: str) -> None
     assert refused.code == 2 and why in refused.err
 
 
-def test_an_unusable_judge_prompt_is_refused_first(tmp_path: Path) -> None:
+def test_an_unusable_judge_prompt_is_refused_first(path: Path, out: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.j2"
     own.write_text("{{ question }} {{ answer }}")
-    path = written(tmp_path, conversation())
-    refused = evaluated(path, tmp_path / "out", "http://127.0.0.1:9/v1", "--judge-prompt", str(own))
+    refused = evaluated(path, out, "http://127.0.0.1:9/v1", "--judge-prompt", str(own))
     assert refused.code == 1 and "does not use gold" in refused.err
-    assert not (tmp_path / "out").exists()
+    assert not (out).exists()
 
 
 def test_the_seconds_of_a_question_are_those_of_its_first_search(
@@ -424,7 +418,7 @@ def test_the_seconds_of_a_question_are_those_of_its_first_search(
         "undertow.bench.quality.run.answers.time", SimpleNamespace(perf_counter=lambda: now_s[0])
     )
 
-    class WarmingUp:
+    class WarmingUp(System):
         name = "warming-up"
 
         def __init__(self) -> None:
@@ -437,7 +431,7 @@ def test_the_seconds_of_a_question_are_those_of_its_first_search(
 
     question = Question("q", "Where?", "single-hop", (), "here", None)
     asked = [(Sample("t", (), (), (question,)), question)]
-    system: Any = WarmingUp()
+    system = WarmingUp()
     settings = Settings(encoder="hash:384")
     with (
         closing(KeptLines(tmp_path / "answers.jsonl")) as lines,
@@ -447,4 +441,4 @@ def test_the_seconds_of_a_question_are_those_of_its_first_search(
         answering.check_room(asked, [1, 2])
         answering.answer(asked, [1, 2], lambda: None)
     assert system.searches == 3
-    assert [line["retrieval_s"] for line in lines_of(tmp_path, "answers")] == [4.0, 4.0]
+    assert [line["retrieval_s"] for line in lines_of(tmp_path / "answers.jsonl")] == [4.0, 4.0]

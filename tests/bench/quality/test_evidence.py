@@ -19,7 +19,7 @@ from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cli import Ran, run
-from ...support.eval import conversation, haystack, only, question, said, written
+from ...support.eval import conversation, haystack, lines_of, only, question, said, written
 
 
 def evaluated(path: Path, out: Path, *options: str, benchmark: str = "locomo") -> Ran:
@@ -38,19 +38,22 @@ class Counting(HashingEncoder):
         return super().encode(texts)
 
 
+def figures(at_5: float, at_10: float, at_20: float, reciprocal_rank: float) -> Score:
+    recalls = {"evidence_recall_at_5": at_5, "evidence_recall_at_10": at_10, "evidence_recall_at_20": at_20}
+    return recalls | {"reciprocal_rank": reciprocal_rank}
+
+
 def test_recall_is_the_share_of_the_evidence_in_the_best_turns() -> None:
     found = [("a", "b"), ("c",), (), ("d",), ("e",), ("f",), *[()] * 13, ("g",)]
-    of = score("x", ["b", "f", "g", "nowhere"], found)
-    assert of == Score("x", (0.25, 0.5, 0.75), 1.0)
-    assert score("x", ["c"], found).reciprocal_rank == 0.5
-    assert score("x", ["nowhere"], found) == Score("x", (0.0, 0.0, 0.0), 0.0)
-    assert score("x", ["a", "b"], found).recall == (1.0, 1.0, 1.0), "one turn can hold two pieces"
+    assert score(["b", "f", "g", "nowhere"], found) == figures(0.25, 0.5, 0.75, 1.0)
+    assert score(["c"], found)["reciprocal_rank"] == 0.5
+    assert score(["nowhere"], found) == figures(0, 0, 0, 0)
+    assert score(["a", "b"], found) == figures(1, 1, 1, 1), "one turn can hold two pieces"
 
 
 def test_the_summary_averages_over_questions_not_over_evidence() -> None:
-    of_a = [Score("a", (1.0, 1.0, 1.0), 1.0), Score("a", (0.0, 0.5, 1.0), 0.2)]
-    scores = [*of_a, Score("b", (0.0, 0.0, 0.5), 0.0)]
-    told = summary(scores)
+    of_a = [("a", figures(1.0, 1.0, 1.0, 1.0)), ("a", figures(0.0, 0.5, 1.0, 0.2))]
+    told = summary([*of_a, ("b", figures(0.0, 0.0, 0.5, 0.0))])
     assert told["questions"] == 3
     assert (told["evidence_recall_at_5"], told["evidence_recall_at_20"]) == (0.3333, 0.8333)
     assert told["mrr"] == 0.4
@@ -98,7 +101,7 @@ def test_a_run_on_a_made_up_conversation(tmp_path: Path) -> None:
     # four turns in all, so everything that exists is found; D9:9 is nowhere
     assert told["evidence_recall_at_5"] == told["evidence_recall_at_20"] == 0.6667
     assert told["by_category"]["open-domain"]["evidence_recall_at_20"] == 0.0
-    lines = [json.loads(line) for line in (tmp_path / "out" / "evidence.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path / "out" / "evidence.jsonl")
     assert [line["id"] for line in lines] == ["made-up:0", "made-up:1", "made-up:4"]
     assert lines[0]["retrieved"][0]["holds"] == ["D1:1", "D1:2"]
     assert "pottery" in lines[0]["retrieved"][0]["memory"]

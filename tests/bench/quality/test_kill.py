@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -15,7 +14,7 @@ import pytest
 from undertow.bench.mock.server import spawn_server
 
 from ...support.cli import ENV, PROGRAM, run
-from ...support.eval import conversation, question, written
+from ...support.eval import conversation, lines_of, question, talk, written
 from ...support.llm_servers import server_stats
 
 QUESTIONS = 12
@@ -23,14 +22,6 @@ TOPICS = ("the wooden boat and its varnish", "the marathon along the estuary", "
 TIMES = {"retrieval_s", "llm_s"}
 # few at a time, so that a kill finds some done and some not
 SLOW = {"UNDERTOW_LLM_IN_FLIGHT": "2", "UNDERTOW_LLM_PATIENCE_S": "60"}
-
-
-def talk() -> dict[str, Any]:
-    said = [
-        {"dia_id": f"D1:{n}", "speaker": ("Ann", "Ben")[n % 2], "text": f"{TOPICS[n // 2 % 3]}, day {n}"}
-        for n in range(36)
-    ]
-    return {"session_1_date_time": "1:56 pm on 8 May, 2023", "session_1": said}
 
 
 def command(path: Path, out: Path, url: str) -> list[str]:
@@ -57,10 +48,9 @@ def finished(words: list[str]) -> dict[str, Any]:
     return {name: value for name, value in done.doc.items() if name != "latency_on_this_machine"}
 
 
-def lines_of(out: Path, name: str) -> list[dict[str, Any]]:
-    """In the file's order, without what a clock has said."""
-    lines = [json.loads(line) for line in (out / name).read_text().splitlines()]
-    return [{field: value for field, value in line.items() if field not in TIMES} for line in lines]
+def without_times(file: Path) -> list[dict[str, Any]]:
+    """The lines in the file's order, without what a clock has said."""
+    return [{field: value for field, value in line.items() if field not in TIMES} for line in lines_of(file)]
 
 
 def count(file: Path) -> int:
@@ -70,7 +60,8 @@ def count(file: Path) -> int:
 @pytest.mark.timeout(1200)  # starting processes took 5 minutes on two cores under a load of 9
 def test_kills_change_nothing(tmp_path: Path) -> None:
     asked = [question(f"What of {TOPICS[n % 3]} on day {n}?", 4, f"D1:{n}") for n in range(QUESTIONS)]
-    path = written(tmp_path, conversation(conversation=talk(), qa=asked))
+    talked = talk((f"{TOPICS[n // 2 % 3]}, day {n}" for n in range(36)), "Ann", "Ben")
+    path = written(tmp_path, conversation(conversation=talked, qa=asked))
     with spawn_server(latency_ms=25, refusal_rate=0.3, undecided_rate=0.6) as url:
         whole = finished(command(path, tmp_path / "whole", url))
         out = tmp_path / "killed"
@@ -87,7 +78,7 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         assert finished(words) == whole
         after = server_stats(url)["calls"]
     for name in ("answers.jsonl", "verdicts.jsonl"):
-        assert lines_of(out, name) == lines_of(tmp_path / "whole", name)
-    assert len(lines_of(out, "answers.jsonl")) == 2 * QUESTIONS
-    assert {line["verdict"] for line in lines_of(out, "verdicts.jsonl")} == {"right", "wrong", "unjudged"}
+        assert without_times(out / name) == without_times(tmp_path / "whole" / name)
+    assert len(lines_of(out / "answers.jsonl")) == 2 * QUESTIONS
+    assert {line["verdict"] for line in lines_of(out / "verdicts.jsonl")} == {"right", "wrong", "unjudged"}
     assert after["refine"] == before["refine"], "the last run had nothing left to construct"

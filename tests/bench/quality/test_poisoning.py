@@ -36,6 +36,7 @@ CONTROL_TOKENS = ("<|", "</s", "[INST")
 # every turn is like every other: the second fires, later ones are offered for a merge
 EAGER: dict[str, Any] = {"theta_sim": -1.0, "theta_merge": -1.0, "theta_count": 2}
 STORE_KEY = "0" * 64
+MEMORY_ROWS = ("turn", "decision", "episode", "fact")
 WRITERS: tuple[Operation, ...] = ("episode", "merge", "refine")
 
 
@@ -176,31 +177,20 @@ def test_no_other_tenant_notices(tmp_path: Path) -> None:
     ran(tmp_path / "alone", victims, TakenOver())
     llm = ran(tmp_path / "beside", mixed, TakenOver())
     assert rows_of_victim(tmp_path / "beside") == rows_of_victim(tmp_path / "alone")
-    assert {kind for kind, *_ in rows_of_victim(tmp_path / "alone")} == {
-        "turn",
-        "decision",
-        "episode",
-        "fact",
-    }
+    assert {kind for kind, *_ in rows_of_victim(tmp_path / "alone")} == {_bytes(k) for k in MEMORY_ROWS}
     assert not any(ATTACK in prompt.user for prompt in llm.prompts["victim"])
     assert any(ATTACK in memory.text for memory in versions_of(tmp_path / "beside", "mallory"))
 
 
 def rows_of_victim(store: Path) -> list[tuple[Any, ...]]:
-    rows = [
-        (
-            r.kind,
-            r.seq,
-            r.id or "",
-            r.tenant_key,
-            r.timestamp,
-            r.payload,
-            b"" if r.vector is None else bytes(r.vector),
-        )
-        for r in rows_of(store, "turn", "decision", "episode", "fact")
-        if r.tenant == "victim"
-    ]
-    return sorted(rows, key=lambda row: row[:3])
+    fields = ("kind", "seq", "id", "tenant_key", "timestamp", "payload", "vector")
+    victims = (row for row in rows_of(store, *MEMORY_ROWS) if row.tenant == "victim")
+    return sorted([tuple(_bytes(getattr(row, name)) for name in fields) for row in victims])
+
+
+def _bytes(value: Any) -> bytes:
+    """Fields of rows in a form that can be compared and sorted."""
+    return b"" if value is None else value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
 
 
 def _one_more(reply: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -233,28 +223,24 @@ UNRULY: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("schemas_with", [("episodes",), ("facts",)])
-@pytest.mark.parametrize("way", UNRULY)
-def test_a_reply_outside_its_schema_writes_nothing(
-    tmp_path: Path, way: str, schemas_with: tuple[str, ...]
-) -> None:
-    """Of a job whose refinement is unruly, its episode is not stored either."""
-    turns = [said("mallory", n, f"word{n} the boat") for n in range(2)]
-    ran(tmp_path, turns, Unruly(spoilt=UNRULY[way], schemas_with=schemas_with))
-    assert versions_of(tmp_path, "mallory") == []
-    assert decisions_of(tmp_path, "mallory")[1]["decision"] == "parked"
-    assert {row.tenant for row in rows_of(tmp_path)} <= {"mallory", ""}
+MERGES = ("an order beside the reply", "a huge text", "no text", "another shape", "prose")
 
 
 @pytest.mark.parametrize(
-    "way", ["an order beside the reply", "a huge text", "no text", "another shape", "prose"]
+    ("way", "field"),
+    [
+        *((way, field) for way in UNRULY for field in ("episodes", "facts")),
+        *((way, "same_story") for way in MERGES),
+    ],
 )
-def test_an_unruly_merge_leaves_the_episode_as_it_was(tmp_path: Path, way: str) -> None:
-    turns = [said("mallory", n, f"word{n} the boat") for n in range(3)]
-    ran(tmp_path, turns, Unruly(spoilt=UNRULY[way], schemas_with=("same_story",)))
-    versions = versions_of(tmp_path, "mallory")
-    assert {memory.made_at_seq for memory in versions} == {1}
-    assert decisions_of(tmp_path, "mallory")[2]["decision"] == "parked"
+def test_a_reply_outside_its_schema_writes_nothing(tmp_path: Path, way: str, field: str) -> None:
+    """Of a job whose refinement is unruly, its episode is not stored either; a merge leaves its episode."""
+    fires = field != "same_story"
+    turns = [said("mallory", n, f"word{n} the boat") for n in range(2 if fires else 3)]
+    ran(tmp_path, turns, Unruly(spoilt=UNRULY[way], schemas_with=(field,)))
+    assert {memory.made_at_seq for memory in versions_of(tmp_path, "mallory")} == (set() if fires else {1})
+    assert decisions_of(tmp_path, "mallory")[len(turns) - 1]["decision"] == "parked"
+    assert {row.tenant for row in rows_of(tmp_path)} <= {"mallory", ""}
 
 
 def test_what_one_turn_can_have_written_is_bounded(tmp_path: Path) -> None:

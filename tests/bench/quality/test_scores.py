@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -64,19 +65,9 @@ def test_bleu_1_is_the_precision_of_words_with_a_penalty_for_brevity(
 
 
 def answered(question: str, run: int, category: str, value: float, **more: Any) -> dict[str, Any]:
-    return {
-        "question_id": question,
-        "run": run,
-        "category": category,
-        "answer": "x",
-        "f1": value,
-        "bleu_1": value / 2,
-        "evidence": [],
-        "is_scored": False,
-        "in_turns": [],
-        "behind_memories": [],
-        **more,
-    }
+    line = {"question_id": question, "run": run, "category": category, "answer": "x", "is_scored": False}
+    evidence: dict[str, list[str]] = {"evidence": [], "in_turns": [], "behind_memories": []}
+    return line | {"f1": value, "bleu_1": value / 2, **evidence, **more}
 
 
 def judged(question: str, run: int, category: str, verdict: str) -> dict[str, Any]:
@@ -84,18 +75,11 @@ def judged(question: str, run: int, category: str, verdict: str) -> dict[str, An
 
 
 def test_means_and_spread_are_over_runs() -> None:
-    answers = [
-        answered("a", 1, "temporal", 1.0),
-        answered("b", 1, "single-hop", 0.5),
-        answered("a", 2, "temporal", 0.0),
-        answered("b", 2, "single-hop", 0.5),
-    ]
-    verdicts = [
-        judged("a", 1, "temporal", "right"),
-        judged("b", 1, "single-hop", "unjudged"),
-        judged("a", 2, "temporal", "wrong"),
-        judged("b", 2, "single-hop", "right"),
-    ]
+    lines = [("a", 1, "temporal", 1.0), ("b", 1, "single-hop", 0.5)]
+    lines += [("a", 2, "temporal", 0.0), ("b", 2, "single-hop", 0.5)]
+    said = ("right", "unjudged", "wrong", "right")
+    answers = [answered(*line) for line in lines]
+    verdicts = [judged(*line[:3], verdict) for line, verdict in zip(lines, said, strict=True)]
     told = scores(answers, verdicts, 2)
     # runs 0.75 and 0.25; questions 0.5 and 0.5
     assert told["f1"] == {"mean": 0.5, "spread": round(math.sqrt(0.125), 4), "standard_error": 0.0}
@@ -130,22 +114,10 @@ def test_construction_is_told_a_conversation_and_by_operation() -> None:
         "two": {"episode": Usage(1, 50, 0, 10)},
     }
     told = construction_cost(spent)
-    assert told["per_conversation"] == {
-        "calls": 2.0,
-        "tokens": 96.0,
-        "prompt_tokens": 80.0,
-        "cached_prompt_tokens": 20.0,
-        "completion_tokens": 16.0,
-    }
+    tokens = {"prompt_tokens": 80.0, "cached_prompt_tokens": 20.0, "completion_tokens": 16.0}
+    assert told["per_conversation"] == {"calls": 2.0, "tokens": 96.0, **tokens}
     assert told["by_operation"]["merge"]["tokens"] == 6.0
-    assert told["by_conversation"]["two"] == {
-        "episode": {
-            "calls": 1,
-            "prompt_tokens": 50,
-            "cached_prompt_tokens": 0,
-            "completion_tokens": 10,
-        }
-    }
+    assert told["by_conversation"]["two"] == {"episode": asdict(Usage(1, 50, 0, 10))}
     nothing = construction_cost({"one": {}})
     assert nothing["per_conversation"]["tokens"] == 0 and nothing["by_conversation"] == {}
 
@@ -164,11 +136,9 @@ def test_evidence_in_turns_and_behind_memories_is_told_apart() -> None:
 
 def test_tokens_and_latency_of_a_question() -> None:
     used = {"calls": 1, "prompt_tokens": 30, "cached_prompt_tokens": 10, "completion_tokens": 2}
-    more = {**used, "prompt_tokens": 10}
     lines = [
-        answered("a", 1, "x", 0, tokens=used, llm_s=1.0),
-        answered("b", 1, "x", 0, tokens=more, llm_s=3.0),
-        answered("c", 1, "x", 0, tokens=used, llm_s=2.0),
+        answered(str(n), 1, "x", 0, tokens=used | {"prompt_tokens": tokens}, llm_s=seconds)
+        for n, (tokens, seconds) in enumerate(((30, 1.0), (10, 3.0), (30, 2.0)))
     ]
     assert query_cost(lines)["prompt_tokens_per_question"] == 23.3
     assert query_cost(lines)["calls_per_question"] == 1

@@ -16,7 +16,7 @@ from undertow.bench.quality.side_by_side import main, read
 from undertow.engine.base.model import UndertowError
 
 from ...support.cli import run
-from ...support.eval import conversation, written
+from ...support.eval import conversation, lines_of, written
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -42,8 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
 
 
 def f1_of(folder: Path) -> dict[str, float]:
-    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    return {line["question_id"]: line["f1"] for line in lines}
+    return {line["question_id"]: line["f1"] for line in lines_of(folder / "answers.jsonl")}
 
 
 def test_differences_are_taken_question_by_question(

@@ -18,32 +18,24 @@ from undertow.engine.base.model import PolicyName
 from undertow.engine.encoders.hashing import HashingEncoder
 
 from ...support.cli import TOPICS, run
+from ...support.eval import conversation, question, talk, written
 
 SETTINGS = Settings(device="cpu", encoder="hash:384")
 
 
-def conversation() -> dict[str, Any]:
-    """A made-up sample in LoCoMo's form: 24 messages, twelve turns, on three recurring topics."""
-    talk = {"speaker_a": "Ann", "speaker_b": "Ben", "session_1_date_time": "1:56 pm on 8 May, 2023"}
-    messages = [
-        {"dia_id": f"D1:{n}", "speaker": ("Ann", "Ben")[n % 2], "text": f"{TOPICS[n // 2 % 3]} day {n}"}
-        for n in range(24)
+def made_up(**changes: Any) -> dict[str, Any]:
+    """A sample in LoCoMo's form: 24 messages, twelve turns, on three recurring topics."""
+    texts = (f"{TOPICS[n // 2 % 3]} day {n}" for n in range(24))
+    questions = [
+        question("Who varnishes the boat on day 0?", 4, "D1:1"),
+        question("And the zeppelin?", 4, "D9:9"),
     ]
-    asked = {
-        "question": "Who varnishes the boat on day 0?",
-        "category": 4,
-        "evidence": ["D1:0"],
-        "answer": "x",
-    }
-    lost = {"question": "And the zeppelin?", "category": 4, "evidence": ["D9:9"], "answer": "x"}
-    return {"sample_id": "made-up", "conversation": {**talk, "session_1": messages}, "qa": [asked, lost]}
+    return conversation(conversation=talk(texts, "Ann", "Ben"), qa=questions, **changes)
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    path = tmp_path / "locomo.json"
-    path.write_text(json.dumps([conversation(), conversation() | {"sample_id": "another"}]))
-    return path
+    return written(tmp_path, made_up(), made_up(sample_id="another"))
 
 
 @pytest.fixture

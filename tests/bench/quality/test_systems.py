@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from undertow.bench.mock.server import spawn_server
-from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Question, Sample
-from undertow.bench.quality.run.answers import prompt_of
-from undertow.bench.quality.systems.base import Material, Means, System
+from undertow.bench.quality.systems.base import Material, System, prompt_of
 from undertow.bench.quality.systems.baselines import BYTES_PER_TOKEN, NaiveRAG, chunked, tokens_of
 from undertow.bench.quality.systems.registry import SYSTEMS
-from undertow.bench.quality.vectors import KeptVectors
-from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
-from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import ServerRefused
 
-from ...support.eval import conversation, haystack, only, said, written
-
-
-def means(folder: Path, benchmark: Benchmark = "locomo", **settings: Any) -> Means:
-    @cache
-    def encoder() -> KeptVectors:
-        return KeptVectors(HashingEncoder(384))
-
-    return Means(benchmark, Settings(encoder="hash:384", **settings), folder / "store", encoder)
+from ...support.eval import conversation, haystack, means, only, talk, written
 
 
 def quiet(what: str, done: int, total: int) -> None:
@@ -79,11 +64,8 @@ def test_chunks_are_whole_messages_and_hold_the_one_that_overflows() -> None:
 
 def test_naive_rag_gives_the_nearest_chunks_best_first(tmp_path: Path) -> None:
     words = ["boats sail", "kiln clay", "chess rooks", "owls hoot", "tea leaves", "jazz horns"]
-    talk = {
-        "session_1_date_time": "1:56 pm on 8 May, 2023",
-        "session_1": [said(n, "Ann", f"{text} " * 10) for n, text in enumerate(words, 1)],
-    }
-    sample = only(written(tmp_path, conversation(conversation=talk)))
+    talked = talk(f"{text} " * 10 for text in words)
+    sample = only(written(tmp_path, conversation(conversation=talked)))
     asked = Question("q", "owls hoot owls hoot, not tea leaves", "single-hop", (), "", None)
     for benchmark, shown in (("locomo", 3), ("longmemeval", 5)):
         system = NaiveRAG(20, means(tmp_path, benchmark))  # type: ignore[arg-type]
@@ -118,41 +100,11 @@ def test_evidence_of_a_chunk_is_its_sessions_in_longmemeval(tmp_path: Path) -> N
     assert lines[2].startswith("21 May 2023"), "each line has its own date"
 
 
-def test_the_engine_goes_on_from_its_store(tmp_path: Path) -> None:
-    talk = {
-        "session_1_date_time": "1:56 pm on 8 May, 2023",
-        "session_1": [
-            said(n, ("Ann", "Ben")[n % 2], f"the wooden boat and its varnish, day {n}") for n in range(1, 13)
-        ],
-    }
-    sample = only(written(tmp_path, conversation(conversation=talk)))
-    with spawn_server() as url:
-        made = means(tmp_path, llm_url=url, theta_sim=0.4, theta_count=3)
-        first = SYSTEMS["recmem"](made)
-        first.build([sample], quiet)
-        material, spent = given(first, sample), first.construction(sample.tenant)
-        first.close()
-        assert spent["episode"].calls > 0 and spent["refine"].prompt_tokens > 0
-        assert material.episodes and material.facts and len(material.turns) == 6
-        assert set(material.in_turns) == {f"D1:{n}" for n in range(1, 13)}
-        assert set(material.behind_memories) <= set(material.in_turns) and material.behind_memories
-        again = SYSTEMS["recmem"](made)
-        again.build([sample], quiet)
-        assert given(again, sample) == material
-        assert again.construction(sample.tenant) == spent, "nothing was built again"
-        again.close()
-
-
 def test_an_unreachable_server_is_no_built_system(tmp_path: Path) -> None:
-    talk = {
-        "session_1_date_time": "1:56 pm on 8 May, 2023",
-        "session_1": [said(n, "Ann", "the same boat") for n in range(1, 9)],
-    }
-    sample = only(written(tmp_path, conversation(conversation=talk)))
+    sample = only(written(tmp_path, conversation(conversation=talk(["the same boat"] * 8))))
     nobody = means(
         tmp_path, llm_url="http://127.0.0.1:9/v1", llm_patience_s=0.1, theta_sim=0.4, theta_count=2
     )
     system = SYSTEMS["recmem"](nobody)
-    with pytest.raises(ServerRefused, match="not all turns are consolidated"):
+    with closing(system), pytest.raises(ServerRefused, match="not all turns are consolidated"):
         system.build([sample], quiet)
-    system.close()

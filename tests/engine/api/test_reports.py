@@ -20,7 +20,7 @@ from undertow.engine.api.views.stats import store_stats, store_usage, tenant_sta
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.estimate.calibrate import PairCosines, simulate
+from undertow.engine.estimate.calibrate import PairCosines
 from undertow.engine.storage.journal import Journal
 from undertow.kernels.arena.arena import Arena
 
@@ -273,13 +273,3 @@ def test_pair_cosines_give_the_exact_quantile() -> None:
     assert pairs.total == 700 * 699 // 2
     for q in (0.01, 0.5, 0.98):
         assert pairs.quantile(q) == pytest.approx(np.quantile(exact, q), abs=3e-4)
-
-
-def test_the_simulated_gate_counts_the_new_turn_and_lets_consolidated_ones_go() -> None:
-    same = np.tile(np.array([[1.0, 0.0]], np.float32), (7, 1))
-    other = np.array([[0.0, 1.0]], np.float32)
-    # 3 fire, 3 fire, 1 waits
-    assert (t := simulate(same, 0.9, 3)) and (t.fires, t.consolidated, t.merges) == (2, 6, 0)
-    # 3 fire, then 4 near their centroid
-    assert (t := simulate(same, 0.9, 3, merge=True)) and (t.fires, t.consolidated, t.merges) == (1, 3, 4)
-    assert simulate(np.concatenate([same[:2], other]), 0.9, 3).fires == 0

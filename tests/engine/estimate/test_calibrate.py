@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.estimate.calibrate import PairCosines, Vectors, walk
+from undertow.engine.estimate.calibrate import PairCosines, Vectors, calibrate, walk
 
 LOCOMO = Path(__file__).resolve().parents[4] / "shared" / "data" / "locomo_dev.json"
 
@@ -37,6 +39,14 @@ def test_a_merge_moves_the_centroid() -> None:
     assert list(walk(vectors(X, X, Y), 0.3, 2, merge=True))[-1] == ()
 
 
+def test_a_proposal_counts_fires_with_and_without_merges() -> None:
+    reports: Any = SimpleNamespace(turn_vectors=lambda tenant: vectors(*[X] * 7))
+    proposals = calibrate(reports, 0.5, 3, tenant="ann")["proposals"]
+    # 3 fire, 3 fire, 1 waits; with merges 3 fire and 4 are near their centroid
+    counts = {"triggers": 2, "consolidated_turns": 6, "proxy_triggers": 1, "proxy_merges": 4}
+    assert all(counts.items() <= proposal.items() for proposal in proposals)
+
+
 @pytest.fixture(scope="module")
 def sample() -> Sample:
     if not LOCOMO.exists():
@@ -44,18 +54,22 @@ def sample() -> Sample:
     return next(iter(load(LOCOMO, "locomo", 1_000_000)))
 
 
+def pairs_of(sample: Sample) -> tuple[Vectors, PairCosines]:
+    rows = HashingEncoder(384).encode([turn.text for turn in sample.turns]).astype(np.float32)
+    pairs = PairCosines()
+    pairs.add(rows)
+    return rows, pairs
+
+
 def test_on_real_turns_the_simulated_gate_fires_the_clusters_of_the_engine(
     sample: Sample, tmp_path: Path
 ) -> None:
-    encoder = HashingEncoder(384)
-    rows = encoder.encode([turn.text for turn in sample.turns]).astype(np.float32)
-    pairs = PairCosines()
-    pairs.add(rows)
+    rows, pairs = pairs_of(sample)
     theta = pairs.quantile(0.98)
     settings = Settings(encoder="hash:384", device="cpu", llm_url=None, theta_sim=theta, theta_count=4)
     with (
         MockLLM(MockReplies(refusal_rate=1.0)) as llm,
-        Engine(tmp_path / "store", settings, encoder, llm=llm) as engine,
+        Engine(tmp_path / "store", settings, HashingEncoder(384), llm=llm) as engine,
     ):
         engine.add_batch(sample.turns)
         assert engine.drain()
@@ -66,9 +80,7 @@ def test_on_real_turns_the_simulated_gate_fires_the_clusters_of_the_engine(
 
 
 def test_on_real_turns_a_share_is_the_share_that_its_theta_links(sample: Sample) -> None:
-    rows = HashingEncoder(384).encode([turn.text for turn in sample.turns]).astype(np.float32)
-    pairs = PairCosines()
-    pairs.add(rows)
+    rows, pairs = pairs_of(sample)
     cosines = (rows @ rows.T)[np.triu_indices(len(rows), 1)]
     for share in (0.005, 0.02, 0.1):
         theta = pairs.quantile(1 - share)

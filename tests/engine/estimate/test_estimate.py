@@ -16,8 +16,8 @@ from undertow.engine.base.model import Message, PolicyName, Turn
 from undertow.engine.encoders.base import Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.token_count import TokenCount
+from undertow.engine.estimate.assumptions import EXPECTED, Evenly, stand_in
 from undertow.engine.estimate.estimate import FIGURES, TOTAL, Ranges, estimate, price
-from undertow.engine.estimate.reply_guess import EXPECTED, Evenly, stand_in
 from undertow.engine.estimate.stand_ins import StandInEncoder, TenantLog
 
 from ...support.cli import THETAS, conversation, run, write_log

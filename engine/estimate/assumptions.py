@@ -9,65 +9,53 @@ its paper's LoCoMo runs (tables 9 and 15) where they report them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import cycle, islice
+from typing import Any
 
 SENTENCE_CHARS = 100
 
 
+def _range(low: float, expected: float, high: float) -> Any:
+    return field(default=expected, metadata={"low": low, "expected": expected, "high": high})
+
+
 @dataclass(frozen=True, slots=True)
-class ReplyGuess:
-    """Counts and shares are means, lengths are in characters."""
+class Assumptions:
+    """Counts and shares are means, lengths are in characters. The defaults are the expected values."""
 
     # the cosine of a written text with the mean of the turns that it rests on
-    likeness: float
+    likeness: float = _range(0.8, 0.88, 0.95)
 
     # RecMem: the share of requested merges that is granted; a merge lengthens its episode by a sentence, up
     # to `merged_chars`
-    merge_share: float
-    episodes_per_fire: float
-    episode_chars: float
-    merged_chars: float
+    merge_share: float = _range(0.2, 0.5, 0.8)
+    episodes_per_fire: float = _range(1, 1.5, 2.5)
+    episode_chars: float = _range(300, 450, 700)
+    merged_chars: float = _range(600, 900, 1_200)
     # per refinement, and per exchange that the eager policy reads
-    facts: float
-    fact_chars: float
+    facts: float = _range(1, 3, 6)
+    fact_chars: float = _range(60, 100, 140)
     # eager: the share of candidates that become new facts; the others update a stored one
-    added_share: float
+    added_share: float = _range(0.7, 0.7, 0.7)
 
     # NEMORI's groups and HiMem's episodes: messages until the topic changes
-    topic_messages: float
+    topic_messages: float = _range(16, 8, 4)
     # NEMORI: the share of narrated episodes that continue a stored one
-    continued_share: float
-    narrative_chars: float
-    prediction_chars: float
-    facts_per_message: float
+    continued_share: float = _range(0, 0.25, 0.5)
+    narrative_chars: float = _range(650, 1_300, 2_400)
+    prediction_chars: float = _range(200, 600, 1_200)
+    facts_per_message: float = _range(0.23, 0.46, 0.8)
 
     # HiMem's notes by stage: stated, per turn; implied, per window; the share that stage three rewords
-    notes_per_turn: float
-    traits: float
-    aligned_share: float
+    notes_per_turn: float = _range(0.5, 1, 2)
+    traits: float = _range(0, 2, 6)
+    aligned_share: float = _range(0.1, 0.3, 0.6)
 
 
-_LOW_EXPECTED_HIGH: dict[str, tuple[float, float, float]] = {
-    "likeness": (0.8, 0.88, 0.95),
-    "merge_share": (0.2, 0.5, 0.8),
-    "episodes_per_fire": (1, 1.5, 2.5),
-    "episode_chars": (300, 450, 700),
-    "merged_chars": (600, 900, 1_200),
-    "facts": (1, 3, 6),
-    "fact_chars": (60, 100, 140),
-    "added_share": (0.7, 0.7, 0.7),
-    "topic_messages": (16, 8, 4),
-    "continued_share": (0, 0.25, 0.5),
-    "narrative_chars": (650, 1_300, 2_400),
-    "prediction_chars": (200, 600, 1_200),
-    "facts_per_message": (0.23, 0.46, 0.8),
-    "notes_per_turn": (0.5, 1, 2),
-    "traits": (0, 2, 6),
-    "aligned_share": (0.1, 0.3, 0.6),
-}
 LOW, EXPECTED, HIGH = (
-    ReplyGuess(**{name: values[n] for name, values in _LOW_EXPECTED_HIGH.items()}) for n in range(3)
+    Assumptions(**{f.name: f.metadata[level] for f in fields(Assumptions)})
+    for level in ("low", "expected", "high")
 )
 
 
