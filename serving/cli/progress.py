@@ -40,8 +40,9 @@ class Bar(bars.Progress):
         return not self.disable and time.monotonic() - self._shown_s >= REFRESH_S
 
     def show(self, text: str, completed: int, total: int | None) -> None:
-        self._shown_s = time.monotonic()
-        self.update(self._only, description=text, completed=completed, total=total)
+        if self.is_due:
+            self._shown_s = time.monotonic()
+            self.update(self._only, description=text, completed=completed, total=total)
 
 
 class Problems:

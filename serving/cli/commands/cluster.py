@@ -182,8 +182,7 @@ def move(
     with open_cluster(store, settings, ray, grow_to=shards or 0) as opened, Bar() as bar:
 
         def show(reached: Any) -> None:
-            if bar.is_due:
-                bar.show(f"moving tenants from {reached.shard}", reached.moved, reached.total)
+            bar.show(f"moving tenants from {reached.shard}", reached.moved, reached.total)
 
         done = opened.resume_resharding(on_progress=show)
         wanted = done.shard_map.shards if shards is None else _resized(load(store).shards, shards)

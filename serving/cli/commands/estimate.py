@@ -158,8 +158,7 @@ def _logs(turns: dict[str, list[Turn]], settings: Settings, vectors: Path | None
                 texts = [as_embedded(turn.text, turn.timestamp, settings.embed_timestamp) for turn in some]
                 parts.append(encoder.encode(texts))
                 done += len(some)
-                if bar.is_due:
-                    bar.show(f"{done:,} of {total:,} turns embedded", done, total)
+                bar.show(f"{done:,} of {total:,} turns embedded", done, total)
             logs.append(TenantLog(own, np.concatenate(parts).astype(np.float32)))
     encoder.save()
     return logs

@@ -173,9 +173,8 @@ def _step_progress(bar: Bar, engine: Engine) -> Callable[[StepReport], None]:
 
 
 def _show_bulk(bar: Bar, reached: BulkProgress) -> None:
-    if bar.is_due:
-        done = f"{reached.stored_turns:,} stored, part {reached.wave} of {reached.waves}"
-        bar.show(f"{done}, {reached.groups_left:,} groups left in it", reached.wave - 1, reached.waves)
+    done = f"{reached.stored_turns:,} stored, part {reached.wave} of {reached.waves}"
+    bar.show(f"{done}, {reached.groups_left:,} groups left in it", reached.wave - 1, reached.waves)
 
 
 def _summary(counts: dict[str, int], report: IngestReport, elapsed_s: float) -> dict[str, Any]:

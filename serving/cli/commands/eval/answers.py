@@ -30,12 +30,9 @@ def measure_answers(plan: Plan, *, as_json: bool) -> None:
     from undertow.serving.cli.progress import Bar
 
     with Bar() as bar:
-
-        def show(what: str, done: int, total: int) -> None:
-            if bar.is_due:
-                bar.show(f"{what}: {done:,} of {total:,}", done, total)
-
-        told = evaluate(plan, show)
+        told = evaluate(
+            plan, lambda what, done, total: bar.show(f"{what}: {done:,} of {total:,}", done, total)
+        )
     if as_json:
         put_json(told)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -47,16 +46,16 @@ def measure_evidence(
         "search": settings.search,
     }
     kept = KeptVectors(make_encoder(settings), vectors)
-    with ExitStack() as stack:
-        store = Path(stack.enter_context(TemporaryDirectory(prefix="undertow-eval-")))
-        engine = stack.enter_context(Engine(store, settings, kept))
-        bar = stack.enter_context(Bar())
+    with (
+        TemporaryDirectory(prefix="undertow-eval-") as store,
+        Engine(Path(store), settings, kept) as engine,
+        Bar() as bar,
+    ):
         done = iter(range(1, scored + 1))
 
         def show() -> None:
             count = next(done)
-            if bar.is_due:
-                bar.show(f"{count:,} of {scored:,} questions", count, scored)
+            bar.show(f"{count:,} of {scored:,} questions", count, scored)
 
         told = write_evidence(retrieve(engine, kept, samples, on_question=show), folder, about)
     kept.save()
