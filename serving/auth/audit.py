@@ -137,6 +137,19 @@ class AuditLog:
             log.error("the audit log does not say how act %s (%s) ended, which is %s: %s", *told)
 
 
+@contextmanager
+def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
+    """Records an act of this process's user in the folder's audit log; see `AuditLog.act`.
+
+    `folder`: None for a store that is not a folder; nothing is recorded.
+    """
+    if folder is None:
+        yield Entry(act, local_user(), **known)
+        return
+    with AuditLog(folder / FILE_NAME).act(act, local_user(), **known) as entry:
+        yield entry
+
+
 def _append(path: Path, line: bytes) -> None:
     """Adds a whole line or nothing. Opens the file each time: lines are rare, and it may have been moved."""
     make_folder(path.parent)

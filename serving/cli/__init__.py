@@ -18,7 +18,6 @@ from undertow.serving.cli.commands import (
     edit,
     erase,
     estimate,
-    import_,
     ingest,
     keys,
     mcp,
@@ -28,6 +27,7 @@ from undertow.serving.cli.commands import (
 )
 from undertow.serving.cli.commands.eval.eval import evaluate
 from undertow.serving.cli.errors import EXIT_CODES, Guarded
+from undertow.serving.cli.options import with_groups
 
 __all__ = ["app", "main"]
 
@@ -42,7 +42,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "get": read.get,
     "history": read.history,
     "export": read.export,
-    "import": import_.import_,
+    "import": edit.import_,
     "stats": read.stats,
     "update": edit.update,
     "delete": edit.delete,
@@ -68,7 +68,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name)(with_groups(command))
 app.add_typer(cluster.cluster, name="cluster")
 app.add_typer(keys.keys, name="keys")
 app.add_typer(bench.bench, name="bench")

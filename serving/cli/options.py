@@ -1,16 +1,23 @@
-"""Options of several commands."""
+"""Options of several commands, and the settings that they make."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.models import OptionInfo
 
+from undertow.engine.base.model import InputError
 from undertow.engine.storage.location import Location
-from undertow.serving.cli.errors import wrong_usage
+from undertow.serving.cli.errors import WrongUsage, wrong_usage
+
+if TYPE_CHECKING:
+    from undertow.engine.base.config import Settings
+    from undertow.engine.readers import Log
 
 
 def location_of(text: str) -> Location:
@@ -58,25 +65,15 @@ KeptIn = Annotated[
 ]
 
 
-class LogFormatName(StrEnum):
-    AUTO = "auto"
-    MESSAGES = "messages"
-    PARQUET = "parquet"
-    LOCOMO = "locomo"
-    LONGMEMEVAL = "longmemeval"
-
-
-class ProfileName(StrEnum):
-    COMPANION = "companion"
-    ASSISTANT = "assistant"
-
-
 Paths = Annotated[
     list[str],
     typer.Argument(metavar="PATH...", help="Logs, or folders of logs; also s3://BUCKET/PREFIX."),
 ]
+LogFormatName = Literal["auto", "messages", "parquet", "locomo", "longmemeval"]
 LogFormat = Annotated[LogFormatName, typer.Option("--format")]
-Profile = Annotated[ProfileName | None, typer.Option("--profile", help="Preset of thresholds.")]
+Profile = Annotated[
+    Literal["companion", "assistant"] | None, typer.Option("--profile", help="Preset of thresholds.")
+]
 ThetaSim = Annotated[float | None, typer.Option("--theta-sim", help="Least cosine that links two turns.")]
 ThetaMerge = Annotated[
     float | None, typer.Option("--theta-merge", help="Least cosine to an episode for a merge.")
@@ -99,3 +96,96 @@ RayAddress = Annotated[str, typer.Option("--ray", metavar=RAY_METAVAR, help=RAY_
 Shards = Annotated[
     int | None, typer.Option("--shards", min=1, help="With --ray: the number of shards of a new cluster.")
 ]
+
+
+# ---- groups of options
+
+
+@dataclass(frozen=True)
+class Models:
+    """The options that name the LLM server, its model and the encoder."""
+
+    llm: Llm = None
+    model: Model = None
+    encoder: EncoderName = None
+
+    def settings(self, **flags: Any) -> Settings:
+        """As `settings_of`, with these options."""
+        return settings_of(**asdict(self), **flags)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The options that set RecMem's thresholds."""
+
+    profile: Profile = None
+    theta_sim: ThetaSim = None
+    theta_merge: ThetaMerge = None
+    theta_count: ThetaCount = None
+
+
+# defaults of parameters: no option is given
+NO_MODELS = Models()
+NO_THRESHOLDS = Thresholds()
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command for Typer: the fields of each parameter that is a dataclass become its options."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {
+        name: parameter.annotation
+        for name, parameter in parameters.items()
+        if is_dataclass(parameter.annotation)
+    }
+    options: list[inspect.Parameter] = []
+    for name, parameter in parameters.items():
+        group = groups.get(name)
+        options += inspect.signature(group, eval_str=True).parameters.values() if group else [parameter]
+
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    named = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+# ---- what options stand for
+
+
+def settings_of(*, llm: str | None = None, model: str | None = None, **flags: Any) -> Settings:
+    """Settings from the environment; the given flags take precedence. WrongUsage: one is invalid."""
+    from undertow.engine.base.config import Settings
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    if llm is not None:
+        given["llm_url"] = None if llm.lower() == "off" else llm
+    if model is not None:
+        given["llm_model"] = model
+    with wrong_usage():
+        return Settings(**given)
+
+
+def check_settings(settings: Settings) -> None:
+    """WrongUsage: the encoder's or a server's name is malformed. Loads and connects nothing."""
+    from undertow.engine.encoders.factory import make_encoder
+    from undertow.engine.llm.client import OpenAILLM
+
+    with wrong_usage():
+        if settings.encoder.startswith("hash:"):
+            make_encoder(settings)
+        if settings.llm_url is not None:
+            OpenAILLM(settings).close()
+
+
+def logs_at(paths: list[str]) -> list[Log]:
+    """The logs that the paths name. WrongUsage: a path names none."""
+    from undertow.engine.readers import find_logs
+
+    try:
+        return list(find_logs(paths))
+    except InputError as error:
+        raise WrongUsage(str(error)) from None

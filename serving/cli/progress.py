@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich import progress as bars
 
@@ -20,42 +19,30 @@ REFRESH_S = 0.25
 SHOWN_PROBLEMS = 50
 
 
-class Bar:
+class Bar(bars.Progress):
     """One line of text and a bar, redrawn a few times a second; nothing where there is no terminal."""
 
     def __init__(self) -> None:
-        self._shown_s = 0.0
-        self._bar = bars.Progress(
+        columns = (
             bars.SpinnerColumn(),
             bars.TextColumn("{task.description}"),
             bars.BarColumn(bar_width=20),
             bars.TimeElapsedColumn(),
-            console=console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task("opening", total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._bar.stop()
+        off = not sys.stderr.isatty()
+        super().__init__(*columns, console=console(stderr=True), transient=True, disable=off)
+        self._shown_s = 0.0
+        self._only = self.add_task("opening", total=None)
 
     @property
     def is_due(self) -> bool:
         """Whether to redraw: there is a terminal, and the last redraw was some time ago."""
-        return not self._bar.disable and time.monotonic() - self._shown_s >= REFRESH_S
+        return not self.disable and time.monotonic() - self._shown_s >= REFRESH_S
 
     def show(self, text: str, completed: int, total: int | None) -> None:
-        self._shown_s = time.monotonic()
-        self._bar.update(self._task, description=text, completed=completed, total=total)
+        if self.is_due:
+            self._shown_s = time.monotonic()
+            self.update(self._only, description=text, completed=completed, total=total)
 
 
 class Problems:

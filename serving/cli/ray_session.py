@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
+from undertow.serving.cli.options import check_settings
 from undertow.serving.cli.output import say
-from undertow.serving.cli.settings import check_settings
 
 if TYPE_CHECKING:
     from undertow.engine.base.config import Settings

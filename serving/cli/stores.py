@@ -6,15 +6,15 @@ A location holds the store of one process, or the root of a cluster, whose shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.storage.location import Location
 from undertow.serving.cli.errors import WrongUsage
+from undertow.serving.cli.options import check_settings
 from undertow.serving.cli.output import say
-from undertow.serving.cli.settings import check_settings
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -57,11 +57,8 @@ def open_reports(store: Location) -> Iterator[Reports]:
     from undertow.engine.api.views.reports import Reports
     from undertow.engine.storage.journal import Journal
 
-    journal = Journal.open(store, writable=False)
-    try:
+    with closing(Journal.open(store, writable=False)) as journal:
         yield Reports(journal)
-    finally:
-        journal.close()
 
 
 @contextmanager

@@ -11,17 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.process_collector import ProcessCollector
 
 from undertow.engine.step.shard_metrics import BOUNDS_S
 
@@ -32,37 +24,37 @@ REFUSALS = frozenset({401, 403, 408, 413, 429, 503})
 Status = Mapping[str, Mapping[str, Any]]
 
 # the creation time of each counter and histogram, which would be a second series
-disable_created_metrics()  # type: ignore[no-untyped-call]
+prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class HTTPMetrics:
     """Metrics of HTTP requests, in a registry of this service."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self.registry = prometheus.CollectorRegistry()
+        self._requests = prometheus.Counter(
             "undertow_http_requests",
             "HTTP requests answered, by route, method and class of status.",
             ["route", "method", "status"],
             registry=self.registry,
         )
-        self._seconds = Histogram(
+        self._seconds = prometheus.Histogram(
             "undertow_http_request_seconds",
             "From a request's headers to the end of its answer.",
             ["route", "method"],
             buckets=BOUNDS_S,
             registry=self.registry,
         )
-        self._refused = Counter(
+        self._refused = prometheus.Counter(
             "undertow_http_refused",
             "Requests refused for their sender, their size or pace, or for the service's state.",
             ["reason"],
             registry=self.registry,
         )
-        self.in_flight = Gauge(
+        self.in_flight = prometheus.Gauge(
             "undertow_http_requests_in_flight", "HTTP requests under way.", registry=self.registry
         )
-        ProcessCollector(registry=self.registry)
+        prometheus.ProcessCollector(registry=self.registry)
 
     def note(self, method: str, route: str, status: int, seconds: float, problem: str | None) -> None:
         """Count one completed request; `problem`: the slug of its error."""
@@ -73,10 +65,10 @@ class HTTPMetrics:
 
     def exposition(self, status: Status) -> bytes:
         """All metrics in Prometheus' text format; `status`: the current Router.status."""
-        scrape = CollectorRegistry()
+        scrape = prometheus.CollectorRegistry()
         scrape.register(self.registry)
         scrape.register(ShardCollector(status))
-        return generate_latest(scrape)
+        return prometheus.generate_latest(scrape)
 
 
 class ShardCollector:

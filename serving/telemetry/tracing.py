@@ -14,30 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
+from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import TracerProvider, sampling
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import Decision as Sampling
-from opentelemetry.sdk.trace.sampling import (
-    ParentBased,
-    Sampler,
-    SamplingResult,
-    StaticSampler,
-    TraceIdRatioBased,
-)
-from opentelemetry.trace import (
-    Link,
-    Span,
-    SpanKind,
-    Status,
-    StatusCode,
-    Tracer,
-    TraceState,
-    get_current_span,
-    set_span_in_context,
-)
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import Attributes
 from pydantic import Field
@@ -74,11 +57,11 @@ class TracingSettings(BaseSettings):
         )
 
 
-class LinkedSampler(Sampler):
+class LinkedSampler(sampling.Sampler):
     """Samples a span without a parent if any linked span is sampled; without links, by ratio."""
 
     def __init__(self, ratio: float) -> None:
-        self._by_parent: Sampler = ParentBased(TraceIdRatioBased(ratio))
+        self._by_parent: sampling.Sampler = sampling.ParentBased(sampling.TraceIdRatioBased(ratio))
 
     def should_sample(
         self,
@@ -88,15 +71,13 @@ class LinkedSampler(Sampler):
         kind: SpanKind | None = None,
         attributes: Attributes = None,
         links: Sequence[Link] | None = None,
-        trace_state: TraceState | None = None,
-    ) -> SamplingResult:
-        if links and not get_current_span(parent_context).get_span_context().is_valid:
+        trace_state: trace.TraceState | None = None,
+    ) -> sampling.SamplingResult:
+        sampler = self._by_parent
+        if links and not trace.get_current_span(parent_context).get_span_context().is_valid:
             sampled = any(link.context.trace_flags.sampled for link in links)
-            decision = Sampling.RECORD_AND_SAMPLE if sampled else Sampling.DROP
-            return StaticSampler(decision).should_sample(parent_context, trace_id, name, kind, attributes)
-        return self._by_parent.should_sample(
-            parent_context, trace_id, name, kind, attributes, links, trace_state
-        )
+            sampler = sampling.ALWAYS_ON if sampled else sampling.ALWAYS_OFF
+        return sampler.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
 
     def get_description(self) -> str:
         return f"Linked({self._by_parent.get_description()})"
@@ -247,7 +228,7 @@ class SpanObserver:
             start_time=_wall_ns(phase.began_s),
         )
         if span.is_recording():
-            inside = set_span_in_context(span, Context())
+            inside = trace.set_span_in_context(span, Context())
             for inner, its in node.inner:
                 self._make_spans(inner, its, inside, ())
         span.end(_wall_ns(phase.ended_s))
@@ -258,7 +239,7 @@ def _traceparent(span: Span) -> str | None:
     if not span.get_span_context().trace_flags.sampled:
         return None
     carrier: dict[str, str] = {}
-    _W3C.inject(carrier, set_span_in_context(span, Context()))
+    _W3C.inject(carrier, trace.set_span_in_context(span, Context()))
     return carrier["traceparent"]
 
 
@@ -268,7 +249,7 @@ def _context_of(traceparent: str | None) -> Context:
 
 def _links(traceparents: Iterable[str]) -> list[Link]:
     contexts = (_context_of(traceparent) for traceparent in sorted(traceparents))
-    return [Link(get_current_span(context).get_span_context()) for context in contexts]
+    return [Link(trace.get_current_span(context).get_span_context()) for context in contexts]
 
 
 def _fail(span: Span, error: str | None) -> None:

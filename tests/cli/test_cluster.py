@@ -7,9 +7,8 @@ import os
 import random
 import signal
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -21,7 +20,6 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from undertow.bench.mock.server import spawn_server
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
 from undertow.engine.storage.location import Location
 
@@ -38,6 +36,7 @@ from ..support.cli import (
     tenants,
     write_log,
 )
+from ..support.llm_servers import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_address")
 
@@ -52,12 +51,6 @@ def cluster_env() -> Iterator[None]:
         for name, value in CLUSTER_ENV.items():
             patch.setenv(name, value)
         yield
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with spawn_server(refusal_rate=0.2) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +103,11 @@ def job(tmp_path_factory: pytest.TempPathFactory, logs: Path, server: str, ray_a
     command += ["--llm", server, *THETAS, "--json"]
     killed: Counter[str] = Counter()
     with _started(command) as first:
-        _wait_until(lambda: (root / "jobs").exists() or first.poll() is not None)
+        wait_until(lambda: (root / "jobs").exists() or first.poll() is not None, 240)
         killed["driver"] += first.poll() is None
     chance = random.Random(11)
     with _started(command) as second:
-        _wait_until(lambda: bool(_at_work()) or second.poll() is not None)
+        wait_until(lambda: bool(_at_work()) or second.poll() is not None, 240)
         for kind in ("worker", "shard", "worker"):
             killed[kind] += _kill(root, kind, chance)
         out, err = second.communicate(timeout=240)
@@ -174,9 +167,8 @@ def test_reading_commands_take_a_root_for_a_store(
         assert (on_shards.code, on_shards.lines) == (0, run(*args, "--store", store, "--json").lines), args
     for tenant in ((), ("--tenant", "dee")):
         figures = [run("stats", *tenant, "--store", where, "--json").doc for where in (built, store)]
-        for some in figures:
-            for used in (some, *some["usage"].values()):
-                used.pop("cached_prompt_tokens")
+        for used in (part for some in figures for part in (some, *some["usage"].values())):
+            used.pop("cached_prompt_tokens")
         assert figures[0] == figures[1]
     exports = [run("export", "--tenant", "cy", "--store", where).lines for where in (built, store)]
     assert sorted(map(json.dumps, exports[0])) == sorted(map(json.dumps, exports[1]))
@@ -231,13 +223,6 @@ def _at_work() -> list[psutil.Process]:
             if name.startswith("ray::") and not any(other in name for other in ("Shard", "IDLE", "Agent")):
                 found.append(process)
     return found
-
-
-def _wait_until(holds: Callable[[], bool], timeout_s: float = 240.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end_s, "nothing happened in time"
-        time.sleep(0.05)
 
 
 def test_shards_are_added_and_removed(

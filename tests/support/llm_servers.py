@@ -154,8 +154,8 @@ def server_stats(url: str) -> Any:
         return json.load(response)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 90  # a loaded machine starts processes slowly
+def wait_until(condition: Callable[[], bool], timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s  # a loaded machine starts processes slowly
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

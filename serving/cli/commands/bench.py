@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.serving.cli import options as opt
 from undertow.serving.cli.commands.eval.eval import Only, chosen_samples
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.options import AsJson, EncoderName, KeptIn, Model
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
-from undertow.serving.cli.settings import check_settings, settings_of
 
 if TYPE_CHECKING:
     from undertow.bench.quality.sweeps import Sweeps
@@ -29,7 +28,7 @@ def group() -> None:
 
 @bench.command()
 def gpu(
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer repeats and shorter runs, of the same sizes.")
     ] = False,
@@ -71,9 +70,9 @@ def sweep(
         Path, typer.Option("--out", metavar="FOLDER", help="For sweeps.json and sweeps.png.")
     ] = Path("sweeps"),
     only: Only = None,
-    vectors: KeptIn = None,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
+    vectors: opt.KeptIn = None,
+    encoder: opt.EncoderName = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """What RecMem's thresholds cost and k_sub and k_epi find on LoCoMo, one at a time, with a mock LLM.
 
@@ -87,10 +86,10 @@ def sweep(
     from undertow.serving.cli.progress import Bar
 
     # always RecMem, whatever policy the environment names
-    settings = settings_of(llm="off", encoder=encoder).model_copy(
+    settings = opt.settings_of(llm="off", encoder=encoder).model_copy(
         update={"policy": "recmem", "ablation": None}
     )
-    check_settings(settings)
+    opt.check_settings(settings)
     samples = chosen_samples(list(load(data, "locomo", settings.max_message_bytes)), only)
     kept = KeptVectors(make_encoder(settings), vectors)
     with Bar() as bar:
@@ -182,13 +181,13 @@ def ingest(
     llm: Annotated[
         str | None, typer.Option("--llm", metavar="URL", help="A real server in place of the mock.")
     ] = None,
-    model: Model = None,
-    encoder: EncoderName = None,
+    model: opt.Model = None,
+    encoder: opt.EncoderName = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FOLDER", help="The figures, a picture and a Chrome trace."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Turns/s until searchable and until consolidated, what a turn waits, and where the time goes.
 
@@ -197,8 +196,8 @@ def ingest(
     from undertow.bench.system.throughput_report import Load, run
 
     load = Load(data, tenants, turns, salted=salted)
-    settings = settings_of(llm=llm or "off", model=model, encoder=encoder)
-    check_settings(settings)
+    settings = opt.settings_of(llm=llm or "off", model=model, encoder=encoder)
+    opt.check_settings(settings)
     result = run(load, settings, latency_s, out)
     if as_json:
         put_json(result)

@@ -11,7 +11,6 @@ from undertow.engine.storage.location import Location
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
-from undertow.serving.cli.settings import check_settings, settings_of
 from undertow.serving.cli.stores import open_reports
 
 PROPOSAL_FIELDS = (
@@ -47,7 +46,7 @@ def calibrate(
 
     if not 0.0 < share < 1.0:
         raise WrongUsage(f"--share is {share}; give the part of pairs to link, between 0 and 1, such as 0.02")
-    settings = settings_of(llm="off", profile=profile and profile.value, theta_count=theta_count)
+    settings = opt.settings_of(llm="off", profile=profile, theta_count=theta_count)
     with open_reports(store) as reports:
         found = measure(reports, share, settings.recurrence_count, tenant=tenant, sample_turns=sample_turns)
     if as_json:
@@ -64,15 +63,13 @@ def calibrate(
 
 def doctor(
     store: Annotated[Location | None, opt.store_option("Also check this store.")] = None,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     as_json: opt.AsJson = False,
 ) -> None:
     """Check the machine, the encoder, the store and the LLM server."""
     from undertow.serving.doctor import examine
 
-    findings = examine(settings_of(llm=llm, model=model, encoder=encoder), store)
+    findings = examine(models.settings(), store)
     if as_json:
         put_json({"ok": all(f.ok for f in findings), "findings": [f._asdict() for f in findings]})
     else:
@@ -81,20 +78,15 @@ def doctor(
     raise typer.Exit(Exit.DONE if all(f.ok or not f.needed for f in findings) else Exit.FAILED)
 
 
-def demo(
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
-    as_json: opt.AsJson = False,
-) -> None:
+def demo(models: opt.Models = opt.NO_MODELS, as_json: opt.AsJson = False) -> None:
     """Ingest a small conversation, show its memories as they appear, and ask three questions.
 
     Without --llm or UNDERTOW_LLM_URL a local vLLM server is started (see `make demo`).
     """
     from undertow.serving.demo.demo import run
 
-    settings = settings_of(llm=llm, model=model, encoder=encoder)
-    check_settings(settings)
+    settings = models.settings()
+    opt.check_settings(settings)
     figures = run(settings, console(stderr=as_json))
     if as_json:
         put_json(figures)

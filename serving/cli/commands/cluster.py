@@ -19,7 +19,6 @@ from undertow.serving.cli.errors import Exit, in_words
 from undertow.serving.cli.output import put_json, put_pairs, put_table, put_text, say
 from undertow.serving.cli.progress import Bar
 from undertow.serving.cli.ray_session import actors, on_ray, open_cluster
-from undertow.serving.cli.settings import settings_of
 from undertow.serving.cli.stores import open_reports, shard_store
 
 STATUS_TIMEOUT_S = 5.0
@@ -31,6 +30,7 @@ cluster = typer.Typer(help="Show the shards of a cluster, and change them.", no_
 
 
 @cluster.command()
+@opt.with_groups
 def status(store: opt.Store, ray: opt.Ray = None, as_json: opt.AsJson = False) -> None:
     """Show what each shard holds; with --ray also what it is doing. Starts no shard and changes nothing."""
     from undertow.engine.cluster.shard_map import load
@@ -122,22 +122,21 @@ def _put_status(title: str, shards: Mapping[str, dict[str, Any]], columns: Seque
 
 
 @cluster.command()
+@opt.with_groups
 def drain(
     store: opt.Store,
     ray: opt.RayAddress,
     stop: Annotated[
         bool, typer.Option("--stop", help="Then end the shards' processes, as before an upgrade.")
     ] = False,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     as_json: opt.AsJson = False,
 ) -> None:
     """Wait until everything stored is decided.
 
     Shards that do not run are started, with these options and the environment's settings.
     """
-    settings = settings_of(llm=llm, model=model, encoder=encoder)
+    settings = models.settings()
     with open_cluster(store, settings, ray) as opened:
         try:
             settled, code = drain_memory(opened)
@@ -159,6 +158,7 @@ def drain(
 
 
 @cluster.command()
+@opt.with_groups
 def move(
     store: opt.Store,
     ray: opt.RayAddress,
@@ -168,9 +168,7 @@ def move(
             "--shards", min=1, help="The new number of shards; left out: end a change that was cut off."
         ),
     ] = None,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     as_json: opt.AsJson = False,
 ) -> None:
     """Add shards, or remove the last ones, and move only the tenants that must move.
@@ -180,12 +178,11 @@ def move(
     """
     from undertow.engine.cluster.shard_map import load
 
-    settings = settings_of(llm=llm, model=model, encoder=encoder)
+    settings = models.settings()
     with open_cluster(store, settings, ray, grow_to=shards or 0) as opened, Bar() as bar:
 
         def show(reached: Any) -> None:
-            if bar.is_due:
-                bar.show(f"moving tenants from {reached.shard}", reached.moved, reached.total)
+            bar.show(f"moving tenants from {reached.shard}", reached.moved, reached.total)
 
         done = opened.resume_resharding(on_progress=show)
         wanted = done.shard_map.shards if shards is None else _resized(load(store).shards, shards)

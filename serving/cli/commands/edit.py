@@ -1,10 +1,11 @@
-"""The commands that change memories or their store: update, delete, jobs, reindex."""
+"""The commands that change memories or their store: update, delete, jobs, import, reindex."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,8 +13,7 @@ import typer
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.drain import drain
 from undertow.serving.cli.errors import Exit, WrongUsage
-from undertow.serving.cli.output import console, put_records, put_result, say
-from undertow.serving.cli.settings import check_settings, settings_of
+from undertow.serving.cli.output import console, put_figures, put_records, put_result, say
 from undertow.serving.cli.stores import all_reports, open_memory, refuse_root, stores_of
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ def update(
     text: Annotated[str, typer.Argument(help="The new words.")],
     store: opt.Store,
     tenant: opt.InTenant = None,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -48,8 +46,7 @@ def update(
     """
     if not text.strip():
         raise WrongUsage("the text is empty. Give the memory some words, or delete it.")
-    settings = settings_of(llm=llm, model=model, encoder=encoder)
-    with open_memory(store, settings, ray) as memory:
+    with open_memory(store, models.settings(), ray) as memory:
         updated = memory.update(memory_id, text, tenant=tenant)
         settled, code = drain(memory)
     replaced = "." if updated.id == memory_id else f": it is replaced by {updated.id}."
@@ -65,9 +62,7 @@ def delete(
     memory_id: opt.MemoryId,
     store: opt.Store,
     tenant: opt.InTenant = None,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -77,8 +72,8 @@ def delete(
     without it, which needs an LLM: without one that work stays pending. Deleting an episode or fact
     changes nothing else.
     """
-    settings = settings_of(llm=llm, model=model, encoder=encoder)
-    with open_memory(store, settings, ray) as memory:  # without an LLM too, facts may be embedded again
+    # the encoder is loaded without an LLM too: facts may be embedded again
+    with open_memory(store, models.settings(), ray) as memory:
         kind = memory.delete(memory_id, tenant=tenant)
         settled, code = drain(memory)
     document = {"id": memory_id, "kind": kind, "deleted": True, "settled": settled}
@@ -91,16 +86,14 @@ def jobs(
     replay: Annotated[
         bool, typer.Option("--replay", help="Run the parked jobs again (needs an LLM).")
     ] = False,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """List LLM jobs that are pending (waiting for a server) or parked (no usable reply)."""
     if ray is not None and not replay:
         raise typer.BadParameter("--ray goes with --replay: the list is read from what is stored")
-    code = _replay(store, settings_of(llm=llm, model=model, encoder=encoder), ray) if replay else Exit.DONE
+    code = _replay(store, models.settings(), ray) if replay else Exit.DONE
     with all_reports(store) as shards:
         records = [job for reports in shards for job in reports.jobs()]
     records.sort(key=lambda job: (job["tenant"], job["seq"]))
@@ -117,6 +110,32 @@ def _replay(store: Location, settings: Settings, ray: str | None) -> Exit:
         say(f"{memory.replay_jobs()} parked jobs run again.")
         _, code = drain(memory)
         return code
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="An export.")],
+    tenant: opt.Tenant,
+    store: opt.Store,
+    models: opt.Models = opt.NO_MODELS,
+    ray: opt.Ray = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Import what `undertow export` wrote, as a tenant that has nothing here, under any name.
+
+    If one record is refused, nothing is stored. Texts are embedded again. Records that were undecided are
+    decided here, which may need an LLM: without one that work stays pending.
+    """
+    from undertow.engine.api.transfer.import_ import read_records
+
+    settings = models.settings()
+    with file.open("rb") as lines:
+        records = read_records(lines, settings.max_import_bytes)
+    with open_memory(store, settings, ray, create=True) as memory:
+        imported = memory.import_(tenant, records)
+        settled, code = drain(memory)
+    counts = {"tenant": tenant, **asdict(imported), "settled": settled}
+    put_figures(counts, title=f"{file} in {store}", as_json=as_json)
+    raise typer.Exit(code)
 
 
 def reindex(
@@ -143,7 +162,7 @@ def reindex(
         from undertow.serving.cli.ray_session import refuse_running
 
         refuse_running(store, ray)
-    count = _reindex(stores_of(store), settings_of(llm="off", encoder=encoder))
+    count = _reindex(stores_of(store), opt.settings_of(llm="off", encoder=encoder))
     text = f"{count:,} vectors made with {encoder}. From now on use --encoder {encoder} with this store."
     put_result({"encoder": encoder, "embedded": count}, text, as_json=as_json)
 
@@ -156,7 +175,7 @@ def _reindex(stores: Sequence[Location], settings: Settings) -> int:
 
     for store in stores:
         read_info(store)
-    check_settings(settings)
+    opt.check_settings(settings)
     with console(stderr=True).status("reading") as status:
         encoder, stamped = make_encoder(settings), settings.embed_timestamp
         return sum(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undertow.serving.auth.audit import audited
 from undertow.serving.cli import options as opt
-from undertow.serving.cli.audit import audited
 from undertow.serving.cli.output import put_json, put_pairs, put_text, say
-from undertow.serving.cli.settings import settings_of
 from undertow.serving.cli.stores import open_engine, open_memory, refuse_root
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def _erase_in_store(store: Location, tenant: str, ask: Callable[[], None], *, no
     A tenant that was erased before is certified without asking.
     """
     refuse_root(store)
-    with open_engine(store, settings_of(llm="off"), encodes=False) as engine:
+    with open_engine(store, opt.settings_of(llm="off"), encodes=False) as engine:
         tenant_key, tenants = engine.journal.info.tenant_key, engine.tenants
         key = tenant_key(tenant)
         buried = tenant not in tenants and not tenants.erased.get(key, {"purged": True})["purged"]
@@ -90,7 +89,7 @@ def _erase_in_cluster(
     ask()
     certificate = None
     with (
-        open_memory(root, settings_of(), ray) as memory,
+        open_memory(root, opt.settings_of(), ray) as memory,
         audited(root.folder, "erase", tenant_key=load(root).tenant_key(tenant)),
     ):
         try:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from undertow.engine.base.model import InputError, PolicyName, as_embedded
+from undertow.engine.base.model import PolicyName, as_embedded
+from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import Exit, WrongUsage
-from undertow.serving.cli.options import (
-    AsJson,
-    EncoderName,
-    KeptIn,
-    LogFormat,
-    LogFormatName,
-    Paths,
-    Profile,
-    ThetaCount,
-    ThetaMerge,
-    ThetaSim,
-)
 from undertow.serving.cli.output import put_json, put_table, put_text
 from undertow.serving.cli.progress import Bar, Problems
-from undertow.serving.cli.settings import check_settings, settings_of
 
 if TYPE_CHECKING:
     from undertow.engine.api.ingest_files import IngestReport
@@ -54,19 +43,16 @@ PriceOut = Annotated[
 
 
 def estimate(
-    paths: Paths,
+    paths: opt.Paths,
     policy: PolicyOption = "all",
-    format: LogFormat = LogFormatName.AUTO,
-    profile: Profile = None,
-    theta_sim: ThetaSim = None,
-    theta_merge: ThetaMerge = None,
-    theta_count: ThetaCount = None,
-    encoder: EncoderName = None,
+    format: opt.LogFormat = "auto",
+    thresholds: opt.Thresholds = opt.NO_THRESHOLDS,
+    encoder: opt.EncoderName = None,
     tokenizer: TokenizerFolder = None,
-    vectors: KeptIn = None,
+    vectors: opt.KeptIn = None,
     price_in: PriceIn = None,
     price_out: PriceOut = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """How many LLM calls and tokens these logs would need, before any is made. Stores nothing.
 
@@ -77,16 +63,13 @@ def estimate(
         raise WrongUsage("a price needs both: give --price-in and --price-out.")
     from undertow.engine.encoders.token_count import token_count
 
-    settings = settings_of(
+    settings = opt.settings_of(
         policy=None if policy == "all" else policy,
         llm="off",
         encoder=encoder,
-        profile=profile and profile.value,
-        theta_sim=theta_sim,
-        theta_merge=theta_merge,
-        theta_count=theta_count,
+        **asdict(thresholds),
     )
-    check_settings(settings)
+    opt.check_settings(settings)
     tokens = token_count(settings, tokenizer)
     turns, report = _turns(paths, format, settings)
     logs = _logs(turns, settings, vectors)
@@ -134,21 +117,17 @@ def _document(
 
 
 def _turns(
-    paths: list[str], format: LogFormatName, settings: Settings
+    paths: list[str], format: opt.LogFormatName, settings: Settings
 ) -> tuple[dict[str, list[Turn]], IngestReport]:
     """Each tenant's turns in order of arrival without duplicates, as ingestion would store them."""
     from undertow.engine.api.ingest_files import IngestReport
     from undertow.engine.estimate.estimate import dated
-    from undertow.engine.readers import find_logs, read
+    from undertow.engine.readers import read
 
-    try:
-        logs = list(find_logs(paths))
-    except InputError as error:
-        raise WrongUsage(str(error)) from None
     problems, report = Problems(), IngestReport()
     turns: dict[str, dict[str, Turn]] = {}
-    for log in logs:
-        for record in read(log, format.value, max_message_bytes=settings.max_message_bytes):
+    for log in opt.logs_at(paths):
+        for record in read(log, format, max_message_bytes=settings.max_message_bytes):
             report.errors += len(record.errors)
             report.warnings += len(record.warnings)
             for problem in record.errors:
@@ -179,8 +158,7 @@ def _logs(turns: dict[str, list[Turn]], settings: Settings, vectors: Path | None
                 texts = [as_embedded(turn.text, turn.timestamp, settings.embed_timestamp) for turn in some]
                 parts.append(encoder.encode(texts))
                 done += len(some)
-                if bar.is_due:
-                    bar.show(f"{done:,} of {total:,} turns embedded", done, total)
+                bar.show(f"{done:,} of {total:,} turns embedded", done, total)
             logs.append(TenantLog(own, np.concatenate(parts).astype(np.float32)))
     encoder.save()
     return logs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import typer
 
-from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.base.model import BadInput
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.drain import ctrl_c, drain_cluster, report_pending
 from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.output import put_json, put_pairs, put_table, say
 from undertow.serving.cli.progress import Bar, Problems
-from undertow.serving.cli.settings import settings_of
 from undertow.serving.cli.stores import is_engine, open_memory, refuse_root
 
 if TYPE_CHECKING:
@@ -50,14 +50,9 @@ class RunOptions(TypedDict):
 def ingest(
     paths: opt.Paths,
     store: opt.Store,
-    format: opt.LogFormat = opt.LogFormatName.AUTO,
-    profile: opt.Profile = None,
-    theta_sim: opt.ThetaSim = None,
-    theta_merge: opt.ThetaMerge = None,
-    theta_count: opt.ThetaCount = None,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    format: opt.LogFormat = "auto",
+    thresholds: opt.Thresholds = opt.NO_THRESHOLDS,
+    models: opt.Models = opt.NO_MODELS,
     batch_turns: opt.BatchTurns = None,
     strict: opt.Strict = False,
     resume: opt.Resume = False,
@@ -75,23 +70,14 @@ def ingest(
     shard died do not count as new.
     """
     began_s = time.perf_counter()
-    logs = _logs(paths)
-    settings = settings_of(
-        llm=llm,
-        model=model,
-        encoder=encoder,
-        profile=profile and profile.value,
-        theta_sim=theta_sim,
-        theta_merge=theta_merge,
-        theta_count=theta_count,
-        batch_turns=batch_turns,
-    )
+    logs = opt.logs_at(paths)
+    settings = models.settings(batch_turns=batch_turns, **asdict(thresholds))
     _check_options(store, ray, shards, trace)
     opening = open_memory(store, settings, ray, shards=shards, create=True, resume=True, trace=trace)
     with opening as memory, ctrl_c() as interrupted:
         problems = Problems()
         options = RunOptions(
-            format=format.value,
+            format=format,
             resume=resume,
             strict=strict,
             on_error=problems.error,
@@ -103,16 +89,6 @@ def ingest(
         summary = _summary(memory.stats(), report, time.perf_counter() - began_s) | more
     _put_summary(summary, store, as_json=as_json)
     raise typer.Exit(code)
-
-
-def _logs(paths: list[str]) -> list[Log]:
-    """The logs that the paths name. WrongUsage: a path names none."""
-    from undertow.engine.readers import find_logs
-
-    try:
-        return list(find_logs(paths))
-    except InputError as error:
-        raise WrongUsage(str(error)) from None
 
 
 def _check_options(store: Location, ray: str | None, shards: int | None, trace: Path | None) -> None:
@@ -197,9 +173,8 @@ def _step_progress(bar: Bar, engine: Engine) -> Callable[[StepReport], None]:
 
 
 def _show_bulk(bar: Bar, reached: BulkProgress) -> None:
-    if bar.is_due:
-        done = f"{reached.stored_turns:,} stored, part {reached.wave} of {reached.waves}"
-        bar.show(f"{done}, {reached.groups_left:,} groups left in it", reached.wave - 1, reached.waves)
+    done = f"{reached.stored_turns:,} stored, part {reached.wave} of {reached.waves}"
+    bar.show(f"{done}, {reached.groups_left:,} groups left in it", reached.wave - 1, reached.waves)
 
 
 def _summary(counts: dict[str, int], report: IngestReport, elapsed_s: float) -> dict[str, Any]:

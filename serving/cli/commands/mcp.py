@@ -14,7 +14,6 @@ from undertow.engine.storage.location import Location
 from undertow.serving.auth.principal import check_name
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
-from undertow.serving.cli.settings import check_settings, settings_of
 from undertow.serving.cli.stores import is_root
 
 if TYPE_CHECKING:
@@ -40,9 +39,7 @@ def mcp(
         str | None,
         typer.Option("--tenant", help="For this tenant alone; left out: each call names one."),
     ] = None,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
 ) -> None:
     """Offer memories as MCP tools on standard input and output, for an agent that starts this command.
 
@@ -58,11 +55,11 @@ def mcp(
             check_name(tenant)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if url is not None:
-        if any(given is not None for given in (llm, model, encoder)):
+        if models != opt.NO_MODELS:
             raise WrongUsage("--llm, --model and --encoder go with --store: a service has its own")
         _serve_remote(url, key_of(key_file), tenant)
     elif store is not None:
-        _serve_store(store, tenant, settings_of(llm=llm, model=model, encoder=encoder))
+        _serve_store(store, tenant, models.settings())
 
 
 def key_of(file: Path | None) -> str | None:
@@ -100,7 +97,7 @@ def _serve_store(store: Location, tenant: str | None, engine: Settings) -> None:
 
     if is_root(store):
         raise WrongUsage(f"{store} is a cluster's root: serve it with `undertow serve`, then give --url")
-    check_settings(engine)
+    opt.check_settings(engine)
     with wrong_usage():
         settings = ServiceSettings()
     files = Files.beside(store, None, None, open_to_all=True)

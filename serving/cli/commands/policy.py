@@ -11,7 +11,6 @@ from undertow.serving.cli.drain import drain
 from undertow.serving.cli.drain import flush as flush_tenants
 from undertow.serving.cli.errors import Exit
 from undertow.serving.cli.output import put_figures, put_json, put_pairs
-from undertow.serving.cli.settings import settings_of
 from undertow.serving.cli.stores import all_reports, open_memory, refuse_root, tenant_reports
 
 
@@ -25,9 +24,7 @@ def policy(
         bool,
         typer.Option("--drop-edits", help="Discard updates and deletions of memories by hand."),
     ] = False,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -44,7 +41,7 @@ def policy(
         with tenant_reports(store, tenant) as reports:
             report = reports.policy(tenant)
     else:
-        settings = settings_of(llm=llm, model=model, encoder=encoder)
+        settings = models.settings()
         with open_memory(store, settings, ray, resume=True) as memory:
             memory.set_policy(tenant, name, drop_edits=drop_edits)
             _, code = drain(memory)
@@ -64,9 +61,7 @@ def flush(
     tenant: Annotated[
         str | None, typer.Option("--tenant", help="Whose conversations have ended; left out: all.")
     ] = None,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -75,7 +70,7 @@ def flush(
     NEMORI gathers turns until its window is full, HiMem until a session ends: after an ingest the last ones
     of each tenant wait. Under RecMem and the eager policy no turn waits for others.
     """
-    settings = settings_of(llm=llm, model=model, encoder=encoder)
+    settings = models.settings()
     if ray is None:
         refuse_root(store)
     if tenant is not None:

@@ -23,7 +23,6 @@ from undertow.serving.cli.output import (
     put_text,
     say,
 )
-from undertow.serving.cli.settings import settings_of
 from undertow.serving.cli.stores import all_reports, is_root, open_engine, store_of, tenant_reports
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def search(
     """Find a tenant's turns, episodes and facts nearest to a query."""
     _check_words("query", query)
     filters = _filters(where or [])
-    settings = settings_of(llm="off", encoder=encoder)
+    settings = opt.settings_of(llm="off", encoder=encoder)
     with open_engine(store_of(store, tenant), settings, writable=False) as engine:
         engine.tenants.require(tenant)
         found = engine.search(
@@ -145,14 +144,12 @@ def ask(
         AnswerMode | None,
         typer.Option("--mode", help="How memories are chosen; left out: UNDERTOW_ANSWER_MODE."),
     ] = None,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     as_json: opt.AsJson = False,
 ) -> None:
     """Answer a question from a tenant's memory, with one LLM call, or up to three (best effort)."""
     _check_words("question", question)
-    settings = settings_of(llm=llm, model=model, encoder=encoder)
+    settings = models.settings()
     with _open_to_answer(store, tenant, settings) as engine:
         engine.tenants.require(tenant)
         try:

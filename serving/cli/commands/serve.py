@@ -10,7 +10,6 @@ import typer
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.errors import WrongUsage, wrong_usage
 from undertow.serving.cli.output import say
-from undertow.serving.cli.settings import check_settings, settings_of
 from undertow.serving.cli.stores import refuse_root
 
 if TYPE_CHECKING:
@@ -47,9 +46,7 @@ def serve(
     keys: KeysFile = None,
     state: StateFolder = None,
     insecure_no_auth: NoAuth = False,
-    llm: opt.Llm = None,
-    model: opt.Model = None,
-    encoder: opt.EncoderName = None,
+    models: opt.Models = opt.NO_MODELS,
     ray: opt.Ray = None,
     shards: opt.Shards = None,
 ) -> None:
@@ -58,11 +55,11 @@ def serve(
     Without --ray this process serves the store, and makes it if it is missing. With --ray the shards of a
     cluster's root serve it.
     """
-    engine = settings_of(llm=llm, model=model, encoder=encoder)
+    engine = models.settings()
     _check_options(store, keys, ray, shards, insecure_no_auth=insecure_no_auth)
     service = _service_settings()
     say(f"Starting: loading libraries, then opening {store}. This takes a while.")
-    check_settings(engine)
+    opt.check_settings(engine)
 
     # after the line above: torch alone takes seconds to load
     from undertow.engine.base.process_tuning import settle_in

@@ -104,12 +104,13 @@ def test_replaying_a_parked_job_consolidates_its_turns_at_the_replay_s_seq(engin
 
 def test_memories_are_those_the_engine_holds(engine: Engine) -> None:
     reports = reports_of(engine)
-    tenant = engine.tenants.get("ada")
+    tenant, why = engine.tenants.get("ada"), reports.explain("ada")
     for kind in ("episode", "fact"):
         current = [(m.id, m.version, m.text) for m in tenant.current(kind)]
         assert [(m["id"], m["version"], m["text"]) for m in reports.memories("ada", kind)] == current
         every = reports.memories("ada", kind, every=True)
         assert {m["id"] for m in every} == {i for i, _, _ in current}
+        assert all(m["id"] in why[m["made_at_seq"]][f"{kind}_ids"] for m in every)
         for memory_id in {m["id"] for m in every}:
             versions = [m for m in every if m["id"] == memory_id]
             assert [m["version"] for m in versions] == list(range(1, len(versions) + 1))

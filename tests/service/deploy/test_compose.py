@@ -6,9 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,8 @@ from undertow.serving.http.routes.health import router
 from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.telemetry.tracing import TracingSettings
 from undertow.serving.vllm.local_server import LocalVLLM
+
+from ...support.service.client import Reply, scripted
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "compose.yaml").read_text()
@@ -195,41 +194,20 @@ def test_vllm_knows_every_option_but_one_that_is_none(services: dict[str, dict[s
     assert re.search(r"unrecognized arguments: --no-such-option$", done.stderr, re.MULTILINE)
 
 
-@pytest.fixture
-def health() -> Iterator[tuple[HTTPServer, list[str]]]:
-    """A server that answers 200 to the paths in the list, else 503."""
-    healthy: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path in healthy else 503)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server, healthy
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 @pytest.mark.parametrize(("name", "path"), [("api", "/health/ready"), ("vllm", "/health")])
 def test_a_check_passes_when_the_service_is_ready_and_only_then(
-    services: dict[str, dict[str, Any]], health: tuple[HTTPServer, list[str]], name: str, path: str
+    services: dict[str, dict[str, Any]], name: str, path: str
 ) -> None:
     how, python, *program = services[name]["healthcheck"]["test"]
     assert (how, python) == ("CMD", "python3")
-    server, healthy = health
     address = f"127.0.0.1:{options(services[name]['command'])['--port']}"
     assert address in program[-1]
-    program[-1] = program[-1].replace(address, f"127.0.0.1:{server.server_port}")
-    assert subprocess.run([sys.executable, *program], capture_output=True, timeout=60).returncode != 0
-    healthy.append(path)
-    assert subprocess.run([sys.executable, *program], capture_output=True, timeout=60).returncode == 0
+    with scripted(Reply(503), Reply(200)) as server:
+        program[-1] = program[-1].replace(address, f"127.0.0.1:{server.server_port}")
+        command = [sys.executable, *program]
+        refused, passed = (subprocess.run(command, capture_output=True, timeout=60) for _ in range(2))
+    assert refused.returncode != 0 and passed.returncode == 0
+    assert [seen.path for seen in server.seen] == [path, path]
 
 
 def test_the_health_check_s_path_needs_no_key() -> None:

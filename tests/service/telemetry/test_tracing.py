@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -34,6 +32,8 @@ from undertow.serving.auth.principal import Scope
 from undertow.serving.http import hosting
 from undertow.serving.telemetry.tracing import LinkedSampler, SpanObserver, Tracing, tracing
 
+from ...support.llm_servers import wait_until
+from ...support.service.client import Reply, Scripted, scripted
 from ...support.service.http import at, is_problem, said, serving
 
 OURS = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -191,43 +191,15 @@ def test_spans_of_a_step_have_the_times_of_its_phases(spans: InMemorySpanExporte
 # ---- over OTLP
 
 
-@contextmanager
-def receiver() -> Iterator[tuple[str, list[Span], Callable[[], None]]]:
-    """An OTLP/HTTP receiver: its endpoint, the spans that have come, and a wait for more of them."""
-    came: list[Span] = []
-    news = threading.Condition()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            assert self.path == "/v1/traces" and self.headers["content-type"] == "application/x-protobuf"
-            sent = ExportTraceServiceRequest.FromString(body)
-            with news:
-                came.extend(s for r in sent.resource_spans for part in r.scope_spans for s in part.spans)
-                news.notify_all()
-            self.send_response(200)
-            self.send_header("content-type", "application/x-protobuf")
-            self.end_headers()
-            self.wfile.write(ExportTraceServiceResponse().SerializeToString())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    def more() -> None:
-        with news:
-            assert news.wait(60), f"no more spans came than {[span.name for span in came]}"
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, name="otlp")
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", came, more
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def received(server: Scripted) -> list[Span]:
+    """The spans that an OTLP/HTTP receiver has been sent."""
+    spans: list[Span] = []
+    for sent in tuple(server.seen):
+        assert (sent.path, sent.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
+        zipped = sent.headers.get("content-encoding") == "gzip"
+        request = ExportTraceServiceRequest.FromString(gzip.decompress(sent.body) if zipped else sent.body)
+        spans += [s for part in request.resource_spans for scope in part.scope_spans for s in scope.spans]
+    return spans
 
 
 @pytest.fixture
@@ -256,17 +228,20 @@ def test_nothing_is_traced_unless_an_endpoint_is_set(
 def test_spans_of_all_processes_come_as_otlp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_tracing_yet: None, ray: bool
 ) -> None:
-    with receiver() as (endpoint, came, more):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    accepted = Reply(
+        body=ExportTraceServiceResponse().SerializeToString(),
+        headers={"content-type": "application/x-protobuf"},
+    )
+    with scripted(accepted) as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
         with served(tmp_path, ray) as add:
             add(SAMPLED)
-            while not {"step", "shard add", "request"} <= {span.name for span in came}:
-                more()
-    request = next(span for span in came if span.name == "request")
-    call = next(span for span in came if span.name == "shard add")
-    step = next(span for span in came if span.name == "step")
+            names = ("request", "shard add", "step")
+            wait_until(lambda: {*names} <= {span.name for span in received(receiver)})
+    came = received(receiver)
+    request, call, step = (next(span for span in came if span.name == name) for name in names)
     assert request.trace_id.hex() == call.trace_id.hex() == OURS
     assert call.parent_span_id == request.span_id
     assert [link.span_id for link in step.links] == [request.span_id]

@@ -25,62 +25,60 @@ _COLUMNS = (
 
 
 def measure_answers(plan: Plan, *, as_json: bool) -> None:
-    """Do what is left of the plan, and tell its summary."""
+    """Do what is left of the plan and show its summary."""
     from undertow.bench.quality.run.evaluate import evaluate
     from undertow.serving.cli.progress import Bar
 
     with Bar() as bar:
-
-        def show(what: str, done: int, total: int) -> None:
-            if bar.is_due:
-                bar.show(f"{what}: {done:,} of {total:,}", done, total)
-
-        told = evaluate(plan, show)
+        summary = evaluate(
+            plan, lambda what, done, total: bar.show(f"{what}: {done:,} of {total:,}", done, total)
+        )
     if as_json:
-        put_json(told)
+        put_json(summary)
     else:
-        _put(told, plan.folder)
-    if told["errors"] == told["questions"] * told["repeats"]:
-        say(f"undertow: not one question was answered: {told['first_error']}")
+        _put(summary, plan.folder)
+    if summary["errors"] == summary["questions"] * summary["repeats"]:
+        say(f"undertow: not one question was answered: {summary['first_error']}")
         raise typer.Exit(Exit.FAILED)
 
 
-def _put(told: dict[str, Any], folder: Path) -> None:
-    title = f"{told['policy']} on {told['benchmark']}, {told['repeats']} run{'s' * (told['repeats'] > 1)}"
-    put_table(list(_rows(told)), _COLUMNS, title=title)
-    construction = told["construction"]["per_conversation"]
+def _put(summary: dict[str, Any], folder: Path) -> None:
+    repeats = summary["repeats"]
+    title = f"{summary['policy']} on {summary['benchmark']}, {repeats} run{'s' * (repeats > 1)}"
+    put_table(list(_rows(summary)), _COLUMNS, title=title)
+    construction = summary["construction"]["per_conversation"]
     put_pairs(
         {
             **{f"construction {name} a conversation": value for name, value in construction.items()},
-            **{name.replace("_per_", " a "): value for name, value in told["query"].items()},
-            **{f"{name}, this machine": value for name, value in told["latency_on_this_machine"].items()},
+            **{name.replace("_per_", " a "): value for name, value in summary["query"].items()},
+            **{f"{name}, this machine": value for name, value in summary["latency_on_this_machine"].items()},
             **{
                 f"evidence shown, {place.replace('_', ' ')}": share
-                for place, share in told["evidence_shown"].items()
+                for place, share in summary["evidence_shown"].items()
             },
         }
     )
-    for line in _left_out(told):
+    for line in _left_out(summary):
         say(line)
     say(f"Every answer and verdict: {folder}")
 
 
-def _left_out(told: dict[str, Any]) -> Iterator[str]:
-    if count := told["errors"]:
+def _left_out(summary: dict[str, Any]) -> Iterator[str]:
+    if count := summary["errors"]:
         yield (
             f"warning: {count:,} questions got no answer and count as wrong, with an F1 of 0; "
-            f"the first: {told['first_error']}. The same command asks them again."
+            f"the first: {summary['first_error']}. The same command asks them again."
         )
-    if count := told["unjudged"]:
+    if count := summary["unjudged"]:
         yield f"{count:,} answers got no verdict of the judge's and are in no share."
-    if count := told.get("built", {}).get("complaints"):
-        yield f"{count:,} errors were logged by {told['policy']} and not raised: memories may be missing."
-    if count := told.get("built", {}).get("dead_letters"):
+    if count := summary.get("built", {}).get("complaints"):
+        yield f"{count:,} errors were logged by {summary['policy']} and not raised: memories may be missing."
+    if count := summary.get("built", {}).get("dead_letters"):
         yield f"{count:,} jobs of the construction got no usable reply: their memories are missing."
 
 
-def _rows(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for name, of in [*told["by_category"].items(), ("all", told)]:
+def _rows(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, of in [*summary["by_category"].items(), ("all", summary)]:
         yield {
             "category": name,
             **{name: of[figure]["mean"] for figure, name in _SCORES.items()},

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from undertow.bench.quality import Benchmark
+from undertow.serving.cli import options as opt
 from undertow.serving.cli.commands.eval.answers import measure_answers
 from undertow.serving.cli.commands.eval.evidence import measure_evidence
 from undertow.serving.cli.errors import WrongUsage
-from undertow.serving.cli.options import (
-    AsJson,
-    EncoderName,
-    KeptIn,
-    Llm,
-    Profile,
-    ThetaCount,
-    ThetaMerge,
-    ThetaSim,
-)
-from undertow.serving.cli.settings import check_settings, settings_of
 
 if TYPE_CHECKING:
     from undertow.bench.quality.datasets import Sample
-    from undertow.bench.quality.run.plan import Plan
     from undertow.engine.base.config import Settings
 
 Data = Annotated[
@@ -108,7 +97,7 @@ def evaluate(
     policy: Policy = None,
     ablation: AblationName = None,
     memories_of: MemoriesOf = None,
-    llm: Llm = None,
+    llm: opt.Llm = None,
     llm_model: LlmModel = None,
     judge_llm: JudgeLlm = None,
     judge_model: JudgeModel = None,
@@ -117,14 +106,11 @@ def evaluate(
     repeats: Repeats = None,
     only: Only = None,
     questions: Questions = None,
-    profile: Profile = None,
-    theta_sim: ThetaSim = None,
-    theta_merge: ThetaMerge = None,
-    theta_count: ThetaCount = None,
-    vectors: KeptIn = None,
+    thresholds: opt.Thresholds = opt.NO_THRESHOLDS,
+    vectors: opt.KeptIn = None,
     out: Out = None,
-    encoder: EncoderName = None,
-    as_json: AsJson = False,
+    encoder: opt.EncoderName = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Measure how well a system remembers: build its memories, answer every question, judge the answers.
 
@@ -132,25 +118,34 @@ def evaluate(
     With --evidence-only no LLM is used: the share of each question's evidence (messages in LoCoMo, answer
     sessions in LongMemEval) in the best 5, 10 and 20 turns.
     """
+    from undertow.bench.quality.run.plan import Plan
+
     if evidence_only:
         _refuse_with_evidence(context)
     name = _known(policy)
-    thetas = {"theta_sim": theta_sim, "theta_merge": theta_merge, "theta_count": theta_count}
-    where = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
-    settings = _settings(name, ablation, profile=profile and profile.value, **thetas, **where)
+    flags = {"llm": "off" if evidence_only else llm, "model": llm_model, "encoder": encoder}
+    settings = _settings(name, ablation, **flags, **asdict(thresholds))
     if evidence_only:
         samples = _samples(data, benchmark, settings, only)
-        found_in = out or Path(f"eval-{benchmark}")
-        measure_evidence(benchmark, data, samples, settings, found_in, vectors, as_json=as_json)
+        folder = out or Path(f"eval-{benchmark}")
+        measure_evidence(benchmark, data, samples, settings, folder, vectors, as_json=as_json)
         return
     if settings.llm_url is None:
         raise WrongUsage("answering needs an LLM server. Give --llm URL, or --evidence-only.")
     folder = out or Path("-".join(["eval", benchmark, name, *([ablation] if ablation else [])]))
     _check_memories(name, folder, memories_of)
     judge = _judge_settings(settings, judge_llm, judge_model, judge_prompt)
-    plan = _plan(benchmark, data, name, settings, judge, folder, only)
-    plan = replace(plan, own_prompt=judge_prompt, questions=questions, repeats=repeats or 1)
-    measure_answers(replace(plan, vectors=vectors, memories_of=memories_of), as_json=as_json)
+    samples = _samples(data, benchmark, settings, only)
+    plan = Plan(
+        *(benchmark, data, tuple(samples), name, settings, judge, folder),
+        own_prompt=judge_prompt,
+        only=None if only is None else tuple(sample.tenant for sample in samples),
+        questions=questions,
+        repeats=repeats or 1,
+        vectors=vectors,
+        memories_of=memories_of,
+    )
+    measure_answers(plan, as_json=as_json)
 
 
 def _refuse_with_evidence(context: typer.Context) -> None:
@@ -164,8 +159,8 @@ def _refuse_with_evidence(context: typer.Context) -> None:
 def _settings(policy: str, ablation: str | None, **flags: Any) -> Settings:
     from undertow.bench.quality.systems.registry import POLICIES
 
-    settings = settings_of(policy=policy if policy in POLICIES else None, **flags)
-    check_settings(settings)
+    settings = opt.settings_of(policy=policy if policy in POLICIES else None, **flags)
+    opt.check_settings(settings)
     return settings if ablation is None else _ablated(settings, policy, ablation)
 
 
@@ -173,22 +168,6 @@ def _samples(data: Path, benchmark: Benchmark, settings: Settings, only: list[st
     from undertow.bench.quality.datasets import load
 
     return chosen_samples(list(load(data, benchmark, settings.max_message_bytes)), only)
-
-
-def _plan(
-    benchmark: Benchmark,
-    data: Path,
-    policy: str,
-    settings: Settings,
-    judge: Settings | None,
-    folder: Path,
-    only: list[str] | None,
-) -> Plan:
-    from undertow.bench.quality.run.plan import Plan
-
-    samples = tuple(_samples(data, benchmark, settings, only))
-    names = None if only is None else tuple(sample.tenant for sample in samples)
-    return Plan(benchmark, data, samples, policy, settings, judge, folder, only=names)
 
 
 def _known(policy: str | None) -> str:
@@ -236,7 +215,7 @@ def _judge_settings(
     # another server's models are others
     named = model or (settings.llm_model if url is None else None)
     judge = settings.model_copy(update={"llm_url": url or settings.llm_url, "llm_model": named})
-    check_settings(judge)
+    opt.check_settings(judge)
     return judge
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ def measure_evidence(
     *,
     as_json: bool,
 ) -> None:
-    """Every scored question through a search; its lines and the summary into the folder, and told."""
+    """Search for every scored question, write the evidence found into the folder and show a summary."""
     from undertow.bench.quality.evidence_recall import retrieve, write_evidence
     from undertow.bench.quality.vectors import KeptVectors
     from undertow.engine.api.engine import Engine
@@ -47,32 +46,32 @@ def measure_evidence(
         "search": settings.search,
     }
     kept = KeptVectors(make_encoder(settings), vectors)
-    with ExitStack() as stack:
-        store = Path(stack.enter_context(TemporaryDirectory(prefix="undertow-eval-")))
-        engine = stack.enter_context(Engine(store, settings, kept))
-        bar = stack.enter_context(Bar())
+    with (
+        TemporaryDirectory(prefix="undertow-eval-") as store,
+        Engine(Path(store), settings, kept) as engine,
+        Bar() as bar,
+    ):
         done = iter(range(1, scored + 1))
 
         def show() -> None:
             count = next(done)
-            if bar.is_due:
-                bar.show(f"{count:,} of {scored:,} questions", count, scored)
+            bar.show(f"{count:,} of {scored:,} questions", count, scored)
 
-        told = write_evidence(retrieve(engine, kept, samples, on_question=show), folder, about)
+        summary = write_evidence(retrieve(engine, kept, samples, on_question=show), folder, about)
     kept.save()
-    _put(told | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, folder, as_json=as_json)
+    _put(summary | {"elapsed_s": round(time.perf_counter() - began_s, 1)}, folder, as_json=as_json)
 
 
-def _put(told: dict[str, Any], folder: Path, *, as_json: bool) -> None:
+def _put(summary: dict[str, Any], folder: Path, *, as_json: bool) -> None:
     if as_json:
-        put_json(told)
+        put_json(summary)
         return
-    rows = list(_rows(told))
+    rows = list(_rows(summary))
     put_table(rows, [name for name in rows[0] if name != "questions"] + ["questions"])
     say(f"What was found for each question: {folder}")
 
 
-def _rows(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    figures = ("questions", *(name for name in told if name.startswith("evidence_recall_")), "mrr")
-    for name, means in [*told["by_category"].items(), ("all", told)]:
+def _rows(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    figures = ("questions", *(name for name in summary if name.startswith("evidence_recall_")), "mrr")
+    for name, means in [*summary["by_category"].items(), ("all", summary)]:
         yield {"category": name, **{figure: means[figure] for figure in figures}}
