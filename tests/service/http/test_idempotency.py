@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from undertow.engine.base.model import UndertowError
-from undertow.engine.base.queries import (
-    DeleteCommand,
-    EraseCommand,
-    FlushCommand,
-    ImportCommand,
-    TurnsByKeyQuery,
-    UpdateCommand,
-)
-from undertow.serving.async_memories import open_memories
 from undertow.serving.http.middleware.idempotency import IdempotencyStore, IdempotentRequest, Response
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.state_db import StateDb, StateError
 
-from ...support.cluster.in_process import PARTS, settings
-from ...support.engine import turn_of
 from ...support.service.http import with_state
 
 MARK, OTHER, REQUEST = b"m" * 32, b"o" * 32, b"r" * 32
@@ -92,56 +79,3 @@ def test_a_damaged_state_database_is_refused(tmp_path: Path) -> None:
         StateDb(tmp_path)
     (tmp_path / "service.sqlite3").unlink()
     StateDb(tmp_path).close()
-
-
-def test_changes_may_be_repeated(tmp_path: Path) -> None:
-    async def go() -> None:
-        opened = await asyncio.to_thread(open_memories, tmp_path / "store", settings(), parts=PARTS)
-        async with opened as memories:
-            await memories.add([turn_of("eve", 0, "word0")])
-            first, second = await memories.add([turn_of("ann", n, f"word{n}") for n in range(2)])
-            assert first.id is not None
-            assert second.id is not None
-            updated = await memories.call(UpdateCommand(first.id, "ann", "other words"))
-            assert await memories.call(UpdateCommand(first.id, "ann", "other words", again=True)) == updated
-            assert await memories.call(DeleteCommand(second.id, "ann")) == "turn"
-            assert await memories.call(DeleteCommand(second.id, "ann", again=True)) == "turn"
-            with pytest.raises(UndertowError, match="no memory"):
-                await memories.call(DeleteCommand(second.id, "ann"))
-            # that somebody else has done it is nobody's business
-            for again in (
-                memories.call(DeleteCommand(second.id, "eve", again=True)),
-                memories.call(UpdateCommand(first.id, "eve", "other words", again=True)),
-            ):
-                with pytest.raises(UndertowError, match="no memory"):
-                    await again
-            assert await memories.call(FlushCommand("ann", again=True))
-            records = [record async for record in memories.export("ann")]
-            taken = await memories.call(ImportCommand("bob", records))
-            assert await memories.call(ImportCommand("bob", records, again=True)) == taken
-            certificate = await memories.call(EraseCommand("ann", now=True))
-            assert certificate is not None
-            repeated = await memories.call(EraseCommand("ann", now=True, again=True))
-            assert repeated is not None
-            assert repeated.turns_removed == certificate.turns_removed
-            assert await memories.call(EraseCommand("nobody", now=True, again=True)) is None
-
-    asyncio.run(go())
-
-
-def test_turns_are_found_by_their_keys(tmp_path: Path) -> None:
-    async def go() -> None:
-        opened = await asyncio.to_thread(open_memories, tmp_path / "store", settings(), parts=PARTS)
-        async with opened as memories:
-            turns = [turn_of("ann", n, f"word{n}") for n in range(6)]
-            receipts = await memories.add(turns)
-            await memories.call(DeleteCommand(receipts[4].id or "", "ann"))
-            keys = [turns[n].dedupe_key for n in (1, 4)]
-            found = await memories.call(TurnsByKeyQuery("ann", [*keys, "none"]))
-            assert found.keys() == set(keys)
-            assert (found[keys[0]]["id"], found[keys[0]]["seq"]) == (receipts[1].id, 1)
-            assert found[keys[0]]["messages"][0]["content"] == turns[1].messages[0].content
-            assert found[keys[1]] == {"id": receipts[4].id, "seq": 4}
-            assert await memories.call(TurnsByKeyQuery("nobody", keys)) == {}
-
-    asyncio.run(go())
