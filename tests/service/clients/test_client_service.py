@@ -13,16 +13,10 @@ from undertow.serving.client import (
 )
 
 from ...support.service.client import Driven, driven
-from ...support.service.http import Running, said, serving
+from ...support.service.http import Running, said
 
 BOAT = "the boat needs new planks before summer"
 KNEE = "my knee hurts when I run along the estuary"
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("store")) as service:
-        yield service
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,10 @@ COST = Usage(1, 700, 0, 50)
 ASK = {"question": "What of the boat?"}
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("store")) as service:
-        service.client().post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
-        yield service
+@pytest.fixture(scope="module", autouse=True)
+def ann(client: httpx2.Client) -> None:
+    """A tenant with one turn."""
+    client.post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
 
 
 def events(response: httpx2.Response) -> list[tuple[str, dict[str, Any]]]:

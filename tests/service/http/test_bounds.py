@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPResponse
 from pathlib import Path
@@ -24,18 +24,7 @@ from ...support.llm_servers import wait_until
 from ...support.service.http import PROBLEM, SOON_S, Held, Running, at, is_problem, said, serving
 
 MAX_BYTES = 2_000
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    bounds: dict[str, Any] = {
-        "max_body_bytes": MAX_BYTES,
-        "body_timeout_s": 1.0,
-        "header_timeout_s": 0.5,
-        "keep_alive_s": 1,
-    }
-    with serving(tmp_path_factory.mktemp("store"), **bounds) as service:
-        yield service
+BOUNDS = {"max_body_bytes": MAX_BYTES, "body_timeout_s": 1.0, "header_timeout_s": 0.5, "keep_alive_s": 1}
 
 
 @pytest.fixture(scope="module")

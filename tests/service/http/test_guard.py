@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import orjson
 import pytest
 from fastapi import FastAPI
@@ -27,11 +27,10 @@ from ...support.service.http import Running, at, is_problem, said, serving
 OPEN = {"/health/live", "/health/ready"}
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("store")) as service:
-        service.client().post(at("ann", "/memories"), json={"messages": said("the boat")})
-        yield service
+@pytest.fixture(scope="module", autouse=True)
+def ann(client: httpx2.Client) -> None:
+    """A tenant that exists."""
+    client.post(at("ann", "/memories"), json={"messages": said("the boat")})
 
 
 def routes(running: Running) -> list[tuple[str, str, Any]]:

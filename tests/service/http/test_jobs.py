@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -39,17 +39,7 @@ from ...support.service.http import (
 )
 
 ASYNC = {"Prefer": "respond-async"}
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("store"), max_tenant_jobs=2) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> httpx2.Client:
-    return running.client()
+BOUNDS = {"max_tenant_jobs": 2}
 
 
 def add(client: httpx2.Client, tenant: str, *texts: str) -> list[str]:

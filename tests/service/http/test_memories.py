@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -10,18 +9,9 @@ import pytest
 
 from undertow.serving.auth.principal import Scope
 
-from ...support.service.http import Running, at, is_problem, said, serving
+from ...support.service.http import Running, at, is_problem, said
 
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("store"), max_items=4, max_body_bytes=20_000) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> httpx2.Client:
-    return running.client()
+BOUNDS = {"max_items": 4, "max_body_bytes": 20_000}
 
 
 def added(client: httpx2.Client, tenant: str, text: str, **more: object) -> dict[str, Any]:

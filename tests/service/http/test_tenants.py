@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -14,12 +13,6 @@ from undertow.serving.auth.principal import Scope
 
 from ...support.cli import conversation
 from ...support.service.http import Running, at, is_problem, said, serving
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("store")) as service:
-        yield service
 
 
 @pytest.fixture(scope="module")
