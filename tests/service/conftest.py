@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import httpx2
 import pytest
+
+from undertow.serving.http.state_db import StateDb
 
 from ..support.service.http import Running, serving
 
@@ -20,6 +24,12 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def client(running: Running) -> httpx2.Client:
     return running.client()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[StateDb]:
+    with closing(StateDb(tmp_path)) as opened:
+        yield opened
 
 
 @pytest.fixture

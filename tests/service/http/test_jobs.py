@@ -35,7 +35,6 @@ from ...support.service.http import (
     is_problem,
     said,
     serving,
-    with_state,
 )
 
 ASYNC = {"Prefer": "respond-async"}
@@ -245,45 +244,41 @@ class Late(JobQueue):
             super()._launch(job)
 
 
-def test_a_forgotten_job_does_not_begin(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_forgotten_job_does_not_begin(state: StateDb, tmp_path: Path) -> None:
     done: list[str] = []
 
     async def work(job: ServiceJob) -> dict[str, Any]:
         done.append(job.tenant_key)
         return {}
 
-    async def go(state: StateDb) -> None:
-        jobs = Late(state, ServiceSettings())
-        await jobs.start({"flush": work, "import": work, "erase": work})
-        for key in ("ann", "bob"):
-            await jobs.accept("import", key, key, "k", b"body")
-        assert await jobs.forget("ann") == 1
-        jobs.begin()
-        while (await jobs.of_tenant("bob"))[0].status != "done":
-            await asyncio.sleep(0.001)
-        await jobs.stop()
-
-    with_state(tmp_path, go)
+    jobs = Late(state, ServiceSettings())
+    await jobs.start({"flush": work, "import": work, "erase": work})
+    for key in ("ann", "bob"):
+        await jobs.accept("import", key, key, "k", b"body")
+    assert await jobs.forget("ann") == 1
+    jobs.begin()
+    while (await jobs.of_tenant("bob"))[0].status != "done":
+        await asyncio.sleep(0.001)
+    await jobs.stop()
     assert done == ["bob"]
     assert list((tmp_path / "jobs").iterdir()) == []
 
 
-def test_jobs_and_their_bodies_are_bounded(tmp_path: Path) -> None:
-    async def go(state: StateDb) -> None:
-        bounds = {"max_jobs": 3, "max_job_bytes": 2_048, "max_import_bytes": 2_048}
-        jobs = Late(state, ServiceSettings(**bounds))
-        await jobs.accept("import", "ann", "ann", "k", b"x" * 1_500)
-        with pytest.raises(Problem, match="imported") as full:
-            await jobs.accept("import", "bob", "bob", "k", b"x" * 600)
-        assert (full.value.status_code, full.value.headers) == (429, {"Retry-After": "5"})
-        await jobs.accept("import", "bob", "bob", "k", b"x" * 500)
-        await jobs.forget("ann")
-        await jobs.accept("import", "cyd", "cyd", "k", b"x" * 1_500)
-        await jobs.accept("flush", "dan", "dan", "k")
-        with pytest.raises(Problem, match="Too many jobs are open"):
-            await jobs.accept("flush", "eve", "eve", "k")
-
-    with_state(tmp_path, go)
+@pytest.mark.anyio
+async def test_jobs_and_their_bodies_are_bounded(state: StateDb) -> None:
+    bounds = {"max_jobs": 3, "max_job_bytes": 2_048, "max_import_bytes": 2_048}
+    jobs = Late(state, ServiceSettings(**bounds))
+    await jobs.accept("import", "ann", "ann", "k", b"x" * 1_500)
+    with pytest.raises(Problem, match="imported") as full:
+        await jobs.accept("import", "bob", "bob", "k", b"x" * 600)
+    assert (full.value.status_code, full.value.headers) == (429, {"Retry-After": "5"})
+    await jobs.accept("import", "bob", "bob", "k", b"x" * 500)
+    await jobs.forget("ann")
+    await jobs.accept("import", "cyd", "cyd", "k", b"x" * 1_500)
+    await jobs.accept("flush", "dan", "dan", "k")
+    with pytest.raises(Problem, match="Too many jobs are open"):
+        await jobs.accept("flush", "eve", "eve", "k")
 
 
 def files_with(folder: Path, text: bytes) -> list[str]:
