@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from undertow.serving.mcp.schemas import UNTRUSTED
 
 from ...support.service.http import Running, at, is_problem, said, serving
 from ...support.service.mcp import EVERY_TOOL, MODES, TOOLS, connected, done, refused, words
+from ...support.service.wire import Wire, request_head
 
 pytestmark = pytest.mark.anyio
 CHANGING = {"add_memory", "update_memory", "delete_memory", "delete_all_memories"}
@@ -293,17 +293,13 @@ async def test_disconnecting_clients_do_not_affect_others(running: Running, url:
         "params": {"name": "search_memories", "arguments": {"tenant": "ann", "query": "boat"}},
     }
     body = json.dumps(call).encode()
-    head = (
-        f"POST /mcp HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
-        "Accept: application/json, text/event-stream\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    ).encode()
-    address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
+    headers = ("Accept: application/json, text/event-stream", "Content-Type: application/json")
+    head = request_head(key, *headers, f"Content-Length: {len(body)}", path="/mcp")
 
     async with connected(url, key) as client:
         for sent in (head, head + body[:20], head + body):
-            with socket.create_connection(address) as vanishing:
-                vanishing.sendall(sent)
+            with Wire(running) as vanishing:
+                vanishing.socket.sendall(sent)
             assert (await done(client, "search_memories", tenant="ann", query=BOAT))["memories"]
 
 

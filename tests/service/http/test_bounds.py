@@ -8,12 +8,10 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import orjson
 import pytest
 
 from undertow.engine.base.queries import FlushCommand, SearchQuery
@@ -21,55 +19,16 @@ from undertow.engine.step.admission import QueueFull
 from undertow.serving.async_memories import AsyncMemories
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import PROBLEM, SOON_S, Held, Running, at, is_problem, said, serving
+from ...support.service.http import SOON_S, Held, Running, at, is_problem, said, serving
+from ...support.service.wire import Wire, request_head
 
-ADD = at("ann", "/memories")
 MAX_BYTES = 2_000
 BOUNDS = {"max_body_bytes": MAX_BYTES, "body_timeout_s": 1.0, "header_timeout_s": 0.5, "keep_alive_s": 1}
-
-
-def request_head(key: str, *headers: str, path: str = ADD, method: str = "POST") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {key}", *headers, "", ""]
-    return "\r\n".join(lines).encode()
 
 
 @pytest.fixture(scope="module")
 def key(running: Running) -> str:
     return running.key()
-
-
-class Wire:
-    """A raw connection."""
-
-    def __init__(self, running: Running) -> None:
-        host, _, port = running.url.removeprefix("http://").partition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=SOON_S)
-
-    def __enter__(self) -> Wire:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-    def head(self, key: str, *headers: str, path: str = ADD, method: str = "POST") -> None:
-        self.socket.sendall(request_head(key, *headers, path=path, method=method))
-
-    def answer(self) -> HTTPResponse:
-        """The next response, read to its end."""
-        response = HTTPResponse(self.socket)
-        response.begin()
-        response.read()
-        return response
-
-    def until_end(self) -> bytes:
-        """Everything received until the service closes the connection."""
-        return b"".join(iter(lambda: self.socket.recv(65_536), b""))
-
-    def heard(self) -> tuple[int, dict[str, Any]]:
-        """Status and problem of everything received until the service closes."""
-        head, _, body = self.until_end().partition(b"\r\n\r\n")
-        assert f"content-type: {PROBLEM}".encode() in head.lower()
-        return int(head.split()[1]), orjson.loads(body)
 
 
 LIVE = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"

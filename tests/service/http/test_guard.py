@@ -13,7 +13,6 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.datastructures import Headers
 
 from undertow.engine.base.model import UndertowError
-from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.principal import KeyLimits, Scope
 from undertow.serving.http.hosting import Files, run
 from undertow.serving.http.middleware.guard import OpenGuard
@@ -104,14 +103,6 @@ def test_a_key_may_come_in_either_header(running: Running) -> None:
     assert client.get(path, headers={"X-API-Key": key}).status_code == 404
     assert client.get(path, headers={"Authorization": f"bearer {key}"}).status_code == 404
     assert client.get(path, headers={"Authorization": f"Basic {key}"}).status_code == 401
-
-
-def test_a_revoked_key_ends_at_once(running: Running) -> None:
-    key = running.key(Scope.READ)
-    client = running.client_of(key)
-    assert client.get(at("ann", "/memories/none")).status_code == 404
-    KeyFile(running.folder / "keys.json").revoke(key.split("_")[1])
-    is_problem(client.get(at("ann", "/memories/none")), 401, "key-refused")
 
 
 def test_every_request_counts_against_the_key_s_rate(running: Running) -> None:
