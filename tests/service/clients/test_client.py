@@ -1,4 +1,4 @@
-"""The client alone, sync and async: what it sends, what it makes of answers, and when it tries again."""
+"""The client alone, sync and async: its requests, how it reads responses, and when it retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys at the HTTP face: nothing passes without one that may, and nobody learns more than he may."""
+"""Access control over HTTP: every route needs a key, its scope and its tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that are repeated after a kill: what was begun is known, and doing it again changes nothing."""
+"""Kept responses of requests with an Idempotency-Key, and the state database that holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs, kept answers and erasure over HTTP: what was accepted is done, once, and leaves nothing behind."""
+"""Jobs, idempotency and erasure over HTTP: accepted work is carried out once; an erasure leaves no trace."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_every_accepted_erasure_reports_a_certificate(tmp_path: Path) -> None:
 
 
 class Late(JobQueue):
-    """Begins its jobs when it is told to, as a busy event loop does."""
+    """Begins its jobs on `begin`, as late as a busy event loop would."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: complete, and true of what the service answers to whatever is sent to it."""
+"""The OpenAPI document is complete, and responses to generated requests conform to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks whether the service is ready is answered, however slow the shards are to say how they are."""
+"""A readiness check answers in time, however slow the shards are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Slow(AsyncMemories):
-    """Memories whose shards say how they are once they may."""
+    """Memories whose shards report their status once `may` is set."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -1,4 +1,4 @@
-"""A tenant as a whole over HTTP: out of the service and into it again, its figures, and those of all."""
+"""Whole tenants over HTTP: policy, export and import, explanations."""
 
 from __future__ import annotations
 
