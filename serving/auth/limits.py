@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -46,20 +45,15 @@ class RequestRates:
         """The number of buckets stored."""
         return len(self._full_at_ns)
 
-    def take(self, principal: Principal, n: int = 1) -> float:
-        """0 if `n` requests may begin now, which are counted; else how many seconds to wait.
-
-        Infinite if `n` is above the burst: so many may never begin at once.
-        """
+    def take(self, principal: Principal) -> float:
+        """0 if a request may begin now, which is then counted; else how many seconds to wait."""
         limits = principal.limits
         if limits.requests_per_s is None:
             return 0.0
-        if n > limits.burst_size:
-            return math.inf
         interval_ns = round(NS_PER_S / limits.requests_per_s)
         with self._taking:
             now_ns = self._clock_ns()
-            full_at_ns = max(self._full_at_ns.get(principal.key_id, now_ns), now_ns) + n * interval_ns
+            full_at_ns = max(self._full_at_ns.get(principal.key_id, now_ns), now_ns) + interval_ns
             wait_ns = full_at_ns - limits.burst_size * interval_ns - now_ns
             if wait_ns > 0:
                 return wait_ns / NS_PER_S

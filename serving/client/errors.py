@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import httpx2
+
 from undertow.engine.base.model import UndertowError
 
 # of a response that is no problem+json: enough to recognise a proxy's page
@@ -47,19 +49,19 @@ class ServiceError(UndertowError):
 
 
 class BadRequest(ServiceError):
-    """The request cannot be taken as it is; `fields` names what is wrong in it."""
+    """The service cannot accept this request; `fields` names what is wrong."""
 
 
 class TooLarge(BadRequest):
-    """More than the service takes at once."""
+    """The request is larger than the service accepts."""
 
 
 class AuthError(ServiceError):
-    """There is no key, or it is not accepted."""
+    """The key is missing or not accepted."""
 
 
 class Forbidden(AuthError):
-    """The key is good, and may not do this."""
+    """The key is valid but lacks permission for this."""
 
 
 class NotFound(ServiceError):
@@ -67,11 +69,11 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """It does not fit what is there, or the same call is under way."""
+    """The request conflicts with the current state, or the same call is still running."""
 
 
 class RateLimited(ServiceError):
-    """More than the key or the service has room for now."""
+    """The key or the service is at its limit now."""
 
 
 class ServerError(ServiceError):
@@ -79,19 +81,19 @@ class ServerError(ServiceError):
 
 
 class Unavailable(ServerError):
-    """The service, or what it needs for this, is away for now."""
+    """The service, or something that it depends on, is temporarily unavailable."""
 
 
 class Unreachable(ServiceError):
-    """No answer: nobody listens there, or the connection broke."""
+    """No response: nothing listens there, or the connection broke."""
 
 
 class TimedOut(ServiceError):
-    """No answer in time. The service may have done what was asked."""
+    """No response in time. The service may have carried out the request."""
 
 
 class UnexpectedAnswer(ServiceError):
-    """An answer that is not the service's."""
+    """A response that does not come from an Undertow service."""
 
     def __init__(self, flaws: str) -> None:
         super().__init__(
@@ -134,9 +136,22 @@ def failure_of(status: int, retry_after: str | None, body: bytes) -> ServiceErro
 
 
 def failure_in(problem: Mapping[str, Any]) -> ServiceError:
-    """The error for a problem that came within a stream."""
+    """The error for a problem document within a stream."""
     status = problem.get("status")
     return failure_of(status if isinstance(status, int) else 500, None, json.dumps(problem).encode())
+
+
+def without_answer(url: str, error: httpx2.TransportError) -> ServiceError:
+    """The error for a connection that failed."""
+    why = str(error) or type(error).__name__
+    if isinstance(error, httpx2.SSEError):
+        return UnexpectedAnswer(why)
+    if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
+        return TimedOut(
+            f"{url} gave no answer in time ({why}); it may have done what was asked. Give a longer "
+            "timeout_s, or let the service do it in a job."
+        )
+    return Unreachable(f"no answer from {url}: {why}. Check the URL and that the service runs.")
 
 
 def _detail(problem: Mapping[str, Any], status: int, body: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The calls of the service as HTTP requests: path, query, body. Nothing is sent here."""
+"""The service's URL, and its calls as HTTP requests. Nothing is sent here."""
 
 from __future__ import annotations
 
@@ -10,21 +10,43 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
+import httpx2
+
 from undertow.serving.auth.principal import check_name
 
 Time = str | datetime
 """A moment in ISO 8601 or as a datetime."""
 
 Messages = str | Sequence[Mapping[str, Any]]
-"""Messages `{"role", "content", "name"?, "timestamp"?}`, or the words of a user."""
+"""Messages `{"role", "content", "name"?, "timestamp"?}`, or the text of one user message."""
 
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
 
 
+def checked_url(url: str) -> str:
+    """The service's URL without a slash at its end. ValueError."""
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise ValueError(f"{url!r} is no URL: {error}. Give one such as http://localhost:8080") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
+        raise ValueError(f"{url!r} is no service's URL; give one such as http://localhost:8080")
+    return url.rstrip("/")
+
+
+def headers_of(key: str | None) -> list[tuple[str, str]]:
+    """The headers of every call. ValueError: the key is malformed; the message does not quote it."""
+    if key is None:
+        return []
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("the key is empty or holds what no key holds; give it as it was made")
+    return [("authorization", f"Bearer {key}")]
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. `headers` are those of this call alone, its idempotency key among them."""
+    """One request. `headers`: its own, such as an idempotency key."""
 
     method: str
     path: str
@@ -34,12 +56,12 @@ class Call:
     timeout_s: float | None = None
 
     def in_background(self) -> Call:
-        """The same, answered by a job at once."""
+        """The same call, carried out as a job."""
         return replace(self, headers=(*self.headers, ("prefer", "respond-async")), timeout_s=None)
 
 
 def of_tenant(tenant: str, *parts: str) -> str:
-    """A path below a tenant, each part percent-encoded. ValueError: an impossible tenant's name."""
+    """A path below a tenant, each part percent-encoded. ValueError: an invalid tenant name."""
     check_name(tenant)
     # "." and ".." would otherwise mean this folder and its parent
     quoted = (p.replace(".", "%2E") if p in (".", "..") else quote(p, safe="") for p in (tenant, *parts))
@@ -52,7 +74,7 @@ def reading(path: str, *, timeout_s: float | None = None, **query: Any) -> Call:
 
 
 def asking(path: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> Call:
-    """A POST that may be made again as it is."""
+    """A POST that is safe to repeat."""
     return Call("POST", path, content=_json(body), headers=(("content-type", JSON),), timeout_s=timeout_s)
 
 
@@ -64,7 +86,7 @@ def changing(
     idempotency_key: str | None = None,
     timeout_s: float | None = None,
 ) -> Call:
-    """A call that changes something, with the caller's idempotency key or a new one."""
+    """A call that changes something, under the given idempotency key or a new one."""
     key = uuid4().hex if idempotency_key is None else idempotency_key
     if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
         raise ValueError("idempotency_key is empty, longer than 255 or not printable ASCII; give one that is")
@@ -107,7 +129,7 @@ def item(
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The values that are not None: the service decides the others."""
+    """The values that are not None; the service chooses the others."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The service's answers as frozen models. Fields that a newer service adds are kept, not refused."""
+"""The service's responses as frozen models. Unknown fields of a newer service are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model(BaseModel):
 
     @classmethod
     def read(cls: type[ModelT], body: bytes | str) -> ModelT:
-        """The object that a body holds. UnexpectedAnswer: another one, or none."""
+        """Parse a response body. UnexpectedAnswer: it is not of this model."""
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
@@ -31,7 +31,7 @@ class Model(BaseModel):
 
 
 class Results(Model, Generic[ItemT]):
-    """Some results; `next`: the cursor of those behind them, None if there are none."""
+    """Some results; `next`: the cursor of the next page, None at the end."""
 
     results: tuple[ItemT, ...]
     next: str | None = None
@@ -86,7 +86,7 @@ class Memory(Model):
 
 
 class Page(Results[Memory]):
-    """Some memories, and the cursor of those behind them."""
+    """A page of memories."""
 
 
 class Changed(Model):
@@ -98,7 +98,7 @@ class Changed(Model):
 
 
 class Answer(Model):
-    """An LLM's answer, the memories that it was given, and the tokens it took."""
+    """An LLM's answer, the memories that the LLM was given, and the tokens that it used."""
 
     answer: str
     memories: tuple[Hit, ...] = ()
@@ -172,6 +172,6 @@ def document(body: bytes | str) -> dict[str, Any]:
 
 
 def _flaws(error: ValidationError) -> str:
-    """Which fields are wrong, without what they hold."""
+    """The invalid fields, without their values."""
     flaws = error.errors(include_url=False, include_input=False, include_context=False)
     return "; ".join(f"{'.'.join(map(str, flaw['loc'])) or 'the body'}: {flaw['msg']}" for flaw in flaws[:3])

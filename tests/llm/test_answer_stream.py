@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+from asyncio import run
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
@@ -28,7 +29,6 @@ from undertow.engine.tenants.registry import UnknownTenant
 from undertow.prompts.builders import Prompt
 from undertow.serving.async_memories import AsyncMemories, open_memories
 
-from ..service.http.test_async_memories import run
 from ..support.cluster.in_process import PARTS, FailingEncoder, settings
 from ..support.engine import turn_of
 from ..support.llm_servers import SOON_S, scripted, server_stats

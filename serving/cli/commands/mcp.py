@@ -75,7 +75,7 @@ def key_of(file: Path | None) -> str | None:
 
 
 def _serve_remote(url: str, key: str | None, tenant: str | None) -> None:
-    from undertow.serving.client.connection import checked_url, headers_of
+    from undertow.serving.client.requests import checked_url, headers_of
     from undertow.serving.mcp.stdio import serve_remote, wants_key
 
     with wrong_usage():

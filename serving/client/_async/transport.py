@@ -1,4 +1,4 @@
-"""Sends calls: the key, time limits, and what is made again after a failure."""
+"""Sends calls with the key and time limits, and retries them after failures."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from contextlib import asynccontextmanager
 
 import httpx2
 
-from undertow.serving.client.connection import checked_url, headers_of, without_answer
-from undertow.serving.client.errors import ServiceError, failure_of
-from undertow.serving.client.requests import Call
+from undertow.serving.client.errors import ServiceError, failure_of, without_answer
+from undertow.serving.client.requests import Call, checked_url, headers_of
 from undertow.serving.client.retries import Retries
 
 
 class AsyncTransport:
-    """One service, with one key. It closes what it opened: not an `http` that it was given."""
+    """A service and a key. `close` leaves a given `http` open."""
 
     def __init__(
         self,
@@ -26,7 +25,7 @@ class AsyncTransport:
         retries: Retries,
         http: httpx2.AsyncClient | None,
     ) -> None:
-        """ValueError: the URL is none, or the key cannot stand in a header."""
+        """ValueError: the URL or the key is invalid."""
         self.url = checked_url(url)
         self._headers = headers_of(key)
         self._timeout_s = timeout_s
@@ -39,12 +38,12 @@ class AsyncTransport:
             await self._http.aclose()
 
     async def send(self, call: Call) -> httpx2.Response:
-        """The answer, read to its end. ServiceError."""
+        """The whole response. ServiceError."""
         return await self._send(call, stream=False)
 
     @asynccontextmanager
     async def open(self, call: Call) -> AsyncIterator[httpx2.Response]:
-        """The answer as it comes in. ServiceError, also for a stream that breaks off."""
+        """The response as a stream. ServiceError, also if the stream breaks off."""
         response = await self._send(call, stream=True)
         try:
             yield response

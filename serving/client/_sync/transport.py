@@ -1,5 +1,5 @@
 # Made of _async/ by `python -P serving/client/generate.py`: change that.
-"""Sends calls: the key, time limits, and what is made again after a failure."""
+"""Sends calls with the key and time limits, and retries them after failures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from contextlib import contextmanager
 
 import httpx2
 
-from undertow.serving.client.connection import checked_url, headers_of, without_answer
-from undertow.serving.client.errors import ServiceError, failure_of
-from undertow.serving.client.requests import Call
+from undertow.serving.client.errors import ServiceError, failure_of, without_answer
+from undertow.serving.client.requests import Call, checked_url, headers_of
 from undertow.serving.client.retries import Retries
 
 
 class Transport:
-    """One service, with one key. It closes what it opened: not an `http` that it was given."""
+    """A service and a key. `close` leaves a given `http` open."""
 
     def __init__(
         self,
@@ -27,7 +26,7 @@ class Transport:
         retries: Retries,
         http: httpx2.Client | None,
     ) -> None:
-        """ValueError: the URL is none, or the key cannot stand in a header."""
+        """ValueError: the URL or the key is invalid."""
         self.url = checked_url(url)
         self._headers = headers_of(key)
         self._timeout_s = timeout_s
@@ -40,12 +39,12 @@ class Transport:
             self._http.close()
 
     def send(self, call: Call) -> httpx2.Response:
-        """The answer, read to its end. ServiceError."""
+        """The whole response. ServiceError."""
         return self._send(call, stream=False)
 
     @contextmanager
     def open(self, call: Call) -> Iterator[httpx2.Response]:
-        """The answer as it comes in. ServiceError, also for a stream that breaks off."""
+        """The response as a stream. ServiceError, also if the stream breaks off."""
         response = self._send(call, stream=True)
         try:
             yield response

@@ -36,6 +36,11 @@ OTHER_REQUEST = "This Idempotency-Key was used for another request. Take a new k
 UNDER_WAY = "The first request with this Idempotency-Key is still under way. Ask again in a moment."
 
 
+def under_way() -> Problem:
+    """The answer to a repeat whose first request has not ended."""
+    return Problem(409, "under-way", UNDER_WAY, retry_after_s=1)
+
+
 @dataclass(slots=True)
 class Response:
     """A whole response."""
@@ -104,7 +109,7 @@ class IdempotencyStore:
                 if status is not None:
                     return _response(status, headers, body)
                 if process == self._process:
-                    raise Problem(409, "under-way", UNDER_WAY, retry_after_s=1)
+                    raise under_way()
             db.execute(
                 "insert or replace into kept values (?, ?, ?, ?, ?, null, null, null)",
                 (mark, tenant_key, request, self._process, now),

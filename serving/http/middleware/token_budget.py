@@ -9,12 +9,11 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from types import TracebackType
-from typing import Self
 
 import orjson
 
@@ -147,42 +146,40 @@ def _save(db: sqlite3.Connection, rows: list[tuple[str, str, int]]) -> None:
     db.executemany("insert or replace into spending values (?, ?, ?)", rows)
 
 
-class BudgetedCall:
-    """Around one call of the LLM for the holder of a key. Problem 429 if the budget has no room for it.
+@dataclass(slots=True)
+class CallCost:
+    """The tokens that one call of the LLM is known to have taken; None: nothing is known."""
 
-    A failed call is charged what it is known to have taken; a call that its caller leaves, the most.
-    """
-
-    def __init__(self, budgets: TokenBudgets, principal: Principal, tokens: int) -> None:
-        """`tokens`: the most that the call may take."""
-        self._budgets, self._principal, self._tokens = budgets, principal, tokens
-        self._reservation: Reservation | None = None
-        self._taken: int | None = None
+    tokens: int | None = None
 
     def took(self, usage: Usage) -> None:
-        """Record what the call has cost."""
-        self._taken = usage.prompt_tokens + usage.completion_tokens
+        self.tokens = usage.prompt_tokens + usage.completion_tokens
 
-    def __enter__(self) -> Self:
-        if self._principal.key_id == WITHOUT_KEY:
-            return self
-        self._reservation = self._budgets.reserve(self._principal, self._tokens)
-        if self._reservation is None:
-            left = self._budgets.left(self._principal)
-            detail = (
-                f"This key has {left:,} tokens left today, and an answer may take {self._tokens:,}. "
-                "Budgets are whole again at midnight, UTC."
-            )
-            raise Problem(429, "token-budget", detail, retry_after_s=self._budgets.renewal_s)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._reservation is None:
-            return
+@contextmanager
+def budgeted(budgets: TokenBudgets, principal: Principal, most_tokens: int) -> Iterator[CallCost]:
+    """Around one call of the LLM for the holder of a key. Problem 429 if the budget has no room for it.
+
+    A failed call is charged what it is known to have taken; a call that its caller leaves, `most_tokens`.
+    """
+    cost = CallCost()
+    if principal.key_id == WITHOUT_KEY:
+        yield cost
+        return
+    reservation = budgets.reserve(principal, most_tokens)
+    if reservation is None:
+        detail = (
+            f"This key has {budgets.left(principal):,} tokens left today, and an answer may take "
+            f"{most_tokens:,}. Budgets are whole again at midnight, UTC."
+        )
+        raise Problem(429, "token-budget", detail, retry_after_s=budgets.renewal_s)
+    unknown = most_tokens
+    try:
+        yield cost
+    except Exception as error:
+        unknown = 0
         if isinstance(error, BadReply | BrokenOff):
-            self.took(error.usage)
-        failed = isinstance(error, Exception)
-        unknown = 0 if failed else self._tokens
-        self._budgets.settle(self._reservation, unknown if self._taken is None else self._taken)
+            cost.took(error.usage)
+        raise
+    finally:
+        budgets.settle(reservation, unknown if cost.tokens is None else cost.tokens)

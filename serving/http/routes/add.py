@@ -14,7 +14,7 @@ from undertow.serving.auth.principal import Scope
 from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.routes.access import Access, GuardedRoute
 from undertow.serving.http.routes.add_batches import AddBatch
-from undertow.serving.http.routes.schemas import AddedItem, AddRequest, AddResponse, Item, Lot
+from undertow.serving.http.routes.schemas import AddedItem, AddRequest, AddResponse, Item
 from undertow.serving.http.service import Sender, Served, Service, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
@@ -41,8 +41,8 @@ async def add(
     or rejected on its own: the response's `items` has a status, and results or a reason, for each.
     """
     if asked.items is None:
-        lot = Lot(**{name: value for name, value in asked if value is not None})
-        batch = AddBatch.of(tenant, lot, sender.key_id, idempotency_key, service.max_message_bytes)
+        item = Item(**{name: value for name, value in asked if value is not None})
+        batch = AddBatch.of(tenant, item, sender.key_id, idempotency_key, service.max_message_bytes)
         (result,) = await service.adding.add(tenant, [batch])
         if isinstance(result, Problem):
             raise result

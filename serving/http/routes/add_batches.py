@@ -12,13 +12,13 @@ from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.engine.base.results import Receipt, Report
 from undertow.engine.step.admission import check_turn
+from undertow.serving.http.middleware.idempotency import under_way
 from undertow.serving.http.problems import Problem
-from undertow.serving.http.routes.schemas import Added, Lot
+from undertow.serving.http.routes.schemas import Added, Item
 
 if TYPE_CHECKING:
     from undertow.serving.async_memories import AsyncMemories
 
-UNDER_WAY = "The first request with this Idempotency-Key is still under way. Ask again in a moment."
 PARKED = "The engine failed at one of these turns, and has set it aside for its operator to look at."
 OTHER_MESSAGES = "This Idempotency-Key was used for other messages. Take a new key for new messages."
 
@@ -32,7 +32,7 @@ class AddBatch:
     turns: Sequence[Turn]
 
     @classmethod
-    def of(cls, tenant: str, lot: Lot, key_id: str, key: str | None, max_message_bytes: int) -> AddBatch:
+    def of(cls, tenant: str, item: Item, key_id: str, key: str | None, max_message_bytes: int) -> AddBatch:
         """The turns of some messages. InputError.
 
         `key`: the caller's Idempotency-Key, distinct for each API key. Without one, each call is new.
@@ -40,10 +40,10 @@ class AddBatch:
         call = secrets.token_hex(12) if key is None else f"{key_id}\x1f{key}"
         turns = turns_of(
             tenant,
-            lot.messages,
-            session_id=lot.session_id,
-            timestamp=None if lot.timestamp is None else str(lot.timestamp),
-            metadata=lot.metadata,
+            item.messages,
+            session_id=item.session_id,
+            timestamp=None if item.timestamp is None else str(item.timestamp),
+            metadata=item.metadata,
             call=call,
             max_message_bytes=max_message_bytes,
         )
@@ -69,7 +69,7 @@ class AddCalls:
         try:
             for n, batch in enumerate(batches):
                 if (mark := (tenant, batch.call)) in self._under_way:
-                    results[n] = Problem(409, "under-way", UNDER_WAY, retry_after_s=1)
+                    results[n] = under_way()
                 else:
                     self._under_way.add(mark)
                     mine.add(mark)

@@ -76,20 +76,13 @@ class ResponseModel(BaseModel):
 # ---- add
 
 
-class Lot(RequestModel):
-    """Messages that are added together."""
+class Item(RequestModel):
+    """Messages that are added together: one item of a batch, or a whole request without items."""
 
     messages: Messages
-    session_id: str = Field(
-        default="", max_length=1024, description="The messages of one session are ordered."
-    )
-    timestamp: Moment | None = Field(default=None, description="For messages without a timestamp.")
-    metadata: dict[str, Any] = Field(default_factory=dict, description="Kept with each turn; see filters.")
-
-
-class Item(Lot):
-    """One item of a batch."""
-
+    session_id: str = Field(default="", max_length=1024)
+    timestamp: Moment | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
     idempotency_key: str | None = Field(default=None, min_length=1, max_length=255)
 
 

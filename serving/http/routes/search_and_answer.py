@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 import orjson
@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
 from undertow.engine.base.results import Answer
 from undertow.serving.auth.principal import Scope
-from undertow.serving.http.middleware.token_budget import BudgetedCall
+from undertow.serving.http.middleware.token_budget import CallCost, budgeted
 from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.routes.access import Access, GuardedRoute
 from undertow.serving.http.routes.schemas import (
@@ -79,12 +79,12 @@ async def answer(
     of the budget. A client that disconnects early cancels the call, and is charged that maximum.
     """
     query = AnswerQuery(tenant, asked.question, _text(asked.as_of), asked.mode)
-    spending = BudgetedCall(service.budgets, sender, service.answer_tokens(asked.mode))
+    spending = budgeted(service.budgets, sender, service.answer_tokens(asked.mode))
     if not asked.stream:
         try:
-            with spending:
+            with spending as cost:
                 given = await unless_gone(request, service.memories.call(query))
-                spending.took(given.usage)
+                cost.took(given.usage)
         except ClientDisconnected:
             raise Problem(400, "cut-off", "The client disconnected before the answer.") from None
         return _response(given)
@@ -93,14 +93,14 @@ async def answer(
 
 
 async def _charged(
-    pieces: AsyncGenerator[str | Answer], spending: BudgetedCall
+    pieces: AsyncGenerator[str | Answer], spending: AbstractContextManager[CallCost]
 ) -> AsyncGenerator[str | Answer]:
     """The same pieces, charged to the budget. Closing it closes them."""
-    with spending:
+    with spending as cost:
         async with aclosing(pieces) as stream:
             async for piece in stream:
                 if not isinstance(piece, str):
-                    spending.took(piece.usage)
+                    cost.took(piece.usage)
                 yield piece
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from undertow.engine.base.queries import (
@@ -17,7 +18,7 @@ from undertow.engine.base.queries import (
     TenantStatsQuery,
     TenantUsageQuery,
 )
-from undertow.serving.auth.principal import Principal, Scope
+from undertow.serving.auth.principal import Scope
 from undertow.serving.http import job_actions as acts
 from undertow.serving.http.jobs import Operation
 from undertow.serving.http.problems import bad_field
@@ -34,7 +35,7 @@ from undertow.serving.http.routes.schemas import (
     Records,
 )
 from undertow.serving.http.routes.streaming import started
-from undertow.serving.http.service import Again, RespondAsync, Sender, Served, Service, Tenant
+from undertow.serving.http.service import Again, RespondAsync, Sender, Served, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["tenants"])
 
@@ -54,20 +55,35 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
 }
 
 
+@dataclass
+class OperationRequest:
+    """A request for an operation that can run as a job."""
+
+    request: Request
+    tenant: Tenant
+    service: Served
+    sender: Sender
+    respond_async: RespondAsync
+
+    async def accept(self, operation: Operation, body: bytes | None = None) -> Response:
+        """Accept a job: 202, with a Location that spells the tenant as the request did."""
+        key = self.service.memories.tenant_key(self.tenant)
+        job = await self.service.jobs.accept(operation, self.tenant, key, self.sender.key_id, body)
+        sent = self.request.scope["path"].split("/")[3]
+        headers = {"Location": f"/v1/tenants/{sent}/jobs/{job.id}", "Preference-Applied": "respond-async"}
+        return JSONResponse({"id": job.id, "status": job.status}, 202, headers)
+
+
+Asked = Annotated[OperationRequest, Depends()]
+
+
 @router.post("/v1/tenants/{tenant}/flush", response_model=Flushed, responses=ACCEPTED)
 @Access(Scope.WRITE, once=True, long=True)
-async def flush(
-    request: Request,
-    tenant: Tenant,
-    service: Served,
-    sender: Sender,
-    again: Again,
-    respond_async: RespondAsync,
-) -> Any:
+async def flush(asked: Asked, again: Again) -> Any:
     """Wait until every added turn is decided: consolidated into episodes and facts, or kept as a turn."""
-    if respond_async:
-        return await _accept(request, service, sender, "flush", tenant)
-    return await acts.flush(service, tenant, again=again)
+    if asked.respond_async:
+        return await asked.accept("flush")
+    return await acts.flush(asked.service, asked.tenant, again=again)
 
 
 @router.get(
@@ -110,22 +126,15 @@ async def _lines(records: AsyncGenerator[Mapping[str, Any]]) -> AsyncGenerator[b
     openapi_extra={"requestBody": {"required": True, "content": LINES}},
 )
 @Access(Scope.WRITE, once=True, imports=True)
-async def import_(
-    request: Request,
-    tenant: Tenant,
-    service: Served,
-    sender: Sender,
-    again: Again,
-    respond_async: RespondAsync,
-) -> Any:
+async def import_(asked: Asked, again: Again) -> Any:
     """Import an export into a tenant without memories; 409 if it has any.
 
     Everything is stored, or nothing. The tenant's name may differ from the exported one.
     """
-    body = await request.body()
-    if respond_async:
-        return await _accept(request, service, sender, "import", tenant, body)
-    return await acts.import_(service, tenant, body, again=again)
+    body = await asked.request.body()
+    if asked.respond_async:
+        return await asked.accept("import", body)
+    return await acts.import_(asked.service, asked.tenant, body, again=again)
 
 
 @router.get("/v1/tenants/{tenant}/policy", response_model=PolicyView)
@@ -150,9 +159,7 @@ async def set_policy(tenant: Tenant, service: Served, sender: Sender, asked: Pol
 
 @router.delete("/v1/tenants/{tenant}", response_model=CertificateView, responses=ACCEPTED)
 @Access(Scope.ERASE, once=True, act="erase")
-async def erase(
-    request: Request, tenant: Tenant, service: Served, sender: Sender, respond_async: RespondAsync
-) -> Any:
+async def erase(asked: Asked) -> Any:
     """Erase a tenant: memories, vectors, history, jobs and kept responses, every byte, now.
 
     The certificate says what was removed and what is out of reach. Keys for this tenant alone are removed;
@@ -161,11 +168,11 @@ async def erase(
     As a job it runs later: until it ends, the tenant can be read, and turns added meanwhile are erased too. A
     key that names the tenant could not fetch the certificate afterwards, so it must wait for the response.
     """
-    if respond_async:
-        if sender.reach.tenants:
+    if asked.respond_async:
+        if asked.sender.reach.tenants:
             raise bad_field("Prefer", LOST_WITH_KEY)
-        return await _accept(request, service, sender, "erase", tenant)
-    return await acts.erase(service, tenant, sender.key_id)
+        return await asked.accept("erase")
+    return await acts.erase(asked.service, asked.tenant, asked.sender.key_id)
 
 
 @router.get("/v1/tenants/{tenant}/stats", response_model=dict[str, int])
@@ -209,19 +216,3 @@ async def list_jobs(tenant: Tenant, service: Served) -> Any:
 async def get_job(tenant: Tenant, job_id: str, service: Served) -> Any:
     """The state of a job; once done, with the operation's response."""
     return (await service.jobs.get(service.memories.tenant_key(tenant), job_id)).document
-
-
-async def _accept(
-    request: Request,
-    service: Service,
-    sender: Principal,
-    operation: Operation,
-    tenant: str,
-    body: bytes | None = None,
-) -> Response:
-    """Accept a job: 202, with a Location that spells the tenant as the request did."""
-    key = service.memories.tenant_key(tenant)
-    job = await service.jobs.accept(operation, tenant, key, sender.key_id, body)
-    sent = request.scope["path"].split("/")[3]
-    headers = {"Location": f"/v1/tenants/{sent}/jobs/{job.id}", "Preference-Applied": "respond-async"}
-    return JSONResponse({"id": job.id, "status": job.status}, 202, headers)

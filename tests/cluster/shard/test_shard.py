@@ -121,12 +121,14 @@ def test_a_closed_shard_says_so(start: Start) -> None:
 def test_repeated_calls_change_nothing(shard: Shard) -> None:
     sender = Sender(shard)
     first = sender.add(some("ann", 0, 1, 2))
+    sender.add(some("bo", 0))
     assert [r["status"] for r in sender.add(some("ann", 0, 1, 2, 3))] == ["duplicate"] * 3 + ["stored"]
     turn_id = first[1]["id"]
     assert shard.ask(DeleteCommand(turn_id, "bo")).result(SOON_S) is None
     assert shard.ask(DeleteCommand(turn_id, "ann")).result(SOON_S) == "turn"
     assert shard.ask(DeleteCommand(turn_id, "ann", again=True)).result(SOON_S) == "turn"
     assert shard.ask(DeleteCommand(turn_id, None, again=True)).result(SOON_S) == "turn"
+    assert shard.ask(DeleteCommand(turn_id, "bo", again=True)).result(SOON_S) is None
     assert shard.ask(DeleteCommand(turn_id, None)).result(SOON_S) is None
     before = records(shard)
     assert shard.ask(FlushCommand("ann")).result(SOON_S)
@@ -187,8 +189,9 @@ def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shar
 
 
 def test_repeated_updates_are_made_once(shard: Shard) -> None:
-    turns = turns_of_topics("ann", 24)
-    ids = [r["id"] for r in Sender(shard).add(turns)]
+    sender = Sender(shard)
+    ids = [r["id"] for r in sender.add(turns_of_topics("ann", 24))]
+    sender.add(some("bo", 0))
     assert shard.ask(FlushCommand("ann")).result(SOON_S)
     fact = next(m for m in shard.ask(MemoriesQuery("ann")).result(SOON_S) if m.kind == "fact")
     for tenant in ("ann", None):
@@ -220,6 +223,7 @@ def test_repeated_updates_are_made_once(shard: Shard) -> None:
         shard.ask(GetQuery(new.id, "bo")),
         shard.ask(HistoryQuery(new.id, "bo")),
         shard.ask(UpdateCommand(new.id, "bo", "x")),
+        shard.ask(UpdateCommand(ids[3], "bo", "the boat is green", again=True)),
     ):
         assert call.result(SOON_S) is None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,13 +23,6 @@ from ...support.service.clock import Clock
 def holder(n: int, tokens_per_day: int | None) -> Principal:
     limits = KeyLimits(tokens_per_day=tokens_per_day)
     return Principal(f"{n:012x}", "", TenantScope(all_tenants=True), frozenset(), limits)
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> Iterator[StateDb]:
-    opened = StateDb(tmp_path)
-    yield opened
-    opened.close()
 
 
 actions = st.lists(

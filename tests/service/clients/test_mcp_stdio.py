@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +17,32 @@ from mcp.client.stdio import stdio_client
 from undertow.serving.cli.commands.mcp import KEY_VARIABLE
 
 from ...support.cli import ENV, PROGRAM, run
-from ...support.service.http import Running, serving
+from ...support.service.http import Running
 from ...support.service.mcp import EVERY_TOOL, MODES, TOOLS, done, refused
 
+pytestmark = pytest.mark.anyio
 BOAT = "the boat needs new planks before summer"
+HELLO = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("store")) as service:
-        yield service
-
-
-def talk(
-    args: list[str],
-    story: Callable[[Client], Awaitable[None]],
-    *,
-    mode: str = "auto",
-    told: Path | None = None,
-    key: str | None = None,
-) -> None:
+@asynccontextmanager
+async def session(
+    *args: str, mode: str = "auto", told: Path | None = None, key: str | None = None
+) -> AsyncIterator[Client]:
     """A session with `undertow mcp ARGS` as a process of its own; `told` is given its standard error."""
-
-    async def run() -> None:
-        environment = {**os.environ, **ENV, **({} if key is None else {KEY_VARIABLE: key})}
-        command, *rest = [*PROGRAM, "mcp", *args]
-        server = StdioServerParameters(command=command, args=rest, env=environment)
-        with (told or Path(os.devnull)).open("w") as log:
-            async with Client(stdio_client(server, errlog=log), mode=mode) as client:
-                await story(client)
-
-    asyncio.run(run())
+    environment = {**os.environ, **ENV, **({} if key is None else {KEY_VARIABLE: key})}
+    command, *rest = [*PROGRAM, "mcp", *args]
+    server = StdioServerParameters(command=command, args=rest, env=environment)
+    with (told or Path(os.devnull)).open("w") as log:
+        async with Client(stdio_client(server, errlog=log), mode=mode) as client:
+            yield client
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_remote_service_s_tools(running: Running, tmp_path: Path, mode: str) -> None:
-    async def story(client: Client) -> None:
+async def test_a_remote_service_s_tools(running: Running, tmp_path: Path, mode: str) -> None:
+    file, told = tmp_path / "key", tmp_path / "stderr"
+    file.write_text(running.key(tenants=("ann",)) + "\n")
+    async with session("--url", running.url, "--key-file", str(file), mode=mode, told=told) as client:
         assert {tool.name for tool in (await client.list_tools()).tools} == EVERY_TOOL
         added = await done(client, "add_memory", tenant="ann", text=BOAT)
         found = await done(client, "search_memories", tenant="ann", query=BOAT, top_k=1)
@@ -60,16 +50,11 @@ def test_a_remote_service_s_tools(running: Running, tmp_path: Path, mode: str) -
         memory = added["results"][0]["id"]
         assert "may not do this" in await refused(client, "get_memory", tenant="eve", memory_id=memory)
         assert "top_k:" in await refused(client, "search_memories", tenant="ann", query="x", top_k=0)
-
-    file = tmp_path / "key"
-    file.write_text(running.key(tenants=("ann",)) + "\n")
-    told = tmp_path / "stderr"
-    talk(["--url", running.url, "--key-file", str(file)], story, mode=mode, told=told)
     assert told.read_text() == ""
 
 
-def test_one_tenant_alone_with_the_key_of_the_environment(running: Running) -> None:
-    async def story(client: Client) -> None:
+async def test_one_tenant_alone_with_the_key_of_the_environment(running: Running) -> None:
+    async with session("--url", running.url, "--tenant", "acme/bob", key=running.key()) as client:
         tools = (await client.list_tools()).tools
         assert {tool.name for tool in tools} == TOOLS
         assert all("tenant" not in tool.input_schema["properties"] for tool in tools)
@@ -77,39 +62,30 @@ def test_one_tenant_alone_with_the_key_of_the_environment(running: Running) -> N
         assert (await done(client, "search_memories", query=BOAT))["memories"]
         assert "one tenant's" in await refused(client, "search_memories", query=BOAT, tenant="ann")
 
-    talk(["--url", running.url, "--tenant", "acme/bob"], story, key=running.key())
 
-
-def test_a_refusal_of_the_service_is_an_error(running: Running) -> None:
-    async def story(client: Client) -> None:
+async def test_a_refusal_of_the_service_is_an_error(running: Running) -> None:
+    async with session("--url", running.url, "--tenant", "ann", key="ut_wrong") as client:
         said = await refused(client, "search_memories", query=BOAT)
         assert "not accepted" in said and "memories" not in said
 
-    talk(["--url", running.url, "--tenant", "ann"], story, key="ut_wrong")
 
-
-def test_a_store_without_a_service_keeps_what_was_answered(tmp_path: Path) -> None:
+async def test_a_store_without_a_service_keeps_what_was_answered(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
     add = {"name": "add_memory", "arguments": {"tenant": "ann", "text": BOAT}}
     with started("--store", str(store)) as process:
-        assert ask(process, 1, "initialize", hello)["serverInfo"]["name"] == "undertow"
+        assert ask(process, 1, "initialize", HELLO)["serverInfo"]["name"] == "undertow"
         assert not ask(process, 2, "tools/call", add)["isError"]
         process.kill()  # a session destroyed
-
-    async def find(client: Client) -> None:
+    async with session("--store", str(store), "--tenant", "ann") as client:
         found = await done(client, "search_memories", query=BOAT)
         assert [memory["memory"] for memory in found["memories"]] == [f"user: {BOAT}"]
         assert await refused(client, "answer_question", question="Which boat?")  # there is no LLM
 
-    talk(["--store", str(store), "--tenant", "ann"], find)
-
 
 def test_nothing_but_the_protocol_is_on_standard_output(running: Running) -> None:
-    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
     wrong = {"name": "get_memory", "arguments": {}}
     with started("--url", running.url, "--tenant", "ann", key=running.key()) as process:
-        ask(process, 1, "initialize", hello)
+        ask(process, 1, "initialize", HELLO)
         assert ask(process, 2, "tools/call", wrong)["isError"]
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write("this is no JSON\n")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,16 @@ from undertow.serving.auth.principal import KeyLimits
 
 from ...support.llm_servers import completion, odd_server, wait_until
 from ...support.service.http import Running, at, intercepted, is_problem, said, serving
+from ...support.service.wire import Wire
 
 COST = Usage(1, 700, 0, 50)
 ASK = {"question": "What of the boat?"}
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("store")) as service:
-        service.client().post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
-        yield service
+@pytest.fixture(scope="module", autouse=True)
+def ann(client: httpx2.Client) -> None:
+    """A tenant with one turn."""
+    client.post(at("ann", "/memories"), json={"messages": said("the boat needs planks")})
 
 
 def events(response: httpx2.Response) -> list[tuple[str, dict[str, Any]]]:
@@ -168,15 +167,12 @@ def test_a_client_that_disconnects_ends_the_call_and_is_charged_the_most(
     with serving(tmp_path, wrap=scripted.around) as running:
         key = running.key(limits=KeyLimits(tokens_per_day=50_000))
         body = orjson.dumps({**ASK, "stream": stream})
-        head = (
-            f"POST {at('ann', '/answer')} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {key}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        address = running.url.removeprefix("http://").split(":")
-        with socket.create_connection((address[0], int(address[1]))) as asking:
-            asking.sendall(head.encode() + body)
+        with Wire(running) as asking:
+            length = f"Content-Length: {len(body)}"
+            asking.head(key, "Content-Type: application/json", length, path=at("ann", "/answer"))
+            asking.socket.sendall(body)
             if stream:
-                with asking.makefile("rb") as lines:
+                with asking.socket.makefile("rb") as lines:
                     assert any(line.startswith(b"event: delta") for line in lines)
             else:
                 wait_until(lambda: scripted.begun == 1)

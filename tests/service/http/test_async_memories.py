@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
 from undertow.engine.base.model import Turn, UndertowError
-from undertow.engine.base.queries import (
-    AnswerQuery,
-    FlushCommand,
-    SearchQuery,
-    StatsQuery,
-)
+from undertow.engine.base.queries import AnswerQuery, FlushCommand, SearchQuery, StatsQuery
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.supervisor import EngineParts
@@ -27,16 +21,7 @@ from undertow.serving.async_memories import AsyncMemories, open_memories
 from ...support.cluster.in_process import PARTS, begin, settings
 from ...support.engine import HeldLLM, turn_of
 
-SOON_S = 60
-T = TypeVar("T")
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    async def soon() -> T:
-        async with asyncio.timeout(SOON_S):
-            return await work
-
-    return asyncio.run(soon())
+pytestmark = pytest.mark.anyio
 
 
 def some(tenant: str, *numbers: int) -> list[Turn]:
@@ -62,105 +47,86 @@ class Held:
             await asyncio.sleep(0.005)
 
 
-def test_many_calls_wait_without_a_thread_each(tmp_path: Path) -> None:
-    async def work() -> None:
-        held = Held()
-        async with opened(tmp_path / "store", held.parts) as memories:
-            await memories.add(some("ann", *range(5)))
-            threads = threading.active_count()
-            answers = [
-                asyncio.create_task(memories.call(AnswerQuery("ann", f"What of word{n}?")))
-                for n in range(100)
-            ]
-            await held.asked(100)
-            assert threading.active_count() <= threads
-            found = await memories.call(SearchQuery("ann", "word3", k_sub=1))  # meanwhile
-            assert "word3" in found.turns[0].memory
-            held.llm.release()
-            texts = [answer.text for answer in await asyncio.gather(*answers)]
-            assert all(texts)
-
-    run(work())
+async def test_many_calls_wait_without_a_thread_each(tmp_path: Path) -> None:
+    held = Held()
+    async with opened(tmp_path / "store", held.parts) as memories:
+        await memories.add(some("ann", *range(5)))
+        threads = threading.active_count()
+        answers = [
+            asyncio.create_task(memories.call(AnswerQuery("ann", f"What of word{n}?"))) for n in range(100)
+        ]
+        await held.asked(100)
+        assert threading.active_count() <= threads
+        found = await memories.call(SearchQuery("ann", "word3", k_sub=1))  # meanwhile
+        assert "word3" in found.turns[0].memory
+        held.llm.release()
+        texts = [answer.text for answer in await asyncio.gather(*answers)]
+        assert all(texts)
 
 
-def test_a_cancelled_call_ends_and_others_continue(tmp_path: Path) -> None:
-    async def work() -> None:
-        held = Held()
-        async with opened(tmp_path / "store", held.parts) as memories:
-            await memories.add(some("ann", 1))
-            waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
-            await held.asked(1)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            call = held.llm.held[0][2]
-            while not call.cancelled():  # its LLM call is given up
-                await asyncio.sleep(0.005)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.0):
-                    await memories.call(FlushCommand("ann"))
-            other = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1 now?")))
-            await held.asked(2)
-            held.llm.release()
-            assert (await other).text
-
-    run(work())
-
-
-def test_a_cancelled_add_is_stored_and_its_repeat_is_a_duplicate(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path / "store") as memories:
-            adding = asyncio.create_task(memories.add(some("ann", *range(20))))
-            await asyncio.sleep(0)  # it has begun
-            adding.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await adding
-            receipts = await memories.add(some("ann", *range(20)))
-            assert [receipt.duplicate for receipt in receipts] == [True] * 20
-            assert (await memories.call(StatsQuery()))["turns"] == 20
-
-    run(work())
-
-
-def test_turns_of_a_tenant_are_stored_in_the_order_of_the_calls(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path / "store") as memories:
-            calls = [memories.add(some("ann", n)) for n in range(50)]
-            receipts = await asyncio.gather(*calls)
-            assert [receipt.seq for (receipt,) in receipts] == list(range(50))
-
-    run(work())
-
-
-def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
-    async def work() -> None:
-        narrow = ClusterSettings(lane_turns=4, call_turns=2)
-        router = await asyncio.to_thread(InProcess, tmp_path / "store", settings(), PARTS, cluster=narrow)
-        async with AsyncMemories(router) as memories:
-            calls = [memories.add(some("ann", 2 * n, 2 * n + 1)) for n in range(30)]
-            results = await asyncio.gather(*calls, return_exceptions=True)
-            refused = [n for n, result in enumerate(results) if isinstance(result, QueueFull)]
-            assert refused
-            for n in refused:
-                assert len(await memories.add(some("ann", 2 * n, 2 * n + 1))) == 2
-            assert (await memories.call(StatsQuery()))["turns"] == 60
-
-    run(work())
-
-
-def test_calls_under_way_at_closing_raise(tmp_path: Path) -> None:
-    async def work() -> None:
-        held = Held()
-        async with opened(tmp_path / "store", held.parts) as memories:
-            await memories.add(some("ann", 1))
-            waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
-            await held.asked(1)
-        with pytest.raises(UndertowError, match="were closed"):
+async def test_a_cancelled_call_ends_and_others_continue(tmp_path: Path) -> None:
+    held = Held()
+    async with opened(tmp_path / "store", held.parts) as memories:
+        await memories.add(some("ann", 1))
+        waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
+        await held.asked(1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
             await waiting
-        with pytest.raises(UndertowError, match="was closed"):
-            await memories.call(SearchQuery("ann", "word1"))
+        call = held.llm.held[0][2]
+        while not call.cancelled():  # its LLM call is given up
+            await asyncio.sleep(0.005)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.0):
+                await memories.call(FlushCommand("ann"))
+        other = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1 now?")))
+        await held.asked(2)
+        held.llm.release()
+        assert (await other).text
 
-    run(work())
+
+async def test_a_cancelled_add_is_stored_and_its_repeat_is_a_duplicate(tmp_path: Path) -> None:
+    async with opened(tmp_path / "store") as memories:
+        adding = asyncio.create_task(memories.add(some("ann", *range(20))))
+        await asyncio.sleep(0)  # it has begun
+        adding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        receipts = await memories.add(some("ann", *range(20)))
+        assert [receipt.duplicate for receipt in receipts] == [True] * 20
+        assert (await memories.call(StatsQuery()))["turns"] == 20
+
+
+async def test_turns_of_a_tenant_are_stored_in_the_order_of_the_calls(tmp_path: Path) -> None:
+    async with opened(tmp_path / "store") as memories:
+        calls = [memories.add(some("ann", n)) for n in range(50)]
+        receipts = await asyncio.gather(*calls)
+        assert [receipt.seq for (receipt,) in receipts] == list(range(50))
+
+
+async def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
+    narrow = ClusterSettings(lane_turns=4, call_turns=2)
+    router = await asyncio.to_thread(InProcess, tmp_path / "store", settings(), PARTS, cluster=narrow)
+    async with AsyncMemories(router) as memories:
+        calls = [memories.add(some("ann", 2 * n, 2 * n + 1)) for n in range(30)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [n for n, result in enumerate(results) if isinstance(result, QueueFull)]
+        assert refused
+        for n in refused:
+            assert len(await memories.add(some("ann", 2 * n, 2 * n + 1))) == 2
+        assert (await memories.call(StatsQuery()))["turns"] == 60
+
+
+async def test_calls_under_way_at_closing_raise(tmp_path: Path) -> None:
+    held = Held()
+    async with opened(tmp_path / "store", held.parts) as memories:
+        await memories.add(some("ann", 1))
+        waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
+        await held.asked(1)
+    with pytest.raises(UndertowError, match="were closed"):
+        await waiting
+    with pytest.raises(UndertowError, match="was closed"):
+        await memories.call(SearchQuery("ann", "word1"))
 
 
 def test_a_clusters_root_cannot_be_opened_as_a_store(tmp_path: Path) -> None:

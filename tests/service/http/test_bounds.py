@@ -6,14 +6,12 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import orjson
 import pytest
 
 from undertow.engine.base.queries import FlushCommand, SearchQuery
@@ -21,70 +19,16 @@ from undertow.engine.step.admission import QueueFull
 from undertow.serving.async_memories import AsyncMemories
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import PROBLEM, SOON_S, Held, Running, at, is_problem, said, serving
+from ...support.service.http import SOON_S, Held, Running, at, is_problem, said, serving
+from ...support.service.wire import Wire, request_head
 
 MAX_BYTES = 2_000
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    bounds: dict[str, Any] = {
-        "max_body_bytes": MAX_BYTES,
-        "body_timeout_s": 1.0,
-        "header_timeout_s": 0.5,
-        "keep_alive_s": 1,
-    }
-    with serving(tmp_path_factory.mktemp("store"), **bounds) as service:
-        yield service
+BOUNDS = {"max_body_bytes": MAX_BYTES, "body_timeout_s": 1.0, "header_timeout_s": 0.5, "keep_alive_s": 1}
 
 
 @pytest.fixture(scope="module")
 def key(running: Running) -> str:
     return running.key()
-
-
-class Wire:
-    """A raw connection."""
-
-    def __init__(self, running: Running) -> None:
-        host, _, port = running.url.removeprefix("http://").partition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=SOON_S)
-
-    def __enter__(self) -> Wire:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-    def head(self, key: str, *headers: str, path: str = at("ann", "/memories"), method: str = "POST") -> None:
-        lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"X-API-Key: {key}", *headers, "", ""]
-        self.socket.sendall("\r\n".join(lines).encode())
-
-    def answer(self) -> HTTPResponse:
-        """The next response, read to its end."""
-        response = HTTPResponse(self.socket)
-        response.begin()
-        response.read()
-        return response
-
-    def heard_end(self) -> None:
-        """Wait until the service closes the connection."""
-        while self.socket.recv(65_536):
-            pass
-
-    def heard(self) -> tuple[int, dict[str, Any]]:
-        """Status and problem of everything received until the service closes."""
-        data = b""
-        while piece := self.socket.recv(65_536):
-            data += piece
-        head, _, body = data.partition(b"\r\n\r\n")
-        assert f"content-type: {PROBLEM}".encode() in head.lower()
-        return int(head.split()[1]), orjson.loads(body)
-
-
-def request_head(key: str, *headers: str) -> bytes:
-    lines = [f"POST {at('ann', '/memories')} HTTP/1.1", "Host: localhost", f"X-API-Key: {key}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode()
 
 
 LIVE = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -133,19 +77,15 @@ def test_a_late_body_does_not_keep_the_connection_open(running: Running) -> None
         wire.head("no key", "Content-Length: 1000000")
         assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 401")
         wire.socket.sendall(b"a")  # which ends the wait for another request
-        wire.heard_end()
+        wire.until_end()
 
 
 def test_a_connection_continues_after_a_late_body(running: Running) -> None:
     with Wire(running) as wire:
         wire.head("no key", "Content-Length: 3")
         assert wire.socket.recv(65_536).startswith(b"HTTP/1.1 401")
-        wire.socket.sendall(b"abcGET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        heard = b""
-        while b"HTTP/1.1 200" not in heard:
-            piece = wire.socket.recv(65_536)
-            assert piece, heard
-            heard += piece
+        wire.socket.sendall(b"abc" + LIVE)
+        assert b"HTTP/1.1 200" in wire.until_end()
 
 
 def test_the_deadline_of_a_late_body_does_not_end_later_requests(tmp_path: Path) -> None:
@@ -153,12 +93,11 @@ def test_the_deadline_of_a_late_body_does_not_end_later_requests(tmp_path: Path)
     with serving(tmp_path, body_timeout_s=0.2, keep_alive_s=60) as service, Wire(service) as wire:
         wire.head("none", "Content-Length: 3")
         assert wire.answer().status == 401
-        head = f"POST {at('ann', '/memories')} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\n"
-        wire.socket.sendall(b"abc" + head.encode())
+        wire.socket.sendall(b"abc" + request_head("none", "Content-Length: 3"))
         assert wire.answer().status == 401
         wire.socket.sendall(b"abc")
         time.sleep(1.0)
-        wire.socket.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wire.socket.sendall(LIVE)
         assert wire.answer().status == 200
 
 
@@ -202,13 +141,13 @@ def test_invalid_http_after_a_response_closes_the_connection(
         wire.head("none", "Transfer-Encoding: chunked")
         assert wire.answer().status == 401
         wire.socket.sendall(b"no chunk\r\n")
-        wire.heard_end()
+        wire.until_end()
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_connections_above_the_limit_get_a_problem(tmp_path: Path) -> None:
     with serving(tmp_path, max_connections=2) as running, Wire(running) as one, Wire(running):
-        one.socket.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        one.socket.sendall(LIVE)
         assert one.socket.recv(65_536).startswith(b"HTTP/1.1 200")
         with Wire(running) as third:
             status, problem = third.heard()

@@ -1,81 +1,62 @@
-"""Requests that are repeated after a kill: what was begun is known, and doing it again changes nothing."""
+"""Kept responses of requests with an Idempotency-Key, and the state database that holds them."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from undertow.engine.base.model import UndertowError
-from undertow.engine.base.queries import (
-    DeleteCommand,
-    EraseCommand,
-    FlushCommand,
-    ImportCommand,
-    TurnsByKeyQuery,
-    UpdateCommand,
-)
-from undertow.serving.async_memories import open_memories
 from undertow.serving.http.middleware.idempotency import IdempotencyStore, IdempotentRequest, Response
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.state_db import StateDb, StateError
 
-from ...support.cluster.in_process import PARTS, settings
-from ...support.engine import turn_of
-from ...support.service.http import with_state
-
 MARK, OTHER, REQUEST = b"m" * 32, b"o" * 32, b"r" * 32
 
 
-def test_requests_of_a_killed_service_are_repeated(tmp_path: Path) -> None:
-    async def go(state: StateDb) -> None:
-        killed, now = IdempotencyStore(state, 60.0), IdempotencyStore(state, 60.0)
-        cut_off = await killed.begin(MARK, "key", REQUEST)
-        assert isinstance(cut_off, IdempotentRequest)
-        assert not cut_off.again
-        with pytest.raises(Problem) as under_way:
-            await killed.begin(MARK, "key", REQUEST)
-        assert (under_way.value.status_code, under_way.value.slug) == (409, "under-way")
-        begun = await now.begin(MARK, "key", REQUEST)
-        assert isinstance(begun, IdempotentRequest)
-        assert begun.again
-        given = Response(200, [(b"content-type", b"a/b"), (b"x-request-id", b"1")], bytearray(b"told"))
-        await now.keep(begun, given)
-        again = await now.begin(MARK, "key", REQUEST)
-        assert isinstance(again, Response)
-        assert (again.status, bytes(again.body)) == (200, b"told")
-        assert again.headers == [(b"content-type", b"a/b"), (b"content-length", b"4")]
-        with pytest.raises(Problem) as other:
-            await now.begin(MARK, "key", b"another")
-        assert (other.value.status_code, other.value.slug) == (422, "idempotency-key-reused")
-        await now.forget("key")
-        anew = await now.begin(MARK, "key", REQUEST)
+@pytest.mark.anyio
+async def test_requests_of_a_killed_service_are_repeated(state: StateDb) -> None:
+    killed, now = IdempotencyStore(state, 60.0), IdempotencyStore(state, 60.0)
+    cut_off = await killed.begin(MARK, "key", REQUEST)
+    assert isinstance(cut_off, IdempotentRequest)
+    assert not cut_off.again
+    with pytest.raises(Problem) as under_way:
+        await killed.begin(MARK, "key", REQUEST)
+    assert (under_way.value.status_code, under_way.value.slug) == (409, "under-way")
+    begun = await now.begin(MARK, "key", REQUEST)
+    assert isinstance(begun, IdempotentRequest)
+    assert begun.again
+    given = Response(200, [(b"content-type", b"a/b"), (b"x-request-id", b"1")], bytearray(b"told"))
+    await now.keep(begun, given)
+    again = await now.begin(MARK, "key", REQUEST)
+    assert isinstance(again, Response)
+    assert (again.status, bytes(again.body)) == (200, b"told")
+    assert again.headers == [(b"content-type", b"a/b"), (b"content-length", b"4")]
+    with pytest.raises(Problem) as other:
+        await now.begin(MARK, "key", b"another")
+    assert (other.value.status_code, other.value.slug) == (422, "idempotency-key-reused")
+    await now.forget("key")
+    anew = await now.begin(MARK, "key", REQUEST)
+    assert isinstance(anew, IdempotentRequest)
+    assert not anew.again
+    # what an erasure has forgotten does not come back with the end of a request that was under way
+    await now.keep(begun, given)
+    with pytest.raises(Problem, match="under way"):
+        await now.begin(MARK, "key", REQUEST)
+    await now.forget("key")
+    await now.keep(anew, given)
+    assert isinstance(await now.begin(MARK, "key", REQUEST), IdempotentRequest)
+
+
+@pytest.mark.anyio
+async def test_kept_responses_expire(state: StateDb) -> None:
+    once = IdempotencyStore(state, 0.0)
+    begun = await once.begin(MARK, None, REQUEST)
+    assert isinstance(begun, IdempotentRequest)
+    await once.keep(begun, Response(200))
+    for mark in (OTHER, MARK):
+        anew = await once.begin(mark, None, REQUEST)
         assert isinstance(anew, IdempotentRequest)
         assert not anew.again
-        # what an erasure has forgotten does not come back with the end of a request that was under way
-        await now.keep(begun, given)
-        with pytest.raises(Problem, match="under way"):
-            await now.begin(MARK, "key", REQUEST)
-        await now.forget("key")
-        await now.keep(anew, given)
-        assert isinstance(await now.begin(MARK, "key", REQUEST), IdempotentRequest)
-
-    with_state(tmp_path, go)
-
-
-def test_kept_responses_expire(tmp_path: Path) -> None:
-    async def go(state: StateDb) -> None:
-        once = IdempotencyStore(state, 0.0)
-        begun = await once.begin(MARK, None, REQUEST)
-        assert isinstance(begun, IdempotentRequest)
-        await once.keep(begun, Response(200))
-        for mark in (OTHER, MARK):
-            anew = await once.begin(mark, None, REQUEST)
-            assert isinstance(anew, IdempotentRequest)
-            assert not anew.again
-
-    with_state(tmp_path, go)
 
 
 def test_a_state_folder_is_of_one_service(tmp_path: Path) -> None:
@@ -92,56 +73,3 @@ def test_a_damaged_state_database_is_refused(tmp_path: Path) -> None:
         StateDb(tmp_path)
     (tmp_path / "service.sqlite3").unlink()
     StateDb(tmp_path).close()
-
-
-def test_changes_may_be_repeated(tmp_path: Path) -> None:
-    async def go() -> None:
-        opened = await asyncio.to_thread(open_memories, tmp_path / "store", settings(), parts=PARTS)
-        async with opened as memories:
-            await memories.add([turn_of("eve", 0, "word0")])
-            first, second = await memories.add([turn_of("ann", n, f"word{n}") for n in range(2)])
-            assert first.id is not None
-            assert second.id is not None
-            updated = await memories.call(UpdateCommand(first.id, "ann", "other words"))
-            assert await memories.call(UpdateCommand(first.id, "ann", "other words", again=True)) == updated
-            assert await memories.call(DeleteCommand(second.id, "ann")) == "turn"
-            assert await memories.call(DeleteCommand(second.id, "ann", again=True)) == "turn"
-            with pytest.raises(UndertowError, match="no memory"):
-                await memories.call(DeleteCommand(second.id, "ann"))
-            # that somebody else has done it is nobody's business
-            for again in (
-                memories.call(DeleteCommand(second.id, "eve", again=True)),
-                memories.call(UpdateCommand(first.id, "eve", "other words", again=True)),
-            ):
-                with pytest.raises(UndertowError, match="no memory"):
-                    await again
-            assert await memories.call(FlushCommand("ann", again=True))
-            records = [record async for record in memories.export("ann")]
-            taken = await memories.call(ImportCommand("bob", records))
-            assert await memories.call(ImportCommand("bob", records, again=True)) == taken
-            certificate = await memories.call(EraseCommand("ann", now=True))
-            assert certificate is not None
-            repeated = await memories.call(EraseCommand("ann", now=True, again=True))
-            assert repeated is not None
-            assert repeated.turns_removed == certificate.turns_removed
-            assert await memories.call(EraseCommand("nobody", now=True, again=True)) is None
-
-    asyncio.run(go())
-
-
-def test_turns_are_found_by_their_keys(tmp_path: Path) -> None:
-    async def go() -> None:
-        opened = await asyncio.to_thread(open_memories, tmp_path / "store", settings(), parts=PARTS)
-        async with opened as memories:
-            turns = [turn_of("ann", n, f"word{n}") for n in range(6)]
-            receipts = await memories.add(turns)
-            await memories.call(DeleteCommand(receipts[4].id or "", "ann"))
-            keys = [turns[n].dedupe_key for n in (1, 4)]
-            found = await memories.call(TurnsByKeyQuery("ann", [*keys, "none"]))
-            assert found.keys() == set(keys)
-            assert (found[keys[0]]["id"], found[keys[0]]["seq"]) == (receipts[1].id, 1)
-            assert found[keys[0]]["messages"][0]["content"] == turns[1].messages[0].content
-            assert found[keys[1]] == {"id": receipts[4].id, "seq": 4}
-            assert await memories.call(TurnsByKeyQuery("nobody", keys)) == {}
-
-    asyncio.run(go())

@@ -1,8 +1,7 @@
-"""The OpenAPI document: complete, and true of what the service answers to whatever is sent to it."""
+"""The OpenAPI document is complete, and responses to generated requests conform to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -13,10 +12,11 @@ from schemathesis.specs.openapi import checks as openapi_checks
 
 from undertow.serving.auth.principal import Scope
 
-from ...support.service.http import Running, serving
+from ...support.service.http import Running
 from ...support.soak.runs import report
 
 SOAK_EXAMPLES = 300
+BOUNDS = {"max_body_bytes": 20_000}
 PROMISES = [
     checks.not_a_server_error,
     openapi_checks.status_code_conformance,
@@ -31,13 +31,6 @@ PROMISES = [
 @schemathesis.serializer("application/x-ndjson")
 def lines(_: Any, value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    # the engine is asked nothing that takes long: what is tested is what it is asked with
-    with serving(tmp_path_factory.mktemp("store"), max_body_bytes=20_000) as service:
-        yield service
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What the client's tests share: a server that answers as it is told, and one way to call both clients."""
+"""Shared by the client's tests: a server with scripted replies, and one way to call both clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = Retries(patience_s=5, first_s=0.001, longest_s=0.01)
 
 
 class Driven:
-    """Either client, called in one way: what the async one awaits is waited for, iterators become lists."""
+    """Either client, called synchronously: coroutines are run, iterators become lists."""
 
     def __init__(self, client: Client | AsyncClient, runner: asyncio.Runner) -> None:
         self.client = client
@@ -81,7 +81,7 @@ class Seen:
 
 
 class Scripted(ThreadingHTTPServer):
-    """Gives its replies in turn, the last one for ever; without any, it is silent until it is closed."""
+    """Gives its replies in turn and repeats the last; without any it is silent until it is closed."""
 
     daemon_threads = True
 

@@ -1,4 +1,4 @@
-"""A clock that goes on when a test says so."""
+"""A clock that a test sets."""
 
 from __future__ import annotations
 

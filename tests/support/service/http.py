@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from undertow.serving.http.hosting import Files, hosted
 from undertow.serving.http.server import HttpServer
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.state_db import StateDb
 
 from ..cluster.in_process import PARTS
 from ..cluster.in_process import settings as engine_settings
@@ -121,12 +120,6 @@ class Held:
             self.begun += 1
             await asyncio.to_thread(self.go.wait, SOON_S)
         return await go_on()
-
-
-def with_state(folder: Path, go: Callable[[StateDb], Coroutine[Any, Any, None]]) -> None:
-    """Run `go` with a state database, alone."""
-    with closing(StateDb(folder)) as state:
-        asyncio.run(go(state))
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -40,16 +39,6 @@ async def connected(url: str, key: str | None, mode: str = "auto", **headers: st
         Client(streamable_http_client(url, http_client=http), mode=mode) as client,
     ):
         yield client
-
-
-def talk(url: str, key: str | None, story: Callable[[Client], Awaitable[None]], mode: str = "auto") -> None:
-    """One session from beginning to end."""
-
-    async def run() -> None:
-        async with connected(url, key, mode) as client:
-            await story(client)
-
-    asyncio.run(run())
 
 
 async def done(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
