@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from undertow.engine.base.model import BadInput, InputError, Turn, dedupe_key
+from undertow.engine.base.model import InputError, Turn, dedupe_key
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers import pair_chat, parse_messages
 
@@ -30,7 +30,7 @@ def turns_of(
     try:
         when = None if timestamp is None else parse_timestamp(timestamp)
     except ValueError as error:
-        raise InputError(BadInput("add", None, "timestamp", str(error), "Nothing was stored.")) from None
+        raise InputError.of("add", "timestamp", str(error), "Nothing was stored.") from None
     call = call or secrets.token_hex(12)
     turns = []
     for n, pair in enumerate(pair_chat(parsed)):

@@ -1,4 +1,4 @@
-"""The engine's calls about a whole tenant: list, export, import, policy, explain, stats. See MemoryApi."""
+"""The engine's calls about a whole tenant: list, import, change of policy. See MemoryApi."""
 
 from __future__ import annotations
 
@@ -10,27 +10,14 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.api.policy_change import check_edits, check_name, newest_policy
-from undertow.engine.api.search_calls import SearchCalls
+from undertow.engine.api.policy_change import check_edits, check_name, newest_policy, policy_report
+from undertow.engine.api.search_calls import SearchCalls, window_of
 from undertow.engine.api.transfer.import_ import Import, TenantExists, earlier_import, note_row
-from undertow.engine.api.views.listing import kinds_of, list_page, names_page
-from undertow.engine.api.views.stats import store_usage, tenant_stats
+from undertow.engine.api.views.listing import kinds_of, list_page
 from undertow.engine.base.model import Turn
-from undertow.engine.base.queries import (
-    ExplainQuery,
-    ExportQuery,
-    ImportCommand,
-    ListQuery,
-    PolicyQuery,
-    SetPolicyCommand,
-    TenantsQuery,
-    TenantStatsQuery,
-    TenantUsageQuery,
-)
-from undertow.engine.base.results import ImportReport, Page, Report, UsageReport
-from undertow.engine.base.timestamps import parse_timestamp
+from undertow.engine.base.queries import ImportCommand, ListQuery, SetPolicyCommand
+from undertow.engine.base.results import ImportReport, Page, Report
 from undertow.engine.search.metadata_index import Where
-from undertow.engine.search.ranking import Window
 from undertow.engine.step.admission import check_turn
 from undertow.engine.storage.row_codec import Control
 
@@ -49,20 +36,10 @@ class TenantCalls(SearchCalls):
 
     def _list(self, query: ListQuery) -> Page:
         where, kinds = Where.of(query.where), kinds_of(query.kinds)
-        window = Window(
-            query.since and parse_timestamp(query.since), query.until and parse_timestamp(query.until)
-        )
+        window = window_of(query.since, query.until)
         of = self.tenants.existing(query.tenant)
         passing, within = self.retrieval.passing(of, where), self.retrieval.within(of, window)
         return list_page(of, kinds, window, passing, within, limit=query.limit, after=query.after)
-
-    def _tenant_names(self, query: TenantsQuery) -> list[str]:
-        return names_page(self.tenants.names(), query.prefix, query.limit, query.after)
-
-    def _export_page(self, query: ExportQuery) -> Page:
-        return self._reports.export_page(
-            query.tenant, after=query.after, limit=query.limit, vectors=query.vectors
-        )
 
     def _import(self, command: ImportCommand) -> ImportReport:
         work = self.begin_import(command)
@@ -107,9 +84,6 @@ class TenantCalls(SearchCalls):
     def _vectors(self, tenant: str, texts: Sequence[str]) -> NDArray[np.float16]:
         return self._texts.encode([tenant] * len(texts), texts)
 
-    def _policy(self, query: PolicyQuery) -> Report:
-        return self._reports.policy(query.tenant)
-
     def _set_policy(self, command: SetPolicyCommand) -> Report:
         self._check_sound()
         tenant, policy = command.tenant, command.policy
@@ -125,13 +99,4 @@ class TenantCalls(SearchCalls):
                 if not command.drop_edits:
                     check_edits(of)
                 self._log(tenant, "policy", [{"policy": policy}])
-        return self._reports.policy(tenant)
-
-    def _explain(self, query: ExplainQuery) -> list[Report]:
-        return self._reports.explain(query.tenant, limit=query.limit, after_seq=query.after_seq)
-
-    def _tenant_stats(self, query: TenantStatsQuery) -> dict[str, int]:
-        return tenant_stats(self.tenants.existing(query.tenant))
-
-    def _tenant_usage(self, query: TenantUsageQuery) -> UsageReport:
-        return store_usage(self.tenants, query.tenant)
+        return policy_report(self._tenant(tenant), self.journal.info.policy)
