@@ -13,7 +13,6 @@ from undertow.engine.api.answer_calls import AnswerCalls
 from undertow.engine.api.edit_calls import EditCalls
 from undertow.engine.api.erasure import bury, left_behind, purge
 from undertow.engine.api.message_turns import turns_of
-from undertow.engine.api.policy_change import policy_report
 from undertow.engine.api.tenant_calls import TenantCalls
 from undertow.engine.api.views.listing import names_page
 from undertow.engine.api.views.reports import Reports
@@ -415,7 +414,7 @@ HANDLERS: Mapping[type[q.ApiCall[Any]], Callable[[Engine, Any], Any]] = {
     q.ImportCommand: Engine._import,
     q.ListQuery: Engine._list,
     q.MemoriesQuery: Engine._get_all,
-    q.PolicyQuery: lambda engine, c: policy_report(engine._tenant(c.tenant), engine.journal.info.policy),
+    q.PolicyQuery: lambda engine, c: engine._reports.policy(c.tenant),
     q.PurgeCommand: lambda engine, _: purge(engine.journal, engine.tenants),
     q.ReplayJobsCommand: Engine._replay_jobs,
     q.SearchQuery: Engine._search,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.api.policy_change import check_edits, check_name, newest_policy, policy_report
+from undertow.engine.api.policy_change import check_edits, check_name, newest_policy
 from undertow.engine.api.search_calls import SearchCalls, window_of
 from undertow.engine.api.transfer.import_ import Import, TenantExists, earlier_import, note_row
 from undertow.engine.api.views.listing import kinds_of, list_page
@@ -20,15 +19,6 @@ from undertow.engine.base.results import ImportReport, Page, Report
 from undertow.engine.search.metadata_index import Where
 from undertow.engine.step.admission import check_turn
 from undertow.engine.storage.row_codec import Control
-
-
-@dataclass(frozen=True, slots=True)
-class PendingImport:
-    """An import under way, and what is left of it. `again`: the call is a repeat."""
-
-    work: Import
-    steps: Iterator[None]
-    again: bool
 
 
 class TenantCalls(SearchCalls):
@@ -47,20 +37,18 @@ class TenantCalls(SearchCalls):
             pass
         return done
 
-    def begin_import(self, command: ImportCommand) -> PendingImport:
+    def begin_import(self, command: ImportCommand) -> Import:
         """Begin an import, for a caller that works on it in parts with `go_on_importing`."""
         key = self.journal.info.tenant_key(command.tenant)
-        incarnation = self.tenants.incarnation_of(key)
-        work = Import(command.tenant, key, incarnation, command.records, self.settings)
-        return PendingImport(work, work.steps(partial(self._vectors, command.tenant)), command.again)
+        encode = partial(self._vectors, command.tenant)
+        return Import(command, key, self.tenants.incarnation_of(key), self.settings, encode)
 
-    def go_on_importing(self, importing: PendingImport) -> ImportReport | None:
+    def go_on_importing(self, work: Import) -> ImportReport | None:
         """Do a part of an import. Returns the report once everything is stored."""
         self._check_sound()
-        work = importing.work
-        if (done := self._imported_before(importing)) is not None:
+        if (done := self._imported_before(work)) is not None:
             return done
-        for _ in importing.steps:
+        for _ in work.steps:
             return None
         self.journal.append_stream(chain(work.rows, [note_row(work)]))
         self.tenants.add({work.key: work.tenant}, {})
@@ -68,15 +56,15 @@ class TenantCalls(SearchCalls):
             self.take_up([work.tenant])
         return work.imported
 
-    def _imported_before(self, importing: PendingImport) -> ImportReport | None:
+    def _imported_before(self, work: Import) -> ImportReport | None:
         """What an earlier attempt of this call has stored; None if nothing is there. TenantExists."""
-        work, tenants = importing.work, self.tenants
+        tenants = self.tenants
         tenants.require_here([work.tenant])
         # the name may have been used and erased since the import began: its ids are then of a former life
         lived = tenants.incarnation_of(work.key) != work.generation
         if not (lived or work.tenant in tenants or self.scheduler.inbox.holds(work.tenant)):
             return None
-        notes = tenants.stored(work.tenant, "note") if importing.again else ()
+        notes = tenants.stored(work.tenant, "note") if work.again else ()
         if (done := earlier_import(notes, work.fingerprint)) is None:
             raise TenantExists(work.tenant)
         return done
@@ -99,4 +87,4 @@ class TenantCalls(SearchCalls):
                 if not command.drop_edits:
                     check_edits(of)
                 self._log(tenant, "policy", [{"policy": policy}])
-        return policy_report(self._tenant(tenant), self.journal.info.policy)
+        return self._reports.policy(tenant)

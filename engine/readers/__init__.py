@@ -15,7 +15,7 @@ from undertow.engine.readers.datasets import read_locomo, read_longmemeval
 from undertow.engine.readers.files import Format, LogFormat, detect_format, find_logs
 from undertow.engine.readers.jsonl import read_jsonl
 from undertow.engine.readers.messages import parse_messages
-from undertow.engine.readers.pairing import pair_chat, pair_dialogue
+from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue
 from undertow.engine.readers.parquet import read_parquet
 from undertow.engine.readers.record import Record
 from undertow.engine.readers.source import Log
@@ -27,6 +27,7 @@ __all__ = [
     "Record",
     "detect_format",
     "find_logs",
+    "own_time",
     "pair_chat",
     "pair_dialogue",
     "parse_messages",

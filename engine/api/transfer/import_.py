@@ -32,6 +32,7 @@ from undertow.engine.api.transfer.import_validation import ImportValidator, Vers
 from undertow.engine.api.transfer.reindex import embedded_text
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, Memory, MemoryKind, Turn, UndertowError, memory_id
+from undertow.engine.base.queries import ImportCommand
 from undertow.engine.base.results import ImportReport, Report
 from undertow.engine.readers import parse_messages
 from undertow.engine.readers.record import BadField
@@ -69,18 +70,23 @@ class ImportCancelled(UndertowError):
 
 
 class Import:
-    """One export on its way to become a tenant. `rows` are its rows once the steps are done."""
+    """One export on its way to become a tenant.
+
+    `steps` does the work, a slice at a time (InputError: nothing can be imported); then `rows` are the rows.
+    `again`: the call is a repeat.
+    """
 
     def __init__(
-        self, tenant: str, key: str, generation: int, records: Sequence[Report], settings: Settings
+        self, command: ImportCommand, key: str, generation: int, settings: Settings, encode: Encode
     ) -> None:
         """InputError: the name cannot be a tenant's."""
-        check_turn(Turn(tenant, (), ""))
-        self.tenant = tenant
+        check_turn(Turn(command.tenant, (), ""))
+        self.tenant, self.again = command.tenant, command.again
         self.key = key
         self.generation = generation
         self.rows: list[Row] = []
-        self._records = records
+        self.steps = self._steps(encode)
+        self._records = command.records
         self._settings = settings
         self._checks = ImportValidator()
 
@@ -101,8 +107,7 @@ class Import:
         """Whether nothing of the log is left to decide."""
         return self._checks.decided == self._checks.log_len
 
-    def steps(self, encode: Encode) -> Iterator[None]:
-        """All the work, a slice at a time. InputError: nothing can be taken."""
+    def _steps(self, encode: Encode) -> Iterator[None]:
         contents: list[tuple[int, Content]] = []
         for checked in self._checked():
             contents.append(checked)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from undertow.engine.api.policy_change import policy_report
 from undertow.engine.api.report_format import (
     Withheld,
     check_limit,
@@ -118,6 +119,10 @@ class Reports:
         if not any(map(is_change, controls)):
             return 1
         return shown_generation(self._every_row(tenant, ["control", "decision"]))
+
+    def policy(self, tenant: str) -> Report:
+        """See policy_change.policy_report. UnknownTenant."""
+        return policy_report(self.tenants.existing(tenant), self._journal.info.policy)
 
     def explain(self, tenant: str, *, limit: int | None = None, after_seq: int = -1) -> list[Report]:
         """One record a turn in seq order: what was decided, on what grounds, and what it made.
