@@ -8,10 +8,11 @@ half a turn would be worse than none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from undertow.engine.base.model import InputError
-from undertow.engine.readers.datasets import read_locomo, read_longmemeval
+from undertow.engine.readers.datasets import locomo, longmemeval, read_samples
 from undertow.engine.readers.files import Format, LogFormat, detect_format, find_logs
 from undertow.engine.readers.jsonl import read_jsonl
 from undertow.engine.readers.messages import parse_messages
@@ -37,8 +38,8 @@ __all__ = [
 _READERS = {
     "messages": read_jsonl,
     "parquet": read_parquet,
-    "locomo": read_locomo,
-    "longmemeval": read_longmemeval,
+    "locomo": partial(read_samples, locomo),
+    "longmemeval": partial(read_samples, longmemeval),
 }
 
 
