@@ -7,7 +7,7 @@ half a turn would be worse than none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +35,7 @@ __all__ = [
     "read",
 ]
 
-_READERS = {
+_READERS: Mapping[LogFormat, Callable[..., Iterator[Record]]] = {
     "messages": read_jsonl,
     "parquet": read_parquet,
     "locomo": partial(read_samples, locomo),

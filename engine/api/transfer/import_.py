@@ -8,13 +8,11 @@ encoder: vectors that an export may carry can be another one's. Then one commit 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from undertow.engine.api.report_format import Withheld
 from undertow.engine.api.transfer.export import FORMAT, ExportTrailer
@@ -29,7 +27,7 @@ from undertow.engine.api.transfer.import_schema import (
     content_of,
 )
 from undertow.engine.api.transfer.import_validation import ImportValidator, Versions
-from undertow.engine.api.transfer.reindex import embedded_text
+from undertow.engine.api.transfer.reindex import Encode, embed_rows
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, Memory, MemoryKind, Turn, UndertowError, memory_id
 from undertow.engine.base.queries import ImportCommand
@@ -51,8 +49,6 @@ from undertow.engine.storage.row_codec import (
 
 # between two of these, a shard does other work
 RECORDS_PER_STEP = 512
-
-Encode = Callable[[Sequence[str]], NDArray[np.float16]]
 
 
 class TenantExists(UndertowError):
@@ -122,7 +118,8 @@ class Import:
         self.rows = self._kept(rows)
         for start in range(0, len(self.rows), RECORDS_PER_STEP):
             yield
-            self._embed(self.rows[start : start + RECORDS_PER_STEP], encode)
+            some = self.rows[start : start + RECORDS_PER_STEP]
+            embed_rows(some, encode, self._settings.embed_timestamp)
 
     # ---- reading
 
@@ -264,14 +261,6 @@ class Import:
                 with _about(row.lsn):
                     versions.take(memory_of(row))
         return kept
-
-    def _embed(self, rows: Sequence[Row], encode: Encode) -> None:
-        texts = [embedded_text(row, self._settings.embed_timestamp) for row in rows]
-        speaking = [(row, text) for row, text in zip(rows, texts, strict=True) if text is not None]
-        if not speaking:
-            return
-        for (row, _), vector in zip(speaking, encode([text for _, text in speaking]), strict=True):
-            row.vector = vector
 
 
 def read_records(lines: Iterable[bytes], max_bytes: int) -> list[Report]:

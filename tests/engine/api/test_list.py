@@ -56,8 +56,9 @@ def everything(store: Path) -> list[Report]:
 
 
 def born(record: Report) -> tuple[int, int, int]:
-    seq = record.get("born_at_seq", record.get("seq", -1))
-    return (seq, KINDS.index(record["kind"]), record.get("ordinal", 0))
+    kind = record["kind"]
+    seq, ordinal = (record["seq"], 0) if kind == "turn" else (record["born_at_seq"], record["ordinal"])
+    return (seq, KINDS.index(kind), ordinal)
 
 
 def walk(engine: Engine, limit: int, **how: Any) -> list[Report]:
