@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, meta
 
 from undertow.prompts import reply_schemas as replies
 from undertow.prompts.reply_schemas import Reply
@@ -25,7 +25,7 @@ from undertow.prompts.reply_schemas import Reply
 UNDATED = "undated"
 """Replaces an unknown date in a prompt."""
 # each policy's templates in a folder of its own; names are unique over all of them
-_LOADER = FileSystemLoader(sorted(path for path in (Path(__file__).parent / "templates").iterdir()))
+_LOADER = FileSystemLoader(sorted((Path(__file__).parent / "templates").iterdir()))
 # how an answering prompt sorts its memories
 Order = Literal["relevance", "time"]
 RecMemOperation = Literal["episode", "merge", "refine", "direct"]
@@ -71,18 +71,6 @@ REPLIES: dict[Operation, type[Reply] | None] = {
     "revise": replies.ReviseReply,
     "sufficiency": replies.SufficiencyReply,
     "answer": None,
-}
-
-# templates that an operation's template includes, besides the opening
-_INCLUDED: dict[Operation, tuple[str, ...]] = {
-    "refine": ("facts",),
-    "direct": ("facts",),
-    "narrate": ("episode_form",),
-    "integrate": ("episode_form",),
-    "distil": ("statements",),
-    "distil_direct": ("statements",),
-    "notes": ("note_rules",),
-    "traits": ("note_rules",),
 }
 
 # Chat templates wrap messages in control tokens such as <|im_end|>, </s>, <start_of_turn> and [INST];
@@ -289,13 +277,17 @@ def _defused(text: str) -> str:
 def prompt_version(operation: Operation) -> str:
     """12 hex digits: a digest of the fixed texts and the reply schema of `operation`."""
     digest = hashlib.blake2b(digest_size=6)
-    for name in ("opening", *_INCLUDED.get(operation, ()), operation, "repair"):
-        text, _, _ = _LOADER.get_source(_templates(), f"{name}.j2")
-        digest.update(text.encode() + b"\x1f")
+    included = meta.find_referenced_templates(_templates().parse(_source(f"{operation}.j2")))
+    for name in (*filter(None, included), f"{operation}.j2", "repair.j2"):
+        digest.update(_source(name).encode() + b"\x1f")
     reply = REPLIES[operation]
     if reply is not None:
         digest.update(json.dumps(reply.wire_schema(), sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _source(template: str) -> str:
+    return _LOADER.get_source(_templates(), template)[0]
 
 
 @cache

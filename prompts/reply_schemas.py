@@ -36,16 +36,12 @@ class Reply(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, str_strip_whitespace=True)
 
     @classmethod
+    @cache
     def wire_schema(cls) -> dict[str, Any]:
         """The class as one flat JSON schema (no `$ref`, no titles), which small servers understand."""
-        return _wire_schema(cls)
-
-
-@cache
-def _wire_schema(reply: type[Reply]) -> dict[str, Any]:
-    schema = reply.model_json_schema()
-    flat: dict[str, Any] = _flat(schema, schema.get("$defs", {}))
-    return flat
+        schema = cls.model_json_schema()
+        flat: dict[str, Any] = _flat(schema, schema.get("$defs", {}))
+        return flat
 
 
 def _flat(node: Any, definitions: dict[str, Any]) -> Any:

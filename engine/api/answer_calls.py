@@ -12,7 +12,7 @@ from functools import partial
 import orjson
 
 from undertow.engine.api.search_calls import SearchCalls
-from undertow.engine.base.model import BadInput, InputError, NoLLM, UndertowError, Usage
+from undertow.engine.base.model import InputError, NoLLM, UndertowError, Usage
 from undertow.engine.base.queries import AnswerQuery
 from undertow.engine.base.results import Answer, SearchResult
 from undertow.engine.base.timestamps import parse_timestamp
@@ -79,7 +79,7 @@ class AnswerCalls(SearchCalls):
         try:
             answered_by = self._settings_of(tenant).mode_of(query.mode)
         except ValueError as error:
-            raise InputError(BadInput("answer", None, "mode", str(error), "Leave it out.")) from None
+            raise InputError.of("answer", "mode", str(error), "Leave it out.") from None
         as_of = None if query.as_of is None else parse_timestamp(query.as_of)
         steps = answering(answered_by, Question(question, as_of, recall, self._budget))
         incarnation, learns = self.tenants.incarnation(tenant), self._learns_of(tenant)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from undertow.engine.api.memory_updates import memory_text, replacement
 from undertow.engine.api.policy_change import check_editable
 from undertow.engine.api.search_calls import SearchCalls
-from undertow.engine.base.model import MemoryKind
+from undertow.engine.base.model import INSTRUCTIONS, InputError, MemoryKind, Message, Turn, dedupe_key
 from undertow.engine.base.queries import DeleteCommand, UpdateCommand
 from undertow.engine.base.results import Updated, Wording
+from undertow.engine.readers import own_time, pair_chat, parse_messages
 from undertow.engine.storage.journal import Row
-from undertow.engine.storage.row_codec import memory_of
+from undertow.engine.storage.row_codec import memory_of, messages_of
 from undertow.engine.tenants.generations import is_change
 from undertow.engine.tenants.registry import ArenaFull
+from undertow.prompts.reply_schemas import EPISODE_CHARS, FACT_CHARS
+
+# What the LLM may write; more would crowd out what its prompts show beside it.
+MAX_CHARS: Mapping[MemoryKind, int] = {"episode": EPISODE_CHARS, "fact": FACT_CHARS}
 
 
 class EditCalls(SearchCalls):
@@ -29,12 +34,12 @@ class EditCalls(SearchCalls):
             return self._replace_turn(row, command.text)
         self._check_editable(row)
         kind: MemoryKind = "episode" if row.kind == "episode" else "fact"
-        words = memory_text(kind, command.text)
+        words = _memory_text(kind, command.text)
         self._log(row.tenant, "update", [{"memory_id": memory_id, "kind": kind, "text": words}])
         return Updated(memory_id, kind)
 
     def _replace_turn(self, row: Row, text: Wording) -> Updated:
-        turn = replacement(row, text, self.settings.max_message_bytes)
+        turn = _replacement(row, text, self.settings.max_message_bytes)
         tenant = self._tenant(row.tenant)
         receipt = self.scheduler.replace(tenant, _deletion(row), turn)
         tenant.redact_turn(row.seq)
@@ -74,3 +79,49 @@ def _deletion(row: Row) -> dict[str, Any]:
     turn = orjson.loads(row.payload)
     kept = {"key": turn["key"], "session": turn["session"], "timestamp": row.timestamp}
     return {"turn_seq": row.seq, "id": row.id, **kept}
+
+
+def _refusal(field: str, reason: str, cure: str) -> InputError:
+    return InputError.of("update", field, reason, cure)
+
+
+def _memory_text(kind: MemoryKind, wording: Wording) -> str:
+    """The words for an episode or a fact, stripped. InputError."""
+    if not isinstance(wording, str):
+        raise _refusal("text", f"of {kind} must be text", "Messages are for turns.")
+    text = wording.strip()
+    if not text:
+        raise _refusal("text", "is empty", "Give the memory some words, or delete it.")
+    if len(text) > MAX_CHARS[kind]:
+        reason = f"has {len(text):,} characters, {MAX_CHARS[kind]:,} are allowed in {kind}s"
+        raise _refusal("text", reason, "Shorten it.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _refusal("text", "holds half a surrogate pair", "Send valid Unicode.") from None
+    if "\x00" in text:
+        raise _refusal("text", "holds a NUL character", "Remove that character.")
+    return text
+
+
+def _replacement(row: Row, wording: Wording, max_message_bytes: int) -> Turn:
+    """The turn that replaces the one in `row`: other messages with its session, time and metadata.
+
+    A plain text becomes the turn's only message, by its first speaker. InputError.
+    """
+    body = orjson.loads(row.payload)
+    given = _one_message(messages_of(body), wording) if isinstance(wording, str) else wording
+    pairs = pair_chat(parse_messages(given, source="update", max_message_bytes=max_message_bytes))
+    if len(pairs) != 1:
+        raise _refusal(
+            "messages", f"make {len(pairs)} turns", "Give those of one exchange; `add` takes others."
+        )
+    messages = pairs[0]
+    key = dedupe_key("update", body["session"], row.id or "", messages)
+    timestamp = own_time(messages) or row.timestamp
+    return Turn(row.tenant, messages, key, body["session"], timestamp, body.get("metadata", {}))
+
+
+def _one_message(old: Sequence[Message], words: str) -> list[dict[str, Any]]:
+    first = next((m for m in old if m.role not in INSTRUCTIONS), old[0])
+    return [{"role": first.role, "name": first.name, "content": words}]

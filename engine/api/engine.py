@@ -14,13 +14,14 @@ from undertow.engine.api.edit_calls import EditCalls
 from undertow.engine.api.erasure import bury, left_behind, purge
 from undertow.engine.api.message_turns import turns_of
 from undertow.engine.api.tenant_calls import TenantCalls
+from undertow.engine.api.views.listing import names_page
 from undertow.engine.api.views.reports import Reports
-from undertow.engine.api.views.stats import store_stats, store_usage
+from undertow.engine.api.views.stats import store_stats, store_usage, tenant_stats
 from undertow.engine.base import queries as q
 from undertow.engine.base.config import Settings
 from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import Turn, UndertowError
-from undertow.engine.base.results import Certificate, Receipt, UsageReport
+from undertow.engine.base.results import Certificate, Receipt
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.base import Encoder, Fingerprint
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
@@ -367,9 +368,6 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
         forget_parked(self.journal.location, key)  # quarantined by a service on this store
         return self.purge().get(key) if command.now else None
 
-    def _purge(self, _: q.PurgeCommand) -> dict[str, Certificate]:
-        return purge(self.journal, self.tenants)
-
     # ---- moving to and from other shards (engine/cluster/resharding/participant.py)
 
     def dismiss(self, tenants: Sequence[str], records: Sequence[Row]) -> list[Ticket]:
@@ -400,38 +398,34 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
         result: q.R = HANDLERS[type(call)](self, call)
         return result
 
-    def _stats(self, _: q.StatsQuery) -> dict[str, int]:
-        return store_stats(self.tenants)
-
-    def _usage(self, _: q.UsageQuery) -> UsageReport:
-        return store_usage(self.tenants, None)
-
 
 HANDLERS: Mapping[type[q.ApiCall[Any]], Callable[[Engine, Any], Any]] = {
     q.AnswerQuery: Engine._answer,
     q.DeleteCommand: Engine._delete,
     q.DrainCommand: Engine._drain,
     q.EraseCommand: Engine._erase,
-    q.ExplainQuery: Engine._explain,
-    q.ExportQuery: Engine._export_page,
+    q.ExplainQuery: lambda engine, c: engine._reports.explain(c.tenant, limit=c.limit, after_seq=c.after_seq),
+    q.ExportQuery: lambda engine, c: engine._reports.export_page(
+        c.tenant, after=c.after, limit=c.limit, vectors=c.vectors
+    ),
     q.FlushCommand: Engine._flush,
     q.GetQuery: Engine._get,
     q.HistoryQuery: Engine._history,
     q.ImportCommand: Engine._import,
     q.ListQuery: Engine._list,
     q.MemoriesQuery: Engine._get_all,
-    q.PolicyQuery: Engine._policy,
-    q.PurgeCommand: Engine._purge,
+    q.PolicyQuery: lambda engine, c: engine._reports.policy(c.tenant),
+    q.PurgeCommand: lambda engine, _: purge(engine.journal, engine.tenants),
     q.ReplayJobsCommand: Engine._replay_jobs,
     q.SearchQuery: Engine._search,
     q.SetPolicyCommand: Engine._set_policy,
-    q.StatsQuery: Engine._stats,
-    q.TenantsQuery: Engine._tenant_names,
-    q.TenantStatsQuery: Engine._tenant_stats,
-    q.TenantUsageQuery: Engine._tenant_usage,
+    q.StatsQuery: lambda engine, _: store_stats(engine.tenants),
+    q.TenantsQuery: lambda engine, c: names_page(engine.tenants.names(), c.prefix, c.limit, c.after),
+    q.TenantStatsQuery: lambda engine, c: tenant_stats(engine._tenant(c.tenant)),
+    q.TenantUsageQuery: lambda engine, c: store_usage(engine.tenants, c.tenant),
     q.TurnsByKeyQuery: Engine._turns_by_key,
     q.UpdateCommand: Engine._update,
-    q.UsageQuery: Engine._usage,
+    q.UsageQuery: lambda engine, _: store_usage(engine.tenants),
 }
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
+from undertow.engine.api.report_format import Withheld, deleted_turn_ids
 from undertow.engine.base.model import Memory, UndertowError
 from undertow.engine.base.results import OUT_OF_REACH, Certificate
 from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.storage.row_codec import control_of, memory_of, outdated_updates
+from undertow.engine.storage.row_codec import control_of, memory_of
 from undertow.engine.tenants.generations import is_change
 from undertow.engine.tenants.registry import TenantRegistry
 
@@ -105,29 +106,25 @@ def certificate_of(key: str, stone: Mapping[str, Any]) -> Certificate:
 
 
 def left_behind(journal: Journal, tenants: TenantRegistry) -> list[int]:
-    """Lsns of deleted turns, of what was remade without them and of updates that have lost their words.
+    """Lsns of the rows with a deleted turn's words that a crash left behind (see Withheld), of all tenants.
 
-    Those are rows that a crash left behind. Erased lives are left to the purge: the seqs of one are those of
-    the next.
+    The purge removes those of erased lives: the seqs of one life are those of the next.
     """
 
     def alive(**which: Any) -> list[Row]:
         return [row for row in journal.read(**which, vectors=False) if not tenants.is_erased(row)]
 
-    controls = [row for row in alive(kinds=["control"]) if control_of(row).kind in ("delete", "update")]
-    bodies = {
-        (row.tenant_key, row.seq): control_of(row).body
-        for row in controls
-        if control_of(row).kind == "delete"
-    }
-    of_turns = {place: body["id"] for place, body in bodies.items() if "turn_seq" in body}
-    if not of_turns:
+    controls = alive(kinds=["control"])
+    if not (ids := deleted_turn_ids(controls)):
         return []
-    left = [row.lsn for row in alive(kinds=["turn"], ids=list(of_turns.values()))]
-    memories = alive(kinds=["episode", "fact"])
-    remade = {row.id: row.lsn for row in memories if (row.tenant_key, row.seq) in of_turns}
-    left += [row.lsn for row in memories if row.id in remade and row.lsn < remade[row.id]]
-    return left + outdated_updates(controls)
+    rows_of: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted([*controls, *alive(kinds=["episode", "fact"])], key=lambda row: row.lsn):
+        rows_of[row.tenant_key].append(row)
+    left = [row.lsn for row in alive(kinds=["turn"], ids=ids)]
+    for rows in rows_of.values():
+        withheld = Withheld(rows)
+        left += [row.lsn for row in rows if row in withheld]
+    return left
 
 
 def _now() -> str:

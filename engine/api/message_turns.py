@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from undertow.engine.base.model import BadInput, InputError, Turn, dedupe_key
+from undertow.engine.base.model import InputError, Turn, dedupe_key
 from undertow.engine.base.timestamps import parse_timestamp
-from undertow.engine.readers import pair_chat, parse_messages
+from undertow.engine.readers import own_time, pair_chat, parse_messages
 
 
 def turns_of(
@@ -26,15 +26,14 @@ def turns_of(
     `call` makes their dedupe keys, so that a repeat with the same `call` stores nothing; without it each call
     is new. InputError names the message and field that is invalid.
     """
-    parsed = parse_messages(messages, source="add", line=None, max_message_bytes=max_message_bytes)
+    parsed = parse_messages(messages, source="add", max_message_bytes=max_message_bytes)
     try:
         when = None if timestamp is None else parse_timestamp(timestamp)
     except ValueError as error:
-        raise InputError(BadInput("add", None, "timestamp", str(error), "Nothing was stored.")) from None
+        raise InputError.of("add", "timestamp", str(error), "Nothing was stored.") from None
     call = call or secrets.token_hex(12)
     turns = []
     for n, pair in enumerate(pair_chat(parsed)):
-        own = next((message.timestamp for message in pair if message.timestamp), when)
         key = dedupe_key("add", "", f"{call}:{n}", ())
-        turns.append(Turn(tenant, tuple(pair), key, session_id, own, dict(metadata or {})))
+        turns.append(Turn(tenant, pair, key, session_id, own_time(pair) or when, dict(metadata or {})))
     return turns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from undertow.engine.base.model import BadInput, InputError, Memory, PolicyName, UndertowError
+from undertow.engine.base.model import InputError, Memory, PolicyName, UndertowError
 from undertow.engine.base.results import Report
 from undertow.engine.storage.row_codec import Control
 from undertow.engine.tenants.tenant import Tenant
@@ -20,7 +20,7 @@ def check_name(policy: str) -> None:
     """InputError."""
     if policy not in POLICY_NAMES:
         cure = f"Name one of {', '.join(POLICY_NAMES)}."
-        raise InputError(BadInput("policy", None, "policy", f"{policy!r:.80} is none", cure))
+        raise InputError.of("policy", "policy", f"{policy!r:.80} is none", cure)
 
 
 def newest_policy(tenant: Tenant) -> str | None:

@@ -1,4 +1,4 @@
-"""How what a journal holds is shown to users: plain data, and what of it is withheld.
+"""Journal rows as reports: which rows are withheld, the form of the others, and the bounds of a page.
 
 Every report is made of str, int, float, list, dict and None, ready to be written as JSON.
 """
@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 
 import orjson
 
-from undertow.engine.base.model import Memory, spoken
+from undertow.engine.base.model import InputError, Memory, spoken
 from undertow.engine.base.results import Report
 from undertow.engine.storage.journal import Row
-from undertow.engine.storage.row_codec import control_of, memory_of, messages_of, outdated_updates
+from undertow.engine.storage.row_codec import control_of, job_of, memory_of, messages_of, outdated_updates
 
 
 class Withheld:
@@ -52,6 +52,10 @@ def deleted_turn(row: Row) -> int | None:
         return None
     control = control_of(row)
     return int(control.body["turn_seq"]) if control.kind == "delete" and "turn_seq" in control.body else None
+
+
+def deleted_turn_ids(rows: Sequence[Row]) -> list[str]:
+    return [control_of(row).body["id"] for row in rows if deleted_turn(row) is not None]
 
 
 def versions_of(rows: Sequence[Row]) -> list[Memory]:
@@ -93,8 +97,31 @@ def row_report(row: Row) -> Report:
         return turn_report(row)
     if row.kind in ("episode", "fact"):
         return memory_report(memory_of(row))
-    body = orjson.loads(row.payload)
     head: Report = {"kind": row.kind, "tenant": row.tenant, "seq": row.seq}
+    if row.kind == "job":
+        return head | job_report(row)
+    body = orjson.loads(row.payload)
     if row.kind == "control":
         return {**head, "control": body["kind"], "body": body["body"]}
     return {**head, **body}
+
+
+def job_report(row: Row) -> Report:
+    job = job_of(row)
+    report = {"id": job.id, "tenant": row.tenant, "seq": job.seq, "state": job.state}
+    return report | {"operation": job.operation, "cluster_seqs": list(job.cluster), "reason": job.reason}
+
+
+def check_limit(call: str, limit: int, most: int) -> None:
+    """InputError for a page of fewer than 1 or more than `most` records."""
+    if not 1 <= limit <= most:
+        raise InputError.of(
+            call, "limit", f"is {limit}", f"Ask for 1 to {most:,}; `after` gives the next page."
+        )
+
+
+def bad_cursor(call: str, after: str) -> InputError:
+    """The error for a cursor that no page has given."""
+    return InputError.of(
+        call, "after", f"{after!r:.80} is not what a page gave", "Pass on the last page's `after`."
+    )

@@ -61,20 +61,13 @@ class SearchCalls(ABC):
     def take_up(self, tenants: Sequence[str]) -> None: ...
 
     def _search(self, query: SearchQuery) -> SearchResult:
-        window = Window(
-            query.since and parse_timestamp(query.since), query.until and parse_timestamp(query.until)
-        )
-        for name in ("k_sub", "k_epi", "k_sem"):
-            if (getattr(query, name) or 0) < 0:
-                raise ValueError(f"{name} is {getattr(query, name)}. Give 0 or more, or leave it out.")
-        own = self._tiers_of(query.tenant)
-        tiers = replace(
-            own,
-            k_sub=own.k_sub if query.k_sub is None else query.k_sub,
-            k_epi=own.k_epi if query.k_epi is None else query.k_epi,
-            k_sem=own.k_sem if query.k_sem is None else query.k_sem,
-            consolidated=True,
-        )
+        window = window_of(query.since, query.until)
+        counts = {"k_sub": query.k_sub, "k_epi": query.k_epi, "k_sem": query.k_sem}
+        given = {name: count for name, count in counts.items() if count is not None}
+        for name, count in given.items():
+            if count < 0:
+                raise ValueError(f"{name} is {count}. Give 0 or more, or leave it out.")
+        tiers = replace(self._tiers_of(query.tenant), consolidated=True, **given)
         return self._rank(query.tenant, query.text, tiers, window, Where.of(query.where))
 
     def _rank(
@@ -160,6 +153,11 @@ class SearchCalls(ABC):
 
     def _tenant(self, name: str) -> Tenant:
         return self.tenants.existing(name)
+
+
+def window_of(since: str | None, until: str | None) -> Window:
+    """The window between two timestamps as users write them. ValueError."""
+    return Window(since and parse_timestamp(since), until and parse_timestamp(until))
 
 
 def _turns_by_key(tenant: Tenant, keys: Collection[str]) -> dict[str, Report]:

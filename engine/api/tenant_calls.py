@@ -1,9 +1,8 @@
-"""The engine's calls about a whole tenant: list, export, import, policy, explain, stats. See MemoryApi."""
+"""The engine's calls about a whole tenant: list, import, change of policy. See MemoryApi."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -11,37 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.api.policy_change import check_edits, check_name, newest_policy
-from undertow.engine.api.search_calls import SearchCalls
+from undertow.engine.api.search_calls import SearchCalls, window_of
 from undertow.engine.api.transfer.import_ import Import, TenantExists, earlier_import, note_row
-from undertow.engine.api.views.listing import kinds_of, list_page, names_page
-from undertow.engine.api.views.stats import store_usage, tenant_stats
+from undertow.engine.api.views.listing import kinds_of, list_page
 from undertow.engine.base.model import Turn
-from undertow.engine.base.queries import (
-    ExplainQuery,
-    ExportQuery,
-    ImportCommand,
-    ListQuery,
-    PolicyQuery,
-    SetPolicyCommand,
-    TenantsQuery,
-    TenantStatsQuery,
-    TenantUsageQuery,
-)
-from undertow.engine.base.results import ImportReport, Page, Report, UsageReport
-from undertow.engine.base.timestamps import parse_timestamp
+from undertow.engine.base.queries import ImportCommand, ListQuery, SetPolicyCommand
+from undertow.engine.base.results import ImportReport, Page, Report
 from undertow.engine.search.metadata_index import Where
-from undertow.engine.search.ranking import Window
 from undertow.engine.step.admission import check_turn
 from undertow.engine.storage.row_codec import Control
-
-
-@dataclass(frozen=True, slots=True)
-class PendingImport:
-    """An import under way, and what is left of it. `again`: the call is a repeat."""
-
-    work: Import
-    steps: Iterator[None]
-    again: bool
 
 
 class TenantCalls(SearchCalls):
@@ -49,20 +26,10 @@ class TenantCalls(SearchCalls):
 
     def _list(self, query: ListQuery) -> Page:
         where, kinds = Where.of(query.where), kinds_of(query.kinds)
-        window = Window(
-            query.since and parse_timestamp(query.since), query.until and parse_timestamp(query.until)
-        )
+        window = window_of(query.since, query.until)
         of = self.tenants.existing(query.tenant)
         passing, within = self.retrieval.passing(of, where), self.retrieval.within(of, window)
         return list_page(of, kinds, window, passing, within, limit=query.limit, after=query.after)
-
-    def _tenant_names(self, query: TenantsQuery) -> list[str]:
-        return names_page(self.tenants.names(), query.prefix, query.limit, query.after)
-
-    def _export_page(self, query: ExportQuery) -> Page:
-        return self._reports.export_page(
-            query.tenant, after=query.after, limit=query.limit, vectors=query.vectors
-        )
 
     def _import(self, command: ImportCommand) -> ImportReport:
         work = self.begin_import(command)
@@ -70,20 +37,18 @@ class TenantCalls(SearchCalls):
             pass
         return done
 
-    def begin_import(self, command: ImportCommand) -> PendingImport:
+    def begin_import(self, command: ImportCommand) -> Import:
         """Begin an import, for a caller that works on it in parts with `go_on_importing`."""
         key = self.journal.info.tenant_key(command.tenant)
-        incarnation = self.tenants.incarnation_of(key)
-        work = Import(command.tenant, key, incarnation, command.records, self.settings)
-        return PendingImport(work, work.steps(partial(self._vectors, command.tenant)), command.again)
+        encode = partial(self._vectors, command.tenant)
+        return Import(command, key, self.tenants.incarnation_of(key), self.settings, encode)
 
-    def go_on_importing(self, importing: PendingImport) -> ImportReport | None:
+    def go_on_importing(self, work: Import) -> ImportReport | None:
         """Do a part of an import. Returns the report once everything is stored."""
         self._check_sound()
-        work = importing.work
-        if (done := self._imported_before(importing)) is not None:
+        if (done := self._imported_before(work)) is not None:
             return done
-        for _ in importing.steps:
+        for _ in work.steps:
             return None
         self.journal.append_stream(chain(work.rows, [note_row(work)]))
         self.tenants.add({work.key: work.tenant}, {})
@@ -91,24 +56,21 @@ class TenantCalls(SearchCalls):
             self.take_up([work.tenant])
         return work.imported
 
-    def _imported_before(self, importing: PendingImport) -> ImportReport | None:
+    def _imported_before(self, work: Import) -> ImportReport | None:
         """What an earlier attempt of this call has stored; None if nothing is there. TenantExists."""
-        work, tenants = importing.work, self.tenants
+        tenants = self.tenants
         tenants.require_here([work.tenant])
         # the name may have been used and erased since the import began: its ids are then of a former life
         lived = tenants.incarnation_of(work.key) != work.generation
         if not (lived or work.tenant in tenants or self.scheduler.inbox.holds(work.tenant)):
             return None
-        notes = tenants.stored(work.tenant, "note") if importing.again else ()
+        notes = tenants.stored(work.tenant, "note") if work.again else ()
         if (done := earlier_import(notes, work.fingerprint)) is None:
             raise TenantExists(work.tenant)
         return done
 
     def _vectors(self, tenant: str, texts: Sequence[str]) -> NDArray[np.float16]:
         return self._texts.encode([tenant] * len(texts), texts)
-
-    def _policy(self, query: PolicyQuery) -> Report:
-        return self._reports.policy(query.tenant)
 
     def _set_policy(self, command: SetPolicyCommand) -> Report:
         self._check_sound()
@@ -126,12 +88,3 @@ class TenantCalls(SearchCalls):
                     check_edits(of)
                 self._log(tenant, "policy", [{"policy": policy}])
         return self._reports.policy(tenant)
-
-    def _explain(self, query: ExplainQuery) -> list[Report]:
-        return self._reports.explain(query.tenant, limit=query.limit, after_seq=query.after_seq)
-
-    def _tenant_stats(self, query: TenantStatsQuery) -> dict[str, int]:
-        return tenant_stats(self.tenants.existing(query.tenant))
-
-    def _tenant_usage(self, query: TenantUsageQuery) -> UsageReport:
-        return store_usage(self.tenants, query.tenant)

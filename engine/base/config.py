@@ -150,10 +150,6 @@ class Settings(BaseSettings):
                 f"management {self.management!r} keeps the facts of the policy 'nemori', and the policy is "
                 f"{self.policy!r}. Set one of the two"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _himem_is_told_of_himem(self) -> Self:
         set_here = [name for name, usual in _OF_HIMEM.items() if getattr(self, name) != usual]
         if set_here and self.policy != "himem":
             raise ValueError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 LINKED_PAIRS = 0.025
 """The default share of turn pairs at or above theta_sim: that of MiniLM at 0.7 on LoCoMo (docs/cost.md)."""
@@ -202,6 +202,11 @@ class InputError(UndertowError, ValueError):
     def __init__(self, problem: BadInput) -> None:
         super().__init__(str(problem))
         self.problem = problem
+
+    @classmethod
+    def of(cls, call: str, field: str | None, reason: str, cure: str) -> Self:
+        """The error for an argument of a call."""
+        return cls(BadInput(call, None, field, reason, cure))
 
 
 def memory_id(tenant: str, generation: int, seq: int, operation: str, ordinal: int) -> str:

@@ -7,15 +7,16 @@ half a turn would be worse than none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from undertow.engine.base.model import InputError
-from undertow.engine.readers.datasets import read_locomo, read_longmemeval
+from undertow.engine.readers.datasets import locomo, longmemeval, read_samples
 from undertow.engine.readers.files import Format, LogFormat, detect_format, find_logs
 from undertow.engine.readers.jsonl import read_jsonl
 from undertow.engine.readers.messages import parse_messages
-from undertow.engine.readers.pairing import pair_chat, pair_dialogue
+from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue
 from undertow.engine.readers.parquet import read_parquet
 from undertow.engine.readers.record import Record
 from undertow.engine.readers.source import Log
@@ -27,17 +28,18 @@ __all__ = [
     "Record",
     "detect_format",
     "find_logs",
+    "own_time",
     "pair_chat",
     "pair_dialogue",
     "parse_messages",
     "read",
 ]
 
-_READERS = {
+_READERS: Mapping[LogFormat, Callable[..., Iterator[Record]]] = {
     "messages": read_jsonl,
     "parquet": read_parquet,
-    "locomo": read_locomo,
-    "longmemeval": read_longmemeval,
+    "locomo": partial(read_samples, locomo),
+    "longmemeval": partial(read_samples, longmemeval),
 }
 
 

@@ -38,27 +38,13 @@ class _Session:
 _Sample = tuple[str, list[_Session], list[BadField]]
 
 
-def read_locomo(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
-    """One record per sample: sessions by number, messages in pairs, captions within the text.
-
-    The tenant is the sample's id, the session its key (`session_3`), the timestamp that of the session. A bad
-    message or date rejects only its session.
-    """
-    return _read(log, _locomo, after, max_message_bytes)
-
-
-def read_longmemeval(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
-    """One record per question: sessions by date (equal dates in file order), paired as chat.
-
-    The tenant is the question's id, the session its haystack id, the timestamp its haystack date. A bad
-    message or date rejects only its session.
-    """
-    return _read(log, _longmemeval, after, max_message_bytes)
-
-
-def _read(
-    log: Log, parse: Callable[[Any, int], _Sample], after: int, max_message_bytes: int
+def read_samples(
+    parse: Callable[[Any, int], _Sample], log: Log, *, after: int, max_message_bytes: int
 ) -> Iterator[Record]:
+    """One record per sample; `parse` is `locomo` or `longmemeval`.
+
+    A bad message or date rejects only its session.
+    """
     position = 0
     try:
         with log.unpacked() as file:
@@ -91,7 +77,11 @@ def _record(
     return Record(position, turns, tuple(bad.at(source, position) for bad in errors), warnings)
 
 
-def _locomo(raw: Any, max_bytes: int) -> _Sample:
+def locomo(raw: Any, max_bytes: int) -> _Sample:
+    """Sessions by number, messages in pairs, captions within the text. BadField.
+
+    The tenant is the sample's id, the session its key (`session_3`), the timestamp that of the session.
+    """
     tenant = _required_name(raw, "sample_id")
     conversation = _required(raw, "conversation", dict)
     numbered = sorted((int(m[1]), key) for key in conversation if (m := _SESSION_KEY.fullmatch(key)))
@@ -133,7 +123,11 @@ def _uttered(raw: Any, max_bytes: int) -> Message:
     return Message("user", text, speaker)
 
 
-def _longmemeval(raw: Any, max_bytes: int) -> _Sample:
+def longmemeval(raw: Any, max_bytes: int) -> _Sample:
+    """A question's sessions by date (equal dates in file order), paired as chat. BadField.
+
+    The tenant is the question's id, the session its haystack id, the timestamp its haystack date.
+    """
     tenant = _required_name(raw, "question_id")
     columns = [_required(raw, f"haystack_{c}", list) for c in ("sessions", "dates", "session_ids")]
     if len({len(column) for column in columns}) > 1:

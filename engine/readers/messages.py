@@ -19,7 +19,7 @@ import orjson
 
 from undertow.engine.base.model import InputError, Message, Turn, dedupe_key
 from undertow.engine.base.timestamps import parse_timestamp
-from undertow.engine.readers.pairing import pair_chat
+from undertow.engine.readers.pairing import own_time, pair_chat
 from undertow.engine.readers.record import BadField, OrderWatch, Record
 
 LINE_FIELDS = frozenset({"tenant", "session", "timestamp", "messages", "idempotency_key", "metadata"})
@@ -65,17 +65,11 @@ class LineParser:
             _check_metadata(metadata)
         line_time = time_of(raw, "timestamp")
         turns = []
-        for ordinal, pair in enumerate(
-            pair_chat(messages_of(raw.get("messages"), "messages", self._max_message_bytes))
-        ):
+        messages = messages_of(raw.get("messages"), "messages", self._max_message_bytes)
+        for ordinal, pair in enumerate(pair_chat(messages)):
             position = f"{line}:{ordinal}"
             turn_key = f"{key}:{ordinal}" if key else dedupe_key(self._file_name, session, position, pair)
-            timestamp = line_time
-            for message in pair:
-                if message.timestamp is not None:
-                    timestamp = message.timestamp
-                    break
-            turns.append(Turn(tenant, pair, turn_key, session, timestamp, metadata or {}))
+            turns.append(Turn(tenant, pair, turn_key, session, own_time(pair) or line_time, metadata or {}))
         return tuple(turns)
 
     def _unknown_fields(self, raw: Any) -> tuple[str, ...]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from undertow.engine.base.model import Message
+from undertow.engine.base.model import INSTRUCTIONS, Message
 
-INSTRUCTIONS = frozenset({"system", "developer"})
 TOOL_RESULTS = frozenset({"tool", "function"})
 
 
@@ -51,6 +50,14 @@ def _answers(message: Message, opener: Message, answered: bool, is_chat: bool) -
     if is_chat:
         return message.role == "assistant" and opener.role != "assistant"
     return not answered and message.speaker != opener.speaker
+
+
+def own_time(messages: Sequence[Message]) -> str | None:
+    """The first timestamp of a turn's messages."""
+    for message in messages:
+        if message.timestamp is not None:
+            return message.timestamp
+    return None
 
 
 def pair_dialogue(messages: Sequence[Message]) -> list[tuple[Message, ...]]:

@@ -1,6 +1,8 @@
 """Prompts: fixed text first, material fenced, replies strict."""
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import pytest
@@ -8,59 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from undertow.prompts import builders as build
+from undertow.prompts import reply_schemas as schemas
 from undertow.prompts.builders import (
     REPLIES,
     Operation,
     Prompt,
     ShownMemory,
     ShownTurn,
-    align_prompt,
-    answer_prompt,
-    consolidate_prompt,
-    direct_prompt,
-    distil_direct_prompt,
-    distil_prompt,
-    episode_prompt,
-    extract_prompt,
-    integrate_prompt,
-    merge_prompt,
-    narrate_prompt,
-    notes_prompt,
-    partition_prompt,
-    predict_prompt,
     prompt_version,
-    reconcile_prompt,
-    refine_prompt,
     repair_messages,
-    revise_prompt,
-    segment_prompt,
-    select_prompt,
-    sufficiency_prompt,
-    summarise_prompt,
-    supplement_prompt,
-    traits_prompt,
 )
-from undertow.prompts.reply_schemas import (
-    AlignReply,
-    ConsolidateReply,
-    EpisodesReply,
-    ExtractReply,
-    FactsReply,
-    MergeReply,
-    NarrativeReply,
-    NotesReply,
-    PartitionReply,
-    PredictionReply,
-    ReconcileReply,
-    Reply,
-    ReviseReply,
-    SegmentReply,
-    SelectReply,
-    StatementsReply,
-    SummaryReply,
-    SupplementReply,
-    TraitsReply,
-)
+from undertow.prompts.reply_schemas import Reply
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 any_text = st.text(st.characters())  # lone surrogates and controls too
@@ -74,29 +35,29 @@ def all_prompts(text: str, date: str | None = "2023-05-08") -> list[Prompt]:
     turns = [ShownTurn(1, date, text), ShownTurn(2, None, "Bea: plain")]
     memory = ShownMemory(3, date, text)
     return [
-        episode_prompt(turns),
-        merge_prompt(memory, turns[0]),
-        refine_prompt(memory, turns, [memory]),
-        direct_prompt(turns, [memory]),
-        extract_prompt(turns, turns[0]),
-        reconcile_prompt([memory], [memory]),
-        partition_prompt(turns),
-        narrate_prompt(turns),
-        select_prompt(memory, [memory]),
-        integrate_prompt([memory, memory]),
-        predict_prompt(memory, [memory]),
-        distil_prompt(turns, memory),
-        distil_direct_prompt(turns),
-        consolidate_prompt(memory, [memory]),
-        summarise_prompt([memory], [memory]),
-        segment_prompt(turns),
-        notes_prompt(turns),
-        traits_prompt(turns, [memory]),
-        align_prompt(turns, [memory]),
-        supplement_prompt(text, [memory]),
-        revise_prompt([memory], [memory]),
-        sufficiency_prompt(text, "Episodes", [memory], date),
-        answer_prompt(text, [memory], [memory], [memory], date),
+        build.episode_prompt(turns),
+        build.merge_prompt(memory, turns[0]),
+        build.refine_prompt(memory, turns, [memory]),
+        build.direct_prompt(turns, [memory]),
+        build.extract_prompt(turns, turns[0]),
+        build.reconcile_prompt([memory], [memory]),
+        build.partition_prompt(turns),
+        build.narrate_prompt(turns),
+        build.select_prompt(memory, [memory]),
+        build.integrate_prompt([memory, memory]),
+        build.predict_prompt(memory, [memory]),
+        build.distil_prompt(turns, memory),
+        build.distil_direct_prompt(turns),
+        build.consolidate_prompt(memory, [memory]),
+        build.summarise_prompt([memory], [memory]),
+        build.segment_prompt(turns),
+        build.notes_prompt(turns),
+        build.traits_prompt(turns, [memory]),
+        build.align_prompt(turns, [memory]),
+        build.supplement_prompt(text, [memory]),
+        build.revise_prompt([memory], [memory]),
+        build.sufficiency_prompt(text, "Episodes", [memory], date),
+        build.answer_prompt(text, [memory], [memory], [memory], date),
     ]
 
 
@@ -125,7 +86,7 @@ def test_a_date_is_fenced_like_a_text(date: str) -> None:
 
 @given(hostile_text)
 def test_a_bad_reply_cannot_speak_for_the_chat_template(text: str) -> None:
-    for message in repair_messages(episode_prompt([]), text, text)[2:]:
+    for message in repair_messages(build.episode_prompt([]), text, text)[2:]:
         message["content"].encode()
         assert not any(token in message["content"] for token in CONTROL_TOKENS)
 
@@ -154,22 +115,24 @@ def test_the_fixed_part_is_short() -> None:
 
 def test_what_is_shown_of_empty_and_undated_material() -> None:
     turns = [ShownTurn(1, None, "Ann: hi")]
-    prompt = refine_prompt(ShownMemory(1, None, "Ann said hi."), turns, [])
+    prompt = build.refine_prompt(ShownMemory(1, None, "Ann said hi."), turns, [])
     assert prompt.user == (
         'Episode:\n[1,"undated","Ann said hi."]\nTurns:\n[1,"undated","Ann: hi"]\nStored facts:\nnone'
     )
-    asked = answer_prompt('Who said "hi"?', [], [], [ShownMemory(1, "2023-05-08", "Ann: hi")], "2023-06-01")
+    asked = build.answer_prompt(
+        'Who said "hi"?', [], [], [ShownMemory(1, "2023-05-08", "Ann: hi")], "2023-06-01"
+    )
     assert asked.user == (
         "Each list has the most relevant first.\nEpisodes:\nnone\nFacts:\nnone\nTurns:\n"
         '[1,"2023-05-08","Ann: hi"]\nAsked on: "2023-06-01"\nQuestion: "Who said \\"hi\\"?"'
     )
-    assert "Asked on" not in answer_prompt("Who?", [], [], [], None).user
+    assert "Asked on" not in build.answer_prompt("Who?", [], [], [], None).user
 
 
 def test_an_order_is_told_where_it_is_so() -> None:
     shown = [ShownMemory(1, "2023-05-08", "Ann: hi")]
-    by_relevance = answer_prompt("Who?", [], [], shown, None)
-    by_time = answer_prompt("Who?", [], [], shown, None, order="time")
+    by_relevance = build.answer_prompt("Who?", [], [], shown, None)
+    by_time = build.answer_prompt("Who?", [], [], shown, None, order="time")
     assert by_relevance.system == by_time.system, "what the server's cache keeps is the same"
     assert "most relevant" not in by_time.system + by_time.user
     assert by_time.user.startswith("Each list is in order of time.\n")
@@ -182,114 +145,106 @@ def test_versions_tell_operations_apart() -> None:
 
 
 def test_size_estimate_counts_bytes() -> None:
-    small, large = (episode_prompt([ShownTurn(1, None, "é" * n)]) for n in (0, 3_000))
+    small, large = (build.episode_prompt([ShownTurn(1, None, "é" * n)]) for n in (0, 3_000))
     assert large.size_tokens - small.size_tokens == 2_000
     assert small.size_tokens > len(small.system.split()) * 4 / 3
 
 
 def test_a_repair_keeps_the_prompt_and_says_what_was_wrong() -> None:
-    prompt = episode_prompt([ShownTurn(1, None, "Ann: hi")])
+    prompt = build.episode_prompt([ShownTurn(1, None, "Ann: hi")])
     messages = repair_messages(prompt, "oops", "reply: invalid JSON")
     assert messages[:2] == prompt.messages
     assert messages[2] == {"role": "assistant", "content": "oops"}
     assert "invalid JSON" in messages[3]["content"]
     assert "JSON object" in messages[3]["content"]
     assert repair_messages(prompt, "", "it was empty")[2]["content"]
-    assert (
-        "JSON"
-        not in repair_messages(answer_prompt("Who?", [], [], [], None), "", "it was empty")[3]["content"]
-    )
+    plain = repair_messages(build.answer_prompt("Who?", [], [], [], None), "", "it was empty")
+    assert "JSON" not in plain[3]["content"]
+
+
+# ---- replies
+
+
+SCHEMAS = [reply for reply in REPLIES.values() if reply is not None]
+
+
+def sample(node: dict[str, Any], *, fullest: bool = False) -> Any:
+    """A value that the wire schema allows: with one item in each list, or with as many as it may have."""
+    if "anyOf" in node:
+        return sample(node["anyOf"][0])
+    match node["type"]:
+        case "object":
+            return {name: sample(inner, fullest=fullest) for name, inner in node["properties"].items()}
+        case "array":
+            return [sample(node["items"], fullest=fullest)] * (node["maxItems"] if fullest else 1)
+        case "string":
+            return node["enum"][0] if "enum" in node else "x" * (node["maxLength"] if fullest else 1)
+        case "boolean":
+            return True
+        case _:
+            return 1
+
+
+def spoilt(node: dict[str, Any], value: Any) -> Iterator[Any]:
+    """The value with one thing in it that the wire schema forbids, each in turn."""
+    if isinstance(value, dict):
+        yield {**value, "more": 1}
+        for name, inner in node["properties"].items():
+            yield {other: held for other, held in value.items() if other != name}
+            yield from ({**value, name: bad} for bad in spoilt(inner, value[name]))
+    elif isinstance(value, list):
+        yield value * (node["maxItems"] + 1)
+        yield from ([bad] for bad in spoilt(node["items"], value[0]))
+        if "minItems" in node:
+            yield []
+    elif isinstance(value, str):
+        yield "gossip" if "enum" in node else "x" * (node["maxLength"] + 1)
+        if "minLength" in node:
+            yield " \n"
+    else:  # nothing is coerced
+        yield str(value).lower()
+
+
+@pytest.mark.parametrize("reply", SCHEMAS)
+def test_a_reply_is_what_its_schema_allows(reply: type[Reply]) -> None:
+    schema = reply.wire_schema()
+    value = sample(schema)
+    for allowed in (value, sample(schema, fullest=True)):
+        assert reply.model_validate_json(json.dumps(allowed)).model_dump() == allowed
+    refused = list(spoilt(schema, value))
+    assert len(refused) >= 3
+    for wrong in refused:
+        with pytest.raises(ValidationError):
+            reply.model_validate_json(json.dumps(wrong))
 
 
 EPISODE = {"text": "Ann hiked.", "turns": [1]}
-DECISION = {"candidate": 1, "action": "update", "fact": 2, "text": "Ann hikes."}
 FACT = {"text": "Ann hikes.", "kind": "user_event", "replaces": None}
-PIECE = {"first": 1, "topic": "A hike", "summary": "Ann hiked."}
-NOTE = {"text": "Ann hikes.", "kind": "preference", "turns": [1]}
-CHANGE = {"note": 1, "same_as": 2, "text": ""}
-REVISION = {"candidate": 1, "relation": "extendable", "note": 2, "text": "Ann hikes."}
+TRAIT = {"text": "Ann hikes.", "kind": "preference", "turns": [1]}
+CHANGE = {"note": 1, "same_as": None, "text": ""}
 
 
 @pytest.mark.parametrize(
-    ("reply", "value"),
+    ("reply", "value", "is_valid"),
     [
-        (EpisodesReply, {"episodes": []}),
-        (EpisodesReply, {"episodes": [EPISODE] * 5}),
-        (EpisodesReply, {"episodes": [{"text": "x", "turns": []}]}),
-        (EpisodesReply, {"episodes": [{"text": "x", "turns": [-1, 10**6]}]}),  # the policy's business
-        (MergeReply, {"same_story": True, "narrative": "Ann hiked."}),
-        (MergeReply, {"same_story": False, "narrative": ""}),
-        (FactsReply, {"facts": [FACT] * 9}),
-        (FactsReply, {"facts": [FACT | {"replaces": 4}]}),
-        (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 10}),
-        (StatementsReply, {"facts": [{"messages": [1, 10**6], "text": "Ann hikes."}] * 10}),
-        (SupplementReply, {"notes": [{"episodes": [], "text": "Ann hikes.", "kind": "fact"}]}),
-        (ReconcileReply, {"decisions": [DECISION] * 10}),
-        (ReconcileReply, {"decisions": [DECISION | {"candidate": -1, "fact": 10**6}]}),
-        (PartitionReply, {"groups": []}),
-        (PartitionReply, {"groups": [{"messages": [1, 1, -1, 10**6]}, {"messages": []}]}),
-        (NarrativeReply, {"cue": "Ann hikes.", "narrative": "Ann hiked."}),
-        (SelectReply, {"continues": None}),
-        (PredictionReply, {"prediction": "Ann hiked."}),
-        (ConsolidateReply, {"action": "merge", "targets": [10**6], "text": ""}),
-        (SummaryReply, {"summary": "x" * 3500}),
-        (SegmentReply, {"episodes": [PIECE] * 12}),
-        (SegmentReply, {"episodes": [PIECE | {"first": -3}]}),  # the policy's business
-        (NotesReply, {"notes": [NOTE] * 20}),
-        (TraitsReply, {"notes": []}),
-        (AlignReply, {"changes": [CHANGE, CHANGE | {"same_as": None, "text": "Ann hikes."}]}),
-        (ReviseReply, {"decisions": [REVISION]}),
+        (schemas.EpisodesReply, {"episodes": []}, True),
+        (schemas.EpisodesReply, {"episodes": [EPISODE] * 5}, True),
+        (schemas.EpisodesReply, {"episodes": [EPISODE] * 6}, False),
+        # numbers of no line are the policy's business
+        (schemas.EpisodesReply, {"episodes": [{"text": "x", "turns": [-1, 10**6]}, EPISODE]}, True),
+        (schemas.PartitionReply, {"groups": [{"messages": [1, 1, -1, 10**6]}, {"messages": []}]}, True),
+        (schemas.AlignReply, {"changes": [CHANGE, CHANGE | {"same_as": -3}]}, True),
+        (schemas.SelectReply, {"continues": None}, True),
+        (schemas.MergeReply, {"same_story": False, "narrative": ""}, True),
+        (schemas.MergeReply, {"same_story": True, "narrative": "   "}, False),
+        (schemas.FactsReply, {"facts": [FACT] * 9}, True),
+        (schemas.FactsReply, {"facts": [FACT] * 10}, False),
+        (schemas.TraitsReply, {"notes": [TRAIT | {"kind": "fact"}]}, False),  # stage 2 adds no facts
     ],
 )
-def test_valid_replies(reply: type[Reply], value: Any) -> None:
-    assert reply.model_validate_json(json.dumps(value)).model_dump() == value
-
-
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
-        (EpisodesReply, {}),
-        (EpisodesReply, {"episodes": [EPISODE] * 6}),
-        (EpisodesReply, {"episodes": [EPISODE | {"text": "  \n"}]}),
-        (EpisodesReply, {"episodes": [EPISODE | {"turns": ["1"]}]}),
-        (EpisodesReply, {"episodes": [EPISODE | {"turns": [1] * 101}]}),
-        (EpisodesReply, {"episodes": [EPISODE | {"text": "x" * 3001}]}),
-        (EpisodesReply, {"episodes": [EPISODE], "note": "hi"}),
-        (EpisodesReply, {"episodes": ["Ann hiked."]}),
-        (MergeReply, {"same_story": True, "narrative": ""}),
-        (MergeReply, {"same_story": True, "narrative": "   "}),
-        (MergeReply, {"same_story": "true", "narrative": "x"}),
-        (MergeReply, {"same_story": False}),
-        (FactsReply, {"facts": [FACT] * 10}),
-        (FactsReply, {"facts": [FACT | {"kind": "gossip"}]}),
-        (FactsReply, {"facts": [{"text": "x", "kind": "user_event"}]}),
-        (ExtractReply, {"facts": [{"text": "Ann hikes."}] * 11}),
-        (ExtractReply, {"facts": [{"text": " "}]}),
-        (StatementsReply, {"facts": [{"text": "Ann hikes."}]}),
-        (SupplementReply, {"notes": [{"text": "Ann hikes.", "kind": "fact"}]}),
-        (ReconcileReply, {"decisions": [DECISION] * 11}),
-        (ReconcileReply, {"decisions": [DECISION | {"action": "ADD"}]}),
-        (ReconcileReply, {"decisions": [DECISION | {"text": "x" * 601}]}),
-        (PartitionReply, {"groups": [{"messages": [1]}] * 101}),
-        (PartitionReply, {"groups": [[1]]}),
-        (NarrativeReply, {"cue": "x" * 201, "narrative": "Ann hiked."}),
-        (NarrativeReply, {"cue": " ", "narrative": "Ann hiked."}),
-        (SelectReply, {"continues": "1"}),
-        (PredictionReply, {"prediction": ""}),
-        (ConsolidateReply, {"action": "delete", "targets": [], "text": ""}),
-        (ConsolidateReply, {"action": "new", "targets": [1] * 11, "text": ""}),
-        (SummaryReply, {"summary": "x" * 3501}),
-        (SegmentReply, {"episodes": []}),
-        (SegmentReply, {"episodes": [PIECE | {"summary": "x" * 501}]}),
-        (SegmentReply, {"episodes": [PIECE | {"summary": " "}]}),
-        (NotesReply, {"notes": [NOTE | {"kind": "gossip"}]}),
-        (TraitsReply, {"notes": [NOTE | {"kind": "fact"}]}),  # stage 2 adds no facts
-        (ReviseReply, {"decisions": [REVISION | {"relation": "same"}]}),
-    ],
-)
-def test_invalid_replies(reply: type[Reply], value: Any) -> None:
-    with pytest.raises(ValidationError):
-        reply.model_validate_json(json.dumps(value))
+def test_replies_that_the_papers_allow_or_forbid(reply: type[Reply], value: Any, is_valid: bool) -> None:
+    with nullcontext() if is_valid else pytest.raises(ValidationError):
+        assert reply.model_validate_json(json.dumps(value)).model_dump() == value
 
 
 def nodes(schema: Any) -> list[dict[str, Any]]:
@@ -300,7 +255,7 @@ def nodes(schema: Any) -> list[dict[str, Any]]:
     return [schema, *(node for value in schema.values() for node in nodes(value))]
 
 
-@pytest.mark.parametrize("reply", [reply for reply in REPLIES.values() if reply is not None])
+@pytest.mark.parametrize("reply", SCHEMAS)
 def test_wire_schemas_are_flat_closed_and_bounded(reply: type[Reply]) -> None:
     schema = reply.wire_schema()
     assert "$ref" not in json.dumps(schema) and "$defs" not in schema

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import orjson
 
-from undertow.engine.api.report_format import Withheld, row_report, versions_of
-from undertow.engine.base.model import BadInput, InputError, UndertowError
+from undertow.engine.api.report_format import Withheld, bad_cursor, row_report, versions_of
+from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import Report
 from undertow.engine.storage.journal import Journal, Kind, Row
 from undertow.engine.storage.row_codec import job_of
@@ -74,12 +74,11 @@ class ExportCursor:
     @classmethod
     def parse(cls, text: str) -> Self:
         """From its text. InputError."""
-        parts = text.split(".")
         try:
-            stay, lsn, count, fingerprint = parts
+            stay, lsn, count, fingerprint = text.split(".")
             return cls(stay, int(lsn), ExportTrailer(int(count), int(fingerprint, 16)))
         except ValueError:
-            _refuse("after", f"{text!r:.80} is not what a page gave", "Pass on the last page's `after`.")
+            raise bad_cursor("export", text) from None
 
     def __str__(self) -> str:
         return f"{self.stay}.{self.lsn}.{self.seal.count}.{self.seal.hex}"
@@ -89,12 +88,6 @@ def stay_of(journal: Journal, known: Sequence[Row]) -> str:
     """`known`: the tenant's rows, the first of its log among them, which is never deleted."""
     text = f"{journal.location}\x1f{known[0].lsn}"
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-
-
-def check_limit(limit: int, most: int) -> None:
-    """InputError."""
-    if not 1 <= limit <= most:
-        _refuse("limit", f"is {limit}", f"Ask for 1 to {most:,}; `after` gives the next page.")
 
 
 def exported(rows: Iterable[Row], known: Sequence[Row], *, vectors: bool) -> Iterator[tuple[int, Report]]:
@@ -108,25 +101,11 @@ def exported(rows: Iterable[Row], known: Sequence[Row], *, vectors: bool) -> Ite
     for row in rows:
         if row in withheld or (row.kind == "job" and job_of(row).state == "pending"):
             continue  # a pending job is asked again from the log, wherever that is
-        report = _record(row)
+        report = row_report(row)
+        if row.kind == "turn":
+            report["dedupe_key"] = orjson.loads(row.payload)["key"]  # which only an import needs
         if row.kind in ("episode", "fact"):
             report["superseded_at_seq"] = replaced.get((row.id or "", report["version"]))
         if vectors and row.kind in ("turn", "episode", "fact"):
             report["vector"] = None if row.vector is None else row.vector.tolist()
         yield row.lsn, report
-
-
-def _record(row: Row) -> Report:
-    """As users are shown it, and what only an import needs."""
-    if row.kind == "job":
-        job = job_of(row)
-        found: Report = {"kind": "job", "tenant": row.tenant, "seq": row.seq, "id": job.id}
-        found |= {"state": job.state, "operation": job.operation}
-        return found | {"cluster_seqs": list(job.cluster), "reason": job.reason}
-    if row.kind == "turn":
-        return row_report(row) | {"dedupe_key": orjson.loads(row.payload)["key"]}
-    return row_report(row)
-
-
-def _refuse(field: str, reason: str, cure: str) -> NoReturn:
-    raise InputError(BadInput("export", None, field, reason, cure))

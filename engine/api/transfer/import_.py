@@ -8,13 +8,11 @@ encoder: vectors that an export may carry can be another one's. Then one commit 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from undertow.engine.api.report_format import Withheld
 from undertow.engine.api.transfer.export import FORMAT, ExportTrailer
@@ -29,9 +27,10 @@ from undertow.engine.api.transfer.import_schema import (
     content_of,
 )
 from undertow.engine.api.transfer.import_validation import ImportValidator, Versions
-from undertow.engine.api.transfer.reindex import embedded_text
+from undertow.engine.api.transfer.reindex import Encode, embed_rows
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, Memory, MemoryKind, Turn, UndertowError, memory_id
+from undertow.engine.base.queries import ImportCommand
 from undertow.engine.base.results import ImportReport, Report
 from undertow.engine.readers import parse_messages
 from undertow.engine.readers.record import BadField
@@ -51,8 +50,6 @@ from undertow.engine.storage.row_codec import (
 # between two of these, a shard does other work
 RECORDS_PER_STEP = 512
 
-Encode = Callable[[Sequence[str]], NDArray[np.float16]]
-
 
 class TenantExists(UndertowError):
     """The tenant that an export is to become has something here already."""
@@ -69,18 +66,23 @@ class ImportCancelled(UndertowError):
 
 
 class Import:
-    """One export on its way to become a tenant. `rows` are its rows once the steps are done."""
+    """One export on its way to become a tenant.
+
+    `steps` does the work, a slice at a time (InputError: nothing can be imported); then `rows` are the rows.
+    `again`: the call is a repeat.
+    """
 
     def __init__(
-        self, tenant: str, key: str, generation: int, records: Sequence[Report], settings: Settings
+        self, command: ImportCommand, key: str, generation: int, settings: Settings, encode: Encode
     ) -> None:
         """InputError: the name cannot be a tenant's."""
-        check_turn(Turn(tenant, (), ""))
-        self.tenant = tenant
+        check_turn(Turn(command.tenant, (), ""))
+        self.tenant, self.again = command.tenant, command.again
         self.key = key
         self.generation = generation
         self.rows: list[Row] = []
-        self._records = records
+        self.steps = self._steps(encode)
+        self._records = command.records
         self._settings = settings
         self._checks = ImportValidator()
 
@@ -101,8 +103,7 @@ class Import:
         """Whether nothing of the log is left to decide."""
         return self._checks.decided == self._checks.log_len
 
-    def steps(self, encode: Encode) -> Iterator[None]:
-        """All the work, a slice at a time. InputError: nothing can be taken."""
+    def _steps(self, encode: Encode) -> Iterator[None]:
         contents: list[tuple[int, Content]] = []
         for checked in self._checked():
             contents.append(checked)
@@ -117,7 +118,8 @@ class Import:
         self.rows = self._kept(rows)
         for start in range(0, len(self.rows), RECORDS_PER_STEP):
             yield
-            self._embed(self.rows[start : start + RECORDS_PER_STEP], encode)
+            some = self.rows[start : start + RECORDS_PER_STEP]
+            embed_rows(some, encode, self._settings.embed_timestamp)
 
     # ---- reading
 
@@ -259,14 +261,6 @@ class Import:
                 with _about(row.lsn):
                     versions.take(memory_of(row))
         return kept
-
-    def _embed(self, rows: Sequence[Row], encode: Encode) -> None:
-        texts = [embedded_text(row, self._settings.embed_timestamp) for row in rows]
-        speaking = [(row, text) for row, text in zip(rows, texts, strict=True) if text is not None]
-        if not speaking:
-            return
-        for (row, _), vector in zip(speaking, encode([text for _, text in speaking]), strict=True):
-            row.vector = vector
 
 
 def read_records(lines: Iterable[bytes], max_bytes: int) -> list[Report]:

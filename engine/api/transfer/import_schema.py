@@ -110,10 +110,6 @@ class SettingsChange(Shape):
     theta_count: int = Field(ge=1, le=1000)
 
 
-class Flush(Shape):
-    pass
-
-
 class TurnDeletion(Shape):
     turn_seq: Seq
     id: Words
@@ -167,18 +163,6 @@ class JobRecord(RecordShape):
 
 
 Content = TurnRecord | MemoryRecord | DecisionRecord | ControlRecord | JobRecord
-Body = (
-    SettingsChange
-    | Flush
-    | TurnDeletion
-    | MemoryDeletion
-    | Update
-    | Replay
-    | PolicyChangeRecord
-    | Reconsolidation
-    | Use
-)
-
 _CONTENT: TypeAdapter[Content] = TypeAdapter(Annotated[Content, Field(discriminator="kind")])
 
 
@@ -190,11 +174,11 @@ def content_of(record: Mapping[str, Any]) -> Content:
         raise _bad_field(error, skip=1) from None
 
 
-def body_of(record: ControlRecord) -> Body:
-    """What a control record says. BadField."""
-    shapes: dict[str, type[Body]] = {
+def body_of(record: ControlRecord) -> Shape:
+    """The body of a control record, checked. BadField."""
+    shapes: dict[str, type[Shape]] = {
         "settings": SettingsChange,
-        "flush": Flush,
+        "flush": Shape,
         "delete": TurnDeletion if "turn_seq" in record.body else MemoryDeletion,
         "update": Update,
         "replay": Replay,

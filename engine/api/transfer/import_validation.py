@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from undertow.engine.api.transfer.import_schema import (
     EDITED,
-    Body,
     Content,
     ControlRecord,
     DecisionRecord,
@@ -20,6 +19,7 @@ from undertow.engine.api.transfer.import_schema import (
     PolicyChangeRecord,
     Replay,
     SettingsChange,
+    Shape,
     TurnDeletion,
     TurnRecord,
     Update,
@@ -49,7 +49,7 @@ class ImportValidator:
         self._generation = 1
         self._reread_to: int | None = None
         self._changes: list[int] = []
-        self._controls: dict[int, Body] = {}
+        self._controls: dict[int, Shape] = {}
         self._settled = False
         self._last_turn = self._last_control = -1
         self._last_decision = ""
@@ -102,7 +102,7 @@ class ImportValidator:
         self._last_turn = turn.seq
         self.turns.add(turn.seq)
 
-    def _take_control(self, control: ControlRecord, body: Body) -> None:
+    def _take_control(self, control: ControlRecord, body: Shape) -> None:
         seq = control.seq
         if isinstance(body, PolicyChangeRecord) and seq == -1 and self._settled and self.log_len == 0:
             return
@@ -144,15 +144,13 @@ class ImportValidator:
             _refuse("made_at_seq", f"is {memory.made_at_seq}; the next decision is that of {self.decided}")
         if memory.born_at_seq > memory.made_at_seq:
             _refuse("born_at_seq", f"is {memory.born_at_seq}, later than made_at_seq")
-        if memory.generation > self._generation or (memory.version == 1 and not self._is_made(memory)):
+        is_older = memory.generation < self._generation
+        if memory.generation > self._generation or (memory.version == 1 and is_older):
             _refuse("generation", f"is {memory.generation}; that of the decisions is {self._generation}")
         birth: Birth = (memory.generation, memory.kind, memory.born_at_seq, memory.ordinal)
         self._know("id", "memory", memory.id, birth)
         self.births[memory.id] = birth
         self._made.add(memory.id)
-
-    def _is_made(self, memory: MemoryRecord) -> bool:
-        return memory.generation == self._generation
 
     def _take_reread(self, decision: DecisionRecord) -> None:
         """The log is read again from here: for the next change of policy, or for a later one."""

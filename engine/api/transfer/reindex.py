@@ -7,13 +7,15 @@ moment before, the store is as it was, and the same call goes on with the copy w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from undertow.engine.base.model import as_embedded, spoken
 from undertow.engine.encoders.base import Encoder, Fingerprint
@@ -21,6 +23,8 @@ from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import messages_of
 from undertow.engine.storage.store_info import StoreError, StoreInfo, write_info
+
+Encode = Callable[[Sequence[str]], NDArray[np.float16]]
 
 ROWS_PER_STEP = 512
 PROGRESS_FILE = "reindex.json"
@@ -91,15 +95,10 @@ def _copy(
     total, embedded, done = journal.row_count, 0, 0
     first = max(copy.columns(["lsn"])["lsn"].to_pylist(), default=-1) + 1
     for rows in _batches(journal):
-        texts = [embedded_text(row, embed_timestamp) for row in rows]
-        embedded += sum(text is not None for text in texts)
-        fresh = [(row, text) for row, text in zip(rows, texts, strict=True) if row.lsn >= first]
-        speaking = [(row, text) for row, text in fresh if text is not None]
-        vectors = encoder.encode([text for _, text in speaking])
-        for (row, _), vector in zip(speaking, vectors, strict=True):
-            row.vector = vector
-        if fresh:
-            copy.append_copies([row for row, _ in fresh])
+        embedded += sum(_embedded_text(row, embed_timestamp) is not None for row in rows)
+        if fresh := [row for row in rows if row.lsn >= first]:
+            embed_rows(fresh, encoder.encode, embed_timestamp)
+            copy.append_copies(fresh)
         done += len(rows)
         on_rows(done, total)
     return embedded
@@ -111,7 +110,16 @@ def _batches(journal: Journal) -> Iterator[list[Row]]:
         yield batch
 
 
-def embedded_text(row: Row, embed_timestamp: bool) -> str | None:
+def embed_rows(rows: Sequence[Row], encode: Encode, embed_timestamp: bool) -> None:
+    """Set the vectors of the turns, episodes and facts among `rows`."""
+    texts = [(row, text) for row in rows if (text := _embedded_text(row, embed_timestamp)) is not None]
+    if not texts:
+        return
+    for (row, _), vector in zip(texts, encode([text for _, text in texts]), strict=True):
+        row.vector = vector
+
+
+def _embedded_text(row: Row, embed_timestamp: bool) -> str | None:
     """The text whose vector a row holds; None for rows that hold none."""
     if row.kind not in ("turn", "episode", "fact"):
         return None

@@ -8,12 +8,12 @@ from functools import partial
 from heapq import merge
 from itertools import islice
 from operator import itemgetter
-from typing import NoReturn, get_args
+from typing import get_args
 
 import orjson
 
-from undertow.engine.api.report_format import memory_report, turn_report
-from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.api.report_format import bad_cursor, check_limit, memory_report, turn_report
+from undertow.engine.base.model import InputError
 from undertow.engine.base.results import HitKind, Page, Report
 from undertow.engine.search.ranking import Rows, Window, rests_on, shows
 from undertow.engine.storage.journal import Row
@@ -33,7 +33,7 @@ BEFORE_ALL: Place = (-1, -1, -1)
 def kinds_of(kinds: Collection[str] | None) -> frozenset[HitKind]:
     """Those named, or all. InputError."""
     if wrong := sorted(set(kinds or ()) - set(KINDS)):
-        _refuse("kinds", f"{wrong[0]!r:.80} is none", f"Name some of {', '.join(KINDS)}.")
+        raise InputError.of("list", "kinds", f"{wrong[0]!r:.80} is none", f"Name some of {', '.join(KINDS)}.")
     return frozenset(kind for kind in KINDS if kinds is None or kind in kinds)
 
 
@@ -53,7 +53,7 @@ def list_page(
     Retrieval. Nothing stands twice in the pages of one walk, and nothing that stays is left out, whatever is
     added meanwhile; what is born meanwhile at a record that the walk has passed is not in it. InputError.
     """
-    check_limit(limit)
+    check_limit("list", limit, MAX_LISTED)
     start = BEFORE_ALL if after is None else _place_of(after)
     lines: list[Iterator[Item]] = []
     if "turn" in kinds:
@@ -69,14 +69,8 @@ def list_page(
 
 def names_page(names: Iterable[str], prefix: str, limit: int, after: str) -> list[str]:
     """Of sorted names, the first `limit` that begin with `prefix` and stand behind `after`. InputError."""
-    check_limit(limit)
+    check_limit("list", limit, MAX_LISTED)
     return list(islice((name for name in names if name > after and name.startswith(prefix)), limit))
-
-
-def check_limit(limit: int) -> None:
-    """InputError."""
-    if not 1 <= limit <= MAX_LISTED:
-        _refuse("limit", f"is {limit}", f"Ask for 1 to {MAX_LISTED:,}; `after` gives the next page.")
 
 
 def _turns(tenant: Tenant, start: Place, passing: Rows | None, within: Rows | None) -> Iterator[Item]:
@@ -111,9 +105,5 @@ def _place_of(after: str) -> Place:
     try:
         seq, rank, ordinal = map(int, after.split("."))
     except ValueError:
-        _refuse("after", f"{after!r:.80} is not what a page gave", "Pass on the last page's `after`.")
+        raise bad_cursor("list", after) from None
     return seq, rank, ordinal
-
-
-def _refuse(field: str, reason: str, cure: str) -> NoReturn:
-    raise InputError(BadInput("list", None, field, reason, cure))

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from undertow.engine.api.policy_change import policy_report
 from undertow.engine.api.report_format import (
     Withheld,
-    deleted_turn,
+    check_limit,
+    deleted_turn_ids,
     deleted_turns,
+    job_report,
     memory_report,
     row_report,
     turn_report,
@@ -32,7 +34,6 @@ from undertow.engine.api.transfer.export import (
     ExportBroken,
     ExportCursor,
     ExportTrailer,
-    check_limit,
     exported,
     head,
     stay_of,
@@ -70,8 +71,7 @@ class Reports:
 
     def _deleted_but_stored(self) -> list[Row]:
         """Rows of deleted turns that a crash left behind."""
-        controls = self._alive(self._journal.read(kinds=["control"], vectors=False))
-        ids = [control_of(row).body["id"] for row in controls if deleted_turn(row) is not None]
+        ids = deleted_turn_ids(self._alive(self._journal.read(kinds=["control"], vectors=False)))
         return self._alive(self._journal.read(kinds=["turn"], ids=ids, vectors=False)) if ids else []
 
     def turns(self, tenant: str, *, every: bool = False) -> list[Report]:
@@ -218,7 +218,7 @@ class Reports:
         deleted meanwhile may be, with the record of its deletion, if its page had been read: an import leaves
         it out. InputError; ExportBroken.
         """
-        check_limit(limit, MAX_PAGE_RECORDS)
+        check_limit("export", limit, MAX_PAGE_RECORDS)
         known = self._every_row(tenant, ["control", "episode", "fact"])
         stay = stay_of(self._journal, known)
         mark = ExportCursor(stay) if after is None else ExportCursor.parse(after)
@@ -246,15 +246,13 @@ class Reports:
         for row in self._alive(self._journal.read(kinds=["job"], vectors=False)):
             if row.id is not None:
                 latest[row.id] = row
-        pending = [row.tenant_key for row in latest.values() if job_of(row).state == "pending"]
-        decided = self._decided(sorted(set(pending)))
+        pending = {row.tenant_key for row in latest.values() if job_of(row).state == "pending"}
+        decided = self._decided(sorted(pending))
         open_jobs = [
-            {"id": job.id, "tenant": row.tenant, "seq": job.seq, "state": job.state}
-            | {"operation": job.operation, "cluster_seqs": list(job.cluster), "reason": job.reason}
+            job_report(row)
             for row in latest.values()
-            for job in [job_of(row)]
-            if job.state == "parked"
-            or (job.state == "pending" and row.lsn > decided.get((row.tenant_key, job.seq), -1))
+            if (state := job_of(row).state) == "parked"
+            or (state == "pending" and row.lsn > decided.get((row.tenant_key, row.seq), -1))
         ]
         return sorted(open_jobs, key=lambda job: (job["tenant"], job["seq"]))
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from undertow.engine.api.answer_calls import PendingAnswer
 from undertow.engine.api.engine import Engine
-from undertow.engine.api.tenant_calls import PendingImport
-from undertow.engine.api.transfer.import_ import ImportCancelled
+from undertow.engine.api.transfer.import_ import Import, ImportCancelled
 from undertow.engine.base.queries import (
     AnswerQuery,
     ApiCall,
@@ -48,7 +47,7 @@ class RunningImport:
 
     tenant: str
     engine: Engine | None = None
-    pending: PendingImport | None = None
+    pending: Import | None = None
     cancelled: bool = False
 
 

@@ -49,21 +49,11 @@ def place(record: Report) -> tuple[Any, ...]:
 
 
 CHANGES = [f"{act} {what}" for act in ("delete", "update") for what in ("turn", "memory")]
-
-
 ACTS = ("add", "drain", "flush", "replay", *CHANGES)
-
-
 LIVES = st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 40)), max_size=14)
-
-
 # the log read again, once, and once broken off for another change
 CHANGE = ("change policy", 1)
-
-
 CHANGED = [CHANGE, ("add", 3), ("delete turn", 3), ("drain", 0), ("delete turn", 2), ("update memory", 1)]
-
-
 BROKEN_OFF = [("delete turn", 4), CHANGE, ("add", 7), ("change policy", 0), ("add", 9), ("drain", 0)]
 
 
@@ -384,14 +374,5 @@ def test_over_shards_an_import_is_stored_once_though_its_answer_is_lost(
         assert router.drain()
         with pytest.raises(TenantExists):
             router.import_(names[0], source)
-        copies = {nameless(all_pages(router, name), name) for name in names}
+        copies = {nameless(exported(router, name, limit=50), name) for name in names}
         assert len(copies) == 1
-
-
-def all_pages(router: Router, tenant: str) -> list[Report]:
-    page = router.export_page(tenant, limit=50)
-    records = [*page.items]
-    while page.after:
-        page = router.export_page(tenant, after=page.after, limit=50)
-        records += page.items
-    return records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +37,9 @@ def content(memories: Iterable[Memory]) -> list[tuple[object, ...]]:
     """What memories say and rest on, in order of birth, with names that do not depend on the generation."""
     memories = list(memories)
     name = {m.id: (m.kind, m.born_at_seq, m.ordinal) for m in memories}
-    return [
-        (
-            *name[m.id],
-            *(
-                m.version,
-                m.made_at_seq,
-                m.text,
-                m.source_seqs,
-                m.source_messages,
-                m.shown_seqs,
-                m.timestamp,
-                m.fact_kind,
-            ),
-            *(name.get(m.episode_id or ""), len(m.supersedes)),
-        )
-        for m in memories
-    ]
+    fields = "version made_at_seq text source_seqs source_messages shown_seqs timestamp fact_kind"
+    plain = attrgetter(*fields.split())
+    return [(*name[m.id], *plain(m), name.get(m.episode_id or ""), len(m.supersedes)) for m in memories]
 
 
 def found_of(engine: Engine) -> list[tuple[str, str, float]]:
@@ -76,12 +63,8 @@ def test_a_tenant_begins_under_a_policy_of_its_own(tmp_path: Path) -> None:
         assert engine.drain()
         expected = engine.get_all("ann")
     with opened(tmp_path / "own", "recmem") as engine:
-        assert engine.set_policy("ann", "eager") == {
-            "tenant": "ann",
-            "policy": "eager",
-            "generation": 1,
-            "change": None,
-        }
+        told = {"tenant": "ann", "policy": "eager", "generation": 1, "change": None}
+        assert engine.set_policy("ann", "eager") == told
         ingest(engine, topical("ann", 20), 7)
         ingest(engine, topical("bob", 20), 7)
         assert engine.drain()

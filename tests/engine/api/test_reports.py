@@ -57,13 +57,19 @@ def reports_of(engine: Engine) -> Reports:
     return Reports(Journal.open(engine.journal.location, writable=False))
 
 
-def test_explain_says_which_turns_still_count_in_gates(engine: Engine) -> None:
+def test_explain_has_the_contracts_fields_and_says_which_turns_still_count_in_gates(engine: Engine) -> None:
     tenant = engine.tenants.get("ada")
     why = reports_of(engine).explain("ada")
     assert {"waits", "fired", "merged", "parked"} == {r["decision"] for r in why}
     live = (engine.arena.flags(tenant.turns_segment) & Arena.LIVE).astype(bool)
     parked = {seq for r in why if r["decision"] == "parked" for seq in r["cluster_seqs"]}
+    fields = (
+        "seq decision merge_asked nearest_episode score cluster_seqs consolidated_at_seq episode_ids fact_ids"
+    )
     for record in why:
+        assert list(record) == fields.split()
+        asked = record["score"] is not None and record["score"] >= SETTINGS.merge_threshold
+        assert record["merge_asked"] == asked
         out_of_gates = record["consolidated_at_seq"] is not None or record["seq"] in parked
         assert live[record["seq"]] == (not out_of_gates)
         at = record["consolidated_at_seq"]
@@ -73,16 +79,6 @@ def test_explain_says_which_turns_still_count_in_gates(engine: Engine) -> None:
             assert why[at]["decision"] in ("fired", "merged")
     refired = [r for r in why if r["decision"] == "fired" and not r["episode_ids"]]
     assert refired, "an empty reply leaves its turns live"
-
-
-def test_explain_gives_exactly_the_fields_of_the_contract(engine: Engine) -> None:
-    fields = (
-        "seq decision merge_asked nearest_episode score cluster_seqs consolidated_at_seq episode_ids fact_ids"
-    )
-    for record in reports_of(engine).explain("ada"):
-        assert list(record) == fields.split()
-        asked = record["score"] is not None and record["score"] >= SETTINGS.merge_threshold
-        assert record["merge_asked"] == asked
 
 
 def test_replaying_a_parked_job_consolidates_its_turns_at_the_replay_s_seq(engine: Engine) -> None:

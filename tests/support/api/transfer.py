@@ -13,6 +13,7 @@ import orjson
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.policy_change import PolicyConflict
+from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.results import Report
 from undertow.engine.storage.row_codec import usage_from_json
@@ -40,7 +41,7 @@ def said(tenant: str, n: int) -> Turn:
     return Turn(tenant, messages, f"key {n}", f"s{n % 2}", when, {"topic": n % 3} if n % 2 else {})
 
 
-def exported(engine: Engine, tenant: str, *, limit: int = 1000, vectors: bool = False) -> list[Report]:
+def exported(engine: MemoryApi, tenant: str, *, limit: int = 1000, vectors: bool = False) -> list[Report]:
     """By pages, through JSON, as a client has it."""
     records: list[Report] = []
     after = None
