@@ -27,7 +27,7 @@ from undertow.engine.storage.journal import Fenced, Journal, JournalError
 from undertow.engine.storage.location import Location, StoreError
 
 from ...support.cluster.in_process import PARTS, FailingEncoder, cluster_state, mock_llm, settings
-from ...support.cluster.shard import SOON_S, Sender, hold, some
+from ...support.cluster.shard import SOON_S, Sender, ask, hold, some
 from ...support.engine import turn_of
 from ...support.faults.harness import assert_same_state, end_state
 from .conftest import Start
@@ -52,7 +52,7 @@ def test_poison_turns_are_parked_and_all_others_stored_in_order(
     sound = [r for n, r in enumerate(receipts) if n not in (7, 30)]
     assert [r["status"] for r in sound] == ["stored"] * 38
     assert [r["seq"] for r in sound] == [*range(19), *range(19)]
-    assert shard.ask(DrainCommand()).result(SOON_S)
+    assert ask(shard, DrainCommand())
     status = shard.status().result(SOON_S)
     assert [entry["reason"] for entry in status["parked"]] == [told, told]
     # sent again, it is parked still, and costs nothing
@@ -118,11 +118,11 @@ def test_a_tenant_whose_deciding_fails_is_left_alone(
     sender = Sender(shard)
     receipts = sender.add([turn_of(name, n, f"word{n}") for n in range(5) for name in ("ann", "bob")])
     assert {r["status"] for r in receipts} <= {"stored", "duplicate"}
-    assert shard.ask(FlushCommand("ann")).result(SOON_S)
-    assert not shard.ask(FlushCommand("bob")).result(SOON_S)
-    assert not shard.ask(DrainCommand()).result(SOON_S)
+    assert ask(shard, FlushCommand("ann"))
+    assert not ask(shard, FlushCommand("bob"))
+    assert not ask(shard, DrainCommand())
     assert "a bug" in shard.status().result(SOON_S)["faulty_tenants"]["bob"]
-    assert shard.ask(SearchQuery("bob", "word3")).result(SOON_S).turns
+    assert ask(shard, SearchQuery("bob", "word3")).turns
     assert [r["status"] for r in sender.add(some("bob", 7))] == ["stored"]
 
 
@@ -246,10 +246,10 @@ def test_a_zombie_is_fenced_and_acknowledges_nothing(root: Location, start: Star
     for call in (zombie.ask(SearchQuery("ann", "x")), zombie.hello("client", 1)):
         with pytest.raises(Fenced):
             call.result(SOON_S)
-    assert heir.ask(DrainCommand()).result(SOON_S)
-    assert [
-        t.memory for t in heir.ask(SearchQuery("ann", "word77 other77", k_sub=9)).result(SOON_S).turns
-    ] and (heir.ask(StatsQuery()).result(SOON_S)["turns"] == 3)
+    assert ask(heir, DrainCommand())
+    assert [t.memory for t in ask(heir, SearchQuery("ann", "word77 other77", k_sub=9)).turns] and (
+        ask(heir, StatsQuery())["turns"] == 3
+    )
     zombie.close()
     heir.close()
     state = cluster_state(root)
