@@ -115,7 +115,7 @@ def test_turns_that_cannot_be_packed_end_their_file_alone(
     monkeypatch.setattr(bulk_reading, "TABLE_TURNS", 10)
     monkeypatch.setattr(bulk_reading, "pack", fails)
     pieces = [Piece(n, log, 0) for n, log in enumerate(logs[:2])]
-    tables = list(bulk_reading.read_all(reading(root), pieces))
+    tables = [table for piece in pieces for table in reading(root).tables(piece)]
     taken = [t for t in tables if t.column("group")[0].as_py() != bulk_reading.REPORTS]
     first, second = (FileReport.from_json(t.column("payload")[0].as_py()) for t in tables if t not in taken)
     of_file = Counter(file for t in taken for file in t.column("file").to_pylist())

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -30,7 +31,6 @@ from undertow.engine.cluster.bulk.reading import (
     Piece,
     Span,
     WaveReader,
-    read_all,
     rows_bytes,
     waves_of,
 )
@@ -274,7 +274,7 @@ def _sorted(reading: WaveReader, pieces: Sequence[Piece]) -> tuple[dict[int, lis
 
     def read_task(rows: pa.Table) -> Iterator[pa.Table]:
         for number in rows.column("task").to_pylist():
-            yield from read_all(reading, tasks[number])
+            yield from chain.from_iterable(map(reading.tables, tasks[number]))
 
     items = [{"task": number} for number in range(len(tasks))]
     turns = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(

@@ -7,9 +7,9 @@ file, then by position in the file. Logs are read in waves, and each wave in tas
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -172,10 +172,6 @@ class WaveReader:
             np.array(numbers, dtype=np.int64)[wanted],
         ]
         return pa.table([*map(pa.array, places), *packed.columns], schema=ROWS)
-
-
-def read_all(reading: WaveReader, pieces: Iterable[Piece]) -> Iterator[pa.Table]:
-    return chain.from_iterable(map(reading.tables, pieces))
 
 
 def report_row(report: FileReport) -> pa.Table:

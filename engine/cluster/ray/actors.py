@@ -12,7 +12,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow as pa
 
@@ -31,12 +31,7 @@ from undertow.engine.storage.location import Location
 try:
     import ray
     from ray import cloudpickle
-    from ray.exceptions import (
-        PendingCallsLimitExceeded,
-        RayActorError,
-        RayError,
-        RayTaskError,
-    )
+    from ray.exceptions import PendingCallsLimitExceeded, RayActorError, RayError, RayTaskError
 except ModuleNotFoundError as missing:
     if missing.name != "ray":
         raise
@@ -69,7 +64,9 @@ class RayShard:
         except RayTaskError as error:
             if isinstance(error.cause, Fenced):
                 raise ShardExited(f"shard {self.shard}: {error.cause}") from None
-            _reraise(error)
+            if isinstance(error.cause, UndertowError | ValueError):
+                raise error.cause from None  # the shard's own error, without Ray's report around it
+            raise
         except RayActorError as error:
             self._actor = None  # it restarts by itself; but if it is gone for good, a new one is needed
             raise ShardGone(f"shard {self.shard}: {_first_line(error)}") from None
@@ -151,14 +148,6 @@ def connect(address: str | None = None, **options: Any) -> None:
         ray.init(address=address, namespace=NAMESPACE, **options)
     except ConnectionError as error:
         raise UndertowError(f"no Ray cluster at {address}: {error}. Start one with `ray start`.") from None
-
-
-def _reraise(error: RayTaskError) -> NoReturn:
-    """The shard's own error, without Ray's report around it."""
-    cause = error.cause
-    if isinstance(cause, UndertowError | ValueError):
-        raise cause from None
-    raise error
 
 
 def _first_line(error: Exception) -> str:

@@ -16,13 +16,7 @@ from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.cluster.resharding.coordinator import reshard, resume
 from undertow.engine.storage.location import Location
 
-from ...support.cluster.resharding import (
-    LEAVE_A,
-    LEAVE_B,
-    STAY,
-    TENANTS,
-    where,
-)
+from ...support.cluster.resharding import LEAVE_A, LEAVE_B, STAY, TENANTS, where
 from ...support.faults.harness import State, assert_same_state
 from ...support.faults.moving import (
     Killed,

@@ -23,26 +23,10 @@ from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.location import StoreError
 from undertow.engine.tenants.migration_records import MoveError, NotYet
 
-from ...support.cluster.resharding import (
-    LEAVE_A,
-    LEAVE_B,
-    STAY,
-    TURNS,
-    advance,
-    keys_of,
-    where,
-)
+from ...support.cluster.resharding import LEAVE_A, LEAVE_B, STAY, TURNS, advance, keys_of, where
 from ...support.engine import bytes_hold, settings_of, turn_of
 from ...support.faults.harness import State, assert_same_state
-from ...support.faults.moving import (
-    HASH_KEY,
-    Killed,
-    Shards,
-    Strike,
-    after_commits,
-    ids_of,
-    state_of,
-)
+from ...support.faults.moving import HASH_KEY, Killed, Shards, Strike, after_commits, ids_of, state_of
 
 # ---- erasing
 

@@ -18,23 +18,10 @@ from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
-from ...support.cluster.resharding import (
-    LEAVE_A,
-    STAY,
-    advance,
-    begin_move,
-    keys_of,
-)
+from ...support.cluster.resharding import LEAVE_A, STAY, advance, begin_move, keys_of
 from ...support.engine import DeafLLM, HeldLLM
 from ...support.faults.harness import CHANGES, State, assert_same_state, reports
-from ...support.faults.moving import (
-    REPLIES,
-    Killed,
-    Shards,
-    Strike,
-    after_commits,
-    state_of,
-)
+from ...support.faults.moving import REPLIES, Killed, Shards, Strike, after_commits, state_of
 
 
 def test_a_tenant_is_served_at_one_shard_at_every_moment(shards: Shards, turns: list[Turn]) -> None:

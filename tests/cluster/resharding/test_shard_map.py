@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -155,24 +157,19 @@ def test_of_two_maps_of_one_version_the_first_stays(tmp_path: Path) -> None:
     first = ShardMap.new(SHARDS)
     publish(root, first)
     maps = [first.toward([f"shard-{n}"]) for n in range(8)]
-    published: list[ShardMap] = []
     start = threading.Barrier(len(maps))
 
-    def race(wanted: ShardMap) -> None:
+    def publishes(wanted: ShardMap) -> bool:
         start.wait()
         try:
             publish(root, wanted)
         except MapConflict:
-            return
-        published.append(wanted)
+            return False
+        return True
 
-    threads = [threading.Thread(target=race, args=(wanted,)) for wanted in maps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(published) == 1
-    assert load(root) == published[0]
+    with ThreadPoolExecutor(len(maps)) as pool:
+        published = list(compress(maps, pool.map(publishes, maps)))
+    assert published == [load(root)]
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"version": 1, "shards": []}', b'{"version": 0}'])

@@ -25,11 +25,7 @@ from undertow.engine.storage.location import Location
 from undertow.engine.tenants.migration_records import Moved
 
 from ...support.cluster.fake_shard import FakeShard, said
-from ...support.cluster.in_process import (
-    LocalShards,
-    begin,
-    settings,
-)
+from ...support.cluster.in_process import LocalShards, begin, settings
 from ...support.cluster.router import SOON_S, meanwhile, routed, statuses
 from ...support.engine import turn_of
 

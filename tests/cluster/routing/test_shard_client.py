@@ -190,24 +190,6 @@ def test_turns_put_while_the_map_is_read_stay_behind_those_that_came_back() -> N
     assert shard.stored == said("b0", "b1")
 
 
-def test_a_turn_that_can_be_neither_stored_nor_parked_fails_what_is_behind_it() -> None:
-    shard = FakeShard()
-
-    async def refuse(table: pa.Table, reason: str) -> int:
-        raise StoreError("disk full")
-
-    shard.park = refuse  # type: ignore[method-assign]
-
-    async def work(sent: Sent) -> None:
-        for found in [put(sent, "badger"), put(sent, "a0"), put(sent, "a1")]:
-            with pytest.raises(StoreError, match="disk full"):
-                await found
-        assert await put(sent, "b") == ["stored"]
-
-    with_client(shard, work)
-    assert shard.stored == said("b")
-
-
 def test_a_client_that_fails_fails_all_its_batches() -> None:
     shard = FakeShard()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pyarrow as pa
 import pytest
@@ -137,11 +138,17 @@ def test_a_process_that_says_why_it_ends_blames_no_turn() -> None:
     assert not shard.trials and not shard.parked
 
 
-def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on() -> None:
-    shard = FakeShard(broken=StoreError("disk full"))
+@pytest.mark.parametrize("fails", ["engine", "parking"])
+def test_an_error_of_the_shard_fails_what_is_behind_too_and_then_it_goes_on(fails: str) -> None:
+    shard, error = FakeShard(), StoreError("disk full")
+    if fails == "engine":
+        shard.broken = error
+    else:
+        shard.park = AsyncMock(side_effect=error)  # type: ignore[method-assign]
 
     async def work(sent: Sent) -> None:
-        for found in [put(sent, f"a{n}") for n in range(8)]:
+        first = "badger" if fails == "parking" else "a"
+        for found in [put(sent, text) for text in (first, *(f"a{n}" for n in range(7)))]:
             with pytest.raises(StoreError, match="disk full"):
                 await found
         shard.broken = None
@@ -220,11 +227,7 @@ def test_a_shard_that_is_never_there_fails_its_calls_by_name() -> None:
 
 def test_a_shard_that_says_why_it_cannot_serve_fails_its_calls_with_that() -> None:
     shard = FakeShard()
-
-    async def refuse(client: str, map_version: int) -> SessionStart:
-        raise StoreError("no such bucket")
-
-    shard.hello = refuse  # type: ignore[method-assign]
+    shard.hello = AsyncMock(side_effect=StoreError("no such bucket"))  # type: ignore[method-assign]
 
     async def work(sent: Sent) -> None:
         with pytest.raises(UndertowError, match="no such bucket"):

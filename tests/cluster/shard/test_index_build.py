@@ -24,6 +24,7 @@ from undertow.engine.tenants.registry import UnknownTenant
 from undertow.engine.tenants.tenant import Tenant
 
 from ...engine.search.test_hybrid_search import QUERIES, turns
+from ...support.cluster.shard import ask
 from ...support.engine import NEVER, open_engine
 from .conftest import Start
 
@@ -163,7 +164,7 @@ def test_others_are_answered_while_a_large_tenants_words_are_taken_in(shard: Sha
     with pytest.raises(Exception, match="needs an LLM server"):
         futures["answer"].result(SOON_S)
     assert order[:3] == ["small 0", "small 1", "small 2"]
-    assert shard.ask(SearchQuery("large", QUERIES[0])).result(SOON_S) == futures["large"].result()
+    assert ask(shard, SearchQuery("large", QUERIES[0])) == futures["large"].result()
 
 
 class Counting(MockLLM):
@@ -196,9 +197,9 @@ def test_who_is_called_off_while_words_are_taken_in_holds_nobody_up_and_asks_no_
     assert begun.wait(SOON_S)
     assert answer.cancel() and search.cancel()
     go.set()
-    assert shard.ask(SearchQuery("ann", QUERIES[1])).result(SOON_S).turns
+    assert ask(shard, SearchQuery("ann", QUERIES[1])).turns
     assert llm.asked == 0
-    assert shard.ask(AnswerQuery("ann", QUERIES[0])).result(SOON_S).text
+    assert ask(shard, AnswerQuery("ann", QUERIES[0])).text
     assert llm.asked == 1
 
 
@@ -223,8 +224,8 @@ def test_a_search_whose_engine_could_not_be_opened_again_holds_nobody_up(
 
     monkeypatch.setattr(Ranker, "prepare", prepare)
     with pytest.raises(OSError, match="the disk is away"):
-        shard.ask(SearchQuery("ann", QUERIES[0])).result(SOON_S)
+        ask(shard, SearchQuery("ann", QUERIES[0]))
     monkeypatch.setattr(ShardSupervisor, "open", opened)
     monkeypatch.setattr(Ranker, "prepare", take_in)
-    assert shard.ask(SearchQuery("bob", QUERIES[0])).result(SOON_S).turns
-    assert shard.ask(SearchQuery("ann", QUERIES[0])).result(SOON_S).turns
+    assert ask(shard, SearchQuery("bob", QUERIES[0])).turns
+    assert ask(shard, SearchQuery("ann", QUERIES[0])).turns

@@ -37,7 +37,7 @@ from undertow.engine.tenants.registry import UnknownTenant
 
 from ...support.api.erasure import turns_of_topics
 from ...support.cluster.in_process import PARTS, begin, settings
-from ...support.cluster.shard import SOON_S, Sender, hold, some
+from ...support.cluster.shard import SOON_S, Sender, ask, hold, some
 from ...support.engine import bytes_hold, turn_of
 from ...support.faults.harness import THETA
 from .conftest import Start
@@ -93,13 +93,13 @@ def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(start: Start) 
 
 def test_errors_of_a_call_are_its_callers_and_the_shard_goes_on(shard: Shard) -> None:
     with pytest.raises(UnknownTenant):
-        shard.ask(SearchQuery("nobody", "x")).result(SOON_S)
+        ask(shard, SearchQuery("nobody", "x"))
     with pytest.raises(ValueError, match="columns"):
         shard.add(pack(some("ann", 0)).drop_columns(["text"]), CallStamp("client", "", 0, 1)).result(SOON_S)
     sender = Sender(shard)
     sender.add(some("ann", 0))
     with pytest.raises(ValueError, match="empty"):
-        shard.ask(SearchQuery("ann", " ")).result(SOON_S)
+        ask(shard, SearchQuery("ann", " "))
     assert shard.status().result(SOON_S)["reopened"] == 0
 
 
@@ -124,22 +124,22 @@ def test_repeated_calls_change_nothing(shard: Shard) -> None:
     sender.add(some("bo", 0))
     assert [r["status"] for r in sender.add(some("ann", 0, 1, 2, 3))] == ["duplicate"] * 3 + ["stored"]
     turn_id = first[1]["id"]
-    assert shard.ask(DeleteCommand(turn_id, "bo")).result(SOON_S) is None
-    assert shard.ask(DeleteCommand(turn_id, "ann")).result(SOON_S) == "turn"
-    assert shard.ask(DeleteCommand(turn_id, "ann", again=True)).result(SOON_S) == "turn"
-    assert shard.ask(DeleteCommand(turn_id, None, again=True)).result(SOON_S) == "turn"
-    assert shard.ask(DeleteCommand(turn_id, "bo", again=True)).result(SOON_S) is None
-    assert shard.ask(DeleteCommand(turn_id, None)).result(SOON_S) is None
+    assert ask(shard, DeleteCommand(turn_id, "bo")) is None
+    assert ask(shard, DeleteCommand(turn_id, "ann")) == "turn"
+    assert ask(shard, DeleteCommand(turn_id, "ann", again=True)) == "turn"
+    assert ask(shard, DeleteCommand(turn_id, None, again=True)) == "turn"
+    assert ask(shard, DeleteCommand(turn_id, "bo", again=True)) is None
+    assert ask(shard, DeleteCommand(turn_id, None)) is None
     before = records(shard)
-    assert shard.ask(FlushCommand("ann")).result(SOON_S)
-    assert shard.ask(FlushCommand("ann", again=True)).result(SOON_S)
+    assert ask(shard, FlushCommand("ann"))
+    assert ask(shard, FlushCommand("ann", again=True))
     assert records(shard) == before + 1
-    certificate = shard.ask(EraseCommand("ann", now=True)).result(SOON_S)
-    repeated = shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S)
+    certificate = ask(shard, EraseCommand("ann", now=True))
+    repeated = ask(shard, EraseCommand("ann", now=True, again=True))
     assert certificate is not None and repeated is not None
     assert repeated == certificate
     with pytest.raises(UnknownTenant):
-        shard.ask(EraseCommand("ann")).result(SOON_S)
+        ask(shard, EraseCommand("ann"))
 
 
 def test_erasures_that_wait_share_a_purge(
@@ -170,7 +170,7 @@ def test_erasures_that_wait_share_a_purge(
     assert purges == [{c.tenant_key for c in certificates if c is not None}]
     assert [c.turns_removed for c in certificates if c is not None] == [1, 2, 3]
     assert not bytes_hold(Path(str(root)), "words of")
-    assert shard.ask(EraseCommand("nobody", now=True, again=True)).result(SOON_S) is None
+    assert ask(shard, EraseCommand("nobody", now=True, again=True)) is None
 
 
 def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shard: Shard) -> None:
@@ -180,11 +180,11 @@ def test_a_tenant_that_is_being_moved_is_erased_at_once_and_certified_later(shar
     tenants.arrived[key] = Move("arrived", "elsewhere", 1)
     for again in (False, True):
         with pytest.raises(NotCertified, match="ask again"):
-            shard.ask(EraseCommand("ann", now=True, again=again)).result(SOON_S)
+            ask(shard, EraseCommand("ann", now=True, again=again))
         with pytest.raises(UnknownTenant):
-            shard.ask(MemoriesQuery("ann")).result(SOON_S)
+            ask(shard, MemoriesQuery("ann"))
     tenants.arrived.clear()
-    certificate = shard.ask(EraseCommand("ann", now=True, again=True)).result(SOON_S)
+    certificate = ask(shard, EraseCommand("ann", now=True, again=True))
     assert certificate is not None and certificate.turns_removed == 1
 
 
@@ -192,32 +192,28 @@ def test_repeated_updates_are_made_once(shard: Shard) -> None:
     sender = Sender(shard)
     ids = [r["id"] for r in sender.add(turns_of_topics("ann", 24))]
     sender.add(some("bo", 0))
-    assert shard.ask(FlushCommand("ann")).result(SOON_S)
-    fact = next(m for m in shard.ask(MemoriesQuery("ann")).result(SOON_S) if m.kind == "fact")
+    assert ask(shard, FlushCommand("ann"))
+    fact = next(m for m in ask(shard, MemoriesQuery("ann")) if m.kind == "fact")
     for tenant in ("ann", None):
-        assert shard.ask(UpdateCommand(fact.id, tenant, "one ")).result(SOON_S) == Updated(fact.id, "fact")
+        assert ask(shard, UpdateCommand(fact.id, tenant, "one ")) == Updated(fact.id, "fact")
         before = records(shard)
-        assert shard.ask(UpdateCommand(fact.id, tenant, "one ", again=True)).result(SOON_S) == Updated(
-            fact.id, "fact"
-        )
+        assert ask(shard, UpdateCommand(fact.id, tenant, "one ", again=True)) == Updated(fact.id, "fact")
         assert records(shard) == before
-        assert shard.ask(UpdateCommand(fact.id, tenant, "two", again=True)).result(SOON_S) == Updated(
-            fact.id, "fact"
-        )
+        assert ask(shard, UpdateCommand(fact.id, tenant, "two", again=True)) == Updated(fact.id, "fact")
         assert records(shard) == before + 1, "the first attempt was lost before it was logged"
-        assert shard.ask(DrainCommand()).result(SOON_S)
-        known = shard.ask(GetQuery(fact.id, tenant)).result(SOON_S)
+        assert ask(shard, DrainCommand())
+        known = ask(shard, GetQuery(fact.id, tenant))
         assert known is not None and known["text"] == "two"
-    versions = shard.ask(HistoryQuery(fact.id, "ann")).result(SOON_S)
+    versions = ask(shard, HistoryQuery(fact.id, "ann"))
     assert versions is not None and [v["text"] for v in versions[-4:]] == ["one", "two"] * 2
-    new = shard.ask(UpdateCommand(ids[3], "ann", "the boat is green")).result(SOON_S)
+    new = ask(shard, UpdateCommand(ids[3], "ann", "the boat is green"))
     assert new is not None and new.kind == "turn"
     before = records(shard)
     for tenant in ("ann", None):
-        assert shard.ask(UpdateCommand(ids[3], tenant, "the boat is green", again=True)).result(SOON_S) == new
-        assert shard.ask(UpdateCommand(ids[3], tenant, "the boat is green")).result(SOON_S) is None
-        assert shard.ask(GetQuery(ids[3], tenant)).result(SOON_S) is None
-        assert shard.ask(HistoryQuery(ids[3], tenant)).result(SOON_S) is None
+        assert ask(shard, UpdateCommand(ids[3], tenant, "the boat is green", again=True)) == new
+        assert ask(shard, UpdateCommand(ids[3], tenant, "the boat is green")) is None
+        assert ask(shard, GetQuery(ids[3], tenant)) is None
+        assert ask(shard, HistoryQuery(ids[3], tenant)) is None
     assert records(shard) == before
     for call in (
         shard.ask(GetQuery(new.id, "bo")),
@@ -230,17 +226,17 @@ def test_repeated_updates_are_made_once(shard: Shard) -> None:
 
 def test_a_flush_that_is_repeated_loads_nobody(shard: Shard, start: Start) -> None:
     Sender(shard).add(some("ann", 0, 1))
-    assert shard.ask(FlushCommand("ann")).result(SOON_S)
+    assert ask(shard, FlushCommand("ann"))
     before = records(shard)
     shard.close()
     after = start()
-    assert after.ask(FlushCommand("ann", again=True)).result(SOON_S)
+    assert ask(after, FlushCommand("ann", again=True))
     assert loaded(after) == []
     Sender(after).add(some("ann", 2))
-    assert after.ask(FlushCommand("ann", again=True)).result(SOON_S), "there is a turn behind the last one"
+    assert ask(after, FlushCommand("ann", again=True)), "there is a turn behind the last one"
     assert records(after) == before + 2
     with pytest.raises(UnknownTenant):
-        after.ask(FlushCommand("bob", again=True)).result(SOON_S)
+        ask(after, FlushCommand("bob", again=True))
 
 
 def loaded(shard: Shard) -> list[str]:

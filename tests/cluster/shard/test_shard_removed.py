@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from undertow.engine.base.queries import (
-    DrainCommand,
-    SearchQuery,
-    StatsQuery,
-)
+from undertow.engine.base.queries import DrainCommand, SearchQuery, StatsQuery
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.shard.call_queue import CallStamp

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pyarrow as pa
 
@@ -138,12 +139,8 @@ class FakeShard:
 
 
 def always_full(shard: FakeShard) -> None:
-    """Let a shard refuse all that comes."""
-
-    async def refuse(table: pa.Table, stamp: CallStamp) -> pa.Table:
-        raise QueueFull("no room.")
-
-    shard.add = refuse  # type: ignore[method-assign]
+    """Make a shard refuse every call."""
+    shard.add = AsyncMock(side_effect=QueueFull("no room."))  # type: ignore[method-assign]
 
 
 def said(*texts: str) -> list[str]:

@@ -14,9 +14,7 @@ from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.storage.location import Location
 
-from ...support.cluster.in_process import (
-    LocalShards,
-)
+from ...support.cluster.in_process import LocalShards
 
 SOON_S = 60
 

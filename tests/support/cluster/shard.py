@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from undertow.engine.base.model import Turn
+from undertow.engine.base.queries import ApiCall, R
 from undertow.engine.cluster.shard.call_queue import CallStamp
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.wire import pack
@@ -33,6 +34,11 @@ class Sender:
     def add(self, turns: list[Turn]) -> list[dict[str, Any]]:
         receipts: list[dict[str, Any]] = self.shard.add(pack(turns), self.stamp()).result(SOON_S).to_pylist()
         return receipts
+
+
+def ask(shard: Shard, call: ApiCall[R]) -> Any:
+    """The result of one call of MemoryApi."""
+    return shard.ask(call).result(SOON_S)
 
 
 def some(tenant: str, *numbers: int) -> list[Turn]:
