@@ -35,13 +35,7 @@ from undertow.engine.storage.journal_rows import Kind as Kind
 from undertow.engine.storage.journal_rows import Row as Row
 from undertow.engine.storage.lance_log import LANCE_ERRORS, LanceLog
 from undertow.engine.storage.location import Location
-from undertow.engine.storage.store_info import (
-    DESCRIPTION,
-    JOURNAL_NAME,
-    StoreError,
-    StoreInfo,
-    read_info,
-)
+from undertow.engine.storage.store_info import DESCRIPTION, JOURNAL_NAME, StoreError, StoreInfo, read_info
 from undertow.engine.storage.version_cleanup import VersionCleaner
 
 log = logging.getLogger(__name__)
