@@ -29,25 +29,19 @@ _FUNCTION_WORDS = frozenset(
 )
 
 
-class Analyzer:
+class Analyzer(dict[str, int]):
     """Turns texts into lists of terms. It caches words: use one for a batch of texts, then drop it.
 
     A term is the CRC-32 of a stem. Among 65,000 stems about one pair collides.
     """
 
-    def __init__(self) -> None:
-        self._numbers = _Numbers()
-
     def of(self, text: str) -> list[int]:
         """The terms of a text, in order, with repeats."""
-        numbers = self._numbers
-        return [term for word in _words(text.lower()) if (term := numbers[word]) != _NO_TERM]
+        return [term for word in _words(text.lower()) if (term := self[word]) != _NO_TERM]
 
-
-class _Numbers(dict[str, int]):
     def __missing__(self, word: str) -> int:
-        number = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
-        return number
+        term = self[word] = _NO_TERM if word in _FUNCTION_WORDS else zlib.crc32(root(word).encode())
+        return term
 
 
 def _words(text: str) -> list[str]:

@@ -53,7 +53,7 @@ class Window:
     until: str | None = None
 
     def allows(self, timestamp: str | None) -> bool:
-        if self.since is None and self.until is None:
+        if self.open:
             return True
         if timestamp is None:
             return False
@@ -167,17 +167,13 @@ class Ranker:
         """Which of the tenant's turns match the metadata filter, bool [turns] by arena row; None: all."""
         if where.open:
             return None
-        if (index := self._metadata.get(tenant)) is None:
-            index = self._metadata[tenant] = MetadataIndex()
-        return index.passing(tenant, where)
+        return self._metadata.setdefault(tenant, MetadataIndex()).passing(tenant, where)
 
     def within(self, tenant: Tenant, window: Window) -> Rows | None:
         """Which of the tenant's turns match the time filter, bool [turns] by arena row; None: all."""
         if window.open:
             return None
-        if (index := self._times.get(tenant)) is None:
-            index = self._times[tenant] = TimeIndex()
-        return index.within(tenant, *window.ends)
+        return self._times.setdefault(tenant, TimeIndex()).within(tenant, *window.ends)
 
     def indexes(self) -> dict[str, IvfReport]:
         """Method, size and measured recall of each loaded index, by tenant."""

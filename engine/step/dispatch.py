@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from undertow.engine.base.model import Decision, Usage
+from undertow.engine.base.model import Decision, Memory, Usage
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import (
     Complete,
@@ -14,7 +14,6 @@ from undertow.engine.policies.base import (
     Draft,
     Effect,
     Embed,
-    GateReading,
     Nearest,
     PolicyResult,
     deletion,
@@ -33,22 +32,23 @@ def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:
     record = tenant.records[seq]
     policy = policies.named(tenant.making.policy)
     view = View(tenant, seq, tenant.making)
-    if isinstance(record, bytes):
-        return policy.decide(seq, view)
-    if isinstance(record, Control) and record.kind == "delete":
-        if "turn_seq" in record.body:
-            return forget(policies, tenant, seq, record.body["turn_seq"])
-        return delete_memory(record, view)
-    if isinstance(record, Control) and record.kind == "update":
-        return update_memory(record, view)
-    if isinstance(record, Control) and record.kind == "replay":
-        job = tenant.jobs.get(record.body["job_id"])
-        return nothing_to_decide() if job is None else policy.replay(seq, job, view)
-    if isinstance(record, Control) and record.kind == "flush":
-        return policy.flush(seq, view)
-    if isinstance(record, Control) and record.kind == "reconsolidate":
-        return policy.reconsolidate(seq, record.body["question"], record.body["episode_ids"], view)
-    return nothing_to_decide()  # settings, facts used by answers, deleted turns
+    match record:
+        case bytes():
+            return policy.decide(seq, view)
+        case Control(kind="delete", body={"turn_seq": turn_seq}):
+            return forget(policies, tenant, seq, turn_seq)
+        case Control(kind="delete"):
+            return delete_memory(record, view)
+        case Control(kind="update"):
+            return update_memory(record, view)
+        case Control(kind="replay", body={"job_id": job_id}) if job_id in tenant.jobs:
+            return policy.replay(seq, tenant.jobs[job_id], view)
+        case Control(kind="flush"):
+            return policy.flush(seq, view)
+        case Control(kind="reconsolidate", body=asked):
+            return policy.reconsolidate(seq, asked["question"], asked["episode_ids"], view)
+        case _:  # settings, facts used by answers, deleted turns
+            return nothing_to_decide()
 
 
 def forget(policies: Policies, tenant: Tenant, seq: int, turn_seq: int) -> Decide:
@@ -91,17 +91,14 @@ def _deletions_in_earlier(
 
 def delete_memory(control: Control, view: View) -> Decide:
     """Delete one episode or fact with a last, empty version. Its history stays."""
-    kind = control.body["kind"]
-    found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
-    drafts = tuple(Draft(deletion(m, control.seq), None) for m in found)
+    drafts = tuple(Draft(deletion(m, control.seq), None) for m in _edited(control, view))
     return PolicyResult(Decision.WAITS, drafts=drafts)
     yield
 
 
 def update_memory(control: Control, view: View) -> Decide:
     """Give one episode or fact a user's text as a new version. Its history stays."""
-    kind = control.body["kind"]
-    found = [m for m in view.current(kind) if m.id == control.body["memory_id"]]
+    found = _edited(control, view)
     if not found:  # always so while the log is read again; the update's text may be redacted
         return PolicyResult(Decision.WAITS, reason="the memory was deleted before its update was reached")
     text = control.body["text"]
@@ -110,11 +107,15 @@ def update_memory(control: Control, view: View) -> Decide:
     return PolicyResult(Decision.WAITS, drafts=drafts)
 
 
+def _edited(control: Control, view: View) -> list[Memory]:
+    """The memory that a user's deletion or update names; empty if it is gone."""
+    return [m for m in view.current(control.body["kind"]) if m.id == control.body["memory_id"]]
+
+
 def decision_body(outcome: PolicyResult, usage: dict[str, Usage]) -> dict[str, Any]:
     """The payload of a decision row: scores, cluster, ids of the memories made, token usage."""
     body: dict[str, Any] = {"decision": outcome.decision.value}
-    reading: GateReading | None = outcome.reading
-    if reading is not None:
+    if (reading := outcome.reading) is not None:
         if reading.episode is not None:
             body["nearest_episode"] = reading.episode.id
             body["score"] = reading.episode_score
@@ -129,11 +130,10 @@ def decision_body(outcome: PolicyResult, usage: dict[str, Usage]) -> dict[str, A
     for name in ("settled", "revived", "reason", "operation", "repairs"):
         if value := getattr(outcome, name):
             body[name] = value
-    for kind, name in (("episode", "episode_ids"), ("fact", "fact_ids")):
-        if ids := [
-            d.memory.id for d in (*outcome.drafts, *outcome.earlier_deletions) if d.memory.kind == kind
-        ]:
-            body[name] = ids
+    made = [draft.memory for draft in (*outcome.drafts, *outcome.earlier_deletions)]
+    for kind in ("episode", "fact"):
+        if ids := [memory.id for memory in made if memory.kind == kind]:
+            body[f"{kind}_ids"] = ids
     if usage:
         body["usage"] = usage_to_json(usage)
     return body

@@ -43,37 +43,30 @@ class EffectReader:
             theta=np.array([theta.theta_sim for theta in thetas]),
             k=np.array([theta.k_gate for theta in thetas], dtype=np.int64),
         )
-        nearest = found.nearest_row.tolist()
-        nearest_scores = found.nearest_score.tolist()
-        counts = found.count.tolist()
-        offsets = found.offsets.tolist()
+        nearest, scores = found.nearest_row.tolist(), found.nearest_score.tolist()
+        counts, offsets = found.count.tolist(), found.offsets.tolist()
         readings = []
         for i, (tenant, _) in enumerate(queries):
-            rows = found.rows[offsets[i] : offsets[i + 1]].tolist()
-            readings.append(
-                GateReading(
-                    episode=episodes[i].rows[nearest[i]] if nearest[i] >= 0 else None,
-                    episode_score=nearest_scores[i] if nearest[i] >= 0 else None,
-                    relevant=tuple(tenant.seq_by_row[r] for r in rows),
-                    scores=tuple(found.scores[offsets[i] : offsets[i + 1]].tolist()),
-                    count=counts[i],
-                )
+            part = slice(offsets[i], offsets[i + 1])
+            reading = GateReading(
+                episode=episodes[i].rows[nearest[i]] if nearest[i] >= 0 else None,
+                episode_score=scores[i] if nearest[i] >= 0 else None,
+                relevant=tuple(tenant.seq_by_row[row] for row in found.rows[part].tolist()),
+                scores=tuple(found.scores[part].tolist()),
+                count=counts[i],
             )
+            readings.append(reading)
         return readings
 
     def embed(self, asks: Sequence[tuple[Tenant, tuple[str, ...]]]) -> list[NDArray[np.float16]]:
-        """Vectors of each request's texts, float16 [len(texts), dim]; one batch for all requests."""
-        if not asks:
-            return []
+        """Vectors of each request's texts, float16 [len(texts), dim]; one batch for all (at least one)."""
         names = [t.name for t, texts in asks for _ in texts]
         vectors = self._encoder.encode(names, [text for _, texts in asks for text in texts])
         bounds = np.cumsum([len(texts) for _, texts in asks])[:-1]
         return np.split(vectors, bounds)
 
     def nearest(self, asks: Sequence[tuple[Tenant, Nearest]]) -> list[list[Scored]]:
-        """The k nearest current memories of each request, nearest first; exact."""
-        if not asks:
-            return []
+        """The k nearest current memories of each request (at least one), nearest first; exact."""
         tiers = [tenant.making.tiers[ask.kind] for tenant, ask in asks]
         segments = np.array([tier.segment for tier in tiers], dtype=np.int64)
         queries = np.stack([ask.vector for _, ask in asks])

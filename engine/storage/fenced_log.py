@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,8 @@ from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import StoreError, StoreInfo, StoreLocked, WriterLock, read_info
 
 ROWS_PER_SURVEY_BATCH = 262_144
+
+Durability = Literal["commit", "fsync"]
 
 MARKS = "tenant_key = '' AND kind = 'epoch'"
 
@@ -43,11 +46,11 @@ class FencedLog:
         location: Location,
         info: StoreInfo,
         *,
-        lock: WriterLock | None,
-        takeover: bool,
-        owner: str,
-        writable: bool,
-        fsync: bool,
+        lock: WriterLock | None = None,
+        takeover: bool = False,
+        owner: str = "",
+        writable: bool = False,
+        durability: Durability = "commit",
     ) -> None:
         self.location = location
         self.info = info
@@ -56,6 +59,7 @@ class FencedLog:
         self._lock = lock
         self._takeover = takeover
         self._owner = owner
+        self._durability = durability
         self._failure: JournalError | None = None
         self._where = location / info.journal
         self._next_lsn = 0
@@ -65,7 +69,7 @@ class FencedLog:
         self._stale = ""
         self._ordered = True
         with self._opening():
-            self._table = LanceLog(self._where, fsync=fsync)
+            self._table = LanceLog(self._where, fsync=durability == "fsync")
 
     @contextmanager
     def _opening(self) -> Iterator[None]:

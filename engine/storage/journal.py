@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 
 from undertow.engine.storage.fenced_log import Displaced as Displaced
+from undertow.engine.storage.fenced_log import Durability as Durability
 from undertow.engine.storage.fenced_log import Fenced as Fenced
 from undertow.engine.storage.fenced_log import FencedLog, lock_folder, mark_table
 from undertow.engine.storage.fenced_log import JournalError as JournalError
@@ -33,19 +35,10 @@ from undertow.engine.storage.journal_rows import Kind as Kind
 from undertow.engine.storage.journal_rows import Row as Row
 from undertow.engine.storage.lance_log import LANCE_ERRORS, LanceLog
 from undertow.engine.storage.location import Location
-from undertow.engine.storage.store_info import (
-    DESCRIPTION,
-    JOURNAL_NAME,
-    StoreError,
-    StoreInfo,
-    WriterLock,
-    read_info,
-)
+from undertow.engine.storage.store_info import DESCRIPTION, JOURNAL_NAME, StoreError, StoreInfo, read_info
 from undertow.engine.storage.version_cleanup import VersionCleaner
 
 log = logging.getLogger(__name__)
-
-Durability = Literal["commit", "fsync"]
 
 COMMITS_PER_COMPACTION = 16
 NO_MARKS = "kind != 'epoch'"
@@ -54,29 +47,11 @@ NO_MARKS = "kind != 'epoch'"
 class Journal(FencedLog):
     """Append-only log of one shard. Open with `create` or `open`; one writer at a time."""
 
-    def __init__(
-        self,
-        location: Location,
-        info: StoreInfo,
-        *,
-        lock: WriterLock | None = None,
-        takeover: bool = False,
-        owner: str = "",
-        writable: bool = False,
-        durability: Durability = "commit",
-    ) -> None:
-        super().__init__(
-            location,
-            info,
-            lock=lock,
-            takeover=takeover,
-            owner=owner,
-            writable=writable,
-            fsync=durability == "fsync",
-        )
-        self._durability = durability
-        self._commits = 0
-        self._cleaner = VersionCleaner(self._table)
+    _commits = 0
+
+    @cached_property
+    def _cleaner(self) -> VersionCleaner:
+        return VersionCleaner(self._table)
 
     @classmethod
     def create(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -104,21 +105,9 @@ def in_batches(rows: Iterable[Row | pa.RecordBatch]) -> Iterator[pa.RecordBatch]
 
 def to_table(rows: Sequence[Row]) -> pa.Table:
     """The rows as a table with SCHEMA."""
-    return pa.table(
-        [
-            [r.kind for r in rows],
-            [r.tenant for r in rows],
-            [r.tenant_key for r in rows],
-            pa.array([r.seq for r in rows], pa.int64()),
-            pa.array([r.lsn for r in rows], pa.int64()),
-            pa.array([r.epoch for r in rows], pa.int64()),
-            pa.array([r.id for r in rows], pa.string()),
-            pa.array([r.timestamp for r in rows], pa.string()),
-            pa.array([None if r.vector is None else r.vector.tobytes() for r in rows], pa.binary()),
-            pa.array([r.payload for r in rows], pa.binary()),
-        ],
-        schema=SCHEMA,
-    )
+    columns = {name: list(map(attrgetter(name), rows)) for name in SCHEMA.names}
+    columns["vector"] = [None if vector is None else vector.tobytes() for vector in columns["vector"]]
+    return pa.Table.from_pydict(columns, schema=SCHEMA)
 
 
 def to_rows(batch: pa.RecordBatch) -> Iterator[Row]:

@@ -43,6 +43,7 @@ class LanceLog:
         """Open the dataset at `location`. `fsync` has no effect on an object store: puts are durable."""
         self._location = location
         self._folder = location.folder
+        self._path = Path(location.uri)
         self._fsync = fsync and self._folder is not None
         self._session = lance.Session(  # type: ignore[attr-defined]
             metadata_cache_size_bytes=METADATA_CACHE_BYTES, index_cache_size_bytes=INDEX_CACHE_BYTES
@@ -58,9 +59,7 @@ class LanceLog:
         if _is_whole(location):
             return
         if location.folder is not None:
-            make_folder(
-                location.folder.parent
-            )  # not by Lance, which would not make the parent folders durable
+            make_folder(location.folder.parent)  # Lance would not make the parent folders durable
         empty = lance.LanceOperation.Overwrite(schema, [])
         try:
             # Without retries only the first version can succeed: a late creator must not replace a dataset.
@@ -110,7 +109,7 @@ class LanceLog:
             self._dataset, lance.LanceOperation.Append(fragments), read_version=self._dataset.version
         )
         if self._fsync:
-            _sync_manifest(Path(self._location.uri), self._dataset)
+            _sync_manifest(self._path, self._dataset)
 
     def sync(self) -> None:
         """Flush the current version and all its files to the disk, whether or not `fsync` is set. OSError."""
@@ -143,7 +142,7 @@ class LanceLog:
         others = rows.keys() - _worth_merging(newer)
         merged = self._merge_fragments({"excluded_fragment_ids": sorted(others)})
         if self._fsync:
-            _sync_manifest(Path(self._location.uri), self._dataset)
+            _sync_manifest(self._path, self._dataset)
         # Without any remaining row there is no fragment to reserve an id for.
         return VERSIONS_PER_MERGE if [bool(m.new_fragments) for m in merged] == [True] else 0
 
@@ -199,19 +198,16 @@ class LanceLog:
         return rewritten
 
     def _sync_files(self, fragments: Iterable[lance.FragmentMetadata]) -> None:
+        data = self._path / "data"
         for fragment in fragments:
             for file in fragment.files:
-                fsync_path(self._data / file.path)
-        if self._data.exists():  # an empty store has none yet
-            fsync_path(self._data)
-
-    @property
-    def _data(self) -> Path:
-        return Path(self._location.uri) / "data"
+                fsync_path(data / file.path)
+        if data.exists():  # an empty store has none yet
+            fsync_path(data)
 
     def _sync(self) -> None:
         if self._fsync:
-            _sync_version(Path(self._location.uri), self._dataset)
+            _sync_version(self._path, self._dataset)
 
 
 def _worth_merging(rows: dict[int, int]) -> set[int]:

@@ -109,14 +109,9 @@ def memory_row(memory: Memory, tenant_key: str, vector: NDArray[np.float16] | No
     for name in ("episode_id", "fact_kind", "prompt_version", "model"):
         if (value := getattr(memory, name)) is not None:
             body[name] = value
-    if memory.source_messages:
-        body["source_messages"] = memory.source_messages
-    if memory.shown_seqs:
-        body["shown_seqs"] = memory.shown_seqs
-    if memory.supersedes:
-        body["supersedes"] = memory.supersedes
-    if memory.deleted:
-        body["deleted"] = True
+    for name in ("source_messages", "shown_seqs", "supersedes", "deleted"):
+        if value := getattr(memory, name):
+            body[name] = value
     if memory.generation != 1:
         body["generation"] = memory.generation
     return Row(

@@ -16,23 +16,23 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.storage.journal import Row
 
 
-class Moved(UndertowError):
-    """The tenant is on the shard `to`. Ask there."""
+class _LeavesShard(UndertowError):
+    """The tenant leaves, or has left, for the shard `to`."""
 
     def __init__(self, tenant: str, to: str) -> None:
         super().__init__(tenant, to)
         self.tenant, self.to = tenant, to
+
+
+class Moved(_LeavesShard):
+    """The tenant is on the shard `to`. Ask there."""
 
     def __str__(self) -> str:
         return f"tenant {self.tenant!r} lives at shard {self.to}. Ask there."
 
 
-class InTransit(UndertowError):
+class InTransit(_LeavesShard):
     """The tenant is moving to the shard `to`. Nothing was done; ask the same shard again shortly."""
-
-    def __init__(self, tenant: str, to: str) -> None:
-        super().__init__(tenant, to)
-        self.tenant, self.to = tenant, to
 
     def __str__(self) -> str:
         return f"tenant {self.tenant!r} is moving to shard {self.to}. Try again in a moment."

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pytest
 from numpy.typing import NDArray
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
@@ -26,6 +27,7 @@ from undertow.engine.step.admission import Ticket
 from undertow.engine.step.batch_size import MOST_TURNS
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import control_of, memory_of
+from undertow.engine.tenants.registry import TenantRegistry
 from undertow.prompts.builders import QUERY_OPERATIONS, Prompt
 
 from .oracles.eager import OracleEager
@@ -78,6 +80,32 @@ class HeldLLM(RecordingLLM):
         for tenant, prompt, future in held:
             if not future.cancelled():
                 MockLLM.submit(self, prompt, tenant=tenant).add_done_callback(partial(_pass_on, future))
+
+
+def settle(engine: Engine, llm: HeldLLM) -> None:
+    """Answer what is held and step, until nothing is left to do."""
+    while not engine.idle:
+        llm.release()
+        engine.step(0.01)
+
+
+def step_until_paused(engine: Engine) -> None:
+    """Step until turns wait for the tenants that fill the arena."""
+    while not engine.scheduler.admission_paused:
+        engine.step(0.01)
+
+
+def note_evictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tenants that are evicted from now on, in order."""
+    names: list[str] = []
+    evict = TenantRegistry.evict
+
+    def noted(self: TenantRegistry, name: str) -> None:
+        names.append(name)
+        evict(self, name)
+
+    monkeypatch.setattr(TenantRegistry, "evict", noted)
+    return names
 
 
 def _pass_on(future: Future[Completion], answer: Future[Completion]) -> None:

@@ -37,13 +37,16 @@ from ...support.engine import (
     assert_same,
     ingest,
     interleaved,
+    note_evictions,
     open_engine,
     put,
     read_back,
     rows_of,
+    settle,
+    step_until_paused,
     turns_of,
 )
-from .test_eviction import THETA, note_evictions, use_pool, world
+from .test_eviction import THETA, use_pool, world
 
 REPLIES = MockReplies()
 
@@ -93,9 +96,7 @@ def streamed(folder: Path, log: dict[str, list[Turn]], chunk: int) -> Run:
                 engine.step(0.001)
                 if engine.scheduler.admission_paused:
                     llm.release()
-        while not engine.idle:
-            llm.release()
-            engine.step(0.001)
+        settle(engine, llm)
     return read_back(folder, llm.prompts)
 
 
@@ -120,8 +121,7 @@ def test_the_queue_keeps_its_order_while_it_waits_and_nobody_spins(
     with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
         names = [f"t{n}" for n in range(60)]
         tickets = put(engine, [turn for name in names for turn in turns_of(name, 2)])
-        while not engine.scheduler.admission_paused:
-            engine.step(0.01)
+        step_until_paused(engine)
         stored = [ticket for ticket in tickets if ticket.receipt is not None]
         assert 8 < len(stored) < 100
         assert len(engine.scheduler.inbox) == len(tickets) - len(stored)
@@ -129,9 +129,7 @@ def test_the_queue_keeps_its_order_while_it_waits_and_nobody_spins(
         for _ in range(10):
             assert engine.step(0.001).admitted == 0
         assert watched.attempts == attempts, "nothing has come free, so nothing is tried"
-        while not engine.idle:
-            llm.release()
-            engine.step(0.01)
+        settle(engine, llm)
         assert watched.failures <= watched.attempts / 2
     turns = sorted(rows_of(tmp_path, "turn"), key=lambda row: row.lsn)
     rounds: Counter[str] = Counter()
@@ -154,16 +152,13 @@ def test_turns_that_wait_for_room_get_it_before_tenants_who_are_behind(
     with Engine(tmp_path, Settings(device="cpu", **ALONE), ENCODER, llm=llm) as engine:
         engine.add_batch(turns_of("big", 33))
         tickets = put(engine, [turn for n in range(40) for turn in turns_of(f"new{n}", 1)])
-        while not engine.scheduler.admission_paused:
-            engine.step(0.01)
+        step_until_paused(engine)
         engine.take_up(behind)
         while tickets[0].receipt is None:
             llm.release()
             engine.step(0.01)
         assert not any(row.tenant in behind for row in rows_of(tmp_path, "decision"))
-        while not engine.idle:
-            llm.release()
-            engine.step(0.01)
+        settle(engine, llm)
     assert {row.tenant for row in rows_of(tmp_path, "decision")} >= set(behind)
 
 
@@ -174,8 +169,7 @@ def test_room_that_nobody_waits_for_any_more_is_not_waited_for(
     with open_engine(tmp_path, HeldLLM(), **ALONE) as engine:
         engine.add_batch(turns_of("big", 33))
         put(engine, [turn for n in range(40) for turn in turns_of(f"new{n}", 1)])
-        while not engine.scheduler.admission_paused:
-            engine.step(0.01)
+        step_until_paused(engine)
         for n in range(40):
             engine.scheduler.drop_tenant(f"new{n}")
         engine.step()
@@ -306,8 +300,7 @@ def test_a_note_is_committed_with_the_last_of_the_turns_before_it(
     with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
         engine.note(Row("source_offset", "", "", -1, b"{}"))
         put(engine, [turn for n in range(60) for turn in turns_of(f"t{n}", 1)])
-        while not engine.scheduler.admission_paused:
-            engine.step()
+        step_until_paused(engine)
         engine.step()
         assert not rows_of(tmp_path, "source_offset")
         while len(engine.scheduler.inbox):

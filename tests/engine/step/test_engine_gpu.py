@@ -24,8 +24,8 @@ from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import read
 
-from ...support.engine import RecordingLLM, Run, assert_same, ingest, opened, read_back
-from .test_eviction import note_evictions, use_pool
+from ...support.engine import RecordingLLM, Run, assert_same, ingest, note_evictions, opened, read_back
+from .test_eviction import use_pool
 
 ROOT = Path(__file__).parents[3]
 REPLIES = MockReplies(1, refusal_rate=0.3, empty_rate=0.25, malformed_rate=0.08, malformed_sticky=True)

@@ -23,7 +23,6 @@ from undertow.engine.base.results import SearchResult
 from undertow.engine.encoders.base import Encoder
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import read
-from undertow.engine.tenants.registry import TenantRegistry
 
 from ...support.engine import (
     RecordingLLM,
@@ -33,6 +32,7 @@ from ...support.engine import (
     engine_run,
     ingest,
     interleaved,
+    note_evictions,
     opened,
     oracle_run,
     read_back,
@@ -188,14 +188,7 @@ def test_tenants_put_out_of_memory_and_taken_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    evicted: list[str] = []
-    evict = TenantRegistry.evict
-
-    def noted(self: TenantRegistry, name: str) -> None:
-        evicted.append(name)
-        evict(self, name)
-
-    monkeypatch.setattr(TenantRegistry, "evict", noted)
+    evicted = note_evictions(monkeypatch)
     llm = RecordingLLM(REPLIES)
     turns = {name: locomo[name] for name in MIDDLE}
     with opened(tmp_path, settings_of(**options, arena_bytes=1 << 20), encoder, llm) as engine:

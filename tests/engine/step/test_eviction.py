@@ -18,7 +18,7 @@ from undertow.engine.api import engine as engine_module
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 from undertow.engine.storage.journal import Row
-from undertow.engine.tenants.registry import ArenaFull, TenantRegistry, UnknownTenant
+from undertow.engine.tenants.registry import ArenaFull, UnknownTenant
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.gate import Gate
@@ -33,10 +33,12 @@ from ...support.engine import (
     assert_same,
     ingest,
     interleaved,
+    note_evictions,
     open_engine,
     read_back,
     rows_of,
     settings_of,
+    settle,
     turns_of,
 )
 
@@ -54,19 +56,6 @@ class ReadableArena(Arena):
 
     def take(self, handles: ArrayLike) -> NDArray[np.float16]:
         return self.vector16(handles)
-
-
-def note_evictions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The tenants that are put out of memory from now on, in order."""
-    names: list[str] = []
-    evict = TenantRegistry.evict
-
-    def noted(self: TenantRegistry, name: str) -> None:
-        names.append(name)
-        evict(self, name)
-
-    monkeypatch.setattr(TenantRegistry, "evict", noted)
-    return names
 
 
 @pytest.fixture
@@ -231,9 +220,7 @@ def test_deleting_and_updating_need_no_room_in_a_full_pool(
         fact = next(row for row in engine.journal.read(kinds=["fact"]) if row.tenant == "quiet")
         done = (engine.delete(str(last)), engine.delete(str(episode.id)), engine.replay_jobs())
         assert engine.update(str(fact.id), "other words").kind == "fact"
-        while not engine.idle:
-            llm.release()
-            engine.step(0.01)
+        settle(engine, llm)
         return *done, engine.get_all("quiet"), engine.search("quiet", "word3 other3"), engine.stats()
 
     found = []
@@ -289,9 +276,7 @@ def test_tenants_at_work_stay_while_others_are_put_out(
         assert llm.in_flight == 1
         for n in range(8):
             engine.add_batch(turns_of(f"busy{n}", 1))
-        while not engine.idle:
-            llm.release()
-            engine.step(0.01)
+        settle(engine, llm)
         held = engine.tenants.get("first")
         engine.add_batch(turns_of("first", 1, start=3))
         for n in range(60):
@@ -307,7 +292,5 @@ def test_tenants_at_work_stay_while_others_are_put_out(
         assert "first" not in evicted
         assert engine.tenants.get("first") is held
         assert len(evicted) > 20
-        while not engine.idle:
-            llm.release()
-            engine.step(0.01)
+        settle(engine, llm)
         assert held.cursor == held.next_seq == 4

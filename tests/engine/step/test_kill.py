@@ -164,26 +164,9 @@ def test_the_program_killed_and_resumed(
     task: dict[str, Any], log: Path, undisturbed: tuple[State, float], tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    command = [
-        sys.executable,
-        "-B",
-        "-m",
-        "undertow.serving.cli",
-        "ingest",
-        str(log),
-        "--store",
-        str(store),
-        "--json",
-    ]
-    command += [
-        "--encoder",
-        "hash:384",
-        "--llm",
-        task["settings"]["llm_url"],
-        "--batch-turns",
-        str(BATCH_TURNS),
-    ]
-    command += ["--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3"]
+    command = [sys.executable, "-B", "-m", "undertow.serving.cli", "ingest", str(log), "--store", str(store)]
+    command += f"--json --encoder hash:384 --llm {task['settings']['llm_url']}".split()
+    command += f"--batch-turns {BATCH_TURNS} --theta-sim 0.5 --theta-merge 0.6 --theta-count 3".split()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_turns(process, store, log, 3 * BATCH_TURNS)

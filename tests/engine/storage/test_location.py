@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -48,18 +47,6 @@ def test_an_address_of_another_kind_is_refused(text: str) -> None:
 def test_a_path_is_never_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Location.of(Path("s3://b/c")).folder == tmp_path / "s3:" / "b" / "c"
-
-
-def test_of_many_creators_one_succeeds(tmp_path: Path) -> None:
-    location = Location.of(tmp_path)
-    for n in range(20):
-        with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda k, n=n: location.create(f"map/{n}", b"%d" % k), range(8)))
-        assert sum(made) == 1
-        assert location.read(f"map/{n}") == b"%d" % made.index(True)
-    assert location.children("map") == sorted(p.name for p in (tmp_path / "map").iterdir()), (
-        "no draft is left"
-    )
 
 
 def test_what_a_killed_writer_leaves_is_not_shown(tmp_path: Path) -> None:

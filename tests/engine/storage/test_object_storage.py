@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,12 +21,13 @@ from undertow.engine.base.model import Message, Turn
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
-from undertow.engine.storage.journal import Fenced, Journal, Row
+from undertow.engine.storage.journal import Fenced, Journal
 from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.storage.store_info import is_store, read_info
 
 from ...support.cli import run
 from ...support.faults.harness import end_state, write_log
+from ...support.storage.fencing import row, stored, texts
 from ...support.storage.location_contract import assert_is_a_place
 
 DIM = 384
@@ -44,14 +45,6 @@ def store(location: Location) -> Location:
     return location
 
 
-def row(text: str, tenant: str = "ann") -> Row:
-    return Row("turn", tenant, tenant, 0, text.encode(), text)
-
-
-def texts(journal: Journal) -> list[str]:
-    return [r.payload.decode() for r in journal.read()]
-
-
 def turns(tenant: str, count: int, word: str = "boat") -> list[Turn]:
     return [Turn(tenant, (Message("user", f"the {word} number {n}"),), f"{tenant} {n}") for n in range(count)]
 
@@ -62,20 +55,6 @@ def turns(tenant: str, count: int, word: str = "boat") -> list[Turn]:
 def test_a_prefix_of_a_bucket_is_a_place(location: Location) -> None:
     assert_is_a_place(location)
     assert_is_a_place(Location.of("s3://whole"))
-
-
-def test_of_many_creators_one_succeeds(location: Location) -> None:
-    for n in range(5):
-        with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda k, n=n: location.create(f"map/{n}", b"%d" % k), range(8)))
-        assert sum(made) == 1
-        assert location.read(f"map/{n}") == b"%d" % made.index(True)
-
-
-def test_files_older_than_a_moment(location: Location) -> None:
-    location.write("a", b"")
-    assert location.list(before=datetime.now(UTC) + timedelta(hours=1)) == ["a"]
-    assert location.list(before=datetime.now(UTC) - timedelta(hours=1)) == []
 
 
 def test_a_bucket_that_is_not_there_is_told(s3: dict[str, str]) -> None:
@@ -108,7 +87,7 @@ def test_creators_at_the_same_time_agree_on_one_store(location: Location) -> Non
         list(pool.map(lambda n: Journal.create(location, DIM, {"model": str(n)}), range(4)))
     journal = Journal.open(location, writable=True)
     journal.append([row("first")])
-    assert texts(Journal.open(location, writable=False)) == ["first"]
+    assert stored(location) == ["first"]
 
 
 def test_the_last_to_open_takes_over(store: Location) -> None:
@@ -119,7 +98,7 @@ def test_the_last_to_open_takes_over(store: Location) -> None:
     with pytest.raises(Fenced, match="taken over s3://"):
         old.append([row("late")])
     new.append([row("third")])
-    assert texts(new) == texts(Journal.open(store, writable=False)) == ["first", "second", "third"]
+    assert texts(new) == stored(store) == ["first", "second", "third"]
     assert Journal.open(store, writable=True).next_lsn == 3
 
 
@@ -128,7 +107,7 @@ def test_a_stream_is_one_version(store: Location) -> None:
     version = lance.dataset(f"{store}/journal.lance").version
     assert journal.append_stream(row(f"r{n}") for n in range(5_000)) == 5_000
     assert lance.dataset(f"{store}/journal.lance").version == version + 1
-    assert texts(Journal.open(store, writable=False)) == [f"r{n}" for n in range(5_000)]
+    assert stored(store) == [f"r{n}" for n in range(5_000)]
 
 
 def test_compaction_bounds_the_files(store: Location, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +164,7 @@ def test_a_killed_writer_loses_nothing_acknowledged(store: Location) -> None:
     seqs = [r.seq for r in journal.read()]
     assert seqs == list(range(len(seqs))) and len(seqs) >= len(told)
     journal.append([row("next")])
-    assert texts(Journal.open(store, writable=False))[-1] == "next"
+    assert stored(store)[-1] == "next"
 
 
 # ---- the engine and the program

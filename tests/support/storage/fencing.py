@@ -1,4 +1,4 @@
-"""What test_fencing.py and test_fencing_merges.py share."""
+"""Rows and readers that the tests of fencing share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def texts(journal: Journal) -> list[str]:
     return [r.payload.decode() for r in journal.read()]
 
 
-def stored(store: Path) -> list[str]:
+def stored(store: Path | Location) -> list[str]:
     return texts(Journal.open(store, writable=False))
 
 

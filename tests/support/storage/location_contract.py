@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+
 from undertow.engine.storage.location import Location
 
 
@@ -32,4 +35,21 @@ def assert_is_a_place(location: Location) -> None:
     assert location.list() == ["a.json", "map.old/x/y"]
     location.remove("a.json")
     location.remove("map.old/x")
+    assert location.list() == []
+    assert_one_of_many_creators_succeeds(location)
+
+
+def assert_one_of_many_creators_succeeds(location: Location) -> None:
+    for n in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda k, n=n: location.create(f"map/{n}", b"%d" % k), range(8)))
+        assert sum(made) == 1
+        assert location.read(f"map/{n}") == b"%d" % made.index(True)
+    if location.folder is not None:
+        names = sorted(path.name for path in (location.folder / "map").iterdir())
+        assert location.children("map") == names, "no draft is left"
+    hour = timedelta(hours=1)
+    assert location.list(before=datetime.now(UTC) + hour) == location.list() != []
+    assert location.list(before=datetime.now(UTC) - hour) == []
+    location.remove("map")
     assert location.list() == []

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undertow.engine.storage import lance_log as log_table
-from undertow.engine.storage.fencing import MARK_LSN, FenceMark, Fences
+from undertow.engine.storage.fenced_log import mark_table
+from undertow.engine.storage.fencing import FenceMark, Fences
 from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row
 from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog
@@ -251,14 +252,11 @@ def test_a_begin_that_lands_late_changes_nothing(store: Path) -> None:
     first.append([row("a")])
     table = LanceLog(Location.of(store) / "journal.lance")
 
-    def mark(m: FenceMark) -> None:
-        table.append(to_table([Row("epoch", "", "", -1, m.payload, lsn=MARK_LSN, epoch=m.epoch)]))
-
-    mark(FenceMark(2, "overtaken"))
+    table.append(mark_table([FenceMark(2, "overtaken")]))
     table.append(to_table([Row("turn", "ann", "ann", 0, b"b", lsn=1, epoch=1)]))
     third = taken_over(store)
     assert (third.epoch, texts(third)) == (3, ["a", "b"])
-    mark(FenceMark(2, "overtaken", 1, 1))
+    table.append(mark_table([FenceMark(2, "overtaken", 1, 1)]))
     third.append([row("c")])
     assert stored(store) == texts(taken_over(store)) == ["a", "b", "c"]
 
@@ -267,7 +265,7 @@ def test_a_settled_reader_waits_for_a_takeover_to_end(store: Path) -> None:
     journal = Journal.open(store, writable=True)
     journal.append([row("first")])
     table = LanceLog(Location.of(store) / "journal.lance")
-    table.append(to_table([Row("epoch", "", "", -1, FenceMark(2, "w").payload, lsn=MARK_LSN, epoch=2)]))
+    table.append(mark_table([FenceMark(2, "w")]))
     assert stored(store) == ["first"]
     with pytest.raises(JournalError, match="taking over"):
         Journal.open(store, writable=False, settled=True)

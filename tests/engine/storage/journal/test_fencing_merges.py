@@ -15,7 +15,8 @@ from lance.optimize import Compaction
 
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
-from undertow.engine.storage.fencing import MARK_LSN, FenceMark
+from undertow.engine.storage.fenced_log import mark_table
+from undertow.engine.storage.fencing import FenceMark
 from undertow.engine.storage.journal import Fenced, Journal, Row
 from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog
@@ -23,7 +24,17 @@ from undertow.engine.storage.location import Location
 
 from ....support.storage.fencing import raw_texts, row, stored, taken_over, texts
 
-# ---- real journals
+
+def before_next_merge(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act once, between the rewriting of the next merge's fragments and its commit."""
+    commit = Compaction.commit
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(Compaction, "commit", commit)
+        act()
+        return commit(*arguments)
+
+    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
 
 
 def test_a_late_compaction_cannot_bring_rows_out_of_order(
@@ -32,16 +43,13 @@ def test_a_late_compaction_cannot_bring_rows_out_of_order(
     old = Journal.open(store, writable=True)
     for n in range(4):
         old.append([row(f"old {n}", tenant=f"t{n % 2}")])
-    commit = Compaction.commit
     new: list[Journal] = []
 
-    def late(*arguments: Any) -> Any:
-        monkeypatch.setattr(Compaction, "commit", commit)
+    def take_over() -> None:
         new.append(taken_over(store))
         new[0].append([row("new 0", tenant="t0"), row("new 1", tenant="t1")])
-        return commit(*arguments)
 
-    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
+    before_next_merge(monkeypatch, take_over)
     with pytest.raises(Fenced):
         old.compact()
     assert raw_texts(store)[-1].startswith("old"), "Lance has put the old rows behind the new ones"
@@ -70,15 +78,9 @@ def test_own_merges_are_not_taken_for_anothers_commits(store: Path, monkeypatch:
 
 def test_a_claim_in_the_middle_of_a_merge_is_seen(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 3)
-    commit, new = Compaction.commit, []
-
-    def late(*arguments: Any) -> Any:
-        monkeypatch.setattr(Compaction, "commit", commit)
-        new.append(taken_over(store))
-        return commit(*arguments)
-
+    new: list[Journal] = []
     old = Journal.open(store, writable=True)
-    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
+    before_next_merge(monkeypatch, lambda: new.append(taken_over(store)))
     for n in range(3):
         old.append([row(f"r{n}")])  # acknowledged: committed before the claim
     with pytest.raises(Fenced):
@@ -105,15 +107,9 @@ def test_a_merge_of_rows_that_have_changed_meanwhile_is_refused(
 ) -> None:
     """Else it would bring a deleted row back, or a row twice. The append that it came with is stored."""
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 4)
-    commit = Compaction.commit
-
-    def late(*arguments: Any) -> Any:
-        monkeypatch.setattr(Compaction, "commit", commit)
-        BETWEEN[between](LanceLog(Location.of(store) / "journal.lance"))
-        return commit(*arguments)
-
     journal = Journal.open(store, writable=True)
-    monkeypatch.setattr(Compaction, "commit", staticmethod(late))
+    table = Location.of(store) / "journal.lance"
+    before_next_merge(monkeypatch, lambda: BETWEEN[between](LanceLog(table)))
     for n in range(4):
         journal.append([row(f"r{n}")])
     assert "cannot compact" in caplog.text
@@ -140,7 +136,7 @@ def test_a_merge_that_leaves_nothing_hides_no_claim(store: Path, monkeypatch: py
         old.append([row(f"r{n}")])
 
     def commit(dataset: Any, *_: Any) -> None:
-        LanceLog(Location.of(store) / "journal.lance").append(to_table([claim_of(2)]))
+        LanceLog(Location.of(store) / "journal.lance").append(mark_table([FenceMark(2, "next")]))
         dataset.delete("lsn = 0")
 
     with monkeypatch.context() as patched:
@@ -152,10 +148,6 @@ def test_a_merge_that_leaves_nothing_hides_no_claim(store: Path, monkeypatch: py
     with pytest.raises(Fenced):
         old.append([row("late")])
     assert texts(taken_over(store)) == ["r1", "r2", "r3"]
-
-
-def claim_of(epoch: int) -> Row:
-    return Row("epoch", "", "", -1, FenceMark(epoch, "next").payload, lsn=MARK_LSN, epoch=epoch)
 
 
 # ---- streams
