@@ -15,7 +15,7 @@ from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import Decide, PromptBudget, TurnView, deletion
 from undertow.engine.policies.himem.episodes import cut
 from undertow.engine.policies.himem.notes import Note, settled
-from undertow.engine.policies.himem.policy import Alignment, HiMem
+from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import prompt_version
 from undertow.prompts.reply_schemas import (
@@ -42,7 +42,7 @@ SAME = AlignReply(changes=[])
 
 
 def himem(budget: PromptBudget = ROOMY, *, notes: bool = True, episodes: bool = False) -> HiMem:
-    return HiMem(budget, Alignment(notes, episodes))
+    return HiMem(budget, align_notes=notes, align_episodes=episodes)
 
 
 def talk(sessions: str, memories: Sequence[Memory] = (), words: int = 3) -> View:
@@ -364,13 +364,13 @@ def test_of_too_many_notes_the_least_used_are_forgotten_and_of_equals_the_oldest
     old = [made("fact", f"Old {n}.", 1, 0, ordinal=n) for n in range(4)]
     view = talk("aab", [made("episode", "Old.", 1, 0), *old])
     view.settled_end, view.used = 1, {old[0].id: 1, old[2].id: 3}
-    policy = HiMem(ROOMY, Alignment(), max_notes=3)
+    policy = HiMem(ROOMY, max_notes=3)
     said = notes(("New.", "fact", [1]))
     done = run(policy.decide(2, at(view, 2)), view, pieces(1), said, NO_TRAITS, SAME)
     assert done.deleted() == [old[1].id, old[3].id], "neither a used one nor the new one"
     assert "2 notes forgotten" in (done.outcome.reason or "")
     view.used = {note.id: 1 for note in old}
-    tight = HiMem(ROOMY, Alignment(), max_notes=1)
+    tight = HiMem(ROOMY, max_notes=1)
     done = run(tight.decide(2, at(view, 2)), view, pieces(1), said, NO_TRAITS, SAME)
     assert done.deleted() == [note.id for note in old]
     assert [m.kind for m in done.made("episode")] == ["episode"]

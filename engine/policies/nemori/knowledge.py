@@ -126,11 +126,11 @@ class Summary:
     """Appendix A.1: one summary, stored as a single fact that is rewritten each time."""
 
     def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
-        return _summary(job)
+        return job.current("fact")[:1]
         yield
 
     def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
-        stored = _summary(job)
+        stored = job.current("fact")[:1]
         lines = [ShownMemory(n, job.latest(fact.said), fact.text) for n, fact in enumerate(facts, 1)]
         prompt = summarise_prompt(lines, [as_shown(1, memory) for memory in stored])
         reply: SummaryReply = yield from job.ask(prompt)
@@ -154,13 +154,6 @@ def management_of(name: ManagementName, theta_evoke: float) -> Management:
             return Append(theta_evoke)
         case "summary":
             return Summary()
-
-
-def _summary(job: AskingJob) -> list[Memory]:
-    """The summary as of this job; [] if there is none yet."""
-    made = (d.memory for d in job.drafts if d.memory.kind == "fact")
-    newest = {memory.id: memory for memory in (*job.view.current("fact"), *made)}
-    return [memory for memory in newest.values() if not memory.deleted][:1]
 
 
 def _add(
