@@ -49,7 +49,12 @@ class Arena(SlabTable):
     def __init__(self, dim: int, memory: ArenaBackend[Any, Any] | None = None) -> None:
         if not 1 <= dim <= 65_536:
             raise ValueError(f"dim must be in 1..65536, not {dim}")
-        super().__init__(_host_memory(dim) if memory is None else memory)
+        if memory is None:
+            # Imported here: compiled loops need numba, which a machine with a GPU may lack.
+            from undertow.kernels.arena.host_memory import HostMemory
+
+            memory = HostMemory(dim)
+        super().__init__(memory)
         self.dim = dim
         if self._memory.dim != dim:
             raise ValueError(f"the memory holds vectors of {self._memory.dim} values, not {dim}")
@@ -214,13 +219,6 @@ class Arena(SlabTable):
         if len(held) != count:
             raise ValueError(f"{len(held)} vectors for {count} rows")
         return held
-
-
-def _host_memory(dim: int) -> ArenaBackend[Any, Any]:
-    # Imported here: compiled loops need numba, which a machine with a GPU may lack.
-    from undertow.kernels.arena.host_memory import HostMemory
-
-    return HostMemory(dim)
 
 
 def make_arena(dim: int, device: Device = "auto", device_bytes: int | None = None) -> Arena:

@@ -74,13 +74,12 @@ class HostMemory:
     def wipe(self, addresses: Int64s) -> None:
         write_rows(addresses, np.zeros((len(addresses), self.dim), np.float32))
 
-    def take(self, addresses: Int64s) -> Float16s:
-        return self.read(addresses)
-
     def read(self, addresses: Int64s) -> Float16s:
         vectors = np.empty((len(addresses), self.dim), np.float32)
         read_rows(addresses, vectors)
         return vectors.astype(np.float16)
+
+    take = read
 
     def change_flags(self, addresses: Int64s, keep: int, add: int) -> None:
         change_flags(addresses, keep, add)
