@@ -1,6 +1,6 @@
 """The gate against an oracle in plain loops: the same bits, on every backend and for any batch.
 
-The backend `shim` is the CUDA gate, host code and kernels, on the CPU (tests/cuda_shim/).
+The backend `shim` is the CUDA gate, host code and kernels, on the CPU (tests/support/kernels/cuda_shim/).
 """
 
 from __future__ import annotations

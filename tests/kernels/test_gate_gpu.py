@@ -39,7 +39,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 # in the checkout, as it travels to another machine, or beside it
 LOCOMO = [folder / "shared" / "data" / "locomo_dev.json" for folder in (ROOT, ROOT.parent)]
-SCORES = Path(__file__).parents[1] / "support" / "cuda_shim" / "scores.cu"
+SCORES = Path(__file__).parents[1] / "support" / "kernels" / "cuda_shim" / "scores.cu"
 
 
 @pytest.mark.parametrize("dim", DIMS)
