@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,36 +12,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk import device_rows as topk_device
 from undertow.kernels.topk import host_rows as topk_host
 from undertow.kernels.topk.topk import scanned, top_k, top_k_many
 
+from ..support.kernels.arena import MEMORIES, arena_in
 from ..support.kernels.cuda_shim.shim import COMPILER
-from ..support.kernels.gate_worlds import shim_gate
+from ..support.kernels.gate_worlds import shim_gate, unit
 from ..support.oracles.gate import Row, Store
 from ..support.oracles.gate import top_k as oracle
-
-# "host": float32 rows and FAISS; the others: float16 rows in a pool that torch holds, on that device
-MEMORIES = [
-    pytest.param(
-        "host", marks=pytest.mark.skipif(find_spec("faiss") is None, reason="FAISS is not installed")
-    ),
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-
-def unit(vectors: NDArray[Any]) -> NDArray[np.float16]:
-    lengths = np.linalg.norm(vectors.astype(np.float64), axis=-1, keepdims=True)
-    scaled: NDArray[np.float16] = (vectors / lengths).astype(np.float16)
-    return scaled
-
-
-def make(memory: str, dim: int) -> Arena:
-    return Arena(dim, None if memory == "host" else DeviceMemory(dim, memory, 8 << 20))
 
 
 def scan_of(memory: str, arena: Arena, shim: bool = False) -> Gate:
@@ -56,7 +36,7 @@ def filled(
     *segments: NDArray[np.float16], gone: float = 0.0, seed: int = 0, memory: str = "host"
 ) -> tuple[Arena, Store]:
     """The same rows in an arena and in lists, some of them redacted."""
-    arena, store, rng = make(memory, segments[0].shape[1]), Store(), np.random.default_rng(seed)
+    arena, store, rng = arena_in(memory, segments[0].shape[1]), Store(), np.random.default_rng(seed)
     for vectors in segments:
         segment = arena.new_segment()
         handles = arena.extend(np.full(len(vectors), segment), vectors, live=False)
