@@ -2,7 +2,7 @@
 
 A segment belongs to one tenant and one kind of memory. Its rows are numbered from 0 in order of arrival and
 keep their numbers, so a row number can stand for a seq. The bytes lie in host memory or in one pool on a
-device (`kernels/arena/backend.py`). Not thread-safe: one owner calls an arena.
+device (`host_memory.py`, `device_memory.py`). Not thread-safe: one owner calls an arena.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.kernels.arena.backend import ArenaBackend
 from undertow.kernels.arena.segment_ids import SegmentIds
-from undertow.kernels.arena.slab_table import CLOSED, ClosedMemory, SlabTable
+from undertow.kernels.arena.slab_table import CLOSED, ClosedMemory, Memory, SlabTable
 from undertow.kernels.arena.vector_checks import Float16s, Vectors
 from undertow.kernels.device import Device, resolve
 
@@ -46,7 +45,7 @@ class Arena(SlabTable):
     PRESENT = PRESENT
     LIVE = LIVE
 
-    def __init__(self, dim: int, memory: ArenaBackend[Any, Any] | None = None) -> None:
+    def __init__(self, dim: int, memory: Memory | None = None) -> None:
         if not 1 <= dim <= 65_536:
             raise ValueError(f"dim must be in 1..65536, not {dim}")
         if memory is None:
