@@ -54,7 +54,10 @@ class Batch(NamedTuple):
 
 
 class WindowEncoder(ABC):
-    """Windows, shapes, batches and the forward pass. Subclasses run the batches on their device."""
+    """Windows, shapes, batches and the forward pass. Subclasses run the batches on their device.
+
+    `window`: the model's maximum tokens, including special ones. `tokenizer_note`: which tokenizer, and why.
+    """
 
     def __init__(self, model: str, dtype: Dtype, device: str) -> None:
         """Load `model`, a name or a folder. EncoderError: not found, or no sentence-transformers model."""
@@ -63,7 +66,7 @@ class WindowEncoder(ABC):
         self._head, *self._tail = self._model
         self._dtype = working_dtype(dtype, device)
         self._head.to(self._dtype)
-        tokenizer, self._window = tokenizer_of(self._model)
+        tokenizer, self.window = tokenizer_of(self._model)
         transformer: Any = self._head
         form = transformer.auto_model.config
         self._additive_mask = form.model_type in TAKES_ADDITIVE_MASK and form._attn_implementation == "sdpa"
@@ -71,13 +74,14 @@ class WindowEncoder(ABC):
         self._pad_id = int(self._model.tokenizer.pad_token_id or 0)
         self._prefix = self._model.prompts.get(self._model.default_prompt_name or "") or ""
         self._filler = np.array(tokenizer.encode("").ids or [self._pad_id], np.int32)
-        self._tokens, self._tokenizer_note = make_tokens(tokenizer, self._window, self._filler.tolist())
-        self._shapes = self.shapes_up_to(self._window)
+        self._tokens, self.tokenizer_note = make_tokens(tokenizer, self.window, self._filler.tolist())
+        self._shapes = self.shapes_up_to(self.window)
         self._widths = np.array([width for width, _ in self._shapes])
-        self._fingerprint = Fingerprint(
+        self.dim = self._measure_dim()
+        self.fingerprint = Fingerprint(
             model=model,
-            digest=model_digest(folder, TEXT_FORMAT, self._window, self._prefix),
-            dim=self._measure_dim(),
+            digest=model_digest(folder, TEXT_FORMAT, self.window, self._prefix),
+            dim=self.dim,
             dtype=str(self._dtype).removeprefix("torch."),
             device=device,
         )
@@ -89,24 +93,6 @@ class WindowEncoder(ABC):
     @abstractmethod
     def _measure_dim(self) -> int:
         """The dimension of the vectors, measured by running the model once."""
-
-    @property
-    def dim(self) -> int:
-        return self._fingerprint.dim
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return self._fingerprint
-
-    @property
-    def window(self) -> int:
-        """The model's maximum tokens, including special tokens."""
-        return self._window
-
-    @property
-    def tokenizer_note(self) -> str:
-        """The tokenizer in use, and why."""
-        return self._tokenizer_note
 
     def padding_share(self, texts: Sequence[str]) -> float:
         """The share of computed token places for `texts` that is padding or filler; for benchmarks."""
@@ -187,8 +173,8 @@ class WindowEncoder(ABC):
 
     def _damaged(self) -> EncoderError:
         return EncoderError(
-            f"the encoder {self._fingerprint.model} gave vectors that are not finite in "
-            f"{self._fingerprint.dtype}: its weights are damaged, or its numbers are too large for that "
+            f"the encoder {self.fingerprint.model} gave vectors that are not finite in "
+            f"{self.fingerprint.dtype}: its weights are damaged, or its numbers are too large for that "
             "type; fetch the model again or use another one"
         )
 
@@ -221,8 +207,7 @@ class SentenceEncoder(WindowEncoder):
         self._threads = threads or torch.get_num_threads()
         super().__init__(model, dtype, "cpu")
         if not cpu_has(AMX):  # the shapes affect the last bits, so fingerprints must differ
-            where = f"cpu in batches of {ROWS} rows"
-            self._fingerprint = replace(self._fingerprint, device=where)
+            self.fingerprint = replace(self.fingerprint, device=f"cpu in batches of {ROWS} rows")
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:

@@ -8,7 +8,7 @@ tests marked `gpu` check this on the GPU at hand.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +20,6 @@ import numpy as np
 
 from undertow.engine.encoders.base import Encoded, Float16
 from undertow.engine.encoders.cpu import Batch, Shape, WindowEncoder
-from undertow.engine.encoders.cuda_graphs import FixedShape, GraphSpace
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, Dtype, EncoderError
 from undertow.engine.encoders.tokenizer import Int64, TextWindows, Windows, spread
 
@@ -84,7 +83,7 @@ class CudaSentenceEncoder(WindowEncoder):
         super().__init__(model, dtype, device)
         if self._places != self.PLACES:
             where = f"{device} in batches of {self._places} places"
-            self._fingerprint = replace(self._fingerprint, device=where)
+            self.fingerprint = replace(self.fingerprint, device=where)
         # All graphs share one memory pool: capturing the largest first avoids growth.
         self._shape(max(self._shapes, key=lambda shape: shape[0] * shape[1]))
 
@@ -275,6 +274,75 @@ class Backlog:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         self.windows = Windows(ids, offsets)
         self.numbers = self.numbers[rows]
+
+
+class GraphSpace:
+    """A stream and a memory pool for capturing graphs with a common lifetime.
+
+    The graphs share the pool, so they must not run concurrently. They need their own stream: torch keeps a
+    cuBLAS workspace per stream (32 MiB on Hopper), graphs keep its raw address, and destroying any graph
+    captured on the stream may free it (pytorch issue 193402). torch's default capture stream is shared.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: list[Any] = []
+
+    def capture(self, run: Callable[[], None]) -> Any:
+        """Capture the launches of `run`, after one warm-up run. Not thread-safe."""
+        import torch
+
+        # Libraries initialise on first use, which cannot be captured.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)  # a failed capture must not be destroyed before the others either
+        # Other threads may allocate meanwhile.
+        capture = torch.cuda.graph(
+            graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with torch.no_grad(), capture:
+            run()
+        return graph
+
+
+class FixedShape:
+    """Runs `compute` on batches of one shape. With a GraphSpace it is captured once and replayed."""
+
+    def __init__(
+        self,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        example: torch.Tensor,
+        out_dim: int,
+        graphs: GraphSpace | None = None,
+    ) -> None:
+        """`example`: an input of the shape, on the device; `compute` makes float32 [rows, out_dim] of it."""
+        import torch
+
+        self._compute = compute
+        self._input = example.clone()
+        self._output = torch.empty((len(example), out_dim), dtype=torch.float32, device=example.device)
+        self._graph = None if graphs is None else graphs.capture(self._run)
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        """The result of `compute`: float32 [rows, out_dim]; the next call overwrites it."""
+        import torch
+
+        with torch.no_grad():
+            self._input.copy_(batch, non_blocking=True)
+            if self._graph is None:
+                self._run()
+            else:
+                self._graph.replay()
+        return self._output
+
+    def _run(self) -> None:
+        self._output.copy_(self._compute(self._input))
 
 
 def _attention(device: str) -> Any:

@@ -33,9 +33,6 @@ class EmbeddingCache:
         self._vectors: OrderedDict[tuple[str, str], Float16] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._vectors)
-
     def encode(self, tenants: Sequence[str], texts: Sequence[str]) -> Float16:
         """Embed text i for tenant i: float16 [n, dim]. ValueError if the lengths differ."""
         return self.embed(tenants, texts).host

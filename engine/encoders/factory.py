@@ -19,18 +19,14 @@ def make_encoder(settings: Settings) -> Encoder:
     not there, EncoderError for a model that cannot be loaded.
     """
     kind, _, size = settings.encoder.partition(":")
-    if kind != "hash":
-        return _model_encoder(settings.encoder, resolve(settings.device))
-    if not (size.isascii() and size.isdigit()):
-        raise ValueError(f"encoder {settings.encoder!r}: write the size after the colon, as in hash:384")
-    return HashingEncoder(int(size))
-
-
-def _model_encoder(model: str, device: str) -> Encoder:
-    if device == "cuda":
+    if kind == "hash":
+        if not (size.isascii() and size.isdigit()):
+            raise ValueError(f"encoder {settings.encoder!r}: write the size after the colon, as in hash:384")
+        return HashingEncoder(int(size))
+    if resolve(settings.device) == "cuda":
         from undertow.engine.encoders.cuda import CudaSentenceEncoder
 
-        return CudaSentenceEncoder(model)
+        return CudaSentenceEncoder(settings.encoder)
     from undertow.engine.encoders.cpu import SentenceEncoder
 
-    return SentenceEncoder(model)
+    return SentenceEncoder(settings.encoder)

@@ -30,23 +30,15 @@ class HashingEncoder:
         """`dim` in 16..16384, else ValueError."""
         if not 16 <= dim <= 16_384:
             raise ValueError(f"a hashing encoder has 16 to 16384 dimensions, not {dim}")
-        self._dim = dim
+        self.dim = dim
+        self.fingerprint = Fingerprint(f"hash:{dim}", f"hash-1-{TEXT_FORMAT}-{dim}", dim, "float64", "cpu")
         self._words = _WordTable(dim, self.HITS)
-        self._fingerprint = Fingerprint(f"hash:{dim}", f"hash-1-{TEXT_FORMAT}-{dim}", dim, "float64", "cpu")
-
-    @property
-    def dim(self) -> int:
-        return self._dim
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return self._fingerprint
 
     def encode(self, texts: Sequence[str]) -> Float16:
         """Embed texts: float16 [n, dim], L2-normalised; a text without words is taken as one empty word."""
         if len(self._words) > self.MAX_WORDS:
-            self._words = _WordTable(self._dim, self.HITS)
-        out = np.empty((len(texts), self._dim), np.float16)
+            self._words = _WordTable(self.dim, self.HITS)
+        out = np.empty((len(texts), self.dim), np.float16)
         for start in range(0, len(texts), self._CHUNK):
             part = texts[start : start + self._CHUNK]
             out[start : start + len(part)] = self._encode(part, self._words)
@@ -56,9 +48,9 @@ class HashingEncoder:
         words = [_WORD.findall(text.lower()) or [""] for text in texts]
         ids = list(map(table.__getitem__, chain.from_iterable(words)))
         rows = np.repeat(np.arange(len(texts)), [len(text) for text in words])
-        bins = rows[:, None] * (2 * self._dim) + table.bins[ids]
-        sums = np.bincount(bins.ravel(), minlength=2 * self._dim * len(texts))
-        signed = sums.reshape(len(texts), 2, self._dim)
+        bins = rows[:, None] * (2 * self.dim) + table.bins[ids]
+        sums = np.bincount(bins.ravel(), minlength=2 * self.dim * len(texts))
+        signed = sums.reshape(len(texts), 2, self.dim)
         return unit((signed[:, 0] - signed[:, 1]).astype(np.float64))
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,10 +64,8 @@ class TextWindows(Windows):
     first: Int64
 
 
-class Tokens(Protocol):
-    """Splits texts into windows. Texts contain no lone surrogates."""
-
-    def __call__(self, texts: Sequence[str]) -> TextWindows: ...
+Tokens = Callable[[Sequence[str]], TextWindows]
+"""Splits texts, without lone surrogates, into windows."""
 
 
 class HuggingFaceTokens:

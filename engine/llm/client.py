@@ -12,7 +12,7 @@ import logging
 import threading
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from undertow.engine.base.config import Settings
 from undertow.engine.llm.discovery import server_addresses
@@ -93,7 +93,8 @@ class OpenAILLM:
         self._named = [Server(at, settings, model) for at in server_addresses(settings.llm_url)]
         self._servers = LoadBalancer(self._named, settings.llm_in_flight, settings.llm_timeout_s)
         self._llm_model = settings.llm_model
-        self._retries = Retries(self._servers, on_call)
+        self.on_call = on_call
+        self._retries = Retries(self._servers, self._report)
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Completion]] = set()
         self._closed = False
@@ -134,15 +135,6 @@ class OpenAILLM:
         return self._servers.silent_s
 
     @property
-    def on_call(self) -> OnCall | None:
-        """Receives each request."""
-        return self._retries.on_call
-
-    @on_call.setter
-    def on_call(self, on_call: OnCall | None) -> None:
-        self._retries.on_call = on_call
-
-    @property
     def last_error(self) -> str | None:
         return self._retries.last_error
 
@@ -167,6 +159,10 @@ class OpenAILLM:
         self.close()
 
     # Everything below runs on the event loop.
+
+    def _report(self, *call: Any) -> None:
+        if self.on_call is not None:
+            self.on_call(*call)
 
     def _start(self, job: LLMRequest) -> None:
         job.task = self._loop.create_task(self._retries.complete(job))

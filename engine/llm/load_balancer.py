@@ -12,7 +12,7 @@ import heapq
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from undertow.engine.llm.circuit_breaker import CircuitBreaker
@@ -144,7 +144,7 @@ class LoadBalancer:
             slot.logged_outage = True
             log.warning("%s gets no requests for now (%s)", slot.url, why)
         if slot.recovery is None or slot.recovery.done():
-            slot.recovery = self._spawn(self._recover(slot), f"recovery of {slot.url}")
+            slot.recovery = asyncio.create_task(self._recover(slot), name=f"recovery of {slot.url}")
 
     def _admit(self) -> None:
         while self._waiting:
@@ -158,7 +158,7 @@ class LoadBalancer:
             heapq.heappop(self._waiting)
             slot.breaker.began()
             if slot.watch is None or slot.watch.done():
-                slot.watch = self._spawn(self._watch(slot), f"watch over {slot.url}")
+                slot.watch = asyncio.create_task(self._watch(slot), name=f"watch over {slot.url}")
             turn.set_result(slot)
 
     def _least_busy(self, avoid: Server | None) -> _ServerSlot | None:
@@ -207,6 +207,3 @@ class LoadBalancer:
             log.debug("%s", trouble)
             return False
         return True
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        return asyncio.get_running_loop().create_task(work, name=name)

@@ -71,10 +71,10 @@ class LLMRequest:
 class Retries:
     """Carries out requests on the client's event loop. `on_call` receives each attempt."""
 
-    def __init__(self, servers: LoadBalancer, on_call: OnCall | None) -> None:
-        self.on_call = on_call
+    def __init__(self, servers: LoadBalancer, on_call: OnCall) -> None:
         self.last_error: str | None = None
         self._servers = servers
+        self._on_call = on_call
 
     async def complete(self, job: LLMRequest) -> Completion:
         """A usable reply. BadReply, BrokenOff, ServerRefused."""
@@ -130,5 +130,5 @@ class Retries:
             outcome = "broken" if job.begun else _OUTCOMES[type(failure)]
             raise
         finally:
-            if self.on_call is not None:
-                self.on_call(job.tenant, job.prompt.operation, started_s, time.perf_counter(), usage, outcome)
+            ended_s = time.perf_counter()
+            self._on_call(job.tenant, job.prompt.operation, started_s, ended_s, usage, outcome)

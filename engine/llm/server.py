@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Usage
 from undertow.engine.llm.discovery import BY_NAME, NamedActor, NoCluster, NoServer
-from undertow.engine.llm.openai_schema import ChatChunk, ChatCompletion, ModelList
+from undertow.engine.llm.openai_schema import ChatChunk, ChatCompletion, ModelList, ReplyStream
 from undertow.engine.llm.replies import (
     SHOWN_ERROR_CHARS,
     OnText,
@@ -28,7 +28,6 @@ from undertow.engine.llm.replies import (
     in_words,
     read_reply,
 )
-from undertow.engine.llm.streaming import ReplyStream
 from undertow.prompts.builders import Prompt
 
 if TYPE_CHECKING:  # imported at the first request: the import takes a second of a shard's restart

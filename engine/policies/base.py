@@ -219,9 +219,16 @@ class Policy(ABC):
         """Process turns that wait for later ones now."""
         return nothing_to_decide()
 
-    @abstractmethod
     def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
-        """Run a parked job again with its stored cluster. Its memories carry `seq`."""
+        """Run a parked job again with the turns of its cluster that still exist."""
+        turns = tuple(s for s in job.cluster if memory.exists(s))
+        if not turns:
+            return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
+        return (yield from self.rerun(seq, job, turns, memory))
+
+    @abstractmethod
+    def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
+        """Run a parked job again with these turns of its cluster. Its memories carry `seq`."""
 
     @abstractmethod
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:

@@ -8,8 +8,8 @@ lists the differences from Mem0 and their reasons.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from undertow.engine.base.model import Decision, Memory
 from undertow.engine.policies.base import (
@@ -49,21 +49,18 @@ class Eager(Policy):
         try:
             yield from work.read(seq)
         except Failed as error:
-            return parked(error, "extract", (seq,), PolicyResult(Decision.PARKED))
+            return parked(error, "extract", (seq,))
         settled = (seq,) if work.drafts else ()
         return PolicyResult(Decision.FIRED, cluster=(seq,), settled=settled, drafts=tuple(work.drafts))
 
-    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
-        """Read the turns of a parked job again, without those deleted since."""
-        turns = tuple(s for s in job.cluster if memory.exists(s))
-        if not turns:
-            return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
+    def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
+        """Read the turns of a parked job again."""
         work = _Extraction(seq, memory, self._budget)
         try:
             for turn_seq in turns:
                 yield from work.read(turn_seq)
         except Failed as error:
-            return parked(error, "extract", turns, PolicyResult(Decision.PARKED))
+            return parked(error, "extract", turns)
         revived = () if work.drafts else turns
         return PolicyResult(Decision.FIRED, cluster=turns, revived=revived, drafts=tuple(work.drafts))
 
@@ -75,11 +72,12 @@ class Eager(Policy):
         UPDATE or DELETE because of the turn removed is not restored; the history of those facts has it.
         """
         work = _Extraction(seq, memory, self._budget)
-        reach = {turn_seq, *_read_after(turn_seq, seq, memory)}
+        # Turns deleted since may have stood between. So some of these turns never had it as context.
+        reach = {turn_seq, *_nearest_turns(range(turn_seq + 1, seq), memory)}
         shaken = [f for f in memory.current("fact") if reach.intersection(f.source_seqs)]
         # The history of facts deleted before still has the words: another deletion redacts it.
         ended = [f for f in memory.ended("fact") if reach.intersection(f.source_seqs)]
-        gone = [Draft(deletion(f, seq), None) for f in (*shaken, *ended)]
+        gone = tuple(Draft(deletion(f, seq), None) for f in (*shaken, *ended))
         others = {s for f in shaken for s in f.source_seqs if s != turn_seq and memory.exists(s)}
         rest = tuple(sorted(others))
         work.drafts += gone
@@ -88,17 +86,8 @@ class Eager(Policy):
                 yield from work.read(other)
         except Failed as error:
             # They must go even if they cannot be extracted again yet.
-            outcome = PolicyResult(Decision.PARKED, drafts=tuple(gone))
-            return parked(error, "extract", rest, outcome)
+            return parked(error, "extract", rest, drafts=gone)
         return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """An extracted fact before the comparison with stored facts."""
-
-    text: str
-    vector: Vector
 
 
 _ADD = FactDecision(candidate=1, action="add", fact=None, text="")
@@ -111,15 +100,14 @@ class _Extraction(Work):
         """Extract the facts of one turn, and reconcile them with the stored ones (section 2.1)."""
         reply: ExtractReply = yield Complete(self._extract_prompt(turn_seq))
         texts = tuple(dict.fromkeys(fact.text for fact in reply.facts))
-        if not texts:
-            return
-        vectors = yield Embed(texts)
-        candidates = [_Candidate(text, vector) for text, vector in zip(texts, vectors, strict=True)]
-        yield from self._reconcile(turn_seq, candidates)
+        if texts:
+            vectors = yield Embed(texts)
+            yield from self._reconcile(turn_seq, dict(zip(texts, vectors, strict=True)))
 
     def _extract_prompt(self, turn_seq: int) -> Prompt:
         """The prompt with as many recent turns as fit into the model's context. PromptTooLong."""
-        seqs = [*_read_before(turn_seq, self.view), turn_seq]
+        before = _nearest_turns(range(turn_seq - 1, -1, -1), self.view)
+        seqs = [*reversed(before), turn_seq]
         while True:
             *recent, newest = self.turns(seqs)
             prompt = extract_prompt(recent, newest)
@@ -127,28 +115,27 @@ class _Extraction(Work):
                 return self.checked(prompt)
             seqs = seqs[1:]
 
-    def _reconcile(self, turn_seq: int, candidates: Sequence[_Candidate]) -> Steps:
-        """One decision for each candidate. Splits the candidates in halves if the prompt is too long."""
-        known = yield from self.near_facts([c.vector for c in candidates], SIMILAR_FACTS)
-        given = {c.text: c.vector for c in candidates}
+    def _reconcile(self, turn_seq: int, candidates: Mapping[str, Vector]) -> Steps:
+        """One decision for each candidate, a text with its vector. In halves if the prompt is too long."""
+        known = yield from self.near_facts(candidates.values(), SIMILAR_FACTS)
         known = [
-            self.add_sources(fact, (turn_seq,), given[fact.text]) if fact.text in given else fact
+            self.add_sources(fact, (turn_seq,), candidates[fact.text]) if fact.text in candidates else fact
             for fact in known
         ]
         said = {fact.text for fact in known}
-        fresh = [c for c in candidates if c.text not in said]
+        fresh = [text for text in candidates if text not in said]
         if not (fresh and known):
             yield from self._apply(turn_seq, fresh, known, {})
             return
         date = self.view.turn(turn_seq).timestamp
         prompt = reconcile_prompt(
-            [ShownMemory(n, date, c.text) for n, c in enumerate(fresh, 1)],
+            [ShownMemory(n, date, text) for n, text in enumerate(fresh, 1)],
             [as_shown(n, fact) for n, fact in enumerate(known, 1)],
         )
         if len(fresh) > 1 and not self.fits(prompt):
             half = len(fresh) // 2
-            yield from self._reconcile(turn_seq, fresh[:half])
-            yield from self._reconcile(turn_seq, fresh[half:])
+            for some in (fresh[:half], fresh[half:]):
+                yield from self._reconcile(turn_seq, {text: candidates[text] for text in some})
             return
         reply: ReconcileReply = yield Complete(self.checked(prompt))
         first = {d.candidate: d for d in reversed(reply.decisions)}
@@ -157,9 +144,9 @@ class _Extraction(Work):
     def _apply(
         self,
         turn_seq: int,
-        candidates: Sequence[_Candidate],
+        candidates: Sequence[str],
         known: Sequence[Memory],
-        decisions: dict[int, FactDecision],
+        decisions: Mapping[int, FactDecision],
     ) -> Steps:
         """Carry out ADD, UPDATE, DELETE and NOOP, in the candidates' order.
 
@@ -181,11 +168,11 @@ class _Extraction(Work):
             changes = decision.action != "add" and number in older
             fact = open_facts.pop(number, None) if changes else None
             if fact is None:
-                writes.append((None, candidate.text))
+                writes.append((None, candidate))
             elif decision.action == "delete":
                 self.drafts.append(Draft(deletion(fact, self.seq), None))
             else:
-                writes.append((fact, decision.text or candidate.text))
+                writes.append((fact, decision.text or candidate))
         again = [open_facts[n] for n in dict.fromkeys(repeated) if n in open_facts]
         texts = (*(text for _, text in writes), *(fact.text for fact in again))
         if not texts:
@@ -201,26 +188,6 @@ class _Extraction(Work):
                 self.revise(fact, text, vector, sources, prompt_version("reconcile"))
 
 
-def _read_before(turn_seq: int, view: MemoryView) -> list[int]:
-    """The turns that are context for a turn, oldest first."""
-    found: list[int] = []
-    for seq in range(turn_seq - 1, -1, -1):
-        if len(found) == RECENT_TURNS:
-            break
-        if view.exists(seq):
-            found.append(seq)
-    return found[::-1]
-
-
-def _read_after(turn_seq: int, end: int, view: MemoryView) -> list[int]:
-    """All turns before record `end` that may have been read with this one as context.
-
-    Turns deleted since may have stood between. So some of these never had it as context, but none is missing.
-    """
-    found: list[int] = []
-    for seq in range(turn_seq + 1, end):
-        if len(found) == RECENT_TURNS:
-            break
-        if view.exists(seq):
-            found.append(seq)
-    return found
+def _nearest_turns(seqs: Iterable[int], view: MemoryView) -> list[int]:
+    """The first RECENT_TURNS of these seqs that are turns and were not deleted."""
+    return list(islice(filter(view.exists, seqs), RECENT_TURNS))

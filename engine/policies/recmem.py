@@ -26,7 +26,7 @@ from undertow.engine.policies.base import (
     Vector,
     deletion,
 )
-from undertow.engine.policies.work import Failed, Steps, Work, as_shown, only_shown, parked
+from undertow.engine.policies.work import Failed, Steps, Work, as_shown, named, only_shown, parked
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import (
     Prompt,
@@ -77,22 +77,19 @@ class RecMem(Policy):
                 Decision.FIRED, reading, asked, cluster, settled=settled, drafts=tuple(work.drafts)
             )
         except Failed as error:
-            return parked(error, operation, cluster, PolicyResult(Decision.PARKED, reading, asked))
+            return parked(error, operation, cluster, reading=reading, merge_asked=asked)
 
-    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
-        """Run a parked merge or consolidation again, without the turns deleted since."""
-        cluster = tuple(s for s in job.cluster if memory.exists(s))
+    def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
+        """Run a parked merge or consolidation again."""
         work = _Consolidation(seq, memory, self._budget, self._ablation)
         try:
-            if not cluster:
-                return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
             if job.operation == "merge":
-                return (yield from self._merge_again(cluster[0], work))
-            yield from work.consolidate(cluster)
-            revived = () if work.drafts else cluster
-            return PolicyResult(Decision.FIRED, cluster=cluster, revived=revived, drafts=tuple(work.drafts))
+                return (yield from self._merge_again(turns[0], work))
+            yield from work.consolidate(turns)
+            revived = () if work.drafts else turns
+            return PolicyResult(Decision.FIRED, cluster=turns, revived=revived, drafts=tuple(work.drafts))
         except Failed as error:
-            return parked(error, job.operation, cluster, PolicyResult(Decision.PARKED))
+            return parked(error, job.operation, turns)
 
     def _merge_again(self, turn_seq: int, work: _Consolidation) -> Decide:
         """Retry a parked merge with the episode that is nearest now. Without a merge the turn waits."""
@@ -129,8 +126,10 @@ class RecMem(Policy):
         except Failed as error:
             # What was derived from the deleted turn must go even if it cannot be remade yet.
             gone = tuple(Draft(deletion(m, seq), None) for m in (*facts, *shaken, *ended))
-            parked = PolicyResult(Decision.PARKED, drafts=gone, reason=str(error), operation="episode")
-            return replace(parked, cluster=tuple(sorted(rest)))
+            left = tuple(sorted(rest))
+            return PolicyResult(
+                Decision.PARKED, cluster=left, drafts=gone, reason=str(error), operation="episode"
+            )
         return PolicyResult(Decision.FIRED, drafts=tuple(work.drafts))
 
 
@@ -166,7 +165,7 @@ class _Consolidation(Work):
                 continue
             vectors = yield Embed(tuple(e.text for e in reply.episodes))
             for written, vector in zip(reply.episodes, vectors, strict=True):
-                sources = _named(written.turns, part)
+                sources = tuple(sorted(named(written.turns, part, otherwise=part)))
                 beside = only_shown(part, sources)
                 draft = self.new("episode", written.text, vector, sources, prompt.version, shown_seqs=beside)
                 made.append((draft, tuple(part)))
@@ -266,10 +265,3 @@ def _unsaid(reply: FactsReply, known: Sequence[Memory]) -> list[FactDraft]:
     first = {f.text: f for f in reversed(reply.facts)}
     said = {f.text for f in known}
     return [f for f in reply.facts if first[f.text] is f and f.text not in said]
-
-
-def _named(numbers: Sequence[int], shown: Sequence[int]) -> tuple[int, ...]:
-    """The shown turns that an episode names; all of them if it names none, or an invalid number."""
-    if not numbers or any(not 1 <= n <= len(shown) for n in numbers):
-        return tuple(sorted(shown))
-    return tuple(sorted({shown[n - 1] for n in numbers}))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from undertow.engine.base.model import PolicyName, UndertowError
 from undertow.engine.policies.base import Policy, PromptBudget, Tiers
 from undertow.engine.policies.eager import Eager
-from undertow.engine.policies.himem.policy import Alignment, HiMem
+from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.policies.nemori.knowledge import management_of
 from undertow.engine.policies.nemori.policy import Nemori
 from undertow.engine.policies.recmem import RecMem
@@ -29,9 +29,13 @@ def policy_of(settings: Settings) -> Policy:
             management = management_of(settings.management, settings.theta_evoke)
             return Nemori(budget, settings.window_messages, management, settings.ablation)
         case "himem":
-            alignment = Alignment(settings.himem_align_notes, settings.himem_align_episodes)
-            evolves = settings.himem_self_evolution
-            return HiMem(budget, alignment, settings.himem_max_notes, self_evolution=evolves)
+            return HiMem(
+                budget,
+                align_notes=settings.himem_align_notes,
+                align_episodes=settings.himem_align_episodes,
+                max_notes=settings.himem_max_notes,
+                self_evolution=settings.himem_self_evolution,
+            )
 
 
 def tiers_of(settings: Settings) -> Tiers:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from undertow.engine.base.model import Memory, MemoryKind, memory_id, time_key
+from undertow.engine.base.model import Decision, Memory, MemoryKind, memory_id, time_key
 from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import (
     Draft,
@@ -37,6 +37,12 @@ class Work:
         self.view = view
         self.drafts: list[Draft] = []
         self._budget = budget
+
+    def current(self, kind: MemoryKind) -> list[Memory]:
+        """The current memories of a kind after this job's own drafts."""
+        newest = {memory.id: memory for memory in self.view.current(kind)}
+        newest |= {d.memory.id: d.memory for d in self.drafts if d.memory.kind == kind}
+        return [memory for memory in newest.values() if not memory.deleted]
 
     def known_facts(self, vector: Vector, k: int) -> Generator[Effect, Any, list[Memory]]:
         """The k nearest facts; see `known`."""
@@ -168,10 +174,19 @@ def only_shown(shown: Iterable[int], sources: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(shown) - set(sources)))
 
 
+def named(numbers: Sequence[int], shown: Sequence[T], *, otherwise: Sequence[T]) -> list[T]:
+    """The shown items that a reply names, each once; `otherwise` if it names none or an invalid number."""
+    if not numbers or any(not 1 <= n <= len(shown) for n in numbers):
+        return list(otherwise)
+    return [shown[n - 1] for n in dict.fromkeys(numbers)]
+
+
 def as_shown(number: int, memory: Memory) -> ShownMemory:
     return ShownMemory(number, memory.timestamp, memory.text)
 
 
-def parked(error: Exception, operation: str, cluster: tuple[int, ...], outcome: PolicyResult) -> PolicyResult:
+def parked(error: Exception, operation: str, cluster: tuple[int, ...], **more: Any) -> PolicyResult:
     """The result of a failed job: its turns leave the gates until it is replayed."""
-    return replace(outcome, operation=operation, cluster=cluster, settled=cluster, reason=str(error))
+    return PolicyResult(
+        Decision.PARKED, cluster=cluster, settled=cluster, reason=str(error), operation=operation, **more
+    )

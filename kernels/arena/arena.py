@@ -2,7 +2,7 @@
 
 A segment belongs to one tenant and one kind of memory. Its rows are numbered from 0 in order of arrival and
 keep their numbers, so a row number can stand for a seq. The bytes lie in host memory or in one pool on a
-device (`kernels/arena/backend.py`). Not thread-safe: one owner calls an arena.
+device (`host_memory.py`, `device_memory.py`). Not thread-safe: one owner calls an arena.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.kernels.arena.backend import ArenaBackend
 from undertow.kernels.arena.segment_ids import SegmentIds
-from undertow.kernels.arena.slab_table import CLOSED, ClosedMemory, SlabTable
+from undertow.kernels.arena.slab_table import CLOSED, ClosedMemory, Memory, SlabTable
 from undertow.kernels.arena.vector_checks import Float16s, Vectors
 from undertow.kernels.device import Device, resolve
 
@@ -46,10 +45,15 @@ class Arena(SlabTable):
     PRESENT = PRESENT
     LIVE = LIVE
 
-    def __init__(self, dim: int, memory: ArenaBackend[Any, Any] | None = None) -> None:
+    def __init__(self, dim: int, memory: Memory | None = None) -> None:
         if not 1 <= dim <= 65_536:
             raise ValueError(f"dim must be in 1..65536, not {dim}")
-        super().__init__(_host_memory(dim) if memory is None else memory)
+        if memory is None:
+            # Imported here: compiled loops need numba, which a machine with a GPU may lack.
+            from undertow.kernels.arena.host_memory import HostMemory
+
+            memory = HostMemory(dim)
+        super().__init__(memory)
         self.dim = dim
         if self._memory.dim != dim:
             raise ValueError(f"the memory holds vectors of {self._memory.dim} values, not {dim}")
@@ -214,13 +218,6 @@ class Arena(SlabTable):
         if len(held) != count:
             raise ValueError(f"{len(held)} vectors for {count} rows")
         return held
-
-
-def _host_memory(dim: int) -> ArenaBackend[Any, Any]:
-    # Imported here: compiled loops need numba, which a machine with a GPU may lack.
-    from undertow.kernels.arena.host_memory import HostMemory
-
-    return HostMemory(dim)
 
 
 def make_arena(dim: int, device: Device = "auto", device_bytes: int | None = None) -> Arena:

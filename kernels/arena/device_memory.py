@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.backend import Int64s
 from undertow.kernels.arena.range_allocator import Range, RangeAllocator, class_rows
 from undertow.kernels.arena.vector_checks import (
     CheckedRows,
@@ -26,6 +25,8 @@ from undertow.kernels.arena.vector_checks import (
     to_tensor,
 )
 
+Int64s = NDArray[np.int64]
+
 _ALIGN_BYTES = 16
 _BOUNCE_BYTES = 16 << 20
 # 1 / the largest share of the pool that is reserved for moving rows.
@@ -35,8 +36,10 @@ _BOUNCE_SHARE = 64
 class DeviceMemory:
     """`nbytes` of a torch device for rows of `dim` float16, padded with zeros to multiples of 16 bytes.
 
-    `device` is a torch device; tests use "cpu" on machines without a GPU. Raises ValueError for a pool too
-    small for a single slab, MemoryError if the device has too little memory.
+    A slab has room for the rows of one segment. Rows and flags are addressed by int64 of the host or the
+    device; those never written are zero. `device` is a torch device; tests use "cpu" on machines without a
+    GPU. Raises ValueError for a pool too small for a single slab, MemoryError if the device has too little
+    memory.
     """
 
     def __init__(self, dim: int, device: str | torch.device, nbytes: int) -> None:
@@ -79,15 +82,21 @@ class DeviceMemory:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all allocated slabs, including their room for growth."""
         return self._ranges.taken * (self.row_bytes + 1)
 
     @property
     def capacity_bytes(self) -> int:
+        """The upper bound of `nbytes`; the host has None."""
         return self._ranges.total * (self.row_bytes + 1)
 
     # -- slabs
 
     def resize(self, slab: Range | None, rows: int, length: int) -> Range:
+        """A slab for `rows` rows with the first `length` rows of `slab`, which is freed.
+
+        MemoryError: there is no room, and nothing changed.
+        """
         size = class_rows(rows)
         if slab is not None and self._ranges.stretch(slab, size):
             return slab
@@ -105,13 +114,16 @@ class DeviceMemory:
         return new
 
     def spare(self, slab: Range, rows: int) -> int:
+        """The bytes that resizing a slab to `rows` rows would free."""
         return (slab.rows - class_rows(rows)) * (self.row_bytes + 1)
 
     def give(self, slab: Range) -> None:
+        """Zero a slab and free it."""
         self._clear(slab.start, slab.end)
         self._ranges.give(slab)
 
     def pack(self, rows: int) -> bool:
+        """Compact the slabs if that makes room for `rows` more rows. Returns whether any was moved."""
         size = class_rows(rows) if rows else 0
         if self._ranges.free < size or self._ranges.free == self._ranges.largest_free:
             return False
@@ -129,6 +141,7 @@ class DeviceMemory:
         return True
 
     def place(self, slab: Range) -> tuple[int, int, int]:
+        """(address of its first row, address of its first flag, its capacity in rows)."""
         address = self._address + slab.start * self.row_bytes
         return address, self._flags_address + slab.start, slab.rows
 
@@ -140,6 +153,7 @@ class DeviceMemory:
     # -- rows and flags
 
     def accept(self, vectors: Vectors) -> torch.Tensor:
+        """The checked vectors in the form that `write` takes. ValueError."""
         # Each is checked where it lies, so that an array needs no synchronisation.
         if not isinstance(vectors, torch.Tensor):
             return self._upload(check_array(vectors, self.dim))
@@ -149,12 +163,14 @@ class DeviceMemory:
         return vectors
 
     def write(self, addresses: Int64s, held: torch.Tensor) -> None:
+        """Write vector i to the row at addresses[i]; the addresses are distinct."""
         self._values.index_copy_(0, self._rows_at(addresses), held)
 
     def wipe(self, addresses: Int64s) -> None:
         self._rows.index_fill_(0, self._rows_at(addresses), 0)
 
     def take(self, addresses: Int64s) -> CheckedRows:
+        """The rows as float16 [n, dim] for kernels: a tensor, on the host NumPy."""
         return self._values.index_select(0, self._rows_at(addresses)).as_subclass(CheckedRows)
 
     def read(self, addresses: Int64s) -> Float16s:
@@ -162,6 +178,7 @@ class DeviceMemory:
         return vectors
 
     def change_flags(self, addresses: Int64s, keep: int, add: int) -> None:
+        """flag = flag & keep | add, for the flag at each address."""
         rows = addresses - self._flags_address
         changed = self._mirror[rows] & keep | add
         self._mirror[rows] = changed

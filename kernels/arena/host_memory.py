@@ -9,16 +9,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.backend import Int64s
 from undertow.kernels.arena.compiled_rows import change_flags, read_flags, read_rows, write_rows
 from undertow.kernels.arena.slab_pool import Slab, SlabPool, slab_bytes
 from undertow.kernels.arena.vector_checks import BLOCK_ROWS, Float16s, Vectors, check_array, to_float32
+
+Int64s = NDArray[np.int64]
 
 _MOST_ROWS = (1 << 32) - 1
 
 
 class HostMemory:
-    """Rows of `dim` float32 in slabs that grow on demand, bounded only by the system."""
+    """Rows of `dim` float32 in slabs that grow on demand, bounded only by the system.
+
+    Its methods are those of `DeviceMemory`.
+    """
 
     device = "cpu"
     capacity_bytes = None
@@ -74,13 +78,12 @@ class HostMemory:
     def wipe(self, addresses: Int64s) -> None:
         write_rows(addresses, np.zeros((len(addresses), self.dim), np.float32))
 
-    def take(self, addresses: Int64s) -> Float16s:
-        return self.read(addresses)
-
     def read(self, addresses: Int64s) -> Float16s:
         vectors = np.empty((len(addresses), self.dim), np.float32)
         read_rows(addresses, vectors)
         return vectors.astype(np.float16)
+
+    take = read
 
     def change_flags(self, addresses: Int64s, keep: int, add: int) -> None:
         change_flags(addresses, keep, add)

@@ -7,14 +7,17 @@ ids and handles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.backend import ArenaBackend
+if TYPE_CHECKING:  # the host's memory needs numba, which a machine with a GPU may lack
+    from undertow.kernels.arena.device_memory import DeviceMemory
+    from undertow.kernels.arena.host_memory import HostMemory
 
 Int64s = NDArray[np.int64]
+Memory: TypeAlias = "HostMemory | DeviceMemory"
 
 CLOSED = "the arena was closed: its rows are gone"
 
@@ -31,9 +34,9 @@ class ClosedMemory:
 class SlabTable:
     """Owns the slabs that `memory` gives out, at most one for each segment."""
 
-    def __init__(self, memory: ArenaBackend[Any, Any]) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.reclaim: Callable[[int], bool] | None = None
-        self._memory: ArenaBackend[Any, Any] | ClosedMemory = memory
+        self._memory: Memory | ClosedMemory = memory
         # By slot, for the segments that hold memory.
         self._slabs: dict[int, Any] = {}
         # By slot, for all slots; grown by doubling.

@@ -8,7 +8,7 @@ depend on the batch, the device or the number of threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -52,23 +52,6 @@ class GateReadings:
 
 
 @dataclass(frozen=True)
-class Flags:
-    """Flags of one segment's rows for one call: uint8 [n] on the arena's device."""
-
-    held: torch.Tensor
-
-    @property
-    def address(self) -> int:
-        return self.held.data_ptr()
-
-    @property
-    def host(self) -> NDArray[np.uint8]:
-        """A copy on the host, for the reference gate."""
-        flags: NDArray[np.uint8] = self.held.cpu().numpy()
-        return flags
-
-
-@dataclass(frozen=True)
 class Probes:
     """Checked input of one call; see `Gate.read`. `visible` and `k` are capped at the segment's rows."""
 
@@ -79,7 +62,7 @@ class Probes:
     theta: Float64s
     k: Int64s
     turn_flag: int = LIVE  # only turn rows with this flag are read
-    turn_flags: Flags | None = None  # replaces the arena's flags if all turns are of one segment
+    turn_flags: torch.Tensor | None = None  # uint8 [rows] in place of the only segment's flags
 
     def __len__(self) -> int:
         """The number of queries."""
@@ -88,15 +71,14 @@ class Probes:
     def part(self, start: int, stop: int) -> Probes:
         """The probes of queries [start, stop)."""
         some = slice(start, stop)
-        return Probes(
-            self.queries[some],
-            self.turn_segments[some],
-            self.episode_segments[some],
-            self.visible[some],
-            self.theta[some],
-            self.k[some],
-            self.turn_flag,
-            self.turn_flags,
+        return replace(
+            self,
+            queries=self.queries[some],
+            turn_segments=self.turn_segments[some],
+            episode_segments=self.episode_segments[some],
+            visible=self.visible[some],
+            theta=self.theta[some],
+            k=self.k[some],
         )
 
 
@@ -154,16 +136,17 @@ class Gate:
         found = self._read(replace(probes, turn_flag=PRESENT, turn_flags=flags))
         return found.offsets, found.rows, found.scores
 
-    def _flags(self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor) -> Flags:
+    def _flags(self, segments: Int64s, wanted: NDArray[np.bool_] | torch.Tensor) -> torch.Tensor:
+        """The flags of the wanted rows that are PRESENT: uint8 [rows] on the arena's device."""
         present = self.arena.held_flags(int(segments[0]))
         is_bool = str(wanted.dtype) in ("bool", "torch.bool")  # other dtypes would change the flags
         if (segments != segments[0]).any() or not is_bool or tuple(wanted.shape) != tuple(present.shape):
             raise ValueError(f"wanted must be bool [{len(present)}], one entry a row of the only segment")
         if not isinstance(present, torch.Tensor):
-            return Flags(to_tensor(np.where(np.asarray(wanted), present & PRESENT, np.uint8(0))))
+            return to_tensor(np.where(np.asarray(wanted), present & PRESENT, np.uint8(0)))
         # Upload what the host knows. The rows' own flags are read on the device.
         held = wanted if isinstance(wanted, torch.Tensor) else to_tensor(wanted).to(present.device)
-        return Flags((present & PRESENT) * held)
+        return (present & PRESENT) * held
 
     def _check(
         self,
@@ -202,12 +185,9 @@ class Gate:
                 if len(episodes):
                     best = np.argmax(near)  # the first of equals
                     nearest_row[i], nearest_score[i] = episodes[best], near[best]
+            limit = int(probes.visible[i])
             turns, near = self._scores(
-                probes.turn_segments[i],
-                query,
-                int(probes.visible[i]),
-                probes.turn_flag,
-                probes.turn_flags,
+                probes.turn_segments[i], query, limit, probes.turn_flag, probes.turn_flags
             )
             turns, near = turns[near >= probes.theta[i]], near[near >= probes.theta[i]]
             relevant[i] = len(turns)
@@ -225,11 +205,12 @@ class Gate:
         )
 
     def _scores(
-        self, segment: int, query: Float64s, limit: int | None, flag: int, flags: Flags | None = None
+        self, segment: int, query: Float64s, limit: int | None, flag: int, flags: torch.Tensor | None = None
     ) -> tuple[Int64s, Float64s]:
         """Rows below `limit` with the flag, and their exact scores."""
         vectors = self.arena.vectors(segment)[:limit]
-        rows = np.flatnonzero((self.arena.flags(segment) if flags is None else flags.host)[:limit] & flag)
+        held = self.arena.flags(segment) if flags is None else flags.cpu().numpy()
+        rows = np.flatnonzero(held[:limit] & flag)
         scores = np.empty(len(rows), np.float64)
         for start in range(0, len(rows), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
@@ -278,7 +259,7 @@ class PlannedGate(Gate, ABC):
         order, first = group(asked)
         vectors, flags, _ = self.arena.locate(asked.segment[order[first[:-1]]])
         if probes.turn_flags is not None:
-            flags = np.full_like(flags, probes.turn_flags.address)
+            flags = np.full_like(flags, probes.turn_flags.data_ptr())
         return lay_out(asked, order, first, (vectors, flags), cut)
 
     @staticmethod
@@ -300,14 +281,9 @@ class PlannedGate(Gate, ABC):
 
 def _joined(one: GateReadings, two: GateReadings) -> GateReadings:
     """Concatenate the readings of two parts of a batch."""
-    return GateReadings(
-        np.concatenate((one.nearest_row, two.nearest_row)),
-        np.concatenate((one.nearest_score, two.nearest_score)),
-        np.concatenate((one.count, two.count)),
-        np.concatenate((one.offsets, one.offsets[-1] + two.offsets[1:])),
-        np.concatenate((one.rows, two.rows)),
-        np.concatenate((one.scores, two.scores)),
-    )
+    later = replace(two, offsets=two.offsets[1:] + one.offsets[-1])
+    names = [field.name for field in fields(GateReadings)]
+    return GateReadings(*(np.concatenate((getattr(one, name), getattr(later, name))) for name in names))
 
 
 def _column(name: str, values: ArrayLike, count: int) -> Int64s:

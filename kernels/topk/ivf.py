@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import PRESENT, Arena
 from undertow.kernels.arena.vector_checks import to_tensor, widened
-from undertow.kernels.topk.topk import Float64s, Int64s, Scan, scanned, top_k
+from undertow.kernels.gate.gate import Gate
+from undertow.kernels.topk.topk import Float64s, Int64s, scanned, top_k
 
 Float32s = NDArray[np.float32]
 
@@ -70,7 +71,7 @@ class IvfIndex:
     """
 
     def __init__(
-        self, arena: Arena, segment: int, scan: Scan, *, target: float = 0.95, seed: int = 0
+        self, arena: Arena, segment: int, scan: Gate, *, target: float = 0.95, seed: int = 0
     ) -> None:
         self.segment = segment
         self._arena = arena

@@ -5,13 +5,10 @@ searches (float32 queries, k above the scan's limit) go through one segment bloc
 finds candidates, and fp64 orders them. The fast sums are fp32 in an order that depends on the machine and the
 number of queries, so near-equal scores may come in any order. The candidates are therefore scored again in
 fp64 (exact for fp16-valued vectors, see `kernels/error_bounds.py`), and more are fetched until no other row
-can belong to the k best. FAISS finds the candidates on the host (`host_rows.py`), FAISS or torch on a device
-(`device_rows.py`).
+can belong to the k best. `rows.py` finds the candidates.
 """
 
 from __future__ import annotations
-
-from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -19,55 +16,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.kernels.arena.arena import PRESENT, Arena
 from undertow.kernels.arena.vector_checks import widened
+from undertow.kernels.gate.gate import Gate
+from undertow.kernels.topk.rows import DeviceRows, HostRows
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 Queries = NDArray[np.float16] | Float32s
+Rows = DeviceRows | HostRows
 
 # A scan keeps its best rows by insertion, which for a large k costs more than reading.
 _SCAN_K = 256
 # Candidates fetched beyond k, so that rounding rarely forces a second fetch.
 _SPARE = 16
-
-
-class Rows(Protocol):
-    """Some rows of one segment, in the memory that holds them."""
-
-    def __len__(self) -> int:
-        """The number of rows."""
-
-    def block_rows(self, queries: int) -> int:
-        """The number of rows to search at a time for this many queries."""
-
-    def part(self, start: int, stop: int) -> Self:
-        """A view of some of these rows."""
-
-    def pick(self, rows: Int64s) -> Self:
-        """A copy of some of these rows."""
-
-    def slack(self, queries: Float32s) -> Float64s:
-        """float64 [q]: the maximum error of the scores of `nearest`."""
-
-    def nearest(self, queries: Float32s, take: int) -> tuple[Float32s, Int64s]:
-        """The `take` nearest rows by fast arithmetic, and their scores, [q, take], by score descending."""
-
-    def scores(self, queries: Float32s, rows: Int64s | None) -> Float64s:
-        """[q, c]: exact scores of rows [q, c], or of all rows."""
-
-
-class Scan(Protocol):
-    """One pass over many segments, or over some rows of one; see `Gate.nearest` in `kernels/gate/gate.py`."""
-
-    def nearest(
-        self,
-        *,
-        queries: NDArray[np.float16],
-        segments: ArrayLike,
-        k: ArrayLike,
-        wanted: NDArray[np.bool_] | torch.Tensor | None = None,
-    ) -> tuple[Int64s, Int64s, Float64s]:
-        """(offsets [q + 1], rows, scores): the k nearest PRESENT (and wanted) rows for each query."""
 
 
 def top_k(
@@ -76,7 +37,7 @@ def top_k(
     queries: Queries,
     k: int,
     allowed: NDArray[np.bool_] | None = None,
-    scan: Scan | None = None,
+    scan: Gate | None = None,
 ) -> tuple[Float64s, Int64s]:
     """The k rows of a segment nearest to each query, among PRESENT (and `allowed`) rows.
 
@@ -100,7 +61,7 @@ def top_k(
 
 
 def top_k_many(
-    arena: Arena, segments: ArrayLike, queries: Queries, k: int, scan: Scan | None = None
+    arena: Arena, segments: ArrayLike, queries: Queries, k: int, scan: Gate | None = None
 ) -> tuple[Float64s, Int64s]:
     """`top_k` of queries[i] in segments[i]: segments int64 [q], queries [q, dim]. Same results as `top_k`.
 
@@ -126,13 +87,13 @@ def _scannable(queries: Queries, k: int) -> bool:
 
 
 def scanned(
-    scan: Scan,
+    scan: Gate,
     segments: Int64s,
     queries: Queries,
     k: int,
     allowed: NDArray[np.bool_] | torch.Tensor | None = None,
 ) -> tuple[Float64s, Int64s]:
-    """`top_k_many` of float16 queries by one scan; `allowed` is `wanted` of `Scan.nearest`."""
+    """`top_k_many` of float16 queries by one scan; `allowed` is `wanted` of `Gate.nearest`."""
     halves = queries.astype(np.float16, copy=False)
     offsets, found, near = scan.nearest(
         queries=halves, segments=segments, k=np.full(len(halves), k), wanted=allowed
@@ -147,14 +108,7 @@ def scanned(
 def rows_of(arena: Arena, segment: int) -> Rows:
     """A segment's rows, with the search for their memory."""
     vectors = arena.vectors(segment)
-    # Imported only for the memory at hand: the host's search needs FAISS.
-    if isinstance(vectors, torch.Tensor):
-        from undertow.kernels.topk.device_rows import DeviceRows
-
-        return DeviceRows.of(vectors)
-    from undertow.kernels.topk.host_rows import HostRows
-
-    return HostRows(vectors)
+    return DeviceRows.of(vectors) if isinstance(vectors, torch.Tensor) else HostRows(vectors)
 
 
 def _padded(count: int, k: int) -> tuple[Float64s, Int64s]:

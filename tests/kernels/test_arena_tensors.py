@@ -121,29 +121,12 @@ def test_a_taken_row_is_a_copy() -> None:
     assert taken[0, 0] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (torch.zeros((1, DIM)), "tensor of float16, not float32"),
-        (torch.zeros((1, DIM + 1), dtype=torch.float16), r"\[n, 20\], not \[1, 21\]"),
-        (torch.zeros(DIM, dtype=torch.float16).reshape(1, 1, DIM), "shape"),
-        (torch.zeros((2, DIM), dtype=torch.float16), "2 vectors for 1 rows"),
-        (torch.full((1, DIM), torch.nan, dtype=torch.float16), "vector 0 is not finite"),
-        (torch.full((1, DIM), torch.inf, dtype=torch.float16), "vector 0 is not finite"),
-        (torch.ones((1, DIM), dtype=torch.float16), "vector 0 has a norm above 4"),
-        (torch.zeros((1, DIM), dtype=torch.float16, device="meta"), "vectors are on meta"),
-    ],
-)
-def test_bad_tensors_are_refused_and_change_nothing(bad: torch.Tensor, message: str) -> None:
+def test_a_tensor_of_another_device_is_refused() -> None:
     arena = arena_of(100)
     segment = arena.new_segment()
-    handle = arena.extend([segment], np.full((1, DIM), 0.25, np.float16), live=True)
-    with pytest.raises(ValueError, match=message):
-        arena.extend([segment], bad, live=True)
-    with pytest.raises(ValueError, match=message):
-        arena.write(handle, bad)
-    assert arena.vector16(handle).tolist() == [[0.25] * DIM]
-    assert arena.length(segment) == 1
+    with pytest.raises(ValueError, match="vectors are on meta"):
+        arena.extend([segment], torch.zeros((1, DIM), dtype=torch.float16, device="meta"), live=True)
+    assert arena.length(segment) == 0
 
 
 def test_norms_are_judged_alike_on_host_and_device() -> None:

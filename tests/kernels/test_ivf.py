@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -11,30 +10,21 @@ import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import PRESENT, Arena
-from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk import ivf
 from undertow.kernels.topk.ivf import IvfIndex
 from undertow.kernels.topk.topk import top_k
 
+from ..support.kernels.arena import MEMORIES, arena_in
+from ..support.kernels.gate_worlds import unit
+
 DIM = 36  # padded to 40 on a device
-MEMORIES = [
-    "cpu",
-    pytest.param(
-        "host", marks=pytest.mark.skipif(find_spec("faiss") is None, reason="FAISS is not installed")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 
 def topical(rng: np.random.Generator, topics: NDArray[np.float64], count: int) -> NDArray[np.float16]:
     """Unit vectors, each near one of the topics."""
-    vectors = topics[rng.integers(0, len(topics), count)] + rng.standard_normal((count, DIM))
-    scaled: NDArray[np.float16] = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(
-        np.float16
-    )
-    return scaled
+    return unit(topics[rng.integers(0, len(topics), count)] + rng.standard_normal((count, DIM)))
 
 
 class World:
@@ -44,7 +34,7 @@ class World:
         self.memory = memory
         self.rng = np.random.default_rng(seed)
         self.topics = self.rng.standard_normal((80, DIM))
-        self.arena = Arena(DIM, None if memory == "host" else DeviceMemory(DIM, memory, 8 << 20))
+        self.arena = arena_in(memory, DIM)
         self.segment, self.other = self.arena.new_segment(), self.arena.new_segment()
         self.vectors = np.zeros((0, DIM), np.float16)
         self.append(count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,36 +12,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.gate.gate import Gate
-from undertow.kernels.topk import device_rows as topk_device
-from undertow.kernels.topk import host_rows as topk_host
+from undertow.kernels.topk import rows as topk_rows
 from undertow.kernels.topk.topk import scanned, top_k, top_k_many
 
+from ..support.kernels.arena import MEMORIES, arena_in
 from ..support.kernels.cuda_shim.shim import COMPILER
-from ..support.kernels.gate_worlds import shim_gate
+from ..support.kernels.gate_worlds import shim_gate, unit
 from ..support.oracles.gate import Row, Store
 from ..support.oracles.gate import top_k as oracle
-
-# "host": float32 rows and FAISS; the others: float16 rows in a pool that torch holds, on that device
-MEMORIES = [
-    pytest.param(
-        "host", marks=pytest.mark.skipif(find_spec("faiss") is None, reason="FAISS is not installed")
-    ),
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-
-def unit(vectors: NDArray[Any]) -> NDArray[np.float16]:
-    lengths = np.linalg.norm(vectors.astype(np.float64), axis=-1, keepdims=True)
-    scaled: NDArray[np.float16] = (vectors / lengths).astype(np.float16)
-    return scaled
-
-
-def make(memory: str, dim: int) -> Arena:
-    return Arena(dim, None if memory == "host" else DeviceMemory(dim, memory, 8 << 20))
 
 
 def scan_of(memory: str, arena: Arena, shim: bool = False) -> Gate:
@@ -56,7 +35,7 @@ def filled(
     *segments: NDArray[np.float16], gone: float = 0.0, seed: int = 0, memory: str = "host"
 ) -> tuple[Arena, Store]:
     """The same rows in an arena and in lists, some of them redacted."""
-    arena, store, rng = make(memory, segments[0].shape[1]), Store(), np.random.default_rng(seed)
+    arena, store, rng = arena_in(memory, segments[0].shape[1]), Store(), np.random.default_rng(seed)
     for vectors in segments:
         segment = arena.new_segment()
         handles = arena.extend(np.full(len(vectors), segment), vectors, live=False)
@@ -108,7 +87,7 @@ def test_distinct_rows_need_one_fetch_and_ties_more(memory: str, monkeypatch: py
     tied[::5] = distinct[0]
     arena, store = filled(distinct, tied, memory=memory)
     fetches: list[int] = []
-    searched: Any = topk_host.HostRows if memory == "host" else topk_device.DeviceRows
+    searched: Any = topk_rows.HostRows if memory == "host" else topk_rows.DeviceRows
     nearest = searched.nearest
 
     def spy(rows: Any, queries: Any, take: int) -> Any:
@@ -124,7 +103,7 @@ def test_distinct_rows_need_one_fetch_and_ties_more(memory: str, monkeypatch: py
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_blocks_join_into_one_answer(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: Any = topk_host.HostRows if memory == "host" else topk_device.DeviceRows
+    searched: Any = topk_rows.HostRows if memory == "host" else topk_rows.DeviceRows
     monkeypatch.setattr(searched, "block_rows", lambda self, queries: 90)
     rng = np.random.default_rng(2)
     vectors = unit(rng.standard_normal((500, 16)))
@@ -224,19 +203,19 @@ def test_what_faiss_gets_on_a_gpu() -> None:
             res: Any, xq: torch.Tensor, xb: torch.Tensor, k: int, **options: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
             calls.append({"rows": xb, "queries": xq, **options})
-            return topk_device.search_by_torch(xb, xq, k)
+            return topk_rows.search_by_torch(xb, xq, k)
 
     rng = np.random.default_rng(7)
     vectors = unit(rng.standard_normal((500, 20)))
     arena, _ = filled(vectors, memory="cpu")
     slab = arena.vectors(0)
     asked: Any = []
-    searched = topk_device.DeviceRows.of(slab)
+    searched = topk_rows.DeviceRows.of(slab)
     rows = searched._rows
     for _ in range(2):
         queries = torch.zeros((2, 24), dtype=torch.float16)
         queries[:, :20] = torch.from_numpy(vectors[:2])
-        near, found = topk_device.search_by_faiss(Faiss, rows, queries, 7)
+        near, found = topk_rows.search_by_faiss(Faiss, rows, queries, 7)
         asked.append((near.tolist(), found.tolist()))
     assert asked[0] == asked[1]
     assert [row[0] for row in asked[0][1]] == [0, 1]
@@ -331,7 +310,7 @@ def test_a_scan_needs_no_pass_over_the_flags_on_the_host(monkeypatch: pytest.Mon
         Gate(arena).nearest(queries=queries, segments=[0] * 3, k=[5] * 3, wanted=w) for w in (None, some)
     ]
 
-    class Scan:
+    class Scan(Gate):
         def nearest(self, *, wanted: Any = None, **asked: Any) -> Any:
             return scanned[0 if wanted is None else 1]
 
@@ -340,8 +319,8 @@ def test_a_scan_needs_no_pass_over_the_flags_on_the_host(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(arena, "flags", refuse)
     for allowed, (scores, rows) in zip((None, some), expected, strict=True):
-        found = top_k(arena, 0, queries, 5, allowed, Scan())
+        found = top_k(arena, 0, queries, 5, allowed, Scan(arena))
         assert (found[0] == scores).all()
         assert (found[1] == rows).all()
     with pytest.raises(ValueError, match="allowed must be bool"):
-        top_k(arena, 0, queries, 5, some[:-1], Scan())
+        top_k(arena, 0, queries, 5, some[:-1], Scan(arena))

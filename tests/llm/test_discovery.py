@@ -1,4 +1,4 @@
-"""LLM servers that actors on Ray keep: found by name, and found again where they move."""
+"""Addresses of LLM servers; those that actors on Ray keep are found by name, and again where they move."""
 
 import sys
 from collections import Counter
@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from undertow.bench.mock.server import spawn_server
+from undertow.engine.base.config import Settings
 from undertow.engine.llm import discovery as llm_address
-from undertow.engine.llm.client import ServerRefused
-from undertow.engine.llm.discovery import NamedActor, NoCluster, NoServer
+from undertow.engine.llm.client import OpenAILLM, ServerRefused
+from undertow.engine.llm.discovery import NamedActor, NoCluster, NoServer, server_addresses
 
 from ..support.llm_servers import (
     Counting,
@@ -184,3 +185,33 @@ def test_an_actor_without_a_place_is_asked_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(NoCluster):
         actor.url()
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("http://a:1/v1", ("http://a:1/v1",)),
+        ("http://a:1, https://b/llm/ ,", ("http://a:1/v1", "https://b/llm")),
+        ("http://a:1,http://a:1/v1/,http://b:1", ("http://a:1/v1", "http://b:1/v1")),
+        ("ray:vllm-0, ray:vllm-1,ray:vllm-0,http://a:1", ("ray:vllm-0", "ray:vllm-1", "http://a:1/v1")),
+    ],
+)
+def test_addresses_by_commas_each_once(text: str, addresses: tuple[str, ...]) -> None:
+    assert server_addresses(text) == addresses
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["http://a:1,b:2", "http://a:1 http://b:2 ,ftp://c", ",", " , ", "ray:", "ray://head:10001", "ray:a b"],
+)
+def test_one_bad_address_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"llm_url.*ray:vllm-0"):
+        OpenAILLM(Settings(llm_url=text))
+
+
+@pytest.mark.parametrize(("text", "count"), [(None, 1), ("http://a:1", 1), ("http://a:1, http://b:2,", 2)])
+def test_the_engine_keeps_work_ready_for_every_server(text: str | None, count: int) -> None:
+    assert Settings(llm_url=text, llm_in_flight=7).llm_requests == 7 * count

@@ -18,6 +18,7 @@ from undertow.bench.mock.server import MockServer, spawn_server
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.llm.circuit_breaker import CircuitBreaker
 from undertow.engine.llm.client import BadReply, ServerRefused
 from undertow.engine.llm.replies import Trouble
 
@@ -319,3 +320,56 @@ def test_an_engine_that_loses_one_of_two_servers_remembers_the_same(tmp_path: Pa
         url = mortal.enter_context(spawn_server(**RATES))
         remembered(tmp_path / "two", f"{url},{steady}", 15, mortal)
     assert_same_state(end_state(tmp_path / "two"), end_state(tmp_path / "one"))
+
+
+# ---- the circuit breaker of one server
+
+
+def test_an_outage_ends_by_a_knock_and_one_request_on_trial() -> None:
+    slots = CircuitBreaker(limit=4, timeout_s=300.0)
+    for _ in range(12):
+        assert slots.free == 4 and not slots.is_open
+        slots.began()
+        slots.failed()
+        slots.active -= 1
+    assert slots.is_open and slots.free == 0
+    slots.probed(answered=False)
+    assert slots.free == 0
+    slots.probed(answered=True)
+    assert slots.free == 1, "one request tries it"
+    slots.began()
+    assert slots.free == 0
+    slots.failed()
+    slots.active -= 1
+    assert slots.free == 0, "the trial failed: it is knocked at again"
+    slots.probed(answered=True)
+    slots.answered()
+    slots.probed(answered=True)  # a knock that was on its way when the request was answered
+    assert (slots.free, slots.is_open, slots.half_open, slots.silent_s) == (4, False, False, None)
+
+
+def test_pauses_grow_up_to_a_quarter_of_a_minute() -> None:
+    slots = CircuitBreaker(limit=1, timeout_s=300.0)
+    slots.lost()
+    assert slots.is_open
+    first_s = slots.pause_s
+    for _ in range(20):
+        slots.probed(answered=False)
+    assert first_s < 0.1 < 7 < slots.pause_s <= 15
+
+
+def test_a_failure_beside_a_slow_reply_proves_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    slots = CircuitBreaker(limit=2, timeout_s=10.0)
+    slots.began()
+    slots.began()
+    slots.failed()
+    now = 105.0
+    slots.failed()
+    assert slots.silent_s == 0.0, "the other request may be about to be answered"
+    now = 111.0
+    slots.failed()
+    assert slots.silent_s == 11.0, "it has timed out by now"
+    slots.refused(ServerRefused("no"))
+    assert slots.silent_s is None and slots.is_open, "a refusal is an answer"

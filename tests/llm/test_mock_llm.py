@@ -199,16 +199,6 @@ def test_rates_are_shares_of_prompts() -> None:
     assert empty == EpisodesReply(episodes=[])
 
 
-def test_replaces_names_a_shown_fact_or_none() -> None:
-    facts = [ShownMemory(n, None, f"fact {n}") for n in (1, 2, 3)]
-    named = set()
-    for n in range(60):
-        reply = answer(refine_prompt(ShownMemory(1, None, "e"), turns(3, n), facts), MockReplies(n))
-        assert isinstance(reply, FactsReply)
-        named |= {fact.replaces for fact in reply.facts}
-    assert named == {None, 1, 2, 3}
-
-
 def test_a_malformed_reply_is_repaired_unless_it_sticks() -> None:
     prompt = episode_prompt(turns(3))
     with MockLLM(MockReplies(malformed_rate=1.0)) as llm:

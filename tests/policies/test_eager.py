@@ -8,12 +8,12 @@ import pytest
 
 from undertow.engine.base.model import Decision, Memory, memory_id
 from undertow.engine.llm.client import BadReply
-from undertow.engine.policies.base import PromptBudget, TurnView, deletion
+from undertow.engine.policies.base import PromptBudget, TurnView
 from undertow.engine.policies.eager import Eager
 from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.reply_schemas import ExtractDraft, ExtractReply, FactDecision, ReconcileReply, Reply
 
-from ..support.policies.driver import BAD, ROOMY, Driven, View, drive, lines_under, stored, view_of
+from ..support.policies.driver import ROOMY, Driven, View, drive, lines_under, stored, view_of
 
 NOTHING = ExtractReply(facts=[])
 
@@ -86,15 +86,6 @@ def test_replay_reads_the_stored_turns_and_what_it_makes_carries_the_records_seq
     assert replay(view_of(10), NOTHING, NOTHING).outcome.revived == (3, 4)
 
 
-def test_replay_that_fails_again_is_parked_again_and_deleted_turns_are_left_out() -> None:
-    view = view_of(10)
-    del view.turns[3]
-    again = replay(view, BAD)
-    assert (again.outcome.decision, again.outcome.cluster) == (Decision.PARKED, (4,))
-    view.turns.clear()
-    assert replay(view).outcome.decision is Decision.WAITS
-
-
 @pytest.mark.parametrize("action", ["update", "delete"])
 def test_a_turn_read_late_changes_no_fact_of_a_later_turn(action: str) -> None:
     berlin = fact("Ann lives in Berlin.", 8, 8)
@@ -161,15 +152,3 @@ def test_what_two_turns_said_alike_is_told_anew_by_the_one_that_is_left() -> Non
     done = forget(view, 1, extracted("Ann sails."))
     assert done.deleted() == [twice.id]
     assert [(m.text, m.source_seqs) for m in done.made("fact")] == [("Ann sails.", (9,))]
-
-
-def test_a_fact_that_was_deleted_before_gives_up_its_history() -> None:
-    done = forget(view_of(12, memories=[deletion(fact("Gone.", 2, 2), 6)]), 2)
-    assert [(d.memory.version, d.memory.made_at_seq) for d in done.outcome.drafts] == [(3, 12)]
-
-
-def test_what_rests_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place() -> None:
-    one, other = fact("One.", 1, 1, 2), fact("Other.", 3, 3)
-    done = forget(view_of(12, memories=[one, other]), 2, extracted("New."), BAD)
-    assert (done.outcome.decision, done.outcome.cluster) == (Decision.PARKED, (1, 3))
-    assert (sorted(done.deleted()), done.made("fact")) == (sorted([one.id, other.id]), [])

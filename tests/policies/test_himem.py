@@ -15,20 +15,16 @@ from undertow.engine.llm.client import BadReply
 from undertow.engine.policies.base import Decide, PromptBudget, TurnView, deletion
 from undertow.engine.policies.himem.episodes import cut
 from undertow.engine.policies.himem.notes import Note, settled
-from undertow.engine.policies.himem.policy import Alignment, HiMem
+from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.storage.row_codec import LlmJob
-from undertow.prompts.builders import prompt_version
 from undertow.prompts.reply_schemas import (
     AlignReply,
     NoteChange,
     NoteDraft,
     NotesReply,
     Reply,
-    ReviseReply,
-    Revision,
     SegmentDraft,
     SegmentReply,
-    SupplementDraft,
     SupplementReply,
     TraitDraft,
     TraitsReply,
@@ -42,7 +38,7 @@ SAME = AlignReply(changes=[])
 
 
 def himem(budget: PromptBudget = ROOMY, *, notes: bool = True, episodes: bool = False) -> HiMem:
-    return HiMem(budget, Alignment(notes, episodes))
+    return HiMem(budget, align_notes=notes, align_episodes=episodes)
 
 
 def talk(sessions: str, memories: Sequence[Memory] = (), words: int = 3) -> View:
@@ -117,30 +113,6 @@ def test_any_reply_gives_contiguous_episodes_that_hold_each_turn_once(firsts: li
 # ---- notes
 
 
-def test_notes_pass_three_stages_and_link_to_their_episodes() -> None:
-    view = talk("aaab")
-    stage1 = notes(
-        ("Ann sails.", "fact", [1]), ("She rows.", "fact", [2]), ("Ann likes tea.", "preference", [9])
-    )
-    stage2 = traits(("Ann loves water.", "preference", [1, 3]), ("She sails.", "profile", [3]))
-    stage3 = changes((2, None, "Ann rows."), (5, 1, ""))
-    done = run(himem().decide(3, at(view, 3)), view, pieces(1, 3), stage1, stage2, stage3)
-    assert operations(done) == ["segment", "notes", "traits", "align"]
-    assert [("Ann sails." in line) for line in lines_under(done.prompts[2], "Notes")] == [True, False, False]
-    assert len(lines_under(done.prompts[3], "Notes")) == 5
-    made = done.made("fact")
-    first, second = done.made("episode")
-    assert [(m.text, m.fact_kind, m.source_seqs, m.episode_id) for m in made] == [
-        ("Ann sails.", "fact", (0, 2), first.id),
-        ("Ann rows.", "fact", (1,), first.id),
-        ("Ann likes tea.", "preference", (0, 1, 2), first.id),
-        ("Ann loves water.", "preference", (0, 2), first.id),
-    ]
-    assert second.source_seqs == (2,), "by which the first and third link to it too"
-    versions = [prompt_version(name) for name in ("notes", "align", "notes", "traits")]
-    assert [m.prompt_version for m in made] == versions
-
-
 numbers = st.integers(-1, 6)
 
 
@@ -181,16 +153,11 @@ def test_replay_remembers_the_window_and_what_it_makes_carries_the_records_seq()
     assert (done.outcome.cluster, done.outcome.settled, done.outcome.revived) == ((0, 1), (), ())
 
 
-def test_replay_parks_again_leaves_deleted_turns_out_and_doubles_no_episode() -> None:
+def test_replay_doubles_no_episode() -> None:
     view = talk("aabb", [stored("episode", "Held.", 5, (1,))])
     done = run(himem().replay(9, JOB, view), view, pieces(1), NONE, NO_TRAITS, NONE, NO_TRAITS)
     assert operations(done) == ["segment", "notes", "traits", "notes", "traits"]
     assert [m.source_seqs for m in done.made("episode")] == [(0,)]
-    del view.turns[1]
-    again = run(himem().replay(9, JOB, view), view, BAD)
-    assert (again.outcome.decision, again.outcome.cluster) == (Decision.PARKED, (0,))
-    view.turns.clear()
-    assert run(himem().replay(9, JOB, view), view).outcome.decision is Decision.WAITS
 
 
 # ---- forget
@@ -284,14 +251,6 @@ def test_a_turn_of_an_open_window_has_left_nothing() -> None:
     assert (done.outcome.drafts, done.prompts) == ((), [])
 
 
-def test_what_rested_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place() -> None:
-    one, note = made("episode", "One.", 4, 0, 1), made("fact", "Note.", 4, 1, 5)
-    view = talk("aabbbbc", [one, note])
-    done = forget(view, 1, pieces(1), BAD)
-    assert (done.outcome.decision, done.outcome.cluster) == (Decision.PARKED, (0, 5))
-    assert (sorted(done.deleted()), done.made("episode")) == (sorted([one.id, note.id]), [])
-
-
 def parked_and_replayed(view: View, turn_seq: int, *replies: Reply | BadReply) -> Driven:
     parked = forget(view, turn_seq, BAD)
     assert parked.outcome.decision is Decision.PARKED
@@ -327,11 +286,6 @@ def ask(view: View, *replies: Reply, episodes: Sequence[str] = (LATE.id, EARLY.i
     return run(himem().reconsolidate(9, "Where does Ann live?", episodes, view), view, *replies)
 
 
-def test_a_note_goes_with_every_turn_that_was_shown_for_it() -> None:
-    note = stored("fact", "Ann lives in Paris.", 7, (3, 4), shown_seqs=(0, 1), fact_kind="profile")
-    assert note.id in forget(talk("aaaaaa", [EARLY, LATE, note]), 0, BAD).deleted()
-
-
 def test_reconsolidation_skips_episodes_that_are_gone_or_rest_on_a_deleted_turn() -> None:
     view = talk("aaaaaa", [EARLY, LATE])
     del view.turns[4]
@@ -340,38 +294,3 @@ def test_reconsolidation_skips_episodes_that_are_gone_or_rest_on_a_deleted_turn(
     del view.turns[0]
     assert ask(view).outcome.decision is Decision.WAITS
     assert ask(talk("aaaaaa", [EARLY]), episodes=("unknown",)).prompts == []
-
-
-def test_reconsolidation_changes_a_note_once_and_adds_the_second_candidate_that_names_it() -> None:
-    lives = stored("fact", "Ann lives in Berlin.", 2, (1,), fact_kind="profile")
-    drafts = [SupplementDraft(episodes=[1], text=text, kind="profile") for text in ("One.", "Two.")]
-    given: list[tuple[int, Any, str]] = [
-        (1, "extendable", "Both."),
-        (1, "independent", ""),
-        (2, "contradictory", ""),
-    ]
-    revisions = [Revision(candidate=n, relation=relation, note=1, text=text) for n, relation, text in given]
-    view = talk("aaaaaa", [LATE, lives])
-    done = ask(view, SupplementReply(notes=drafts), ReviseReply(decisions=revisions))
-    assert [(m.text, m.version) for m in done.made("fact")] == [("Both.", 2), ("Two.", 1)]
-    assert not done.deleted()
-
-
-# ---- forgetting by use
-
-
-def test_of_too_many_notes_the_least_used_are_forgotten_and_of_equals_the_oldest() -> None:
-    old = [made("fact", f"Old {n}.", 1, 0, ordinal=n) for n in range(4)]
-    view = talk("aab", [made("episode", "Old.", 1, 0), *old])
-    view.settled_end, view.used = 1, {old[0].id: 1, old[2].id: 3}
-    policy = HiMem(ROOMY, Alignment(), max_notes=3)
-    said = notes(("New.", "fact", [1]))
-    done = run(policy.decide(2, at(view, 2)), view, pieces(1), said, NO_TRAITS, SAME)
-    assert done.deleted() == [old[1].id, old[3].id], "neither a used one nor the new one"
-    assert "2 notes forgotten" in (done.outcome.reason or "")
-    view.used = {note.id: 1 for note in old}
-    tight = HiMem(ROOMY, Alignment(), max_notes=1)
-    done = run(tight.decide(2, at(view, 2)), view, pieces(1), said, NO_TRAITS, SAME)
-    assert done.deleted() == [note.id for note in old]
-    assert [m.kind for m in done.made("episode")] == ["episode"]
-    assert run(himem().decide(2, at(view, 2)), view, pieces(1), said, NO_TRAITS, SAME).deleted() == [], "off"

@@ -1,11 +1,9 @@
-"""HiMem in an engine: sessions, flushes and questions in one log, whatever the batches, faults and kills."""
+"""HiMem in an engine: sessions, flushes and questions in one log, replays and deletions."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,11 @@ from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.replies import Messages, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
-from undertow.engine.llm.client import BadReply
-from undertow.engine.storage.row_codec import control_of
 
 from ..support.engine import (
     ENCODER,
     MARKER,
     RecordingLLM,
-    Run,
     assert_same,
     bytes_hold,
     construction,
@@ -42,24 +37,8 @@ HIMEM: dict[str, Any] = {"policy": "himem"}
 BEST = {**HIMEM, "answer_mode": "best_effort"}
 
 
-class Naming(Judging):
-    """What is missing it finds in the best episode: so that what is said later comes up, and contradicts."""
-
-    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
-        text = super().reply(messages, schema)
-        if not text.startswith(('{"notes"', '{"decisions"')):
-            return text
-        told: dict[str, Any] = json.loads(text)
-        for note in told.get("notes", ()):
-            if "episodes" in note:
-                note["episodes"] = [1]
-        for decision in told.get("decisions", ())[:1]:
-            decision |= {"candidate": 1, "note": 1, "relation": "contradictory"}
-        return json.dumps(told)
-
-
-# its notes are never sufficient
-REPLIES = Naming(1, 0.3, 0.1, malformed_rate=0.06, malformed_sticky=True, lines=())
+# no notes are sufficient, so that questions change them
+REPLIES = Judging(1, 0.3, 0.1, malformed_rate=0.06, malformed_sticky=True, lines=())
 TOPICS = ("boat harbour sail mast", "violin bow string tune", "garden tomato seed soil")
 
 
@@ -77,72 +56,6 @@ def talk(tenant: str, count: int, seed: int, *, words: int = 0) -> list[Turn]:
             text = f"{topic} {int(rng.integers(3))} " + "and so on " * words
             turns.append(replace(turn_of(tenant, n, text, timestamp=stamp), session_id=f"s{session}"))
     return turns[:count]
-
-
-def talked(store: Path, turns: dict[str, list[Turn]], chunk: int) -> RecordingLLM:
-    """A life with an agent: some turns at a time, a question now and then, a flush; all of it decided."""
-    llm = RecordingLLM(REPLIES)
-    with open_engine(store, llm, **BEST) as engine:
-        for start in range(0, max(map(len, turns.values())), chunk):
-            for name, of_tenant in turns.items():
-                engine.add_batch(of_tenant[start : start + chunk])
-                with suppress(BadReply):
-                    engine.answer(name, f"Who has a {TOPICS[start % 3]} of {start}?")
-        for name in turns:
-            assert engine.flush(name)
-        assert engine.drain()
-    return llm
-
-
-@pytest.fixture(scope="module")
-def turns() -> dict[str, list[Turn]]:
-    return {name: talk(name, 40, seed) for seed, name in enumerate(("ann", "bob", "cleo"), 3)}
-
-
-@pytest.fixture(scope="module")
-def streamed(turns: dict[str, list[Turn]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    store = tmp_path_factory.mktemp("streamed")
-    llm = talked(store, turns, 3)
-    return store, read_back(store, construction(llm.prompts))
-
-
-def test_a_life_of_turns_questions_and_flushes_is_decided_as_the_oracle_does(
-    streamed: tuple[Path, Run], turns: dict[str, list[Turn]]
-) -> None:
-    store, run = streamed
-    operations = {p.operation for prompts in run.prompts.values() for p in prompts}
-    assert operations == {"segment", "notes", "traits", "align", "supplement", "revise"}
-    kinds = Counter(d.decision for of_tenant in run.decisions.values() for d in of_tenant)
-    assert kinds.keys() == {"waits", "fired", "parked"}
-    versions = [m for of_tenant in run.versions.values() for m in of_tenant]
-    assert any(m.kind == "fact" and m.version > 1 and m.text for m in versions), "extended, or said again"
-    assert any(m.supersedes for m in versions) and any(not m.text for m in versions), "contradicted"
-    assert_same(run, oracle_of_log(store, settings_of(**BEST), ENCODER, REPLIES, turns))
-
-
-def test_the_same_log_decided_all_at_once_gives_the_same(
-    streamed: tuple[Path, Run], turns: dict[str, list[Turn]], tmp_path: Path
-) -> None:
-    """Records that came one by one, each decided before the next, against a log that was there before."""
-    store, expected = streamed
-    with open_engine(tmp_path, None, **BEST) as engine:
-        for name, of_tenant in turns.items():
-            copy_log(engine, store, name, of_tenant)
-    llm = RecordingLLM(REPLIES)
-    with open_engine(tmp_path, llm, **BEST) as engine:
-        assert engine.drain()
-    assert_same(read_back(tmp_path, construction(llm.prompts)), expected)
-
-
-def copy_log(engine: Engine, store: Path, name: str, turns: Sequence[Turn]) -> None:
-    line = iter(turns)
-    logged = [row for row in rows_of(store, "turn", "control") if row.tenant == name and row.seq >= 0]
-    for row in sorted(logged, key=lambda row: row.seq):
-        if row.kind == "turn":
-            engine.add_batch([next(line)])
-        else:
-            control = control_of(row)
-            engine._log(name, control.kind, [control.body])
 
 
 @pytest.mark.parametrize("options", [{"himem_align_notes": False}, {"himem_align_episodes": True}])
@@ -256,16 +169,20 @@ def test_an_answer_counts_for_the_deletion_behind_it_whether_or_not_both_are_rea
     assert len(notes) > 3 and kept == [notes[0].id, notes[-2].id], "the oldest, as it was used"
 
 
-def test_an_export_with_questions_is_taken_in_again(streamed: tuple[Path, Run], tmp_path: Path) -> None:
-    store, _ = streamed
-    with open_engine(store, None, **BEST) as engine:
+def test_an_export_with_questions_is_taken_in_again(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "a", RecordingLLM(Judging(lines=())), **BEST) as engine:
+        engine.add_batch(talk("ann", 12, 3))
+        assert engine.flush("ann")
+        for topic in TOPICS:
+            engine.answer("ann", f"Who has a {topic}?")
+            assert engine.drain()
         records = engine.export_page("ann").items
         told = [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("ann")]
     assert "reconsolidate" in {r.get("control") for r in records}
-    with open_engine(tmp_path, None, **BEST) as engine:
+    with open_engine(tmp_path / "b", None, **BEST) as engine:
         engine.import_("copy", records)
         assert [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("copy")] == told
-    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path, "control")]
-    ids = {row.id for row in rows_of(tmp_path, "episode")}
+    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path / "b", "control")]
+    ids = {row.id for row in rows_of(tmp_path / "b", "episode")}
     named = [i for b in bodies if b["kind"] == "reconsolidate" for i in b["body"]["episode_ids"]]
     assert named and set(named) <= ids, "by their ids here"

@@ -179,8 +179,6 @@ def test_replay_is_the_window_once_more_and_carries_the_records_seq() -> None:
     (made,) = done.made("episode")
     assert (made.id, made.source_seqs) == (memory_id("ann", 1, 9, "episode", 0), (0, 1))
     assert (done.outcome.decision, done.outcome.revived) == (Decision.FIRED, ())
-    assert replay(view_of(9), BAD).outcome.decision is Decision.PARKED
-    assert replay(view_of(0)).outcome.decision is Decision.WAITS
 
 
 def test_replay_takes_no_message_into_a_second_episode() -> None:
@@ -231,33 +229,11 @@ def test_an_episode_beside_the_turn_is_left_and_its_lost_facts_are_distilled_aga
     ]
 
 
-def test_a_fact_goes_with_a_turn_that_was_shown_with_those_that_said_it() -> None:
-    told_of = fact("Told.", 1, 3, shown_seqs=(2,))
-    assert forget(view_of(9, memories=[told_of]), 2, NOTHING).deleted() == [told_of.id]
-    ended = deletion(told_of, 6)
-    (again,) = forget(view_of(9, memories=[ended]), 2).outcome.drafts
-    assert (again.memory.id, again.memory.made_at_seq) == (ended.id, 9)
-
-
 def test_facts_without_an_episode_are_read_again_directly() -> None:
     loose = fact("Loose.", 1, 2, 3)
     done = forget(view_of(9, memories=[loose]), 2, facts("Anew."), ablation="direct-extraction")
     assert operations(done) == ["distil_direct"]
     assert (done.deleted(), [m.source_seqs for m in done.made("fact")]) == ([loose.id], [(3,)])
-
-
-def test_a_memory_that_was_deleted_before_gives_up_its_history() -> None:
-    ended = deletion(fact("Gone.", 2, 2), 6)
-    done = forget(view_of(9, memories=[ended]), 2)
-    assert [(d.memory.version, d.memory.made_at_seq) for d in done.outcome.drafts] == [(3, 9)]
-
-
-def test_what_rests_on_a_deleted_turn_goes_even_when_nothing_can_take_its_place() -> None:
-    both, lost = episode("Both\nx", 1, (2, 0), (3, 0)), fact("Lost.", 1, 2, 4)
-    outcome = forget(view_of(9, memories=[both, lost]), 2, BAD)
-    assert (outcome.outcome.decision, outcome.outcome.cluster) == (Decision.PARKED, (3, 4))
-    assert sorted(outcome.deleted()) == sorted([both.id, lost.id])
-    assert not outcome.made("fact") and not outcome.made("episode")
 
 
 def parked_and_replayed(view: View, turn_seq: int, *replies: Reply | BadReply) -> Driven:

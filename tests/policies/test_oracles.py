@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.replies import Messages, MockReplies
+from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Decision, Turn
 from undertow.engine.policies.registry import policy_of
+from undertow.engine.storage.row_codec import LlmJob
 
 from ..support.engine import ENCODER, ORACLES, by_birth, settings_of, turn_of
+from ..support.oracles.run import Oracle
 from ..support.policies.streamed import Streamed
 from ..support.policies.variants import VARIANTS
 
@@ -87,13 +90,37 @@ def logs(draw: st.DrawFn) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@hypothesis_settings(
+def policy_settings(name: str, seed: int, theta: float) -> Settings:
+    return settings_of(
+        **OPTIONS[name],
+        theta_sim=theta,
+        theta_merge=theta + 0.1,
+        theta_count=2 + seed % 2,
+        theta_evoke=theta,
+        window_messages=1 + seed % 6,
+    )
+
+
+def take(decides: Streamed | Oracle, seq: int, record: Record, episodes: list[str]) -> None:
+    match record:
+        case Turn():
+            decides.take(seq, record)
+        case None:
+            decides.flush(seq)
+        case question if episodes:
+            decides.reconsolidate(seq, question, episodes[:3])
+
+
+property_test = hypothesis_settings(
     max_examples=20,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink a log takes minutes
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@property_test
 @given(
     records=logs(),
     seed=st.integers(0, 99),
@@ -104,26 +131,13 @@ def test_a_policy_decides_as_its_oracle_whatever_the_replies(
     name: str, records: list[Record], seed: int, rates: tuple[float, float], theta: float
 ) -> None:
     replies = Careless(seed, *rates, malformed_rate=0.02, malformed_sticky=True)
-    settings = settings_of(
-        **OPTIONS[name],
-        theta_sim=theta,
-        theta_merge=theta + 0.1,
-        theta_count=2 + seed % 2,
-        theta_evoke=theta,
-        window_messages=1 + seed % 6,
-    )
+    settings = policy_settings(name, seed, theta)
     streamed = Streamed(policy_of(settings), settings, MockLLM(replies))
     oracle = ORACLES[settings.policy]("ann", ENCODER, MockLLM(replies), settings)
     for seq, record in enumerate(records):
         episodes = [m.id for m in streamed.view.current("episode")][::-1]
         for decides in (streamed, oracle):
-            match record:
-                case Turn():
-                    decides.take(seq, record)
-                case None:
-                    decides.flush(seq)
-                case question if episodes:
-                    decides.reconsolidate(seq, question, episodes[:3])
+            take(decides, seq, record, episodes)
     assert streamed.decisions == oracle.decisions
     assert by_birth(streamed.versions) == by_birth(oracle.versions)
     assert streamed.prompts == oracle.prompts
@@ -132,3 +146,43 @@ def test_a_policy_decides_as_its_oracle_whatever_the_replies(
     for result in streamed.results:
         if result.decision is Decision.PARKED:
             assert result.operation and result.reason
+
+
+def resting_on(streamed: Streamed, turn_seq: int) -> set[str]:
+    """The current memories that may hold a turn's words."""
+    current = [*streamed.view.current("episode"), *streamed.view.current("fact")]
+    return {m.id for m in current if turn_seq in m.reach}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@property_test
+@given(records=logs(), seed=st.integers(0, 99), place=st.integers(0, 99), fails=st.booleans())
+def test_what_rests_on_a_deleted_turn_goes_whatever_the_replies(
+    name: str, records: list[Record], seed: int, place: int, fails: bool
+) -> None:
+    """At once, even if the LLM can make nothing in its place, and it does not come back with a replay."""
+    settings = policy_settings(name, seed, 0.3)
+    replies = Careless(seed, malformed_rate=0.02, malformed_sticky=True)
+    streamed = Streamed(policy_of(settings), settings, MockLLM(replies))
+    for seq, record in enumerate(records):
+        take(streamed, seq, record, [m.id for m in streamed.view.current("episode")][::-1])
+    turn_seq, end = sorted(streamed.view.turns)[place % len(streamed.view.turns)], len(records)
+    # those deleted before too: their history has the words
+    resting = {m.id for m in streamed.view.memories if turn_seq in m.reach}
+    streamed.llm = MockLLM(replace(replies, malformed_rate=1.0 if fails else 0.02))
+    streamed.delete(end, turn_seq)
+    forgotten = streamed.results[-1]
+    versions = {draft.memory.id: draft.memory for draft in forgotten.drafts}
+    assert resting <= versions.keys() and not resting_on(streamed, turn_seq)
+    assert all(m.made_at_seq == end for m in versions.values())
+    assert not fails or all(m.deleted for m in versions.values())
+    if forgotten.decision is Decision.PARKED:
+        job = LlmJob("j", end, "parked", forgotten.operation or "", forgotten.cluster)
+        streamed.replay(end + 1, job)
+        if streamed.results[-1].decision is Decision.PARKED:
+            assert streamed.results[-1].cluster == forgotten.cluster
+        streamed.llm = MockLLM(MockReplies(seed))
+        streamed.replay(end + 2, job)
+        assert streamed.results[-1].decision is not Decision.PARKED
+        assert all(draft.memory.made_at_seq == end + 2 for draft in streamed.results[-1].drafts)
+        assert not resting_on(streamed, turn_seq)

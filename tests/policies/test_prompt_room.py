@@ -8,7 +8,7 @@ from typing import Any
 from undertow.engine.base.model import Memory
 from undertow.engine.base.results import Hit, HitKind, SearchResult
 from undertow.engine.policies.base import PromptBudget, TurnView
-from undertow.engine.policies.himem.policy import Alignment, HiMem
+from undertow.engine.policies.himem.policy import HiMem
 from undertow.engine.search.answer_modes import NOT_ANSWERABLE, Question, Say, best_effort
 from undertow.engine.search.ranking import question_prompt
 from undertow.prompts.builders import Prompt, ShownMemory, sufficiency_prompt, supplement_prompt
@@ -106,7 +106,7 @@ def test_what_was_judged_has_room_where_it_is_learnt_from() -> None:
 def closed_window(turn_chars: int) -> Memory:
     """The one episode of a session on one topic, as long as a window may be."""
     view, seq = View({}), 0
-    policy = HiMem(ROOMY, Alignment())
+    policy = HiMem(ROOMY)
     piece = SegmentDraft(first=1, topic="t" * 120, summary="s" * 500)
     replies: Sequence[Any] = [SegmentReply(episodes=[piece]), NotesReply(notes=[]), TraitsReply(notes=[])]
     while True:
@@ -138,7 +138,7 @@ def test_an_episode_of_a_whole_window_leaves_room_in_every_prompt_that_reads_it(
 
 def reconsolidated(*episodes: Memory, budget: PromptBudget = ROOMY) -> list[Prompt]:
     view = View({1: TurnView(1, "Ann: x", None), 2: TurnView(2, "Ann: y", None)}, list(episodes))
-    steps = HiMem(budget, Alignment()).reconsolidate(9, QUESTION, [e.id for e in episodes], view)
+    steps = HiMem(budget).reconsolidate(9, QUESTION, [e.id for e in episodes], view)
     return drive(steps, view, replies=[SupplementReply(notes=[])]).prompts
 
 

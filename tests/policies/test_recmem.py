@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import pytest
 
 from undertow.engine.base.model import Decision, memory_id
 from undertow.engine.llm.client import BadReply
@@ -179,31 +176,10 @@ def test_facts_written_in_sight_of_a_deleted_episode_go_with_a_turn_that_it_was_
     assert sorted(done.deleted()) == sorted([told.id, later.id])
 
 
-@pytest.mark.parametrize("replies", [(BAD,), (episodes(("Told.", [])), BAD)])
-def test_what_rests_on_a_forgotten_turn_goes_even_when_nothing_can_take_its_place(
-    replies: tuple[Any, ...],
-) -> None:
-    told = stored("episode", "Told.", 5, (1, 2))
-    fact = stored("fact", "Fact.", 5, (1, 2), episode_id=told.id)
-    done = forget(view_of(8, memories=[told, fact]), 2, *replies)
-    assert sorted(done.deleted()) == sorted([told.id, fact.id])
-    assert done.made("episode") == done.made("fact") == []
-
-
 def test_an_episode_of_a_forgotten_turn_alone_is_removed_without_asking() -> None:
     told = stored("episode", "Told.", 5, (2,))
     done = forget(view_of(8, memories=[told]), 2)
     assert done.deleted() == [told.id]
-    assert done.prompts == []
-
-
-def test_what_a_user_deleted_gives_up_its_history_with_a_turn_that_it_rested_on() -> None:
-    told = stored("episode", "Told.", 5, (1, 2))
-    fact = stored("fact", "Fact.", 5, (1, 2), episode_id=told.id)
-    apart = stored("fact", "Apart.", 6, (3,))
-    done = forget(view_of(8, memories=[deletion(m, 7) for m in (told, fact, apart)]), 2)
-    assert sorted(done.deleted()) == sorted([told.id, fact.id])
-    assert {(d.memory.version, d.memory.made_at_seq) for d in done.outcome.drafts} == {(3, 9)}
     assert done.prompts == []
 
 

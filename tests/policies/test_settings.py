@@ -18,7 +18,6 @@ from undertow.engine.policies.base import Tiers
 from undertow.engine.policies.registry import tiers_of
 from undertow.engine.search.ranking import Window
 from undertow.engine.storage.store_info import DESCRIPTION, StoreError, read_info
-from undertow.engine.tenants.view import View
 
 from ..support.engine import (
     ALONE,
@@ -34,6 +33,7 @@ from ..support.engine import (
     turns_of,
 )
 from ..support.faults.harness import reports
+from ..support.policies.himem import settled
 
 # ---- a store and its policy
 
@@ -115,28 +115,18 @@ def test_eager_reads_every_turn_and_gates_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["eager", "nemori"])
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_of_a_deleted_turn_no_byte_is_left(in_flight: bool, policy: PolicyName, tmp_path: Path) -> None:
-    """Updates and deletions of facts included, which keep what was said before in their history."""
+def test_of_a_turn_deleted_while_the_llm_reads_it_no_byte_is_left(policy: PolicyName, tmp_path: Path) -> None:
     options: dict[str, Any] = {"policy": policy, "window_messages": 4}
-    llm = HeldLLM(MockReplies(2)) if in_flight else RecordingLLM(MockReplies(2))
+    llm = HeldLLM(MockReplies(2))
     texts = ["the boat and the harbour", f"the boat of the {MARKER}", *[f"the boat {n}" for n in range(6)]]
     with open_engine(tmp_path, llm, **options) as engine:
         receipts = engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(texts)])
-        if isinstance(llm, HeldLLM):
-            while MARKER not in llm.prompts["ann"][-1].user:
-                llm.release()
-                engine.step()
-        else:
-            assert engine.drain()
-            assert MARKER in repr([row.payload for row in rows_of(tmp_path, "episode", "fact")])
-            assert any(orjson.loads(row.payload).get("deleted") for row in rows_of(tmp_path, "fact"))
+        while MARKER not in llm.prompts["ann"][-1].user:
+            llm.release()
+            engine.step()
         assert receipts[1].id is not None
         engine.delete(receipts[1].id)
-        while not engine.idle:
-            if isinstance(llm, HeldLLM):
-                llm.release()
-            engine.step()
+        settled(engine, llm)
         live = engine.get_all("ann")
         assert live and MARKER not in repr(live)
         engine.purge()
@@ -188,25 +178,6 @@ def test_an_answer_is_given_the_words_of_the_best_episodes_and_the_turns_that_wa
         engine.answer("ann", "Who sails?")
     asked = llm.prompts["ann"][-1]
     assert asked.operation == "answer" and all(line in asked.user for line in said)
-
-
-def test_an_episode_knows_its_messages_through_export_and_import(tmp_path: Path) -> None:
-    with open_engine(tmp_path / "a", RecordingLLM(MockReplies(1)), **NEMORI) as engine:
-        engine.add_batch(turns_of("ann", 6, text="the boat sails {n} miles"))
-        assert engine.drain()
-        made = engine.get_all("ann")
-    parts = [m.source_messages for m in made if m.kind == "episode"]
-    assert any(len(part) % 2 for part in parts), "one that holds half of a turn"
-    with reports(tmp_path / "a") as of:
-        records = [orjson.loads(orjson.dumps(record)) for record in of.export("ann")]
-    with open_engine(tmp_path / "b", **NEMORI) as engine:
-        engine.import_("ann", records)
-        assert [m.source_messages for m in engine.get_all("ann") if m.kind == "episode"] == parts
-        ann = engine.tenants.get("ann")
-        assert View(ann, 6, ann.making).open_turns() == []
-        assert bytes_hold(tmp_path / "b", "boat sails"), "so that its absence below tells something"
-        assert engine.erase("ann", now=True) is not None
-    assert not bytes_hold(tmp_path / "b", "boat sails")
 
 
 # ---- ablations

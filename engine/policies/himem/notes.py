@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Effect, Embed, Vector, cosine, deletion
-from undertow.engine.policies.work import Steps, Work, only_shown
+from undertow.engine.policies.work import Steps, Work, named, only_shown
 from undertow.prompts.builders import Prompt, ShownMemory, align_prompt, notes_prompt, traits_prompt
 from undertow.prompts.reply_schemas import (
     AlignReply,
@@ -50,7 +50,7 @@ def restore_notes(work: Work, turns: Sequence[int], lost: Sequence[Memory], *, a
     Without lost notes to compare with (a parked deletion has removed their text), turns that have notes get
     no new ones: they would be duplicates.
     """
-    if not lost and any(note.reach.intersection(turns) for note in current_notes(work)):
+    if not lost and any(note.reach.intersection(turns) for note in work.current("fact")):
         return
     notes: list[Note] = []
     for part in work.parts(turns, lambda seqs: notes_prompt(work.turns(seqs))):
@@ -66,7 +66,7 @@ def _in_place_of(
     """The nearest new note for each lost one, unless a remaining note is nearer to the new one."""
     wanted = yield Embed(tuple(note.text for note in lost))
     vectors = yield Embed(tuple(note.text for note in notes))
-    said = {note.text for note in current_notes(work)}
+    said = {note.text for note in work.current("fact")}
     found: dict[int, Note] = {}
     for vector in wanted:
         nth = max(range(len(notes)), key=lambda n: cosine(vector, vectors[n]))
@@ -133,7 +133,7 @@ def _store(work: Work, notes: Sequence[Note]) -> Steps:
     if not notes:
         return
     vectors = yield Embed(tuple(note.text for note in notes))
-    known = {memory.text: memory for memory in current_notes(work)}
+    known = {memory.text: memory for memory in work.current("fact")}
     for note, vector in zip(notes, vectors, strict=True):
         if (same := known.get(note.text)) is not None:
             known[note.text] = work.add_sources(same, note.sources, vector)
@@ -156,13 +156,6 @@ def add_note(work: Work, note: Note, vector: Vector, supersedes: tuple[str, ...]
     )
 
 
-def current_notes(work: Work) -> list[Memory]:
-    """The notes after this job's own drafts."""
-    notes = {memory.id: memory for memory in work.view.current("fact")}
-    notes |= {d.memory.id: d.memory for d in work.drafts if d.memory.kind == "fact"}
-    return [memory for memory in notes.values() if not memory.deleted]
-
-
 def forget_least_used(work: Work, most: int) -> int:
     """Delete the least used notes above `most`. Returns their number. History, turns and episodes stay.
 
@@ -171,7 +164,7 @@ def forget_least_used(work: Work, most: int) -> int:
     """
     uses = work.view.uses()
     notes = sorted(
-        current_notes(work),
+        work.current("fact"),
         key=lambda n: (n.made_at_seq == work.seq, uses.get(n.id, 0), n.born_at_seq, n.ordinal),
     )
     gone = notes[: max(0, len(notes) - most)]
@@ -181,12 +174,8 @@ def forget_least_used(work: Work, most: int) -> int:
 
 def episode_of(work: Work, seq: int) -> str | None:
     """The episode that contains a turn. None: a user has deleted it."""
-    mine = [d.memory for d in work.drafts if d.memory.kind == "episode"]
-    gone = {memory.id for memory in mine if memory.deleted}
-    for memory in (*mine, *work.view.current("episode")):
-        if memory.id not in gone and seq in memory.source_seqs:
-            return memory.id
-    return None
+    holding = (episode.id for episode in work.current("episode") if seq in episode.source_seqs)
+    return next(holding, None)
 
 
 def shortened(work: Work, items: Sequence[T], prompt_of: Callable[[Sequence[T]], Prompt]) -> Prompt:
@@ -196,15 +185,9 @@ def shortened(work: Work, items: Sequence[T], prompt_of: Callable[[Sequence[T]],
     return work.checked(prompt_of(items))
 
 
-def named(numbers: Sequence[int], shown: Sequence[T]) -> list[T]:
-    """The shown items that a reply names by number; all of them if it names none or an invalid number."""
-    if not numbers or any(not 1 <= n <= len(shown) for n in numbers):
-        return list(shown)
-    return [shown[n - 1] for n in dict.fromkeys(numbers)]
-
-
 def _note(draft: NoteDraft | TraitDraft, part: Sequence[int], prompt: Prompt) -> Note:
-    return Note(draft.text, draft.kind, tuple(sorted(named(draft.turns, part))), prompt.version)
+    sources = tuple(sorted(named(draft.turns, part, otherwise=part)))
+    return Note(draft.text, draft.kind, sources, prompt.version)
 
 
 def _shown(work: Work, notes: Sequence[Note]) -> list[ShownMemory]:

@@ -9,7 +9,7 @@ question that they did not cover.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from undertow.engine.base.model import Decision, Memory
 from undertow.engine.policies.base import (
@@ -31,14 +31,6 @@ from undertow.engine.policies.work import Failed, Steps, Work, parked
 from undertow.engine.storage.row_codec import LlmJob
 
 
-@dataclass(frozen=True, slots=True)
-class Alignment:
-    """Where knowledge alignment is applied (section 2.2.3; table 3 tries all four)."""
-
-    notes: bool = True
-    episodes: bool = False
-
-
 class HiMem(Policy):
     """The paper's policy. Stateless: its only input is the MemoryView and the results of effects."""
 
@@ -49,42 +41,39 @@ class HiMem(Policy):
     def __init__(
         self,
         budget: PromptBudget,
-        alignment: Alignment,
-        max_notes: int | None = None,
         *,
+        align_notes: bool = True,
+        align_episodes: bool = False,
+        max_notes: int | None = None,
         self_evolution: bool = True,
     ) -> None:
-        """`max_notes`: the least used notes above this number are deleted (section 2.5); None: no bound.
+        """`align_*`: where knowledge is aligned (section 2.2.3; table 3 tries all four).
 
+        `max_notes`: the least used notes above this number are deleted (section 2.5); None: no bound.
         `self_evolution`: questions that the notes did not cover revise them (section 2.4).
         """
         self.learns = Learns(used=max_notes is not None, missed=self_evolution)
         self._budget = budget
-        self._alignment = alignment
+        self._align_notes = align_notes
+        self._align_episodes = align_episodes
         self._max_notes = max_notes
 
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Close the dialogue window if the turn does not belong to it (section 2.2.1)."""
         window = memory.open_turns()
-        if not window or self._goes_on(window, seq, memory):
+        if window and self._goes_on(window, seq, memory):
             return PolicyResult(Decision.WAITS)
         return (yield from self._close(window, seq, memory))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         """Close the open window."""
-        window = memory.open_turns()
-        if not window:
-            return PolicyResult(Decision.WAITS)
-        return (yield from self._close(window, seq, memory))
+        return (yield from self._close(memory.open_turns(), seq, memory))
 
-    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
+    def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         """Process a parked window, or the rest of one, again.
 
         Turns that an episode contains, or one that a user deleted, get only notes.
         """
-        turns = [s for s in job.cluster if memory.exists(s)]
-        if not turns:
-            return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
         every = [*memory.current("episode"), *memory.ended("episode")]
         held = {s for episode in every for s in episode.source_seqs}
         work = Work(seq, memory, self._budget)
@@ -92,8 +81,8 @@ class HiMem(Policy):
             yield from self._remember(work, [s for s in turns if s not in held])
             yield from self._note(work, [s for s in turns if s in held])
         except Failed as error:
-            return parked(error, "segment", tuple(turns), PolicyResult(Decision.PARKED))
-        return self._done(work, PolicyResult(Decision.FIRED, cluster=tuple(turns)))
+            return parked(error, "segment", turns)
+        return self._done(work, PolicyResult(Decision.FIRED, cluster=turns))
 
     def forget(self, seq: int, turn_seq: int, memory: MemoryView) -> Decide:
         """Delete everything made from the deleted turn's window, and remake it from the other turns.
@@ -120,8 +109,7 @@ class HiMem(Policy):
             yield from self._note(work, others, notes)
         except Failed as error:
             # They must go even if they cannot be remade yet.
-            outcome = PolicyResult(Decision.PARKED, drafts=gone)
-            return parked(error, "segment", (*rest, *others), outcome)
+            return parked(error, "segment", (*rest, *others), drafts=gone)
         return self._done(work, PolicyResult(Decision.FIRED))
 
     def reconsolidate(
@@ -151,13 +139,15 @@ class HiMem(Policy):
         return has_room(Work(seq, memory, self._budget).turns([*window, seq]), self._budget)
 
     def _close(self, window: Sequence[int], seq: int, memory: MemoryView) -> Decide:
-        """Process a window; its turns are settled, or parked after a failure."""
+        """Process a window, if there is one; its turns are settled, or parked after a failure."""
         cluster = tuple(window)
+        if not cluster:
+            return PolicyResult(Decision.WAITS)
         work = Work(seq, memory, self._budget)
         try:
             yield from self._remember(work, window)
         except Failed as error:
-            return parked(error, "segment", cluster, PolicyResult(Decision.PARKED))
+            return parked(error, "segment", cluster)
         return self._done(work, PolicyResult(Decision.FIRED, cluster=cluster, settled=cluster))
 
     def _note(self, work: Work, turns: Sequence[int], lost: Sequence[Memory] = ()) -> Steps:
@@ -169,12 +159,12 @@ class HiMem(Policy):
             windows.setdefault(born.get(turn_seq), []).append(turn_seq)
         for window in windows.values():
             of_window = [note for note in lost if set(window).intersection(note.source_seqs)]
-            yield from restore_notes(work, window, of_window, align=self._alignment.notes)
+            yield from restore_notes(work, window, of_window, align=self._align_notes)
 
     def _remember(self, work: Work, window: Sequence[int]) -> Steps:
         """Write the episodes of a window (section 2.2.1), then its notes (section 2.2.2)."""
-        yield from write_episodes(work, window, align=self._alignment.episodes)
-        yield from write_notes(work, window, align=self._alignment.notes)
+        yield from write_episodes(work, window, align=self._align_episodes)
+        yield from write_notes(work, window, align=self._align_notes)
 
     def _done(self, work: Work, outcome: PolicyResult) -> PolicyResult:
         """The result with all drafts, after deleting the least used notes above the bound (section 2.5)."""

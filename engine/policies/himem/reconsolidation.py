@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from undertow.engine.base.model import Memory
 from undertow.engine.policies.base import Complete, Draft, Embed, Vector, deletion
-from undertow.engine.policies.himem.notes import Note, add_note, current_notes
-from undertow.engine.policies.work import Steps, Work, as_shown, only_shown
+from undertow.engine.policies.himem.notes import Note, add_note
+from undertow.engine.policies.work import Steps, Work, as_shown, named, only_shown
 from undertow.prompts.builders import Prompt, ShownMemory, prompt_version, revise_prompt, supplement_prompt
 from undertow.prompts.reply_schemas import ReviseReply, Revision, SupplementDraft, SupplementReply
 
@@ -38,7 +38,7 @@ def revise_notes(work: Work, question: str, episodes: Sequence[Memory]) -> Steps
         return
     vectors = yield Embed(tuple(found))
     given = dict(zip(found, vectors, strict=True))
-    for memory in current_notes(work):
+    for memory in work.current("fact"):
         if memory.text in found:
             work.add_sources(memory, found.pop(memory.text).sources, given[memory.text])
     if found:
@@ -101,10 +101,8 @@ def _apply(
 
 def _note(draft: SupplementDraft, shown: Sequence[Memory], version: str) -> Note:
     """The note with the episodes that the draft names; the oldest if it names none or an invalid number."""
-    numbers = dict.fromkeys(draft.episodes)
-    right = numbers and all(1 <= n <= len(shown) for n in numbers)
     oldest = min(shown, key=lambda episode: max(episode.source_seqs))
-    saying = [shown[n - 1] for n in numbers] if right else [oldest]
+    saying = named(draft.episodes, shown, otherwise=[oldest])
     sources = tuple(sorted({s for episode in saying for s in episode.source_seqs}))
     beside = only_shown((s for episode in shown for s in episode.reach), sources)
     return Note(draft.text, draft.kind, sources, version, beside)

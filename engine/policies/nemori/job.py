@@ -21,7 +21,7 @@ from undertow.engine.policies.base import (
 )
 from undertow.engine.policies.nemori.knowledge import AskingJob, Management, Origin, Statement
 from undertow.engine.policies.nemori.partition import MessageRef, messages_of, partition_of
-from undertow.engine.policies.work import Steps, as_shown, parked
+from undertow.engine.policies.work import Steps, as_shown, named, parked
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
@@ -86,8 +86,7 @@ class WindowJob(AskingJob):
         self, error: Exception, cluster: tuple[int, ...], gone: tuple[Draft, ...] = ()
     ) -> PolicyResult:
         """The result of a failed job. `gone` are deletions that must be made nevertheless."""
-        outcome = PolicyResult(Decision.PARKED, drafts=gone, repairs=self.repairs)
-        return parked(error, self.operation, cluster, outcome)
+        return parked(error, self.operation, cluster, drafts=gone, repairs=self.repairs)
 
     # ---- episodes (section 3.2)
 
@@ -266,8 +265,7 @@ def _turns_of(messages: Sequence[MessageRef]) -> tuple[int, ...]:
 
 def _said_in(draft: StatementDraft, shown: Sequence[MessageRef]) -> tuple[int, ...]:
     """The turns of the messages that say a fact; the oldest where none is named, or one that is not there."""
-    right = draft.messages and all(1 <= n <= len(shown) for n in draft.messages)
-    return _turns_of([shown[n - 1] for n in draft.messages] if right else [min(shown)])
+    return _turns_of(named(draft.messages, shown, otherwise=[min(shown)]))
 
 
 def _text_of(reply: NarrativeReply) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from undertow.engine.base.config import ManagementName
 from undertow.engine.base.model import Memory
@@ -65,18 +65,6 @@ class Origin:
     version: str
 
 
-class Management(Protocol):
-    """Evoke and Consolidate (section 3.3)."""
-
-    def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
-        """The known facts about the episode with this vector, nearest first."""
-        ...
-
-    def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
-        """Store facts with distinct texts."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Append:
     """Appendix A.2: facts are added without comparison."""
@@ -84,10 +72,12 @@ class Append:
     theta_evoke: float
 
     def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
+        """The known facts about the episode with this vector, nearest first."""
         found = yield from job.known("fact", vector, EVOKED_FACTS)
         return [s.memory for s in found if s.score > self.theta_evoke]
 
     def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
+        """Store facts with distinct texts."""
         vectors = yield Embed(tuple(fact.text for fact in facts))
         for fact, vector in zip(facts, vectors, strict=True):
             _add(job, fact, vector, origin)
@@ -126,11 +116,11 @@ class Summary:
     """Appendix A.1: one summary, stored as a single fact that is rewritten each time."""
 
     def evoke(self, job: AskingJob, vector: Vector) -> Generator[Effect, Any, list[Memory]]:
-        return _summary(job)
+        return job.current("fact")[:1]
         yield
 
     def consolidate(self, job: AskingJob, facts: Sequence[Statement], origin: Origin) -> Steps:
-        stored = _summary(job)
+        stored = job.current("fact")[:1]
         lines = [ShownMemory(n, job.latest(fact.said), fact.text) for n, fact in enumerate(facts, 1)]
         prompt = summarise_prompt(lines, [as_shown(1, memory) for memory in stored])
         reply: SummaryReply = yield from job.ask(prompt)
@@ -145,6 +135,9 @@ class Summary:
             job.new("fact", reply.summary, vector, sources, prompt.version, shown_seqs=beside)
 
 
+Management = Append | Native | Summary
+
+
 def management_of(name: ManagementName, theta_evoke: float) -> Management:
     """The management of this name."""
     match name:
@@ -154,13 +147,6 @@ def management_of(name: ManagementName, theta_evoke: float) -> Management:
             return Append(theta_evoke)
         case "summary":
             return Summary()
-
-
-def _summary(job: AskingJob) -> list[Memory]:
-    """The summary as of this job; [] if there is none yet."""
-    made = (d.memory for d in job.drafts if d.memory.kind == "fact")
-    newest = {memory.id: memory for memory in (*job.view.current("fact"), *made)}
-    return [memory for memory in newest.values() if not memory.deleted][:1]
 
 
 def _add(

@@ -17,14 +17,14 @@ def messages_of(turns: Sequence[int], view: MemoryView) -> tuple[MessageRef, ...
     return tuple((seq, line) for seq in kept for line in range(len(view.turn(seq).messages)))
 
 
-def window(turns: Sequence[int], size: int, view: MemoryView) -> tuple[int, ...] | None:
-    """The shortest prefix of `turns` with at least `size` messages. None: there are fewer."""
+def window(turns: Sequence[int], size: int, view: MemoryView) -> tuple[int, ...]:
+    """The shortest prefix of `turns` with at least `size` messages; () if there are fewer."""
     count = 0
     for taken, seq in enumerate(turns, 1):
         count += len(view.turn(seq).messages)
         if count >= size:
             return tuple(turns[:taken])
-    return None
+    return ()
 
 
 @dataclass(frozen=True, slots=True)

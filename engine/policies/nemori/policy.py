@@ -50,19 +50,16 @@ class Nemori(Policy):
     def decide(self, seq: int, memory: MemoryView) -> Decide:
         """Algorithm 1, once the open turns have at least w messages (section 3.2.1)."""
         turns = window((*memory.open_turns(), seq), self.window_messages, memory)
-        if turns is None:
-            return PolicyResult(Decision.WAITS)
         return (yield from self._take(seq, turns, memory))
 
     def flush(self, seq: int, memory: MemoryView) -> Decide:
         """Algorithm 1 on the open turns, however few."""
-        turns = tuple(memory.open_turns())
-        if not turns:
-            return PolicyResult(Decision.WAITS)
-        return (yield from self._take(seq, turns, memory))
+        return (yield from self._take(seq, tuple(memory.open_turns()), memory))
 
     def _take(self, seq: int, turns: tuple[int, ...], memory: MemoryView) -> Decide:
-        """Process a window; its turns are settled, or parked after a failure."""
+        """Process a window, if there is one; its turns are settled, or parked after a failure."""
+        if not turns:
+            return PolicyResult(Decision.WAITS)
         work = self._job(seq, memory)
         try:
             yield from work.take(messages_of(turns, memory))
@@ -70,24 +67,20 @@ class Nemori(Policy):
             return work.parked(error, turns)
         return work.outcome(turns, settled=turns)
 
-    def replay(self, seq: int, job: LlmJob, memory: MemoryView) -> Decide:
+    def rerun(self, seq: int, job: LlmJob, turns: tuple[int, ...], memory: MemoryView) -> Decide:
         """Distil the turns that episodes contain again, and process the rest as a window.
 
         After a parked deletion, the turns may belong to an episode that a user deleted: only their facts are
         made again.
         """
-        turns = tuple(s for s in job.cluster if memory.exists(s))
-        if not turns:
-            return PolicyResult(Decision.WAITS, reason="all its turns were deleted")
         work = self._job(seq, memory)
         try:
             for episode in memory.current("episode"):
                 yield from work.distil_again(episode, turns)
             dropped = work.deleted_messages()
-            yield from work.distil_direct(
-                [ref for ref in work.messages_without_episode(turns) if ref in dropped]
-            )
-            yield from work.take([ref for ref in work.messages_without_episode(turns) if ref not in dropped])
+            rest = work.messages_without_episode(turns)
+            yield from work.distil_direct([ref for ref in rest if ref in dropped])
+            yield from work.take([ref for ref in rest if ref not in dropped])
         except Failed as error:
             return work.parked(error, turns)
         return work.outcome(turns)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from undertow.engine.encoders.cuda_graphs import FixedShape, GraphSpace
+from undertow.engine.encoders.cuda import FixedShape, GraphSpace
 
 
 def test_a_fixed_shape_computes_and_overwrites() -> None:

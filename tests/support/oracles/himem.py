@@ -36,6 +36,7 @@ class Note:
     text: str
     sources: list[int]
     shown: tuple[int, ...] = ()
+    kind: str | None = None
 
 
 class OracleHiMem(Oracle):
@@ -160,7 +161,8 @@ class OracleHiMem(Oracle):
 
     def _note(self, draft: Any, window: list[int]) -> Note:
         right = draft.turns and all(1 <= n <= len(window) for n in draft.turns)
-        return Note(draft.text, sorted({window[n - 1] for n in draft.turns}) if right else list(window))
+        sources = sorted({window[n - 1] for n in draft.turns}) if right else list(window)
+        return Note(draft.text, sources, kind=draft.kind)
 
     def _aligned(self, window: list[int], notes: list[Note]) -> list[Note]:
         shown, listed = list(window), self._listed(notes)
@@ -172,7 +174,7 @@ class OracleHiMem(Oracle):
             if 1 <= change.note <= len(notes):
                 done.setdefault(change.note, change)
         kept: dict[int, Note] = {
-            n: Note(done[n].text if n in done and done[n].text else note.text, list(note.sources))
+            n: replace(note, text=done[n].text if n in done and done[n].text else note.text)
             for n, note in enumerate(notes, 1)
         }
         for n in sorted(done):
@@ -185,7 +187,7 @@ class OracleHiMem(Oracle):
     def _store(self, note: Note) -> None:
         same = [m for m in self.current("fact") if m.text == note.text]
         if not same:
-            self._born("fact", note.text, note.sources, (), note.shown)
+            self._born("fact", note.text, note.sources, (), note.shown, note.kind)
         elif set(note.sources) - set(same[-1].sources):
             self._again(same[-1], note.sources, note.text)
 
@@ -205,7 +207,7 @@ class OracleHiMem(Oracle):
                 saying = [seen[n - 1] for n in draft.episodes] if right else oldest
                 sources = sorted({s for m in saying for s in m.sources})
                 beside = sorted({s for m in seen for s in (*m.sources, *m.shown)} - set(sources))
-                found.append(Note(draft.text, sources, tuple(beside)))
+                found.append(Note(draft.text, sources, tuple(beside), draft.kind))
         for known in self.current("fact"):
             for note in [n for n in found if n.text == known.text]:
                 found.remove(note)
@@ -231,7 +233,7 @@ class OracleHiMem(Oracle):
             d = decided.get(n)
             at = d.note if d is not None and d.relation != "independent" else None
             if d is None or at is None or not 1 <= at <= len(near) or at in changed:
-                self._born("fact", note.text, note.sources, (), note.shown)
+                self._born("fact", note.text, note.sources, (), note.shown, note.kind)
                 continue
             old = near[at - 1]
             if d.relation == "extendable":
@@ -240,7 +242,7 @@ class OracleHiMem(Oracle):
             elif max(old.sources) <= max(note.sources):
                 changed.add(at)
                 self._end(old)
-                self._born("fact", note.text, note.sources, (old.id,), note.shown)
+                self._born("fact", note.text, note.sources, (old.id,), note.shown, note.kind)
 
     # ---- helpers
 
@@ -251,6 +253,7 @@ class OracleHiMem(Oracle):
         seqs: Sequence[int],
         supersedes: tuple[str, ...] = (),
         shown: tuple[int, ...] = (),
+        fact_kind: str | None = None,
     ) -> None:
         ordinal = len({m.id for m in self._made if m.kind == kind and m.born_at_seq == self._seq})
         identity = memory_id(self.tenant, 1, self._seq, kind, ordinal)
@@ -272,6 +275,7 @@ class OracleHiMem(Oracle):
                 supersedes,
                 holder,
                 shown=shown,
+                fact_kind=fact_kind,
             )
         )
 

@@ -212,6 +212,7 @@ class OracleRecMem(Oracle):
                     timestamp=self._latest(sources),
                     supersedes=links,
                     episode_id=episode_id,
+                    fact_kind=told.kind,
                 )
             )
 

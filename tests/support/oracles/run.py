@@ -69,6 +69,7 @@ class OracleMemory:
     episode_id: str | None = None
     source_messages: tuple[tuple[int, int], ...] = ()
     shown: tuple[int, ...] = ()
+    fact_kind: str | None = None
 
     @classmethod
     def of(cls, memory: Memory) -> OracleMemory:

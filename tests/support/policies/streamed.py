@@ -16,6 +16,7 @@ from undertow.engine.policies.base import (
     TurnView,
     cosine,
 )
+from undertow.engine.storage.row_codec import LlmJob
 from undertow.prompts.builders import Prompt
 
 from ..oracles.run import OracleDecision, OracleMemory
@@ -32,8 +33,8 @@ class Streamed:
         self.decisions: list[OracleDecision] = []
         self.versions: list[OracleMemory] = []
         self.prompts: list[Prompt] = []
+        self.llm = llm  # may be changed between records
         self._policy = policy
-        self._llm = llm
         self._live: list[int] = []
         self._last_time: dict[str, str | None] = {}  # by session
 
@@ -54,6 +55,16 @@ class Streamed:
         self.view.record = seq
         self._decide(seq, self._policy.reconsolidate(seq, question, episode_ids, self.view))
 
+    def delete(self, seq: int, turn_seq: int) -> None:
+        del self.view.turns[turn_seq]
+        self._live = [s for s in self._live if s != turn_seq]
+        self.view.record = seq
+        self._decide(seq, self._policy.forget(seq, turn_seq, self.view))
+
+    def replay(self, seq: int, job: LlmJob) -> None:
+        self.view.record = seq
+        self._decide(seq, self._policy.replay(seq, job, self.view))
+
     def _reading(self, seq: int) -> GateReading:
         """E* of equation 6 and R_i of equation 5, by sorting."""
         theta, vector = self.view.thresholds, vector_of(self.view.turns[seq].text)
@@ -65,12 +76,12 @@ class Streamed:
         return GateReading(episode, score, tuple(n for _, n in shown), tuple(-s for s, _ in shown), len(near))
 
     def _decide(self, seq: int, steps: Decide, reading: GateReading | None = None) -> None:
-        done = drive(steps, self.view, reading=reading, llm=self._llm)
+        done = drive(steps, self.view, reading=reading, llm=self.llm)
         result = done.outcome
         self.results.append(result)
         self.view.take_in(result)
         if result.settled:
-            self.view.settled_end = max(result.settled) + 1
+            self.view.settled_end = max(self.view.settled_end, max(result.settled) + 1)
         self.prompts += done.prompts
         self.versions += [OracleMemory.of(draft.memory) for draft in result.drafts]
         read = result.reading or GateReading(None, None)

@@ -1,9 +1,10 @@
-"""Search over rows on a device: float16 rows, candidates by FAISS's GPU part or by torch.
+"""The search for the nearest rows of one segment in the memory that holds them.
 
-FAISS's brute-force search reads the slab in place. It needs rows without gaps; padded rows qualify if their
-zeros count as values. It ignores selectors, so filtered rows are gathered first. It returns at most 2,048
-rows; beyond that, and without FAISS, a matrix product and torch's top-k do the same work. Everything runs on
-torch's current stream.
+The host has float32 rows, and FAISS finds candidates. A device has float16 rows, and FAISS's GPU part or
+torch finds them. FAISS's brute-force search on a GPU reads the slab in place. It needs rows without gaps;
+padded rows qualify if their zeros count as values. It ignores selectors, so filtered rows are gathered first.
+It returns at most 2,048 rows; beyond that, and without FAISS, a matrix product and torch's top-k do the same
+work. Everything runs on torch's current stream.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from undertow.kernels.device import load_faiss_gpu
-from undertow.kernels.error_bounds import MAX_NORM, tensor_core_slack
+from undertow.kernels.device import load_faiss, load_faiss_gpu
+from undertow.kernels.error_bounds import MAX_NORM, error_slack, tensor_core_slack
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 
+# Rows searched at a time on the host; with a filter they are copied.
+_HOST_BLOCK_ROWS = 32_768
 # FAISS's limit of k on a GPU.
 MAX_FAISS_K = 2048
 # By default FAISS would reserve 1.5 GiB of GPU memory.
@@ -38,7 +41,7 @@ _faiss_lock = threading.Lock()
 
 
 class DeviceRows:
-    """Rows float16 [n, width] of the device arena, zeros beyond `dim`: `Rows` of `kernels/topk/topk.py`."""
+    """Rows float16 [n, width] of the device arena, zeros beyond `dim`."""
 
     def __init__(self, rows: torch.Tensor, dim: int) -> None:
         self._rows = rows
@@ -55,21 +58,26 @@ class DeviceRows:
         return len(self._rows)
 
     def block_rows(self, queries: int) -> int:
+        """The number of rows to search at a time for this many queries."""
         return max(min(_BLOCK_ROWS, _BLOCK_SCORES // max(queries, 1)), 1024)
 
     def part(self, start: int, stop: int) -> Self:
+        """A view of some of these rows."""
         return type(self)(self._rows[start:stop], self._dim)
 
     def pick(self, rows: Int64s) -> Self:
+        """A copy of some of these rows."""
         return type(self)(self._rows.index_select(0, self._tensor(rows)), self._dim)
 
     def slack(self, queries: Float32s) -> Float64s:
+        """float64 [q]: the maximum error of the scores of `nearest`."""
         # Candidates are found for queries rounded to fp16.
         lost = np.linalg.norm(queries - queries.astype(np.float16).astype(np.float32), axis=1)
         slack: Float64s = tensor_core_slack(self._dim) + MAX_NORM * lost.astype(np.float64)
         return slack
 
     def nearest(self, queries: Float32s, take: int) -> tuple[Float32s, Int64s]:
+        """The `take` nearest rows by fast arithmetic, and their scores, [q, take], by score descending."""
         asked = self._rows.new_zeros((len(queries), self._rows.shape[1]))
         asked[:, : self._dim] = self._tensor(queries)
         faiss = load_faiss_gpu() if self._rows.is_cuda and take <= MAX_FAISS_K else None
@@ -80,6 +88,7 @@ class DeviceRows:
         return near.cpu().numpy(), found.cpu().numpy()
 
     def scores(self, queries: Float32s, rows: Int64s | None) -> Float64s:
+        """[q, c]: exact scores of rows [q, c], or of all rows."""
         # Products and sums, no matrix product: BLAS may emulate fp64 with narrower arithmetic.
         asked = self._tensor(queries).double()
         scores = self._scores_of_all(asked) if rows is None else self._scores_of(asked, self._tensor(rows))
@@ -104,6 +113,42 @@ class DeviceRows:
 
     def _tensor(self, values: NDArray[np.float32] | Int64s) -> torch.Tensor:
         return torch.tensor(values, device=self._rows.device)
+
+
+class HostRows:
+    """Rows float32 [n, dim] of the host arena, with the methods of `DeviceRows`."""
+
+    def __init__(self, vectors: Float32s) -> None:
+        self._vectors = vectors
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def block_rows(self, queries: int) -> int:
+        return _HOST_BLOCK_ROWS
+
+    def part(self, start: int, stop: int) -> Self:
+        return type(self)(self._vectors[start:stop])
+
+    def pick(self, rows: Int64s) -> Self:
+        return type(self)(self._vectors.take(rows, axis=0))
+
+    def slack(self, queries: Float32s) -> Float64s:
+        return np.full(len(queries), error_slack(self._vectors.shape[1]))
+
+    def nearest(self, queries: Float32s, take: int) -> tuple[Float32s, Int64s]:
+        faiss = load_faiss()
+        near, found = faiss.knn(queries, self._vectors, take, metric=faiss.METRIC_INNER_PRODUCT)
+        return near, found
+
+    def scores(self, queries: Float32s, rows: Int64s | None) -> Float64s:
+        if rows is None:
+            rows = np.broadcast_to(np.arange(len(self)), (len(queries), len(self)))
+        scores = np.empty(rows.shape)
+        # One query at a time: fp64 copies of all candidates could be large.
+        for i, query in enumerate(queries.astype(np.float64)):
+            scores[i] = self._vectors[rows[i]].astype(np.float64) @ query
+        return scores
 
 
 def search_by_torch(
