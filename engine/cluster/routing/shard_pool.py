@@ -137,9 +137,14 @@ class ShardPool:
         self.routes.moved(moved)
         for batch in batches:
             self.routes.release(batch.tenants)
+        # a removed shard has no tenants left, even if it ended before it could say where they went
+        exists = route.shard in self.routes.map.all_shards
 
         def routes_of(tenants: Sequence[str]) -> list[Route]:
-            waits = [tenant not in moved and (route.deferred or tenant in in_transit) for tenant in tenants]
+            waits = [
+                exists and tenant not in moved and (route.deferred or tenant in in_transit)
+                for tenant in tenants
+            ]
             routes = zip(waits, self.routes.routes_of(tenants), strict=True)
             return [Route(route.shard, deferred=True) if wait else other for wait, other in routes]
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -19,6 +20,7 @@ from undertow.engine.cluster.routing.batch import ShardBatch, split
 from undertow.engine.cluster.routing.errors import ShardDown
 from undertow.engine.cluster.routing.router import Router
 from undertow.engine.cluster.settings import ClusterSettings
+from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import Status, pack
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
@@ -111,6 +113,26 @@ def test_tenants_in_transit_wait_and_hold_nobody_up(tmp_path: Path, monkeypatch:
     assert [t for t in shard.stored if " a" in t] == said(*(f"a{n}" for n in range(200)))
     assert [t for t in shard.stored if " b" in t] == said(*(f"b{n}" for n in range(10)))
     assert sorted_batches["ann"] <= 2 * 200, "when it is sent, and once behind what came back"
+
+
+def test_turns_that_wait_at_a_shard_which_is_then_removed_go_to_the_new_shard(tmp_path: Path) -> None:
+    """The shard ends before it can say where their tenant is."""
+    root = begin(tmp_path / "root", 2)
+    name = owned(root, "s0")
+    leaving, other = FakeShard(away={name: (Status.IN_TRANSIT, "s1")}), FakeShard()
+    with over(root, {"s0": leaving, "s1": other}, SOON_S) as router:
+        calls = [router.submit_table(pack([turn_of(name, n, f"a{n}")])) for n in range(9)]
+        while leaving.returned < 3:
+            time.sleep(0.001)
+        new = shard_map.load(root).toward(["s1"])
+        while new.before is not None:
+            shard_map.publish(root, new)
+            new = new.after()
+        shard_map.publish(root, new)
+        leaving.call = AsyncMock(side_effect=Removed("s0", new.version))  # type: ignore[method-assign]
+        assert set(statuses(calls)) == {"stored"}
+        assert statuses([router.submit_table(pack([turn_of(name, 9, "a9")]))]) == ["stored"]
+    assert leaving.stored == [] and other.stored == said(*(f"a{n}" for n in range(10)))
 
 
 def test_a_shard_that_never_starts_fails_the_calls_to_it(
