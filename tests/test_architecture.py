@@ -32,8 +32,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite"}
 
 # Upper bounds that only go down. The goals are 44,000 and 36,000 (later features have allowances).
-SOURCE_LINES = 47_900
-TEST_LINES = 41_900
+SOURCE_LINES = 46_925
+TEST_LINES = 40_660
 # Made by `make client` from the asynchronous client, and compared with it by a test.
 GENERATED = "serving/client/_sync/"
 FOLDER_ENTRIES = 15
