@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from mmap import PAGESIZE
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -292,30 +289,3 @@ def test_unknown_segments_and_rows_are_refused(make: Make) -> None:
         arena.set_live([-1], True)
     with pytest.raises(ValueError, match="dim"):
         Arena(0)
-
-
-def test_kernels_import_without_their_optional_companions(tmp_path: Path) -> None:
-    """FAISS, Lance, Ray and CuPy made unimportable: arena and gate work, top-k names its cure."""
-    program = """
-import sys
-for name in ("faiss", "lance", "ray", "cupy"):
-    sys.modules[name] = None
-import numpy as np
-from undertow.kernels import device
-from undertow.kernels.arena import arena, slab_pool
-from undertow.kernels.gate import cpu_gate, gate, plan
-from undertow.kernels.topk import topk
-store = arena.Arena(4)
-segment = store.new_segment()
-store.extend([segment] * 200, np.eye(4, dtype=np.float16)[np.arange(200) % 4], live=True)
-assert not any(name.startswith("undertow.engine") for name in sys.modules)
-assert not device.HAS_CUDA
-try:
-    topk.top_k(store, segment, np.eye(4, dtype=np.float16)[:1], 1)
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "pip install faiss-cpu" in done.stdout
