@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
@@ -13,11 +13,6 @@ from undertow.engine.base.model import UndertowError
 
 Key = tuple[int, str]
 """(run, question id)."""
-
-Span = tuple[int, int]
-"""Where a line stands in its file: (start, size), both in bytes, its end included."""
-
-_BLOCK_BYTES = 1 << 16
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
@@ -36,22 +31,22 @@ class GrowingFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists():
+        if path.exists() and path.stat().st_size:  # what is empty cannot be mapped
             self._cut_torn_end()
         self._out = path.open("ab", buffering=0)
 
     def _cut_torn_end(self) -> None:
         """A last line without its end is what a kill has left of it."""
         with self.path.open("rb+") as file:
-            file.truncate(_end_of_lines(file))
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as held:
+                end = held.rfind(b"\n") + 1
+            file.truncate(end)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """UndertowError: a line that is no JSON object."""
-        return (line for line, _ in self.placed())
+        """One at a time: together they may be more than memory holds.
 
-    def placed(self) -> Iterator[tuple[dict[str, Any], Span]]:
-        """Each line with where it stands. One at a time: together they may be more than memory holds."""
-        start = 0
+        UndertowError: a line that is no JSON object.
+        """
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 try:
@@ -60,8 +55,7 @@ class GrowingFile:
                     line = None
                 if not isinstance(line, dict):
                     raise self.foreign(number)
-                yield line, (start, len(raw))
-                start += len(raw)
+                yield line
 
     def foreign(self, number: int) -> UndertowError:
         """What is to be said of a line that is none of ours."""
@@ -70,32 +64,8 @@ class GrowingFile:
     def write(self, line: Mapping[str, Any]) -> None:
         self._out.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
-    def replace(self, spans: Iterable[Span]) -> None:
-        """Put these lines, in this order, in the place of all, in one step."""
-        draft = self.path.with_name(self.path.name + ".draft")
-        with self.path.open("rb") as file, draft.open("wb") as out:
-            for start, size_bytes in spans:
-                file.seek(start)
-                out.write(file.read(size_bytes))
-        self.close()
-        draft.replace(self.path)
-        self._out = self.path.open("ab", buffering=0)
-
     def close(self) -> None:
         self._out.close()
-
-
-def _end_of_lines(file: BinaryIO) -> int:
-    """Where the last line that has its end is over; 0 if there is none."""
-    stop = file.seek(0, os.SEEK_END)
-    while stop > 0:
-        start = max(0, stop - _BLOCK_BYTES)
-        file.seek(start)
-        found = file.read(stop - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        stop = start
-    return 0
 
 
 class KeptLines(GrowingFile):
@@ -149,15 +119,3 @@ class KeptLines(GrowingFile):
 
     def __len__(self) -> int:
         return len(self._lines)
-
-    def settle(self, order: Sequence[Key]) -> None:
-        """Put the file's lines in this order, in one step; lines of other keys come last, as they stood.
-
-        A line that a later one of its key has replaced goes.
-        """
-        place = {key: n for n, key in enumerate(order)}
-        spans = [(key_of(line), span) for line, span in self.placed()]
-        latest = dict(spans)
-        settled = [latest[key] for key in sorted(latest, key=lambda key: place.get(key, len(place)))]
-        if settled != [span for _, span in spans]:
-            self.replace(settled)

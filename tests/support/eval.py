@@ -11,6 +11,7 @@ from typing import Any
 
 from undertow.bench.quality import Benchmark
 from undertow.bench.quality.datasets import Sample, load
+from undertow.bench.quality.json_lines import key_of
 from undertow.bench.quality.systems.base import Means
 from undertow.bench.quality.vectors import KeptVectors
 from undertow.engine.base.config import Settings
@@ -96,6 +97,12 @@ def only(path: Path, benchmark: Any = "locomo") -> Sample:
 def lines_of(file: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def kept_lines(file: Path) -> list[dict[str, Any]]:
+    """The answers or verdicts of a file by run and question, in whatever order they came."""
+    latest = {key_of(line): line for line in lines_of(file)}
+    return [latest[key] for key in sorted(latest)]
 
 
 def means(folder: Path, benchmark: Benchmark = "locomo", **settings: Any) -> Means:

@@ -65,7 +65,6 @@ class Answering:
         for line in self._asker.hold(talks):
             self._lines.add(line)
             on_answer()
-        self._lines.settle([(run, question.id) for run in runs for _, question in asked])
 
     def _talk(self, run: int, sample: Sample, question: Question) -> Talk[Line]:
         """Yields the prompts of the system's steps; returns the question's line."""

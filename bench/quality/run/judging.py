@@ -37,7 +37,6 @@ class Judging:
         for verdict in self._asker.hold(unjudged):
             self._verdicts.add(verdict)
             on_verdict()
-        self._verdicts.settle([key_of(line) for line in given])
 
     def _check_same(self, line: Mapping[str, Any]) -> None:
         judged = self._verdicts.get(key_of(line))

@@ -1,4 +1,4 @@
-"""`kill -9` in the middle of an evaluation: the next run goes on, and ends with the same files."""
+"""`kill -9` in the middle of an evaluation: the next run goes on, and ends with the same lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from undertow.bench.mock.server import spawn_server
 
 from ...support.cli import ENV, PROGRAM, run
-from ...support.eval import conversation, lines_of, question, talk, written
+from ...support.eval import conversation, kept_lines, lines_of, question, talk, written
 from ...support.llm_servers import server_stats
 
 QUESTIONS = 12
@@ -49,8 +49,9 @@ def finished(words: list[str]) -> dict[str, Any]:
 
 
 def without_times(file: Path) -> list[dict[str, Any]]:
-    """The lines in the file's order, without what a clock has said."""
-    return [{field: value for field, value in line.items() if field not in TIMES} for line in lines_of(file)]
+    """The lines without what a clock has said."""
+    kept = kept_lines(file)
+    return [{field: value for field, value in line.items() if field not in TIMES} for line in kept]
 
 
 def count(file: Path) -> int:
