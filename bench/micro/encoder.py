@@ -2,8 +2,6 @@
 
 LoCoMo exchanges through `SentenceTransformer.encode` (one call, its defaults, fp32) and through
 `SentenceEncoder`, in one process and in turns, so that both meet the same machine. Medians of the repeats.
-Also the host's part of `CudaSentenceEncoder`, without the model's work, which must keep up with a card. It
-needs no card; `--host-only` measures nothing else.
 """
 
 from __future__ import annotations
@@ -21,18 +19,15 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from undertow.bench.machine import LOCOMO, describe
-from undertow.bench.micro.timing import Task, in_turns, timed
-from undertow.engine.encoders.cpu import Batch, SentenceEncoder
-from undertow.engine.encoders.cuda import CudaSentenceEncoder
+from undertow.bench.micro.timing import in_turns
+from undertow.engine.encoders.cpu import SentenceEncoder
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.encoders.model_files import DEFAULT_MODEL, model_folder
-from undertow.engine.encoders.tokenizer import Windows
 from undertow.engine.readers import read
 
 BASELINE = "SentenceTransformer.encode"
 OURS = "SentenceEncoder"
 QUERY = "When did she go to the pottery class?"
-HOST_TURNS = 32_768
 
 
 def exchanges(path: Path, count: int) -> list[str]:
@@ -82,60 +77,11 @@ def measure(texts: list[str], model: str, repeats: int) -> dict[str, Any]:
     return {"turns": len(texts), "tokens": sum(lengths), "rows": rows}
 
 
-class HostPart(CudaSentenceEncoder):
-    """All that the host does for a card, and nothing of what the card does."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(model, dtype="float32", device="cpu")
-
-    def _run(self, windows: Windows, batch: Batch) -> torch.Tensor:
-        width, rows = batch.shape
-        self.pack(windows, batch, np.empty((rows, width + 1), np.int32))
-        return torch.zeros((len(batch.members), 1))
-
-
-def measure_host(some: list[str], model: str, repeats: int) -> dict[str, Any]:
-    """Tokens/s of tokenising, cutting into windows, batching and packing on the host, and of each alone.
-
-    Over HOST_TURNS texts: `some`, as often as it takes.
-    """
-    encoder = HostPart(model)
-    first_s, _ = timed(partial(encoder.windows, some))  # before the fast tokenizer remembers any word
-    first_tokens = len(encoder.windows(some).ids)
-    texts = (some * (HOST_TURNS // len(some) + 1))[:HOST_TURNS]
-    windows = encoder.windows(texts)
-    tokens = len(windows.ids)
-    batches = encoder.batches(windows.lengths)
-
-    def pack() -> None:
-        for batch in batches:
-            encoder._run(windows, batch)
-
-    tasks: dict[str, Task] = {
-        "host_tokens_per_s": partial(encoder.run_windows, texts),
-        "tokenise_tokens_per_s": partial(encoder.windows, texts),
-        "batch_tokens_per_s": partial(encoder.batches, windows.lengths),
-        "pack_tokens_per_s": pack,
-    }
-    seconds = in_turns(tasks, repeats)
-    return {
-        "turns": len(texts),
-        "tokens": tokens,
-        "tokenizer": encoder.tokenizer_note,
-        "padding_share": encoder.padding_share(texts),
-        "tokenise_first_tokens_per_s": first_tokens / first_s,
-        **{name: tokens / wall for name, (wall, _) in seconds.items()},
-    }
-
-
 def show(result: dict[str, Any]) -> None:
-    """The rows as a table, and the host's part."""
-    for name, row in result.get("rows", {}).items():
+    """The rows as a table."""
+    for name, row in result["rows"].items():
         cells = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
         print(f"{name}:\n    " + ", ".join(cells))
-    print("Host part of CudaSentenceEncoder, model left out:")
-    for name, value in result["host_part"].items():
-        print(f"    {name:28}{value:,.4g}" if isinstance(value, float) else f"    {name:28}{value}")
 
 
 def main() -> None:
@@ -144,12 +90,9 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--turns", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--host-only", action="store_true", help="measure the host's part for a card only")
     options = parser.parse_args()
     result = {"benchmark": "encoder", "machine": describe(), "threads": torch.get_num_threads()}
-    result["host_part"] = measure_host(exchanges(options.data, HOST_TURNS), options.model, options.repeats)
-    if not options.host_only:
-        result |= measure(exchanges(options.data, options.turns), options.model, options.repeats)
+    result |= measure(exchanges(options.data, options.turns), options.model, options.repeats)
     show(result)
     print(json.dumps(result))
 
