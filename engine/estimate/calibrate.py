@@ -1,8 +1,8 @@
 """Which theta_sim fits an encoder and its turns (spec: the thresholds belong to an embedding model).
 
 The user gives the share of linked pairs; theta_sim is the quantile that yields it. The gate of equation 5
-runs over a sample in order, to show how often it would fire. Merges are a proxy only: without an LLM, the
-centroid of a cluster stands for its episode.
+runs over a sample in order, to show how often it would fire if no turn were merged; what a theta costs with
+merges is for `estimate`, which runs the engine.
 """
 
 from __future__ import annotations
@@ -107,70 +107,26 @@ def _proposal(
 ) -> dict[str, Any]:
     theta = pairs.quantile(1.0 - share)
     turns = sum(len(v) for v in sample)
-    plain = [cluster for v in sample for cluster in walk(v, theta, theta_count)]
-    merging = [cluster for v in sample for cluster in walk(v, theta, theta_count, merge=True)]
-    fired = [cluster for cluster in plain if cluster]
+    fired = [cluster for v in sample for cluster in walk(v, theta, theta_count)]
     return {
         "share": share,
         "theta_sim": theta,
         "links_per_turn": round(share * pairs.total / turns, 2),
         "triggers": len(fired),
         "consolidated_turns": sum(map(len, fired)),
-        "proxy_merges": merging.count(None),
-        "proxy_triggers": sum(map(bool, merging)),
     }
 
 
-def walk(
-    vectors: Vectors, theta: float, theta_count: int, *, merge: bool = False
-) -> Iterator[tuple[int, ...] | None]:
-    """Decide one tenant's turns in order: float32 [n, dim], normalised.
-
-    Yields for each turn the turns that fire with it, itself last; () if it waits, None if it merges. With
-    `merge`, a turn joins the earlier cluster with the nearest centroid if their cosine reaches theta. It then
-    leaves the gates and moves the centroid, as a merged narrative includes its turn.
-    """
+def walk(vectors: Vectors, theta: float, theta_count: int) -> Iterator[tuple[int, ...]]:
+    """Decide one tenant's turns in order: float32 [n, dim], normalised. Yields each cluster that fires."""
     live = np.zeros(len(vectors), bool)
-    clusters = _Centroids(len(vectors) // theta_count, vectors.shape[1])
     for i, vector in enumerate(vectors):
-        if merge and clusters.join_nearest(vector, theta):
-            yield None
-            continue
         before = np.flatnonzero(live[:i])
         cosines = vectors[before] @ vector
         nearest = np.argsort(-cosines, kind="stable")[: 2 * theta_count]  # k_gate
         relevant = before[nearest[cosines[nearest] >= theta]]
         if len(relevant) + 1 < theta_count:
             live[i] = True
-            yield ()
-            continue
-        live[relevant] = False
-        cluster = (*sorted(relevant.tolist()), i)
-        clusters.add(vectors[list(cluster)].sum(axis=0))
-        yield cluster
-
-
-class _Centroids:
-    """The clusters that have fired, each as the sum of its turns and the direction of that sum."""
-
-    def __init__(self, most: int, dim: int) -> None:
-        self._sums = np.zeros((most, dim), np.float32)
-        self._directions = np.zeros((most, dim), np.float32)
-        self._count = 0
-
-    def add(self, total: Vectors) -> None:
-        self._count += 1
-        self._set(self._count - 1, total)
-
-    def join_nearest(self, vector: Vectors, theta: float) -> bool:
-        """Add the vector to the nearest cluster, if its direction has a cosine of at least theta."""
-        cosines = self._directions[: self._count] @ vector
-        if cosines.size == 0 or cosines.max() < theta:
-            return False
-        best = int(np.argmax(cosines))
-        self._set(best, self._sums[best] + vector)
-        return True
-
-    def _set(self, cluster: int, total: Vectors) -> None:
-        self._sums[cluster] = total
-        self._directions[cluster] = total / max(float(np.linalg.norm(total)), 1e-12)
+        else:
+            live[relevant] = False
+            yield (*sorted(relevant.tolist()), i)

@@ -13,15 +13,7 @@ from undertow.serving.cli.errors import Exit, WrongUsage
 from undertow.serving.cli.output import console, put_json, put_pairs, put_table, put_text
 from undertow.serving.cli.stores import open_reports
 
-PROPOSAL_FIELDS = (
-    "share",
-    "theta_sim",
-    "links_per_turn",
-    "triggers",
-    "consolidated_turns",
-    "proxy_merges",
-    "proxy_triggers",
-)
+PROPOSAL_FIELDS = ("share", "theta_sim", "links_per_turn", "triggers", "consolidated_turns")
 
 
 def calibrate(
@@ -39,8 +31,7 @@ def calibrate(
 ) -> None:
     """Propose theta_sim for a store's encoder and turns, with the number of triggers that it would give.
 
-    The gate runs over the sample in order, as if no LLM call were refused and no merge happened. Merges are
-    a proxy only: centroids of clusters stand for episodes.
+    The gate runs over the sample in order, as if no LLM call were refused and no merge happened.
     """
     from undertow.engine.estimate.calibrate import calibrate as measure
 
@@ -55,7 +46,6 @@ def calibrate(
     put_pairs({f"{p} %": value for p, value in found["percentiles"].items()}, title="Pair cosines")
     title = f"{found['turns']:,} turns of {found['tenants']:,} tenants, theta_count {found['theta_count']}"
     put_table(found["proposals"], PROPOSAL_FIELDS, title=title)
-    put_text("proxy: cluster centroids stand for episodes, and every merge is assumed to be granted.")
     put_text(
         f"Use: undertow ingest ... --theta-sim {found['theta_sim']} --theta-count {found['theta_count']}"
     )

@@ -20,30 +20,20 @@ from undertow.engine.estimate.calibrate import PairCosines, Vectors, calibrate, 
 LOCOMO = Path(__file__).resolve().parents[4] / "shared" / "data" / "locomo_dev.json"
 
 X, Y = (1.0, 0.0), (0.0, 1.0)
-Z = (0.8, 0.6)
 
 
 def vectors(*rows: tuple[float, float]) -> Vectors:
     return np.array(rows, np.float32)
 
 
-def test_a_turn_near_a_cluster_merges_and_leaves_the_gate() -> None:
-    rows = vectors(X, X, Y, Y, X, Y, X)
-    assert list(walk(rows, 0.9, 2, merge=True)) == [(), (0, 1), (), (2, 3), None, None, None]
-    assert list(walk(rows, 0.9, 2)) == [(), (0, 1), (), (2, 3), (), (), (4, 6)]
+def test_turns_that_have_fired_leave_the_gate() -> None:
+    assert list(walk(vectors(X, X, Y, Y, X, Y, X), 0.9, 2)) == [(0, 1), (2, 3), (4, 6)]
 
 
-def test_a_merge_moves_the_centroid() -> None:
-    # cos(y, x) is 0, and cos(y, centroid of x, x, z, z) is 0.32
-    assert list(walk(vectors(X, X, Z, Z, Y), 0.3, 2, merge=True))[-1] is None
-    assert list(walk(vectors(X, X, Y), 0.3, 2, merge=True))[-1] == ()
-
-
-def test_a_proposal_counts_fires_with_and_without_merges() -> None:
+def test_a_proposal_counts_the_clusters_that_fire_and_their_turns() -> None:
     reports: Any = SimpleNamespace(turn_vectors=lambda tenant: vectors(*[X] * 7))
     proposals = calibrate(reports, 0.5, 3, tenant="ann")["proposals"]
-    # 3 fire, 3 fire, 1 waits; with merges 3 fire and 4 are near their centroid
-    counts = {"triggers": 2, "consolidated_turns": 6, "proxy_triggers": 1, "proxy_merges": 4}
+    counts = {"triggers": 2, "consolidated_turns": 6}  # 3 fire, 3 fire, 1 waits
     assert all(counts.items() <= proposal.items() for proposal in proposals)
 
 
@@ -76,7 +66,7 @@ def test_on_real_turns_the_simulated_gate_fires_the_clusters_of_the_engine(
         decisions = Reports(engine.journal, engine.tenants).explain(sample.tenant)
     fired = [tuple(d["cluster_seqs"]) for d in decisions if d["decision"] == "fired"]
     assert len(fired) > 3
-    assert [cluster for cluster in walk(rows, theta, 4) if cluster] == fired
+    assert list(walk(rows, theta, 4)) == fired
 
 
 def test_on_real_turns_a_share_is_the_share_that_its_theta_links(sample: Sample) -> None:
