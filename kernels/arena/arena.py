@@ -176,10 +176,6 @@ class Arena(SlabTable):
     def handle(segment: int, row: int) -> int:
         return segment << _ROW_BITS | row
 
-    @staticmethod
-    def row_of(handle: int) -> int:
-        return handle & _ROW_MASK
-
     # -- checks
 
     def _slab_of(self, segment: int) -> tuple[Any, int]:
