@@ -24,7 +24,7 @@ from undertow.prompts.builders import (
     refine_prompt,
 )
 
-from .http_server import Piece, Reply, Seen, served
+from .service.scripted_server import Piece, Reply, Seen, served
 
 SOON_S = 60
 

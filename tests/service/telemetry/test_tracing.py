@@ -32,10 +32,10 @@ from undertow.serving.auth.principal import Scope
 from undertow.serving.http import hosting
 from undertow.serving.telemetry.tracing import LinkedSampler, SpanObserver, Tracing, tracing
 
-from ...support.http_server import Reply, ScriptedServer
 from ...support.llm_servers import wait_until
 from ...support.service.client import scripted
 from ...support.service.http import at, is_problem, said, serving
+from ...support.service.scripted_server import Reply, ScriptedServer
 
 OURS = "4bf92f3577b34da6a3ce929d0e0e4736"
 SAMPLED = {"traceparent": f"00-{OURS}-00f067aa0ba902b7-01"}

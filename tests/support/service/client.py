@@ -11,7 +11,7 @@ from typing import Any
 
 from undertow.serving.client import AsyncClient, Client, Retries
 
-from ..http_server import Reply, ScriptedServer, Seen, served
+from .scripted_server import Reply, ScriptedServer, Seen, served
 
 # as patient as the default in the number of tries, but not in time
 QUICK = Retries(patience_s=5, first_s=0.001, longest_s=0.01)
