@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -24,7 +21,6 @@ from undertow.engine.cluster.shard_map import ShardMap, load, publish
 from undertow.engine.storage.location import Location
 
 from ..support.cli import (
-    ENV,
     SUMMARY_KEYS,
     THETAS,
     Ran,
@@ -32,17 +28,15 @@ from ..support.cli import (
     conversation,
     listed,
     run,
-    start,
     tenants,
     write_log,
 )
-from ..support.llm_servers import wait_until
+from ..support.cluster.processes import CLUSTER_ENV, Command, ray_processes, strike
 
 pytestmark = pytest.mark.usefixtures("ray_address")
 
 TURNS = 18
 TENANTS = ("ada", "bo", "cy", "dee")
-CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,39 +79,38 @@ def expected(one_process: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """A bulk ingest that was killed at and went on, and how it ended. Its root's shards run on."""
+    """A bulk ingest that was killed at and went on, and its last command. Its root's shards run on."""
 
     root: Path
     killed: Counter[str]
-    code: int
-    out: str
-    err: str
+    last: Command
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, logs: Path, server: str, ray_address: str) -> Job:
     """Into two shards. Its driver is killed, then of the same command a worker, a shard and a worker."""
-    root = tmp_path_factory.mktemp("cluster") / "root"
+    folder = tmp_path_factory.mktemp("cluster")
+    root = folder / "root"
     publish(Location.of(root), evenly_split())
     command = ["ingest", str(logs), "--store", str(root), "--ray", ray_address, "--shards", "2"]
     command += ["--llm", server, *THETAS, "--json"]
     killed: Counter[str] = Counter()
-    with _started(command) as first:
-        wait_until(lambda: (root / "jobs").exists() or first.poll() is not None, 240)
-        killed["driver"] += first.poll() is None
+    with Command(folder / "first", *command) as first:
+        first.wait_until((root / "jobs").exists)
+        killed["driver"] += first.running
     chance = random.Random(11)
-    with _started(command) as second:
-        wait_until(lambda: bool(_at_work()) or second.poll() is not None, 240)
+    with Command(folder / "second", *command) as second:
+        second.wait_until(_workers)
         for kind in ("worker", "shard", "worker"):
-            killed[kind] += _kill(root, kind, chance)
-        out, err = second.communicate(timeout=240)
-    return Job(root, killed, second.returncode, out, err)
+            killed[kind] += strike(_workers() if kind == "worker" else _shards(root), chance)
+        second.process.wait(timeout=240)
+    return Job(root, killed, second)
 
 
 @pytest.fixture(scope="module")
 def built(job: Job) -> Path:
     """A root of two shards, which run on; not to be changed."""
-    assert job.code == 0, job.err
+    job.last.result()
     return job.root
 
 
@@ -136,15 +129,15 @@ def everything(store: Path, names: Sequence[str] = TENANTS) -> dict[str, Any]:
 def test_a_job_whose_driver_shards_and_workers_are_killed_is_completed_by_the_same_command(
     job: Job, built: Path, one_process: tuple[Path, dict[str, Any]], expected: dict[str, Any]
 ) -> None:
-    """Shards outlive a driver; the next one finds them. More rounds of it: test_cluster_soak.py."""
+    """Shards outlive a driver; the next one finds them. More rounds of it: soak/test_cluster_kills.py."""
     assert job.killed["driver"] and job.killed["worker"] and job.killed["shard"], job.killed
-    done = json.loads(job.out)
+    done = job.last.result()
     assert list(done) == [*SUMMARY_KEYS, "errors", "warnings", "parked_turns", "files"]
     timed = ("elapsed_s", "turns_per_s", "cached_prompt_tokens")
     figures = {k: v for k, v in one_process[1].items() if k not in timed}
     assert {k: done[k] for k in figures} == figures
     assert (done["parked_turns"], done["files"]) == (0, [])
-    assert "A worker died" not in job.err
+    assert "A worker died" not in job.last.err
     assert everything(built) == expected
 
 
@@ -192,37 +185,14 @@ def test_the_same_logs_again_change_nothing(
     assert everything(built) == expected
 
 
-@contextmanager
-def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A command in a process of its own, which is killed at the end."""
-    with start(command, **os.environ | ENV | CLUSTER_ENV) as running:
-        try:
-            yield running
-        finally:
-            running.kill()
+def _shards(root: Path) -> list[psutil.Process]:
+    """This root's: others run beside them."""
+    state = run("cluster", "status", "--store", root, "--ray", "auto", "--json").doc
+    return [psutil.Process(shard["pid"]) for shard in state["shards"].values() if "pid" in shard]
 
 
-def _kill(root: Path, kind: str, chance: random.Random) -> int:
-    """SIGKILL for one of this root's shards, or of the workers that read and feed; how many were there."""
-    if kind == "shard":
-        state = run("cluster", "status", "--store", root, "--ray", "auto", "--json").doc
-        found = [s["pid"] for s in state["shards"].values() if "pid" in s]
-    else:
-        found = [process.pid for process in _at_work()]
-    if found:
-        os.kill(chance.choice(found), signal.SIGKILL)
-    return bool(found)
-
-
-def _at_work() -> list[psutil.Process]:
-    """Ray's workers that do something now, but for shards and Ray's own."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            name = process.name()
-            if name.startswith("ray::") and not any(other in name for other in ("Shard", "IDLE", "Agent")):
-                found.append(process)
-    return found
+def _workers() -> list[psutil.Process]:
+    return ray_processes(os.getpid(), "worker")
 
 
 def test_shards_are_added_and_removed(

@@ -17,11 +17,10 @@ from ..support.cli import (
     contents,
     conversation,
     run,
-    start,
     turn_line,
     write_log,
 )
-from ..support.llm_servers import wait_until
+from ..support.cluster.processes import Command
 
 TURNS = 24
 
@@ -113,13 +112,13 @@ def test_ctrl_c_ends_after_a_commit_and_resume_completes(tmp_path: Path, log: Pa
     store = tmp_path / "s"
     with spawn_server(refusal_rate=0.2, latency_ms=150) as slow:
         small = ("--batch-turns", "8")
-        running = start(["ingest", log, "--store", store, "--llm", slow, *small, *THETAS, "--json"])
-        wait_until(lambda: _has_episode(store), 180)
-        running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=60)
-    assert running.returncode == 130, err
-    assert "--resume" in err and "Traceback" not in err
-    assert json.loads(out)["undecided_turns"] > 0
+        command = ("ingest", log, "--store", store, "--llm", slow, *small, *THETAS, "--json")
+        with Command(tmp_path / "interrupted", *command) as running:
+            running.wait_until(lambda: _has_episode(store))
+            running.process.send_signal(signal.SIGINT)
+            assert running.process.wait(timeout=60) == 130, running.err
+    assert "--resume" in running.err and "Traceback" not in running.err
+    assert json.loads(running.out)["undecided_turns"] > 0
     with spawn_server(refusal_rate=0.2) as url:
         done = run("ingest", log, "--store", store, "--llm", url, "--resume", *THETAS)
     assert done.code == 0

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from undertow.bench.mock.llm import MockReplies
 from undertow.bench.mock.server import MockServer, spawn_server
 from undertow.engine.api.engine import Engine, make_llm
+from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import PolicyName
 from undertow.engine.encoders.hashing import HashingEncoder
@@ -38,7 +39,9 @@ from ..support.faults.harness import (
 )
 from ..support.faults.spoilt_llm import POISON, SpoiltReplies, SpoiltServer, served
 from ..support.llm_servers import free_port
+from ..support.soak.runs import report
 
+LOCOMO = Path(__file__).parents[3] / "shared" / "data" / "locomo_dev.json"
 TENANTS = ("ann", "bob", "cleo")
 
 
@@ -113,33 +116,64 @@ def test_three_in_ten_replies_bad_and_three_in_ten_requests_failing(
     policy: PolicyName, parts: set[str], log: Path, tmp_path: Path
 ) -> None:
     bad = SpoiltReplies(3, 0.3, 0.15, poison_rate=0.3)
-    options: dict[str, Any] = {"policy": policy, "window_messages": 4}
     server = SpoiltServer(bad, error_rate=0.3)
-    with served(server) as url, opened(tmp_path, url, **options) as engine:
-        add_all(engine, log)
-        assert engine.drain()
-        figures = engine.stats()
-        assert all(len(engine.search(name, "boat and tide").turns) == 10 for name in TENANTS)
+    figures = feed_spoilt(server, bad, log, tmp_path, policy)
     assert {"500", "503", "429", "dropped"} <= server.faults.keys()
     assert len(bad.ways) >= 7, "most ways of failing must occur"
+    with reports(tmp_path) as of:
+        assert parts <= {job["operation"] for job in of.jobs()}
+    replay_healthily(tmp_path, bad.given, figures["dead_letters"], policy)
 
+
+@pytest.mark.soak
+@pytest.mark.timeout(7_200)
+def test_three_in_ten_faults_over_the_locomo_conversations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not LOCOMO.exists():
+        pytest.skip("the LoCoMo development conversations may not be copied into the project")
+    began_s = time.monotonic()
+    bad = SpoiltReplies(5, 0.3, 0.15, poison_rate=0.3)
+    server = SpoiltServer(bad, error_rate=0.3)
+    figures = feed_spoilt(server, bad, LOCOMO, tmp_path, "recmem")
+    replay_healthily(tmp_path, bad.given, figures["dead_letters"], "recmem")
+    shown = ("turns", "episodes", "facts", "merges", "dead_letters", "llm_calls")
+    report(
+        capsys,
+        "faults",
+        "pytest -m soak tests/llm/test_faults.py",
+        **{name: figures[name] for name in shown},
+        server_faults=server.faults.total(),
+        bad_replies=dict(bad.ways),
+        elapsed_s=round(time.monotonic() - began_s, 1),
+    )
+
+
+def feed_spoilt(
+    server: SpoiltServer, bad: SpoiltReplies, log: Path, store: Path, policy: PolicyName
+) -> dict[str, Any]:
+    """Feed a log with such a server: all is stored and settled, nothing of a bad reply. The figures."""
     turns = turns_of(log)
-    assert_prefix_stored(tmp_path, turns, {name: len(line) for name, line in turns.items()})
+    with served(server) as url, opened(store, url, policy=policy, window_messages=4) as engine:
+        run = Ingest(engine)
+        run.feed([log])
+        assert run.settle()
+        figures = engine.stats()
+        assert all(len(engine.search(name, "boat and tide").turns) == 10 for name in turns)
+    assert_prefix_stored(store, turns, {name: len(line) for name, line in turns.items()})
     assert figures["undecided_turns"] == figures["pending_jobs"] == 0
-    assert {name: list(range(len(line))) for name, line in turns.items()} == settled_seqs(tmp_path)
+    assert {name: list(range(len(line))) for name, line in turns.items()} == settled_seqs(store)
 
-    texts = memories_of(tmp_path)
+    texts = memories_of(store)
     assert texts and all(POISON not in text for text in texts)
     assert told(texts, policy) <= bad.given
 
-    with reports(tmp_path) as of:
+    with reports(store) as of:
         parked = of.jobs()
     assert len(parked) == figures["dead_letters"] > 0
     assert {job["state"] for job in parked} == {"parked"}
     assert all(job["reason"] and job["cluster_seqs"] for job in parked)
-    assert parts <= {job["operation"] for job in parked}
-
-    replay_healthily(tmp_path, bad.given, len(parked), policy)
+    return figures
 
 
 def told(texts: Sequence[str], policy: PolicyName) -> set[str]:
@@ -155,12 +189,13 @@ def replay_healthily(store: Path, given_before: set[str], parked: int, policy: P
     """With a server that works the parked jobs run, at the log's tail, and lose their parked state."""
     good = SpoiltReplies(3)
     with served(SpoiltServer(good)) as url, opened(store, url, policy=policy) as engine:
-        first_new = {name: engine.tenants.existing(name).next_seq for name in TENANTS}
-        known = {m.id for name in TENANTS for m in engine.get_all(name)}
+        names = engine.tenants.names()
+        first_new = {name: engine.tenants.existing(name).next_seq for name in names}
+        known = {m.id for name in names for m in engine.get_all(name)}
         assert engine.replay_jobs() == parked
         assert engine.drain()
         assert engine.stats()["dead_letters"] == 0
-        made = [(name, m) for name in TENANTS for m in engine.get_all(name) if m.id not in known]
+        made = [(name, m) for name in names for m in engine.get_all(name) if m.id not in known]
     assert made
     assert all(m.born_at_seq >= first_new[name] for name, m in made)
     assert all(POISON not in text for text in memories_of(store))

@@ -1,4 +1,4 @@
-"""The cluster for ten minutes at a time, run by `make soak` only: a slow LLM, and kills. See soak_harness.
+"""The cluster for ten minutes at a time, run by `make soak` only: a slow LLM.
 
 Each run ends in what must hold at its end: all acknowledged turns are there, and the memories are those
 of one process that nothing has happened to.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,7 @@ from undertow.engine.storage.location import Location
 
 from ..support.cluster.in_process import cluster_state, settings
 from ..support.faults.harness import PARKING, RATES, assert_same_state
-from ..support.soak.cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+from ..support.soak.cluster import TENANTS, alone, assert_all_stored, beside, ray_here, turn
 from ..support.soak.runs import MIB, Memory, report_timed, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
@@ -134,22 +134,16 @@ def test_slow_llm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ray_here(cpus=2), spawn_server(latency_ms=5_000, jitter_ms=5_000, **RATES, **PARKING) as slow:
         of = settings(llm_url=slow, llm_in_flight=IN_FLIGHT, queue_turns=QUEUE_TURNS, batch_turns=256)
         with Cluster.open(root, of, shards=2, resources=PRESSED) as cluster:
-            press, stop, errors = Press(cluster), threading.Event(), deque[BaseException]()
-            pressing = threading.Thread(target=_guarded, args=(press.run, seconds, stop, errors))
+            press = Press(cluster)
             began_s = time.monotonic()
-            pressing.start()
-            try:
-                while pressing.is_alive():
+            with beside(press.run, seconds) as pressing:
+                while not pressing.done():
                     count = sample(cluster, memories, most, time.monotonic() - began_s)
                     undecided += [] if count is None else [count]
                     asked_s = time.monotonic()
                     assert cluster.search(TENANTS[len(searches_s) % len(TENANTS)], "harbour boat").turns
                     searches_s.append(time.monotonic() - asked_s)
-                    pressing.join(SAMPLE_S)
-            finally:
-                stop.set()
-                pressing.join()
-            assert not errors, errors
+                    wait([pressing], SAMPLE_S)
             shards = cluster.owners(TENANTS)
             cluster.stop()
         assert_all_stored(root, press.acked)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,8 +24,8 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import find_logs
 from undertow.engine.storage.location import Location
 
-from ..support.cli import ENV, PROGRAM
 from ..support.cluster.in_process import cluster_state, settings
+from ..support.cluster.processes import Command, all_ended, ray_processes, strike
 from ..support.faults.harness import (
     PARKING,
     RATES,
@@ -37,82 +33,12 @@ from ..support.faults.harness import (
     end_state,
     write_log,
 )
-from ..support.soak.cluster import TENANTS, _guarded, alone, assert_all_stored, ray_here, turn
+from ..support.soak.cluster import TENANTS, alone, assert_all_stored, beside, ray_here, turn
 from ..support.soak.runs import report_timed, soak_s
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7_200)]
 THETAS = ("--theta-sim", "0.5", "--theta-merge", "0.6", "--theta-count", "3")
-CLUSTER_ENV = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
-PROGRAM_ENV = {**ENV, **CLUSTER_ENV, "UNDERTOW_BATCH_TURNS": "16", "UNDERTOW_LLM_PATIENCE_S": "60"}
-
-
-class Command:
-    """`undertow ...` in a process of its own, and the Ray processes below it."""
-
-    def __init__(self, folder: Path, *args: str | Path) -> None:
-        folder.mkdir(exist_ok=True)
-        self._out, self._err = folder / "out.json", folder / "err.txt"
-        with self._out.open("w") as out, self._err.open("w") as err:  # no pipe: orphans would hold it open
-            self.process = subprocess.Popen(
-                [*PROGRAM, *map(str, args)], env={**os.environ, **PROGRAM_ENV}, stdout=out, stderr=err
-            )
-
-    @property
-    def running(self) -> bool:
-        return self.process.poll() is None
-
-    def wait_until(self, holds: Callable[[], object]) -> None:
-        """Wait until something holds, or the command has ended."""
-        while self.running and not holds():
-            time.sleep(0.02)
-
-    def kill(self) -> list[psutil.Process]:
-        """SIGKILL; what it leaves behind."""
-        try:
-            below: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            below = []
-        self.process.kill()
-        self.process.wait()
-        return below
-
-    def result(self) -> Any:
-        """Wait for its end, which must be a good one: its JSON."""
-        code = self.process.wait(timeout=600)
-        assert code == 0, f"exit code {code}: {self._err.read_text()[-2_000:]}"
-        return json.loads(self._out.read_text())
-
-
-def ray_processes(of: int, kind: str) -> list[psutil.Process]:
-    """The shards, or the workers that read and feed, below a process."""
-    found = []
-    try:
-        for process in psutil.Process(of).children(recursive=True):
-            name = process.name()
-            if name.startswith("ray::") and not name.endswith("Agent"):
-                found += [process] * (("ShardActor" in name) == (kind == "shard"))
-    except psutil.NoSuchProcess:
-        pass
-    return found
-
-
-def strike(of: int, kind: str, rng: random.Random) -> int:
-    """SIGKILL for one of them; how many that were."""
-    found = ray_processes(of, kind)
-    if found:
-        try:
-            rng.choice(found).kill()
-        except psutil.NoSuchProcess:
-            return 0
-    return bool(found)
-
-
-def all_ended(processes: Sequence[psutil.Process]) -> int:
-    """Wait for the end of what killed drivers have left; how many went on, which are ended here."""
-    _, alive = psutil.wait_procs(processes, timeout=90)
-    for process in alive:
-        process.kill()
-    return len(alive)
+PROGRAM_ENV = {"UNDERTOW_BATCH_TURNS": "16", "UNDERTOW_LLM_PATIENCE_S": "60"}
 
 
 def write_logs(folder: Path, seed: int) -> Path:
@@ -163,14 +89,14 @@ def bulk_round(folder: Path, logs: Path, url: str, rng: random.Random, killed: C
     drivers = rng.randint(1, 3)
     try:
         for attempt in range(drivers + 1):
-            running = Command(folder / f"run-{attempt}", *command)
+            running = Command(folder / f"run-{attempt}", *command, **PROGRAM_ENV)
             pid, last = running.process.pid, attempt == drivers
             if rng.random() < 0.75 or last:  # once there is something to kill
                 running.wait_until(partial(ray_processes, pid, "shard"))
             kinds = [rng.choice(["shard", "worker"]) for _ in range(rng.randint(0, 2) + last)]
             for kind in kinds:
                 time.sleep(rng.uniform(0, 4))
-                killed[kind] += running.running and strike(pid, kind, rng)
+                killed[kind] += running.running and strike(ray_processes(pid, kind), rng)
             if not last:
                 time.sleep(rng.uniform(0, 6))
                 killed["driver"] += running.running
@@ -210,20 +136,15 @@ def test_resharding_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with ray_here(cpus=8) as address, spawn_server(latency_ms=20, **RATES, **PARKING) as url:
         of = settings(llm_url=url)
         with Cluster.open(root, of, shards=2, resources=wide) as cluster:
-            traffic, stop, errors = Traffic(cluster), threading.Event(), deque[BaseException]()
-            sending = threading.Thread(target=_guarded, args=(traffic.run, 7_200.0, stop, errors))
-            sending.start()
-            try:
+            traffic = Traffic(cluster)
+            with beside(traffic.run, 7_200.0) as sending:
                 while not sizes or time.monotonic() - began_s < soak_s():
                     sizes.append(rng.choice([n for n in (1, 2, 3, 4) if n != len(load(root).shards)]))
                     moved += reshard(
                         tmp_path / f"move-{len(sizes)}", root, address, url, sizes[-1], rng, killed
                     )
-                    assert not errors, errors
-            finally:
-                stop.set()
-                sending.join()
-            assert not errors, errors
+                    if sending.done():
+                        sending.result()
             assert cluster.drain()
             cluster.stop()
         assert_all_stored(root, traffic.acked)
@@ -254,14 +175,14 @@ def reshard(
     wanted = ("--shards", str(size))
     for attempt in range(100):
         command = ["cluster", "move", "--store", str(root), "--ray", address, *wanted, "--llm", url, "--json"]
-        running = Command(folder / str(attempt), *command)
+        running = Command(folder / str(attempt), *command, **PROGRAM_ENV)
         if rng.random() < 0.8:
             running.wait_until(lambda: load(root).before is not None)
         try:
             for kind in rng.choice([(), ("shard",), ("mover",), ("shard", "mover"), ("shard", "shard")]):
                 time.sleep(rng.uniform(0, rng.choice([0.5, 2.0, 8.0])))
                 if kind == "shard":
-                    killed[kind] += strike(os.getpid(), kind, rng)
+                    killed[kind] += strike(ray_processes(os.getpid(), kind), rng)
                 elif running.running:
                     running.kill()
                     killed[kind] += 1

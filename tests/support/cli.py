@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,13 +56,6 @@ def run(*args: str | Path, env: dict[str, str] | None = None, answer: str | None
         app, [str(a) for a in args], env=ENV | (env or {}), input=answer, catch_exceptions=False
     )
     return Ran(done.exit_code, done.stdout, done.stderr)
-
-
-def start(command: Sequence[str | Path], **env: str) -> subprocess.Popen[str]:
-    """A command in a process of its own."""
-    program = [*PROGRAM, *map(str, command)]
-    out = subprocess.PIPE
-    return subprocess.Popen(program, env=ENV | {"PATH": ""} | env, text=True, stdout=out, stderr=out)
 
 
 def turn_line(tenant: str, n: int, text: str, **more: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Servers that misbehave on purpose, prompts to ask them, and what a good server would say."""
 
+import itertools
 import json
 import socket
 import threading
@@ -8,7 +9,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
@@ -24,49 +24,31 @@ from undertow.prompts.builders import (
     refine_prompt,
 )
 
+from .service.scripted_server import Piece, Reply, Seen, served
+
 SOON_S = 60
 
-Handler = Callable[[dict[str, Any], int], tuple[int, Any]]
-"""(request body, number of the request) -> (status, JSON body, or text sent as it is)."""
+Handler = Callable[[dict[str, Any], int], tuple[int, Any] | Reply]
+"""(request body, number of the request) -> (status, JSON body, or text sent as it is), or a whole reply."""
 
 
 @contextmanager
 def odd_server(handle: Handler, models: Sequence[str] = ("a", "b"), port: int = 0) -> Iterator[str]:
-    """A server in a thread that answers POSTs as `handle` says and offers `models`."""
-    numbers = iter(range(10**9))
-    lock = threading.Lock()
+    """A server that answers POSTs as `handle` says and offers `models`."""
+    numbers = itertools.count()
+    offer = {"object": "list", "data": [{"id": name, "object": "model"} for name in models]}
 
-    class Odd(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in models]})
+    def answer(seen: Seen) -> Reply:
+        told = (200, offer) if seen.method == "GET" else handle(json.loads(seen.body), next(numbers))
+        if isinstance(told, Reply):
+            return told
+        status, body = told
+        if isinstance(body, str):
+            return Reply(status, body.encode(), {"content-type": "text/html"})
+        return Reply.of(body, status)
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            with lock:
-                number = next(numbers)
-            self.send(*handle(body, number))
-
-        def send(self, status: int, body: Any) -> None:
-            raw = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-type", "text/html" if isinstance(body, str) else "application/json")
-            self.send_header("content-length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Odd)
-    server.handle_error = lambda request, address: None  # type: ignore[assignment]  # clients that left
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(answer, port=port) as server:
+        yield f"{server.url}/v1"
 
 
 def completion(
@@ -163,53 +145,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 90) -> None:
 
 # ---- streamed replies
 
-Act = str | None | BaseException | threading.Event | Mapping[str, Any]
+Act = str | None | threading.Event | Mapping[str, Any]
 """A piece of text; None: the connection breaks; an event to wait for; an event of the stream as it is."""
 
 
-class Scripted(BaseHTTPRequestHandler):
-    """Answers the n-th streamed request by the n-th script, those behind by the last."""
-
-    scripts: Sequence[Sequence[Act]]
-    asked: list[dict[str, Any]]
-
-    def do_GET(self) -> None:
-        self._send({"object": "list", "data": [{"id": "a", "object": "model"}]})
-
-    def do_POST(self) -> None:
-        self.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        script = self.scripts[min(len(self.asked), len(self.scripts)) - 1]
-        if script and isinstance(script[0], dict) and "whole" in script[0]:
-            self._send(script[0]["whole"])
-            return
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream; charset=utf-8")
-        self.end_headers()
-        for act in script:
-            if act is None:
-                self.connection.close()
-                return
-            if isinstance(act, threading.Event):
-                act.wait(SOON_S)
-            elif isinstance(act, str):
-                self._event({"model": "a", "choices": [{"index": 0, "delta": {"content": act}}]})
-            elif isinstance(act, dict):
-                self._event(act)
-
-    def _send(self, body: Any) -> None:
-        raw = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def _event(self, event: Mapping[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        self.wfile.flush()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+def streamed(act: Act) -> Piece:
+    if act is None or isinstance(act, threading.Event):
+        return act
+    if isinstance(act, str):
+        act = {"model": "a", "choices": [{"index": 0, "delta": {"content": act}}]}
+    return b"data: " + json.dumps(act).encode() + b"\n\n"
 
 
 def end(reason: str = "stop") -> dict[str, Any]:
@@ -221,16 +166,17 @@ USED = {"choices": [], "usage": {"prompt_tokens": 50, "completion_tokens": 7}}
 
 @contextmanager
 def scripted(*scripts: Sequence[Act]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server's URL, and the bodies that it is sent."""
+    """A server's URL, and the bodies that it is sent. The last script answers also all requests behind it."""
     asked: list[dict[str, Any]] = []
-    handler = type("Told", (Scripted,), {"scripts": scripts, "asked": asked})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.handle_error = lambda request, address: None  # type: ignore[assignment]  # clients that left
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+
+    def answer(body: dict[str, Any], number: int) -> tuple[int, Any] | Reply:
+        asked.append(body)
+        script = scripts[min(number, len(scripts) - 1)]
+        if script and isinstance(script[0], dict) and "whole" in script[0]:
+            return 200, script[0]["whole"]
+        return Reply(
+            200, [streamed(act) for act in script], {"content-type": "text/event-stream; charset=utf-8"}
+        )
+
+    with odd_server(answer, ["a"]) as url:
+        yield url, asked

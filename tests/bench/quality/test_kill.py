@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,8 @@ import pytest
 
 from undertow.bench.mock.server import spawn_server
 
-from ...support.cli import ENV, PROGRAM, run
+from ...support.cli import run
+from ...support.cluster.processes import Command
 from ...support.eval import conversation, kept_lines, lines_of, question, talk, written
 from ...support.llm_servers import server_stats
 
@@ -29,17 +27,11 @@ def command(path: Path, out: Path, url: str) -> list[str]:
     return ["eval", "locomo", "--data", str(path), "--llm", url, "--out", str(out), *options]
 
 
-def killed(words: list[str], when: Callable[[], bool]) -> None:
+def killed(folder: Path, words: list[str], when: Callable[[], bool]) -> None:
     """Run until something has come about, and no further."""
-    env = {**os.environ, **ENV, **SLOW}
-    process = subprocess.Popen([*PROGRAM, *words], env=env, stdout=subprocess.DEVNULL)
-    try:
-        while not when():
-            assert process.poll() is None, "it was over before it was to be killed"
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.wait()
+    with Command(folder, *words, **SLOW) as running:
+        running.wait_until(when)
+        assert when(), "it was over before it was to be killed"
 
 
 def finished(words: list[str]) -> dict[str, Any]:
@@ -68,12 +60,12 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         out = tmp_path / "killed"
         words = command(path, out, url)
         before = server_stats(url)["calls"].get("refine", 0)
-        killed(words, lambda: server_stats(url)["calls"].get("refine", 0) >= before + 3)
-        killed(words, lambda: count(out / "answers.jsonl") >= 5)
+        killed(tmp_path / "run", words, lambda: server_stats(url)["calls"].get("refine", 0) >= before + 3)
+        killed(tmp_path / "run", words, lambda: count(out / "answers.jsonl") >= 5)
         answered = count(out / "answers.jsonl")
         with (out / "answers.jsonl").open("ab") as file:
             file.write(b'{"question_id":"made-up:11","run":1,"answer":"torn')
-        killed(words, lambda: count(out / "verdicts.jsonl") >= 5)
+        killed(tmp_path / "run", words, lambda: count(out / "verdicts.jsonl") >= 5)
         assert 5 <= answered < 2 * QUESTIONS and not (out / "summary.json").exists()
         before = server_stats(url)["calls"]
         assert finished(words) == whole

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,8 +13,9 @@ from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.cluster.resharding.coordinator import reshard, resume
 from undertow.engine.storage.location import Location
 
+from ...support.cluster.in_process import cluster_state
 from ...support.cluster.resharding import LEAVE_A, LEAVE_B, STAY, TENANTS, where
-from ...support.faults.harness import State, assert_same_state
+from ...support.faults.harness import State, assert_same_state, shared_driver
 from ...support.faults.moving import (
     Killed,
     Shards,
@@ -27,7 +25,6 @@ from ...support.faults.moving import (
     after_commits,
     alone,
     assert_stored,
-    state_of,
 )
 
 
@@ -48,7 +45,7 @@ def test_only_those_move_that_must_and_all_go_on_as_if_they_had_not(
         assert shards.map.before is None and shards.map.version == 5
         assert shards.add(turns[half:]) == []
         shards.drain()
-    assert_same_state(state_of(tmp_path), expected)
+    assert_same_state(cluster_state(tmp_path), expected)
 
 
 def test_cut_off_after_any_commit(turns: list[Turn], expected: State, tmp_path: Path) -> None:
@@ -79,7 +76,7 @@ def test_cut_off_after_any_commit(turns: list[Turn], expected: State, tmp_path: 
             assert_stored(shards, turns, acked)
             assert shards.add(turns) == []
             shards.drain()
-        assert_same_state(state_of(root), expected)
+        assert_same_state(cluster_state(root), expected)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,7 @@ def test_killed_again_and_again(
         assert shards.map.all_shards == ("a",)
         assert shards.add(turns) == []
         shards.drain()
-    assert_same_state(state_of(tmp_path), expected)
+    assert_same_state(cluster_state(tmp_path), expected)
 
 
 def test_killed_by_the_system_at_random_moments(
@@ -121,27 +118,16 @@ def test_killed_by_the_system_at_random_moments(
 ) -> None:
     rng = random.Random(5)
     acked: Counter[str] = Counter()
-    root, out = tmp_path / "root", tmp_path / "acked.jsonl"
+    root = tmp_path / "root"
     with Shards(root) as shards:
         shards.add(turns[:30])
     statuses = []
-    command = [sys.executable, "-B", "-m", "tests.support.faults.moving_driver"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
-    ) as driver:
-        assert driver.stdin is not None and driver.stdout is not None
-        for n in range(6):
-            wanted = ["a", "b"] if n % 2 else ["a", "b", "c"]
-            task = {"root": root, "log": log, "shards": wanted, "out": out}
-            task["kill"] = (rng.randrange(1, 24), rng.uniform(0, 0.05)) if n < 5 else None
-            driver.stdin.write(json.dumps(task, default=str) + "\n")
-            driver.stdin.flush()
-            statuses.append(json.loads(driver.stdout.readline())["exit"])
-            if out.exists():
-                for line in out.read_text().splitlines():
-                    acked |= Counter(json.loads(line))
-            out.unlink(missing_ok=True)
-        driver.stdin.close()
+    for n in range(6):
+        wanted = ["a", "b"] if n % 2 else ["a", "b", "c"]
+        kill_at = (rng.randrange(1, 24), rng.uniform(0, 0.05)) if n < 5 else None
+        outcome = shared_driver().run(task="reshard", root=root, log=log, shards=wanted, kill_at=kill_at)
+        statuses.append(outcome.status)
+        acked |= Counter(outcome.last("acked"))
     # one that finds most of it done may end before its moment
     assert set(statuses) == {0, -signal.SIGKILL} and statuses.count(-signal.SIGKILL) > 2
     assert statuses[-1] == 0
@@ -150,7 +136,7 @@ def test_killed_by_the_system_at_random_moments(
         assert_stored(shards, turns, acked)
         assert shards.add(turns) == []
         shards.drain()
-    assert_same_state(state_of(root), expected)
+    assert_same_state(cluster_state(root), expected)
 
 
 def test_on_an_object_store(turns: list[Turn], tmp_path: Path, s3: dict[str, str]) -> None:
@@ -166,4 +152,4 @@ def test_on_an_object_store(turns: list[Turn], tmp_path: Path, s3: dict[str, str
         assert resume(root, shards.ask).tenants > 0
         assert shards.add(some[half:]) == []
         shards.drain()
-    assert_same_state(state_of(root), alone(tmp_path, some))
+    assert_same_state(cluster_state(root), alone(tmp_path, some))

@@ -18,10 +18,11 @@ from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
+from ...support.cluster.in_process import cluster_state
 from ...support.cluster.resharding import LEAVE_A, STAY, advance, begin_move, keys_of
 from ...support.engine import DeafLLM, HeldLLM
 from ...support.faults.harness import CHANGES, State, assert_same_state, reports
-from ...support.faults.moving import REPLIES, Killed, Shards, Strike, after_commits, state_of
+from ...support.faults.moving import REPLIES, Killed, Shards, Strike, after_commits
 
 
 def test_a_tenant_is_served_at_one_shard_at_every_moment(shards: Shards, turns: list[Turn]) -> None:
@@ -130,7 +131,7 @@ def test_work_under_way_is_dropped_and_done_again_elsewhere(
         assert not shards.engines["c"].idle, "what was undecided is taken up"
         assert shards.add(turns) == []
         shards.drain()
-    assert_same_state(state_of(root), expected)
+    assert_same_state(cluster_state(root), expected)
 
 
 def test_what_a_dropped_job_has_cost_is_metered(tmp_path: Path, turns: list[Turn]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +31,7 @@ from ...support.faults.harness import (
     turns_of,
     write_log,
 )
+from ...support.soak.runs import report
 
 TENANTS = ("ann", "bob")
 BATCH_TURNS = 8
@@ -59,42 +59,86 @@ def task(log: Path, server: str) -> dict[str, Any]:
 def undisturbed(
     driver: Driver, task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[State, float]:
+    expected, took_s = run_undisturbed(driver, tmp_path_factory.mktemp("undisturbed"), task)
+    assert {"merged", "fired", "waits", "parked", "episode", "fact", "turn"} <= expected.kinds()
+    return expected, took_s
+
+
+def run_undisturbed(driver: Driver, store: Path, task: dict[str, Any]) -> tuple[State, float]:
     """The end state of a run that nothing disturbs, and how long it took."""
-    store = tmp_path_factory.mktemp("undisturbed")
     began_s = time.monotonic()
     outcome = driver.run(store=store, **task)
     took_s = time.monotonic() - began_s
     assert outcome.status == 0 and outcome.last("settled")
-    state = end_state(store)
-    assert {"merged", "fired", "waits", "parked", "episode", "fact", "turn"} <= state.kinds()
-    return state, took_s
+    return end_state(store), took_s
 
 
 def killed(outcome: Outcome) -> bool:
     return outcome.status == -signal.SIGKILL
 
 
-def check_prefix(store: Path, log: Path, outcome: Outcome) -> None:
+def check_prefix(store: Path, log: Path, outcome: Outcome) -> int:
+    """Every acknowledged turn is stored, in its place; how many were acknowledged."""
     acked = outcome.last("acked") or {}
     assert_prefix_stored(store, turns_of(log), acked)
+    return sum(acked.values())
+
+
+def run_until_done(
+    driver: Driver, store: Path, task: dict[str, Any], moments_s: Iterable[float]
+) -> tuple[int, int]:
+    """Kill at each moment and resume, then run to the end. (kills, acknowledged turns seen at them)"""
+    kills = acked_turns = 0
+    for moment_s in [*moments_s, None]:
+        outcome = driver.run(store=store, kill_after_s=moment_s, **task)
+        acked_turns += check_prefix(store, task["log"], outcome)
+        if not killed(outcome):
+            break
+        kills += 1
+    assert outcome.status == 0 and outcome.last("settled"), outcome.lines[-1:]
+    return kills, acked_turns
 
 
 def test_kills_in_a_row_at_random_moments(
-    driver: Driver, task: dict[str, Any], log: Path, undisturbed: tuple[State, float], tmp_path: Path
+    driver: Driver, task: dict[str, Any], undisturbed: tuple[State, float], tmp_path: Path
 ) -> None:
     expected, took_s = undisturbed
     rng = random.Random(7)
-    kills = 0
-    for attempt in itertools.count():
-        moment_s = rng.uniform(0.05, took_s / 3) if attempt < 7 else None
-        outcome = driver.run(store=tmp_path, kill_after_s=moment_s, **task)
-        check_prefix(tmp_path, log, outcome)
-        if not killed(outcome):
-            assert outcome.status == 0 and outcome.last("settled")
-            break
-        kills += 1
+    kills, _ = run_until_done(driver, tmp_path, task, [rng.uniform(0.05, took_s / 3) for _ in range(7)])
     assert kills >= 2
     assert_same_state(end_state(tmp_path), expected)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7_200)
+def test_two_hundred_kills(driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SOAK_SECONDS (default 0) makes the kills go on for at least so long, 600 for ten minutes."""
+    began_s = time.monotonic()
+    least_s = float(os.environ.get("SOAK_SECONDS", "0"))
+    kills = acked_turns = runs = 0
+    with spawn_server(latency_ms=2, jitter_ms=4, error_rate=0.1, **RATES, **PARKING) as url:
+        while kills < 200 or time.monotonic() - began_s < least_s:
+            log = write_log(tmp_path / f"log-{runs}.jsonl", ("ann", "bob", "cleo"), 40, seed=runs)
+            rng = random.Random(runs)
+            settings = {**THETA, "encoder": "hash:384", "batch_turns": rng.choice([3, 8, 64]), "llm_url": url}
+            settings["durability"] = rng.choice(["commit", "fsync"])
+            task = {"task": "ingest", "log": log, "settings": settings}
+            task |= {"commits_per_compaction": rng.choice([4, 11, 256]), "resume": rng.random() < 0.7}
+            expected, took_s = run_undisturbed(driver, tmp_path / f"undisturbed-{runs}", task)
+            # often early: opening, replaying and the first commits are where a restart has most to do
+            moments_s = [rng.uniform(0.0, took_s * rng.choice([0.05, 0.15, 0.6])) for _ in range(40)]
+            more, acked = run_until_done(driver, tmp_path / f"killed-{runs}", task, moments_s)
+            assert_same_state(end_state(tmp_path / f"killed-{runs}"), expected)
+            kills, acked_turns, runs = kills + more, acked_turns + acked, runs + 1
+    report(
+        capsys,
+        "kills",
+        "pytest -m soak tests/engine/step/test_kill.py",
+        kills=kills,
+        runs=runs,
+        acked_turns_checked=acked_turns,
+        elapsed_s=round(time.monotonic() - began_s, 1),
+    )
 
 
 @pytest.mark.parametrize(

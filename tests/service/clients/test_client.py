@@ -36,7 +36,8 @@ from undertow.serving.client import (
     generate,
 )
 
-from ...support.service.client import Reply, driven, scene, scripted
+from ...support.service.client import driven, scene, scripted
+from ...support.service.scripted_server import Reply
 
 ADDED = {"results": [{"id": "a1", "memory": "user: hello", "event": "ADD", "seq": 0}]}
 FOUND: dict[str, Any] = {"results": [], "recall": 1.0}

@@ -24,7 +24,8 @@ from undertow.serving.http.service_settings import ServiceSettings
 from undertow.serving.telemetry.tracing import TracingSettings
 from undertow.serving.vllm.local_server import LocalVLLM
 
-from ...support.service.client import Reply, scripted
+from ...support.service.client import scripted
+from ...support.service.scripted_server import Reply
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "compose.yaml").read_text()

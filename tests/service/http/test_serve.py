@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -23,7 +22,7 @@ from undertow.serving.auth.principal import Scope, TenantScope
 from undertow.serving.http.server import bound
 
 from ...support.cli import ENV, PROGRAM, conversation, run
-from ...support.llm_servers import completion, odd_server, wait_until
+from ...support.llm_servers import Counting, completion, odd_server, wait_until
 from ...support.service.http import SOON_S, at, is_problem, said
 
 THETAS = {"UNDERTOW_THETA_SIM": "0.5", "UNDERTOW_THETA_MERGE": "0.55", "UNDERTOW_THETA_COUNT": "3"}
@@ -80,26 +79,18 @@ def process(store: Path, *options: str, env: dict[str, str] | None = None) -> It
         service.popen.wait()
 
 
-class HeldLLM:
-    """A server that answers once it is let go."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.go = threading.Event()
-
-    def __call__(self, body: dict[str, Any], number: int) -> tuple[int, Any]:
-        self.asked += 1
-        self.go.wait(SOON_S)
-        return 200, completion("On Sunday.", usage={"prompt_tokens": 7, "completion_tokens": 3})
+def held_llm() -> Counting:
+    answer = completion("On Sunday.", usage={"prompt_tokens": 7, "completion_tokens": 3})
+    return Counting(body=answer, wait_s=SOON_S)
 
 
-def drain(service: Process, key: str, tenant: str, held: HeldLLM) -> None:
+def drain(service: Process, key: str, tenant: str, held: Counting) -> None:
     """SIGTERM while an answer is under way: it is finished, new requests are refused, the process exits."""
     client, other = service.client(key), service.client(key)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.post, at(tenant, "/answer"), json={"question": "When?"})
         try:
-            wait_until(lambda: held.asked == 1)
+            wait_until(lambda: len(held) == 1)
             assert other.get("/health/ready").json()["status"] == "ok"
             service.popen.send_signal(signal.SIGTERM)
             wait_until(lambda: other.get("/health/ready").status_code == 503)
@@ -117,7 +108,7 @@ def drain(service: Process, key: str, tenant: str, held: HeldLLM) -> None:
 
 
 def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) -> None:
-    held = HeldLLM()
+    held = held_llm()
     env = {"UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}
     with odd_server(held) as llm, process(tmp_path, "--llm", llm, env=env) as service:
         key = service.key()
@@ -128,7 +119,7 @@ def test_requests_under_way_are_finished_and_new_ones_refused(tmp_path: Path) ->
 
 
 def test_acknowledged_work_survives_a_kill(tmp_path: Path) -> None:
-    held = HeldLLM()
+    held = held_llm()
     items = [{"messages": line["messages"], "session_id": "s"} for line in conversation("ann", 9)]
     once, later = {"Idempotency-Key": "once"}, {"Prefer": "respond-async"}
     with odd_server(held) as llm, process(tmp_path, "--llm", llm) as service:

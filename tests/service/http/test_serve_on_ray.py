@@ -10,7 +10,7 @@ import httpx2
 from ...support.cli import run
 from ...support.llm_servers import odd_server
 from ...support.service.http import at, said
-from .test_serve import HeldLLM, drain, process
+from .test_serve import drain, held_llm, process
 
 SMALL = {"UNDERTOW_CLUSTER_NUM_CPUS": "0.5", "UNDERTOW_CLUSTER_THREADS": "1"}
 BOAT = "the boat needs new planks before summer"
@@ -28,7 +28,7 @@ def stop_shards(root: Path, ray_address: str) -> None:
 
 
 def test_it_drains_and_finds_everything_again(tmp_path: Path, ray_address: str) -> None:
-    held = HeldLLM()
+    held = held_llm()
     on_ray = ("--ray", ray_address)
     env = {**SMALL, "UNDERTOW_SERVICE_DRAIN_NOTICE_S": "0"}
     with (

@@ -33,8 +33,9 @@ from undertow.serving.http import hosting
 from undertow.serving.telemetry.tracing import LinkedSampler, SpanObserver, Tracing, tracing
 
 from ...support.llm_servers import wait_until
-from ...support.service.client import Reply, Scripted, scripted
+from ...support.service.client import scripted
 from ...support.service.http import at, is_problem, said, serving
+from ...support.service.scripted_server import Reply, ScriptedServer
 
 OURS = "4bf92f3577b34da6a3ce929d0e0e4736"
 SAMPLED = {"traceparent": f"00-{OURS}-00f067aa0ba902b7-01"}
@@ -191,7 +192,7 @@ def test_spans_of_a_step_have_the_times_of_its_phases(spans: InMemorySpanExporte
 # ---- over OTLP
 
 
-def received(server: Scripted) -> list[Span]:
+def received(server: ScriptedServer) -> list[Span]:
     """The spans that an OTLP/HTTP receiver has been sent."""
     spans: list[Span] = []
     for sent in tuple(server.seen):

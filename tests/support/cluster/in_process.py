@@ -129,15 +129,15 @@ class LocalCalls:
             raise ShardExited(f"shard {self._name} was fenced") from None
 
 
-def cluster_state(root: Location) -> State:
-    """The end states of all shards of a root, as one: a tenant at two of them fails the test."""
+def cluster_state(root: Location | Path) -> State:
+    """The end states of all stores of a root, as one: a tenant at two of them fails the test."""
     exports: dict[str, list[str]] = {}
     jobs: list[dict[str, Any]] = []
-    for shard in shard_map.load(root).all_shards:
-        store = Path(str(root)) / STORES / shard
-        if not (store / "store.json").exists():
+    stores = Location.of(root) / STORES
+    for shard in stores.children():
+        if not stores.exists(f"{shard}/store.json"):
             continue  # no tenant has come to it
-        state = end_state(store)
+        state = end_state(stores / shard)
         assert not exports.keys() & state.exports.keys(), "a tenant is at two shards"
         exports |= state.exports
         jobs += state.jobs

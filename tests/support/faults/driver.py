@@ -1,4 +1,4 @@
-"""A process that runs engine work in forked children, for tests that kill them. Run as a script.
+"""A process that runs engine work in forked children, for tests that kill them. Run with `python -m`.
 
 Importing the engine takes seconds, a fork of a process that has imported it milliseconds. Each line of
 standard input is a task (JSON); the answer is one line with its child's exit status (negative: the signal
@@ -16,17 +16,22 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from undertow.engine.api.engine import Engine, make_llm
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn, UndertowError
+from undertow.engine.cluster.resharding import coordinator
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.prompts.builders import ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
+
+from .harness import turns_of
+from .moving import Shards, Traffic
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -78,6 +83,30 @@ def add_each(engine: Engine, task: dict[str, Any], say: Say) -> None:
                 say({"text": n, "error": str(error), "kind": type(error).__name__})
 
 
+def reshard(task: dict[str, Any], say: Say) -> None:
+    """Turns are sent before each call to a shard. `kill_at`, [n, s]: dies s seconds after the n-th time."""
+    coordinator.TENANTS_PER_BATCH = 2
+    logs = turns_of(Path(task["log"])).values()
+    turns = [turn for of_tenant in zip(*logs, strict=True) for turn in of_tenant]
+    sends, delay_s = task["kill_at"] or (-1, 0.0)
+    with Shards(Path(task["root"])) as shards:
+        traffic = Traffic(shards, turns)
+
+        def send() -> None:
+            nonlocal sends
+            traffic.send(4)
+            say({"acked": traffic.acked})
+            sends -= 1
+            if sends == 0:
+                Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+        busy = shards.busy(send)
+        send()
+        if shards.map.before is not None:
+            coordinator.resume(shards.root, busy)
+        coordinator.reshard(shards.root, task["shards"], busy)
+
+
 TASKS = {
     "ingest": ingest,
     "erase": erase,
@@ -109,12 +138,18 @@ def arm(kill: dict[str, Any]) -> None:
 
 
 def child(task: dict[str, Any]) -> int:
-    """One task from opening the store to closing it. 1: an error that a user can meet."""
+    """One task, with but for `reshard` an engine from opening the store to closing it.
+
+    1: an error that a user can meet.
+    """
     out = os.open(task["out"], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
     def say(line: dict[str, Any]) -> None:
         os.write(out, json.dumps(line).encode() + b"\n")  # what the kernel has taken outlives a kill
 
+    if task["task"] == "reshard":
+        reshard(task, say)
+        return 0
     journal_module.COMMITS_PER_COMPACTION = task.get("commits_per_compaction", 16)
     if kill := task.get("kill"):
         arm(kill)

@@ -23,7 +23,7 @@ from undertow.engine.readers import read
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location
 
-DRIVER = Path(__file__).with_name("driver.py")
+DRIVER = (sys.executable, "-B", "-m", "tests.support.faults.driver")
 THETA: dict[str, Any] = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 3}
 RATES: dict[str, Any] = {"seed": 1, "refusal_rate": 0.3, "empty_rate": 0.15}
 PARKING: dict[str, Any] = {"malformed_rate": 0.12, "malformed_sticky": True}
@@ -165,13 +165,17 @@ class Outcome:
 
 
 class Driver:
-    """Runs tasks of `fault_driver` in processes that can be killed; see there for the tasks."""
+    """Runs tasks of driver.py in processes that can be killed; see there for the tasks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-B", str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            DRIVER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
         )
         self._answer()
 

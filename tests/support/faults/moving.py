@@ -136,19 +136,6 @@ class Shards:
             assert self.engines[shard].drain()
 
 
-def state_of(root: Location | Path) -> State:
-    """All that the shards hold, as one store; no tenant is at two."""
-    merged = State({}, [])
-    shards = Location.of(root) / "shards"
-    for name in shards.children():
-        state = end_state(shards / name)
-        assert not merged.exports.keys() & state.exports.keys()
-        merged.exports.update(state.exports)
-        merged.jobs.extend(state.jobs)
-    merged.jobs.sort(key=lambda job: (job["tenant"], job["seq"]))
-    return merged
-
-
 def alone(folder: Path, turns: Sequence[Turn], policy: PolicyName = "recmem") -> State:
     """What one engine makes of the turns that never moves anyone."""
     settings = settings_of(**THETA, **WINDOWS, policy=policy)

@@ -1,8 +1,8 @@
 """Tenants of one service over HTTP, each with what it should have there: a simple model of what they do.
 
 Every response goes through `Tenants.ask`, which looks for what is somebody else's. What tenants do stands in
-isolation_acts.py and isolation_moves.py, what they try in isolation_attempts.py: functions of the tenants, of
-a tenant's name, and of a `Random` of their own, so that several can be done side by side.
+acts.py and moves.py, what they try in attempts.py: functions of the tenants, of a tenant's name, and of a
+`Random` of their own, so that several can be done side by side.
 """
 
 from __future__ import annotations

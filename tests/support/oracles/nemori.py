@@ -1,6 +1,6 @@
 """NEMORI for one tenant as a plain program: one turn after the other, lists and exact integers.
 
-As oracle_recmem: nothing of how the engine works, only its prompts' wording, encoder, ids and LLM.
+As recmem.py: nothing of how the engine works, only its prompts' wording, encoder, ids and LLM.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -83,14 +84,14 @@ def assert_all_stored(root: Location, acked: Counter[str]) -> None:
 TENANTS = tuple(f"tenant-{n}" for n in range(60))
 
 
-def _guarded(
-    work: Callable[[float, threading.Event], object],
-    seconds: float,
-    stop: threading.Event,
-    errors: deque[BaseException],
-) -> None:
-    """Work in a thread, its error for the test to see."""
-    try:
-        work(seconds, stop)
-    except BaseException as error:  # noqa: BLE001 - it fails the test
-        errors.append(error)
+@contextmanager
+def beside(work: Callable[[float, threading.Event], object], seconds: float) -> Iterator[Future[object]]:
+    """Work in a thread for so many seconds, or until the block ends; its error is raised then."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work, seconds, stop)
+        try:
+            yield working
+        finally:
+            stop.set()
+    working.result()

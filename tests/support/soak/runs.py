@@ -1,6 +1,6 @@
 """What the long runs share: how long, where their figures go, and whether a process's memory grows.
 
-    SOAK_SECONDS=600 SOAK_OUT=docs/results pytest -m soak tests/soak/test_cluster.py
+    SOAK_SECONDS=600 SOAK_OUT=docs/results pytest -m soak tests/soak
 
 SOAK_SECONDS: of each run, 600 unless said. SOAK_OUT: a folder for the figures, one JSON line a run.
 """
@@ -29,11 +29,9 @@ def soak_s() -> float:
 
 
 def report_timed(capsys: pytest.CaptureFixture[str], name: str, **figures: Any) -> None:
-    """As `report`, of a run of test_cluster_soak.py that takes as long as it is told."""
-    command = (
-        f"SOAK_SECONDS={soak_s():g} SOAK_OUT=docs/results pytest -m soak "
-        f"tests/soak/test_cluster.py -k {name.replace('-', '_')}"
-    )
+    """As `report`, of a run in tests/soak that takes as long as it is told."""
+    test = name.replace("-", "_")
+    command = f"SOAK_SECONDS={soak_s():g} SOAK_OUT=docs/results pytest -m soak tests/soak -k {test}"
     report(capsys, name, command, seconds=soak_s(), **figures)
 
 
