@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from undertow.bench.mock.llm import MockLLM
-from undertow.bench.mock.replies import Messages, MockReplies
+from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 
@@ -118,35 +115,6 @@ def test_of_a_deleted_turn_no_byte_is_left_nor_of_what_questions_made_of_it(tmp_
         assert engine.get_all("ann") == live
         assert engine.erase("ann", now=True) is not None
     assert not bytes_hold(tmp_path, "harbour")
-
-
-class Misnaming(MockReplies):
-    """Says the secret in a topic and in a note, which it tells to be of the first turn."""
-
-    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
-        told: dict[str, Any] = json.loads(super().reply(messages, schema))
-        if MARKER in messages[-1]["content"] and "episodes" in told:
-            pieces = ((1, f"Of {MARKER}"), (2, "Of the quay"))
-            told["episodes"] = [{"first": n, "topic": topic, "summary": "A talk."} for n, topic in pieces]
-        if MARKER in messages[-1]["content"] and "notes" in told:
-            told["notes"] = [{"turns": [1], "text": f"Ann has {MARKER}.", "kind": "fact"}]
-        return json.dumps(told)
-
-
-def test_words_of_a_deleted_turn_are_hidden_at_once_in_what_does_not_name_it(tmp_path: Path) -> None:
-    turns = [turn_of("ann", 0, "the boat"), turn_of("ann", 1, f"the quay and {MARKER}")]
-    with open_engine(tmp_path, MockLLM(Misnaming()), **HIMEM, himem_align_notes=False) as engine:
-        receipts = engine.add_batch(turns)
-        assert engine.flush("ann")
-        telling = {(m.kind, m.source_seqs) for m in engine.get_all("ann") if MARKER in m.text}
-        assert telling >= {("episode", (0,)), ("fact", (0,))}
-    with open_engine(tmp_path, None, **HIMEM, himem_align_notes=False) as engine:
-        assert receipts[1].id is not None
-        engine.delete(receipts[1].id)
-        assert not engine.drain(), "no LLM"
-        assert MARKER not in repr((engine.search("ann", MARKER), engine.recall("ann", MARKER)))
-        assert MARKER not in repr(engine.list("ann"))
-        assert engine.search("ann", "boat").turns
 
 
 @pytest.mark.parametrize("streamed", [True, False])

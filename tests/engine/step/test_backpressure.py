@@ -96,7 +96,7 @@ def streamed(folder: Path, log: dict[str, list[Turn]], chunk: int) -> Run:
                 engine.step(0.001)
                 if engine.scheduler.admission_paused:
                     llm.release()
-        settle(engine, llm)
+        settle(engine)
     return read_back(folder, llm.prompts)
 
 
@@ -129,7 +129,7 @@ def test_the_queue_keeps_its_order_while_it_waits_and_nobody_spins(
         for _ in range(10):
             assert engine.step(0.001).admitted == 0
         assert watched.attempts == attempts, "nothing has come free, so nothing is tried"
-        settle(engine, llm)
+        settle(engine)
         assert watched.failures <= watched.attempts / 2
     turns = sorted(rows_of(tmp_path, "turn"), key=lambda row: row.lsn)
     rounds: Counter[str] = Counter()
@@ -158,7 +158,7 @@ def test_turns_that_wait_for_room_get_it_before_tenants_who_are_behind(
             llm.release()
             engine.step(0.01)
         assert not any(row.tenant in behind for row in rows_of(tmp_path, "decision"))
-        settle(engine, llm)
+        settle(engine)
     assert {row.tenant for row in rows_of(tmp_path, "decision")} >= set(behind)
 
 

@@ -220,7 +220,7 @@ def test_deleting_and_updating_need_no_room_in_a_full_pool(
         fact = next(row for row in engine.journal.read(kinds=["fact"]) if row.tenant == "quiet")
         done = (engine.delete(str(last)), engine.delete(str(episode.id)), engine.replay_jobs())
         assert engine.update(str(fact.id), "other words").kind == "fact"
-        settle(engine, llm)
+        settle(engine)
         return *done, engine.get_all("quiet"), engine.search("quiet", "word3 other3"), engine.stats()
 
     found = []
@@ -276,7 +276,7 @@ def test_tenants_at_work_stay_while_others_are_put_out(
         assert llm.in_flight == 1
         for n in range(8):
             engine.add_batch(turns_of(f"busy{n}", 1))
-        settle(engine, llm)
+        settle(engine)
         held = engine.tenants.get("first")
         engine.add_batch(turns_of("first", 1, start=3))
         for n in range(60):
@@ -292,5 +292,5 @@ def test_tenants_at_work_stay_while_others_are_put_out(
         assert "first" not in evicted
         assert engine.tenants.get("first") is held
         assert len(evicted) > 20
-        settle(engine, llm)
+        settle(engine)
         assert held.cursor == held.next_seq == 4
