@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 
 from undertow.bench.mock.replies import MockReplies
@@ -135,22 +134,3 @@ def test_an_answer_counts_for_the_deletion_behind_it_whether_or_not_both_are_rea
         assert engine.drain()
         kept = [m.id for m in engine.get_all("ann") if m.kind == "fact"]
     assert len(notes) > 3 and kept == [notes[0].id, notes[-2].id], "the oldest, as it was used"
-
-
-def test_an_export_with_questions_is_taken_in_again(tmp_path: Path) -> None:
-    with open_engine(tmp_path / "a", RecordingLLM(Judging(lines=())), **BEST) as engine:
-        engine.add_batch(talk("ann", 12, 3))
-        assert engine.flush("ann")
-        for topic in TOPICS:
-            engine.answer("ann", f"Who has a {topic}?")
-            assert engine.drain()
-        records = engine.export_page("ann").items
-        told = [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("ann")]
-    assert "reconsolidate" in {r.get("control") for r in records}
-    with open_engine(tmp_path / "b", None, **BEST) as engine:
-        engine.import_("copy", records)
-        assert [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("copy")] == told
-    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path / "b", "control")]
-    ids = {row.id for row in rows_of(tmp_path / "b", "episode")}
-    named = [i for b in bodies if b["kind"] == "reconsolidate" for i in b["body"]["episode_ids"]]
-    assert named and set(named) <= ids, "by their ids here"

@@ -172,36 +172,6 @@ def test_a_newer_change_takes_the_place_of_one_under_way(chunk: int, tmp_path: P
 # ---- out of a store and into another
 
 
-@pytest.mark.parametrize("moment", ["during", "after", "twice"])
-def test_an_export_carries_generations_and_changes(moment: str, tmp_path: Path) -> None:
-    llm = HeldLLM(REPLIES)
-    with opened(tmp_path / "from", "recmem", llm) as engine:
-        engine.add_batch(topical("ann", 16))
-        settle(engine)
-        begin(engine, records=6)
-        if moment == "twice":
-            engine.set_policy("ann", "recmem")
-        if moment != "during":
-            settle(engine)
-        records = []
-        with reports(tmp_path / "from") as of:
-            records = list(of.export("ann"))
-        settle(engine)
-        expected = engine.get_all("ann")
-    with opened(tmp_path / "to", "recmem") as engine:
-        engine.import_("ann", records)
-        if moment == "during":
-            assert engine.policy("ann")["change"]["policy"] == "eager"
-        assert engine.drain()
-        assert engine.get_all("ann") == expected
-    with reports(tmp_path / "to") as of, reports(tmp_path / "from") as origin:
-        if moment != "during":
-            assert list(of.export("ann")) == records
-        assert [m["id"] for m in of.memories("ann", "fact")] == [
-            m["id"] for m in origin.memories("ann", "fact")
-        ]
-
-
 def test_an_export_of_a_tenant_with_a_policy_of_its_own(tmp_path: Path) -> None:
     with opened(tmp_path / "from", "recmem") as engine:
         engine.set_policy("ann", "eager")
