@@ -81,14 +81,18 @@ def test_a_bad_reply_is_repaired_once_and_both_calls_are_metered() -> None:
 
 
 def test_a_second_bad_reply_is_an_error_not_an_empty_reply() -> None:
+    prompt_tokens = 0
     with spawn_server(malformed_rate=1.0, malformed_sticky=True) as url, client(url) as llm:
         for future in [llm.submit(prompt, tenant="t") for prompt in prompts(0)]:
             error = future.exception(30)
             assert isinstance(error, BadReply)
             assert error.usage.calls == 2
             assert error.reason
+            prompt_tokens += error.usage.prompt_tokens
         assert llm.unreachable_s is None
-        assert sum(server_stats(url)["calls"].values()) == 8
+        stats = server_stats(url)
+    assert sum(stats["calls"].values()) == 8
+    assert stats["prompt_tokens"] == prompt_tokens > 0
 
 
 @pytest.mark.parametrize(

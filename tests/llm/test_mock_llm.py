@@ -1,9 +1,6 @@
-"""The mock LLM: schema-valid, deterministic, echoing, and the same over HTTP as in process."""
+"""The mock LLM: schema-valid, deterministic and echoing; test_client.py holds its server to the same."""
 
 import json
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any, Literal
 
@@ -13,30 +10,21 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
-from undertow.bench.mock.server import options, spawn_server
-from undertow.engine.llm.client import BadReply
+from undertow.bench.mock.server import options
 from undertow.prompts.builders import (
     Prompt,
     ShownMemory,
     ShownTurn,
     answer_prompt,
-    consolidate_prompt,
     episode_prompt,
     merge_prompt,
-    narrate_prompt,
-    partition_prompt,
     refine_prompt,
-    select_prompt,
 )
 from undertow.prompts.reply_schemas import (
-    ConsolidateReply,
     EpisodesReply,
     FactsReply,
     MergeReply,
-    NarrativeReply,
-    PartitionReply,
     Reply,
-    SelectReply,
 )
 
 WORDS = ["harbour", "kite", "violin", "garden", "winter", "marathon", "recipe", "telescope", "lamp", "fern"]
@@ -75,12 +63,6 @@ def answer(prompt: Prompt, replies: MockReplies) -> Reply | str:
         return llm.submit(prompt, tenant="t").result().reply
 
 
-def merges(prompt: Prompt, replies: MockReplies) -> bool:
-    reply = answer(prompt, replies)
-    assert isinstance(reply, MergeReply)
-    return reply.same_story
-
-
 @given(st.lists(st.text(), min_size=1, max_size=12), st.integers(0, 3))
 def test_replies_are_valid_whatever_is_shown(texts: list[str], seed: int) -> None:
     shown = [ShownTurn(i + 1, None, text) for i, text in enumerate(texts)]
@@ -94,26 +76,6 @@ def test_replies_are_valid_whatever_is_shown(texts: list[str], seed: int) -> Non
         assert all(fact.replaces is None for fact in facts.facts)
         assert isinstance(answer(merge_prompt(memory, shown[0]), replies), MergeReply)
         assert answer(answer_prompt("?", [memory], [], [], None), replies)
-
-
-def test_windows_are_parted_and_told_and_some_parts_are_none() -> None:
-    """NEMORI: whole partitions, and where it refuses, one with a message missing, one twice, one invented."""
-    shown = turns(6)
-    whole = answer(partition_prompt(shown), MockReplies(1))
-    assert isinstance(whole, PartitionReply)
-    assert sorted(n for group in whole.groups for n in group.messages) == [1, 2, 3, 4, 5, 6]
-    broken = answer(partition_prompt(shown), MockReplies(1, refusal_rate=1.0))
-    assert isinstance(broken, PartitionReply)
-    assert sorted(n for group in broken.groups for n in group.messages) != [1, 2, 3, 4, 5, 6]
-    memory = ShownMemory(1, None, "Ann sails.")
-    for seed in range(5):
-        chosen = answer(select_prompt(memory, [memory, memory]), MockReplies(seed))
-        assert isinstance(chosen, SelectReply) and chosen.continues in (None, 1, 2)
-        stored = [ShownMemory(n, None, f"fact {n}") for n in (1, 2, 3)]
-        decided = answer(consolidate_prompt(memory, stored), MockReplies(seed))
-        assert isinstance(decided, ConsolidateReply) and set(decided.targets) <= {1, 2, 3}
-        told = answer(narrate_prompt(shown), MockReplies(seed))
-        assert isinstance(told, NarrativeReply) and len(told.cue) < len(told.narrative)
 
 
 class Leaf(BaseModel):
@@ -148,29 +110,6 @@ def test_a_reply_depends_on_seed_and_messages_alone() -> None:
     assert forward != run(8, list(range(30)))
 
 
-def test_the_server_replies_as_the_process_does() -> None:
-    replies = MockReplies(3, refusal_rate=0.3, empty_rate=0.3)
-    with spawn_server(seed=3, refusal_rate=0.3, empty_rate=0.3) as url:
-        for prompt in prompts(1) + prompts(2):
-            schema = schema_of(prompt)
-            body: dict[str, Any] = {"model": "mock-llm", "messages": prompt.messages}
-            if schema is not None:
-                form = {"name": prompt.operation, "schema": schema, "strict": True}
-                body["response_format"] = {"type": "json_schema", "json_schema": form}
-            content = post(url + "/chat/completions", body)["choices"][0]["message"]["content"]
-            assert content == replies.reply(prompt.messages, schema)
-        with urllib.request.urlopen(url.removesuffix("/v1") + "/stats", timeout=10) as response:
-            stats = json.load(response)
-    assert stats["calls"] == {"episode": 2, "merge": 2, "refine": 2, "answer": 2}
-    assert stats["prompt_tokens"] > stats["cached_prompt_tokens"] > 0
-
-
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return json.load(response)
-
-
 def test_episodes_and_merges_echo_what_was_shown() -> None:
     shown = turns(4)
     reply = answer(episode_prompt(shown), MockReplies())
@@ -186,32 +125,6 @@ def test_episodes_and_merges_echo_what_was_shown() -> None:
     assert isinstance(merged, MergeReply)
     assert merged.narrative.endswith("Ann: fresh kite")
     assert merged.narrative.count("old") == 60
-
-
-def test_rates_are_shares_of_prompts() -> None:
-    memory = ShownMemory(1, None, "Ann sails.")
-    asked = [merge_prompt(memory, ShownTurn(1, None, f"Ann: {i}")) for i in range(400)]
-    replies = MockReplies(0, refusal_rate=0.25)
-    merged = [merges(p, replies) for p in asked]
-    assert 0.65 < sum(merged) / len(merged) < 0.85
-    assert not any(merges(p, MockReplies(0, refusal_rate=1.0)) for p in asked[:20])
-    empty = answer(episode_prompt(turns(3)), MockReplies(empty_rate=1.0))
-    assert empty == EpisodesReply(episodes=[])
-
-
-def test_a_malformed_reply_is_repaired_unless_it_sticks() -> None:
-    prompt = episode_prompt(turns(3))
-    with MockLLM(MockReplies(malformed_rate=1.0)) as llm:
-        done = llm.submit(prompt, tenant="t").result()
-    assert done.reply == answer(prompt, MockReplies())
-    assert done.usage.calls == 2
-    with MockLLM(MockReplies(malformed_rate=1.0, malformed_sticky=True)) as llm:
-        for each in prompts(0):
-            error = llm.submit(each, tenant="t").exception()
-            assert isinstance(error, BadReply)
-            assert error.usage.calls == 2
-            assert error.usage.prompt_tokens > 0
-    assert llm.calls == {"episode": 2, "merge": 2, "refine": 2, "answer": 2}
 
 
 def test_every_option_of_the_server_says_what_it_does() -> None:
@@ -241,31 +154,3 @@ def test_latency_cancel_and_close() -> None:
     assert all(operation != "merge" for _, operation, _ in seen)
     with pytest.raises(RuntimeError):
         llm.submit(prompts(0)[0], tenant="t")
-
-
-@pytest.mark.parametrize(
-    ("model", "key", "tokens", "status"),
-    [
-        ("mock-llm", "no", 10, 401),
-        ("gpt", "yes", 10, 404),
-        ("mock-llm", "yes", 700, 400),
-        ("mock-llm", "yes", 10, 200),
-    ],
-)
-def test_the_server_refuses_what_it_must(
-    strict_url: str, model: str, key: str, tokens: int, status: int
-) -> None:
-    body = {"model": model, "messages": prompts(0)[0].messages, "max_tokens": tokens}
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    request = urllib.request.Request(strict_url + "/chat/completions", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            assert response.status == status
-    except urllib.error.HTTPError as error:
-        assert error.code == status
-
-
-@pytest.fixture(scope="module")
-def strict_url() -> Iterator[str]:
-    with spawn_server(api_key="yes", context_tokens=1_000) as url:
-        yield url

@@ -36,11 +36,12 @@ from ..support.engine import (
     open_engine,
     rows_of,
     settings_of,
+    settle,
     turn_of,
 )
 from ..support.llm_servers import wait_until
 from ..support.policies.driver import lines_under
-from ..support.policies.himem import BEST, QUESTION, SOON_S, Judging, logged, sessions, settled, told
+from ..support.policies.himem import BEST, QUESTION, SOON_S, Judging, logged, sessions, told
 
 
 def filled(engine: Engine) -> None:
@@ -146,7 +147,7 @@ def test_a_turn_deleted_while_it_is_judged_is_in_no_later_prompt(tmp_path: Path)
     llm = HeldLLM(Judging())
     with open_engine(tmp_path, llm, **BEST) as engine:
         receipts = engine.add_batch([turn_of("ann", 0, f"Ann sails with the {MARKER}"), *sessions()[2:3]])
-        settled(engine, llm)
+        settle(engine)
         question = engine.ask(AnswerQuery("ann", QUESTION))
         assert MARKER in llm.prompts["ann"][-1].user
         assert receipts[0].id is not None
@@ -191,7 +192,7 @@ def test_an_answer_that_is_let_go_between_its_calls_asks_no_more_and_is_metered_
     llm = HeldLLM(Judging())
     with open_engine(tmp_path, llm, **BEST) as engine:
         engine.add_batch(sessions()[:3])
-        settled(engine, llm)
+        settle(engine)
         before = len(llm.prompts["ann"])
         asked = engine.ask(AnswerQuery("ann", QUESTION))
         llm.release()
@@ -349,7 +350,7 @@ LEARNING: dict[str, Any] = {**BEST, "himem_max_notes": 9}
 def judged_once(engine: Engine, llm: HeldLLM) -> PendingAnswer:
     """A question about a settled life; its second judgement is under way."""
     engine.add_batch(sessions()[:3])
-    settled(engine, llm)
+    settle(engine)
     before = len(llm.prompts["ann"])
     asked = engine.ask(AnswerQuery("ann", QUESTION))
     llm.release()
@@ -376,14 +377,14 @@ def test_replies_to_an_erased_life_leave_nothing_in_the_next_one(heard: bool, tm
         asked = judged_once(engine, llm)
         assert engine.erase("ann", now=True) is not None
         engine.add_batch(sessions()[:3])
-        settled(engine, llm)
+        settle(engine)
         before, spent = len(llm.prompts["ann"]), engine.usage("ann")
         assert asked.call is not None and asked.call.done(), "the reply has come, late"
         if heard:
             with pytest.raises(UnknownTenant, match="'ann' was erased meanwhile"):
                 engine.heard(asked)
         engine.let_go(asked)
-        settled(engine, llm)
+        settle(engine)
         assert len(llm.prompts["ann"]) == before, "nothing is asked about the new life"
         assert engine.usage("ann") == spent and "sufficiency" not in spent
         assert logged(tmp_path, "reconsolidate") == logged(tmp_path, "used") == []

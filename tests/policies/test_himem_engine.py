@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 
-from undertow.bench.mock.llm import MockLLM
-from undertow.bench.mock.replies import Messages, MockReplies
+from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 
@@ -120,35 +116,6 @@ def test_of_a_deleted_turn_no_byte_is_left_nor_of_what_questions_made_of_it(tmp_
     assert not bytes_hold(tmp_path, "harbour")
 
 
-class Misnaming(MockReplies):
-    """Says the secret in a topic and in a note, which it tells to be of the first turn."""
-
-    def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
-        told: dict[str, Any] = json.loads(super().reply(messages, schema))
-        if MARKER in messages[-1]["content"] and "episodes" in told:
-            pieces = ((1, f"Of {MARKER}"), (2, "Of the quay"))
-            told["episodes"] = [{"first": n, "topic": topic, "summary": "A talk."} for n, topic in pieces]
-        if MARKER in messages[-1]["content"] and "notes" in told:
-            told["notes"] = [{"turns": [1], "text": f"Ann has {MARKER}.", "kind": "fact"}]
-        return json.dumps(told)
-
-
-def test_words_of_a_deleted_turn_are_hidden_at_once_in_what_does_not_name_it(tmp_path: Path) -> None:
-    turns = [turn_of("ann", 0, "the boat"), turn_of("ann", 1, f"the quay and {MARKER}")]
-    with open_engine(tmp_path, MockLLM(Misnaming()), **HIMEM, himem_align_notes=False) as engine:
-        receipts = engine.add_batch(turns)
-        assert engine.flush("ann")
-        telling = {(m.kind, m.source_seqs) for m in engine.get_all("ann") if MARKER in m.text}
-        assert telling >= {("episode", (0,)), ("fact", (0,))}
-    with open_engine(tmp_path, None, **HIMEM, himem_align_notes=False) as engine:
-        assert receipts[1].id is not None
-        engine.delete(receipts[1].id)
-        assert not engine.drain(), "no LLM"
-        assert MARKER not in repr((engine.search("ann", MARKER), engine.recall("ann", MARKER)))
-        assert MARKER not in repr(engine.list("ann"))
-        assert engine.search("ann", "boat").turns
-
-
 @pytest.mark.parametrize("streamed", [True, False])
 def test_an_answer_counts_for_the_deletion_behind_it_whether_or_not_both_are_read_at_once(
     streamed: bool, tmp_path: Path
@@ -167,22 +134,3 @@ def test_an_answer_counts_for_the_deletion_behind_it_whether_or_not_both_are_rea
         assert engine.drain()
         kept = [m.id for m in engine.get_all("ann") if m.kind == "fact"]
     assert len(notes) > 3 and kept == [notes[0].id, notes[-2].id], "the oldest, as it was used"
-
-
-def test_an_export_with_questions_is_taken_in_again(tmp_path: Path) -> None:
-    with open_engine(tmp_path / "a", RecordingLLM(Judging(lines=())), **BEST) as engine:
-        engine.add_batch(talk("ann", 12, 3))
-        assert engine.flush("ann")
-        for topic in TOPICS:
-            engine.answer("ann", f"Who has a {topic}?")
-            assert engine.drain()
-        records = engine.export_page("ann").items
-        told = [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("ann")]
-    assert "reconsolidate" in {r.get("control") for r in records}
-    with open_engine(tmp_path / "b", None, **BEST) as engine:
-        engine.import_("copy", records)
-        assert [(m.text, m.source_seqs, m.fact_kind) for m in engine.get_all("copy")] == told
-    bodies = [orjson.loads(row.payload) for row in rows_of(tmp_path / "b", "control")]
-    ids = {row.id for row in rows_of(tmp_path / "b", "episode")}
-    named = [i for b in bodies if b["kind"] == "reconsolidate" for i in b["body"]["episode_ids"]]
-    assert named and set(named) <= ids, "by their ids here"

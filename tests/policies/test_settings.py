@@ -22,10 +22,7 @@ from undertow.engine.storage.store_info import DESCRIPTION, StoreError, read_inf
 from ..support.engine import (
     ALONE,
     ENCODER,
-    MARKER,
-    HeldLLM,
     RecordingLLM,
-    bytes_hold,
     open_engine,
     rows_of,
     settings_of,
@@ -33,7 +30,6 @@ from ..support.engine import (
     turns_of,
 )
 from ..support.faults.harness import reports
-from ..support.policies.himem import settled
 
 # ---- a store and its policy
 
@@ -112,27 +108,6 @@ def test_eager_reads_every_turn_and_gates_none(tmp_path: Path) -> None:
     made = [record["fact_ids"] for record in told]
     assert any(made) and not all(made)
     assert [record["consolidated_at_seq"] for record in told] == [n if made[n] else None for n in range(12)]
-
-
-@pytest.mark.parametrize("policy", ["eager", "nemori"])
-def test_of_a_turn_deleted_while_the_llm_reads_it_no_byte_is_left(policy: PolicyName, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"policy": policy, "window_messages": 4}
-    llm = HeldLLM(MockReplies(2))
-    texts = ["the boat and the harbour", f"the boat of the {MARKER}", *[f"the boat {n}" for n in range(6)]]
-    with open_engine(tmp_path, llm, **options) as engine:
-        receipts = engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(texts)])
-        while MARKER not in llm.prompts["ann"][-1].user:
-            llm.release()
-            engine.step()
-        assert receipts[1].id is not None
-        engine.delete(receipts[1].id)
-        settled(engine, llm)
-        live = engine.get_all("ann")
-        assert live and MARKER not in repr(live)
-        engine.purge()
-    assert not bytes_hold(tmp_path, MARKER)
-    with open_engine(tmp_path, **options) as engine:
-        assert engine.get_all("ann") == live
 
 
 # ---- NEMORI in an engine

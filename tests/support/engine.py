@@ -82,10 +82,11 @@ class HeldLLM(RecordingLLM):
                 MockLLM.submit(self, prompt, tenant=tenant).add_done_callback(partial(_pass_on, future))
 
 
-def settle(engine: Engine, llm: HeldLLM) -> None:
-    """Answer what is held and step, until nothing is left to do."""
+def settle(engine: Engine) -> None:
+    """Step until nothing is left to do; what the LLM holds back is answered before each step."""
     while not engine.idle:
-        llm.release()
+        if isinstance(engine._llm, HeldLLM):
+            engine._llm.release()
         engine.step(0.01)
 
 
@@ -203,6 +204,42 @@ def engine_run(
         ingest(engine, turns, settings.batch_turns or MOST_TURNS)
         assert engine.drain()
     return read_back(store, llm.prompts)
+
+
+Act = Callable[[Engine, Callable[[], object]], None]
+
+
+def both_ways(
+    folder: Path,
+    settings: Settings,
+    replies: MockReplies,
+    act: Act,
+    *,
+    batched: type[RecordingLLM] = RecordingLLM,
+    reopened: bool = False,
+) -> Run:
+    """`act` with each of its pauses drained; it must give the same where it makes no pause.
+
+    `batched`: the LLM that has everything in one go. `reopened`: all is logged before another engine decides.
+    """
+    llm = RecordingLLM(replies)
+    with opened(folder / "streamed", settings, ENCODER, llm) as engine:
+        act(engine, engine.drain)
+        assert engine.drain()
+    expected = read_back(folder / "streamed", llm.prompts)
+    llm = batched(replies)
+    with opened(folder / "batched", settings, ENCODER, llm) as engine:
+        act(engine, lambda: None)
+        if not reopened:
+            settle(engine)
+    if reopened:
+        with opened(folder / "batched", settings, ENCODER, batched(replies)) as engine:
+            settle(engine)
+    run = read_back(folder / "batched", llm.prompts)
+    if reopened:  # prompts that the first engine had sent are sent again
+        run.prompts = expected.prompts
+    assert_same(run, expected)
+    return expected
 
 
 def oracle_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from undertow.bench.mock.llm import MockLLM
 from undertow.bench.mock.replies import Messages, MockReplies
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.config import Settings
+from undertow.engine.base.model import PolicyName
 
 from ...support.engine import (
     ALONE,
@@ -20,14 +21,13 @@ from ...support.engine import (
     MARKER,
     HeldLLM,
     RecordingLLM,
-    Run,
-    assert_same,
+    both_ways,
     bytes_hold,
     open_engine,
     opened,
     put,
-    read_back,
     settings_of,
+    settle,
     turn_of,
     turns_of,
 )
@@ -35,84 +35,105 @@ from ...support.engine import (
 # ---- deletion of turns
 
 
+@dataclass(frozen=True)
 class Misnaming(MockReplies):
-    """Tells the secret in an episode, which it says to rest on the first turn alone."""
+    """Wherever it is shown the secret it replies with `tells`, which names the first turn alone for it."""
+
+    tells: Mapping[str, Any] = field(default_factory=dict)
 
     def reply(self, messages: Messages, schema: Mapping[str, Any] | None) -> str:
         told: dict[str, Any] = json.loads(super().reply(messages, schema))
-        if "episodes" in told and MARKER in messages[-1]["content"]:
-            told["episodes"] = [{"text": f"Ann spoke of {MARKER}.", "turns": [1]}]
+        if MARKER in messages[-1]["content"]:
+            told |= {name: drafts for name, drafts in self.tells.items() if name in told}
         return json.dumps(told)
 
 
-def test_words_in_an_episode_that_does_not_name_their_turn_go_with_the_turn(tmp_path: Path) -> None:
-    cluster: dict[str, Any] = {"theta_sim": 0.3, "theta_merge": 1.0, "theta_count": 3}
-    with open_engine(tmp_path, MockLLM(Misnaming(2)), **cluster) as engine:
+TELLS: dict[str, dict[str, Any]] = {
+    "recmem": {"episodes": [{"text": f"Ann spoke of {MARKER}.", "turns": [1]}]},
+    "himem": {
+        "episodes": [
+            {"first": 1, "topic": f"Of {MARKER}", "summary": "A talk."},
+            {"first": 2, "topic": "Of the band", "summary": "A talk."},
+        ],
+        "notes": [{"turns": [1], "text": f"Ann has {MARKER}.", "kind": "fact"}],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({"policy": "recmem"}, {"episode"}),
+        ({"policy": "himem", "himem_align_notes": False}, {"episode", "fact"}),
+    ],
+)
+def test_words_in_a_memory_that_does_not_name_their_turn_go_with_the_turn(
+    options: dict[str, Any], kinds: set[str], tmp_path: Path
+) -> None:
+    options = {"theta_sim": 0.3, "theta_merge": 1.0, "theta_count": 3, **options}
+    llm = MockLLM(Misnaming(2, tells=TELLS[options["policy"]]))
+    with open_engine(tmp_path, llm, **options) as engine:
         said = [f"the band on friday {MARKER if n == 1 else n}" for n in range(3)]
         receipts = engine.add_batch([turn_of("ann", n, text) for n, text in enumerate(said)])
-        assert engine.drain()
-        (episode,) = [m for m in engine.get_all("ann") if m.kind == "episode"]
-        assert (episode.source_seqs, episode.shown_seqs) == ((0,), (1, 2))
-        assert MARKER in episode.text
-    with open_engine(tmp_path, None, **cluster) as engine:
+        assert engine.flush("ann")
+        telling = [m for m in engine.get_all("ann") if MARKER in m.text and m.source_seqs == (0,)]
+        assert {m.kind for m in telling} == kinds
+    with open_engine(tmp_path, None, **options) as engine:
         assert receipts[1].id is not None
         engine.delete(receipts[1].id)
         assert not engine.drain(), "no LLM: what may hold its words is yet to be made anew"
         found = engine.search("ann", MARKER)
         assert found.turns and not found.episodes and not found.facts
-        assert MARKER not in repr((found, engine.list("ann")))
-    with open_engine(tmp_path, MockLLM(Misnaming(2)), **cluster) as engine:
-        engine.resume()
+        assert MARKER not in repr((found, engine.recall("ann", MARKER), engine.list("ann")))
+    with open_engine(tmp_path, MockLLM(Misnaming(2)), **options) as engine:
         assert engine.drain()
-        (remade,) = [m for m in engine.get_all("ann") if m.kind == "episode"]
-        assert (remade.id, remade.version, remade.shown_seqs) == (episode.id, 2, ())
+        remade = engine.get_all("ann")
+        assert {m.kind for m in remade} == {"episode", "fact"} and not [m for m in remade if 1 in m.reach]
         engine.purge()
         assert not bytes_hold(tmp_path, MARKER)
 
 
-@pytest.mark.parametrize("replies_before_deletion", [0, 1])
-def test_a_turn_deleted_while_its_job_is_in_flight_leaves_no_byte(
-    replies_before_deletion: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("policy", "operation"),
+    [
+        ("recmem", "episode"),
+        ("recmem", "refine"),
+        ("eager", "extract"),
+        ("nemori", "partition"),
+        ("nemori", "narrate"),
+        ("himem", "segment"),
+        ("himem", "traits"),
+    ],
+)
+def test_a_turn_deleted_while_the_llm_reads_it_leaves_no_byte(
+    policy: PolicyName, operation: str, tmp_path: Path
 ) -> None:
-    llm = HeldLLM()
-    with open_engine(tmp_path, llm, **ALONE) as engine:
-        (receipt,) = engine.add_batch([turn_of("ann", 0, f"the {MARKER} plays")])
-        for _ in range(replies_before_deletion):
+    options: dict[str, Any] = {**ALONE, "policy": policy, "window_messages": 4}
+    llm = HeldLLM(MockReplies(2))
+    texts = ["the boat and the harbour", f"the boat of the {MARKER}", *[f"the boat {n}" for n in range(6)]]
+    turns = [replace(turn_of("ann", n, text), session_id=f"s{n // 4}") for n, text in enumerate(texts)]
+    with open_engine(tmp_path, llm, **options) as engine:
+        receipts = engine.add_batch(turns)
+        while not any(p.operation == operation and MARKER in p.user for _, p, _ in llm.held):
+            assert not engine.idle
             llm.release()
-            engine.step(0.05)
-        assert llm.in_flight == 1 and receipt.id is not None
-        engine.delete(receipt.id)
-        while not engine.scheduler.idle:
-            llm.release()
-            engine.step(0.05)
-        assert engine.get_all("ann") == []
+            engine.step(0.01)
+        assert receipts[1].id is not None
+        engine.delete(receipts[1].id)
+        settle(engine)
+        live = engine.get_all("ann")
+        assert live and MARKER not in repr(live) and not [m for m in live if 1 in m.reach]
         engine.purge()
-        assert not bytes_hold(tmp_path, MARKER)
+    assert not bytes_hold(tmp_path, MARKER)
+    with open_engine(tmp_path, **options) as engine:
+        assert engine.get_all("ann") == live
 
 
 # ---- control records, batched and streamed
 
 
-def both_ways(
-    tmp_path: Path,
-    replies: MockReplies,
-    settings: Settings,
-    act: Callable[[Engine, Callable[[], bool]], None],
-) -> Run:
-    """`act` with its pauses drained and with everything in one go: the journals must agree."""
-    runs = []
-    for name in ("streamed", "batched"):
-        llm = RecordingLLM(replies)
-        with opened(tmp_path / name, settings, ENCODER, llm) as engine:
-            act(engine, engine.drain if name == "streamed" else (lambda: True))
-            assert engine.drain()
-        runs.append(read_back(tmp_path / name, llm.prompts))
-    assert_same(runs[1], runs[0])
-    return runs[0]
-
-
 def test_turns_behind_the_deletion_of_an_episode_do_not_see_it(tmp_path: Path) -> None:
-    def act(engine: Engine, pause: Callable[[], bool]) -> None:
+    def act(engine: Engine, pause: Callable[[], object]) -> None:
         engine.add_batch([turn_of("ann", n, "a garden of roses") for n in range(2)])
         engine.drain()
         for episode in engine.tenants.get("ann").current("episode"):
@@ -123,7 +144,7 @@ def test_turns_behind_the_deletion_of_an_episode_do_not_see_it(tmp_path: Path) -
             pause()
 
     settings = settings_of(theta_sim=0.9, theta_merge=0.5, theta_count=2)
-    run = both_ways(tmp_path, MockReplies(), settings, act)
+    run = both_ways(tmp_path, settings, MockReplies(), act)
     after = [d for d in run.decisions["ann"] if d.seq >= 3]
     assert after[0].nearest_episode is None or after[1].nearest_episode is None
 
@@ -131,7 +152,7 @@ def test_turns_behind_the_deletion_of_an_episode_do_not_see_it(tmp_path: Path) -
 def test_turns_behind_one_that_parks_without_a_call_do_not_count_it(tmp_path: Path) -> None:
     """A turn too long for the merge question leaves the gates; the gates behind it must know."""
 
-    def act(engine: Engine, pause: Callable[[], bool]) -> None:
+    def act(engine: Engine, pause: Callable[[], object]) -> None:
         engine.add_batch([turn_of("ann", n, "a garden of roses") for n in range(2)])
         engine.drain()
         long = "a garden of roses user: assistant: I see. " * 160
@@ -142,14 +163,14 @@ def test_turns_behind_one_that_parks_without_a_call_do_not_count_it(tmp_path: Pa
     settings = settings_of(
         theta_sim=0.6, theta_merge=0.7, theta_count=2, context_tokens=2_048, reply_tokens=64
     )
-    run = both_ways(tmp_path, MockReplies(refusal_rate=1.0), settings, act)
+    run = both_ways(tmp_path, settings, MockReplies(refusal_rate=1.0), act)
     parked = [d for d in run.decisions["ann"] if d.decision == "parked"]
     assert [d.cluster for d in parked] == [(2,)]
     assert all(2 not in d.cluster for d in run.decisions["ann"] if d.seq > 2)
 
 
 def test_turns_behind_a_replay_count_the_turns_it_revives(tmp_path: Path) -> None:
-    def act(engine: Engine, pause: Callable[[], bool]) -> None:
+    def act(engine: Engine, pause: Callable[[], object]) -> None:
         put(engine, [turn_of("ann", 1, "a garden of roses")])
         engine.drain()
         assert engine.stats()["dead_letters"] == 1
@@ -169,7 +190,7 @@ def test_turns_behind_a_replay_count_the_turns_it_revives(tmp_path: Path) -> Non
             assert engine.drain()
     ill = MockReplies(malformed_rate=1.0, malformed_sticky=True)
     later = settings_of(theta_sim=0.9, theta_merge=0.5, theta_count=3)
-    run = both_ways(tmp_path, ill, later, act)
+    run = both_ways(tmp_path, later, ill, act)
     fired = [d for d in run.decisions["ann"] if d.decision == "parked" and len(d.cluster) > 1]
     assert fired and 2 in fired[0].cluster, "seq 2 was revived; seq 1 is the change of settings"
 

@@ -18,7 +18,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import InputError, Memory, PolicyName
 from undertow.engine.storage.row_codec import turn_id
 
-from ...support.engine import MARKER, NEVER, HeldLLM, RecordingLLM, ingest, open_engine, turn_of
+from ...support.engine import MARKER, NEVER, HeldLLM, RecordingLLM, ingest, open_engine, settle, turn_of
 from ...support.faults.harness import (
     CHANGES,
     THETA,
@@ -30,7 +30,7 @@ from ...support.faults.harness import (
 )
 from ...support.faults.moving import Snapshots, after_commits
 from ...support.faults.spoilt_llm import served
-from ...support.policies.change import REPLIES, begin, finish, opened, topical
+from ...support.policies.change import REPLIES, begin, opened, topical
 
 
 def content(memories: Iterable[Memory]) -> list[tuple[object, ...]]:
@@ -190,7 +190,7 @@ def test_what_one_job_makes_and_changes_is_of_its_generation(tmp_path: Path) -> 
 def test_meanwhile_searches_see_the_former_generation(tmp_path: Path) -> None:
     with opened(tmp_path, "recmem", HeldLLM(REPLIES)) as engine:
         engine.add_batch(topical("ann", 20))
-        finish(engine)
+        settle(engine)
         former = engine.get_all("ann")
         found = engine.search("ann", "harbour boat")
         assert former and (found.episodes or found.facts)
@@ -206,7 +206,7 @@ def test_meanwhile_searches_see_the_former_generation(tmp_path: Path) -> None:
         change = engine.policy("ann")["change"]
         assert change == {"policy": "eager", "generation": 2, "decided": change["decided"], "records": 21}
         assert 3 <= change["decided"] < 21
-        finish(engine)
+        settle(engine)
         assert engine.policy("ann") == {"tenant": "ann", "policy": "eager", "generation": 2, "change": None}
         current = engine.get_all("ann")
         assert current and not {m.id for m in current} & {m.id for m in former}
@@ -226,7 +226,7 @@ def test_consolidated_turns_stay_out_of_search_during_a_change(tmp_path: Path) -
 
     with opened(tmp_path, "recmem", HeldLLM(REPLIES), retain_consolidated=False) as engine:
         engine.add_batch(topical("ann", 20))
-        finish(engine)
+        settle(engine)
         before = found(engine)
         assert 0 < len(before) < 20
         begin(engine)

@@ -11,9 +11,19 @@ from undertow.engine.api.policy_change import PolicyConflict
 from undertow.engine.base.model import PolicyName
 from undertow.engine.storage.row_codec import turn_id
 
-from ...support.engine import MARKER, HeldLLM, RecordingLLM, bytes_hold, ingest, rows_of, turn_of, turns_of
+from ...support.engine import (
+    MARKER,
+    HeldLLM,
+    RecordingLLM,
+    bytes_hold,
+    ingest,
+    rows_of,
+    settle,
+    turn_of,
+    turns_of,
+)
 from ...support.faults.harness import CHANGES, reports
-from ...support.policies.change import REPLIES, begin, finish, opened, topical
+from ...support.policies.change import REPLIES, begin, opened, topical
 
 # ---- what users do to their memories
 
@@ -52,7 +62,7 @@ def test_of_a_deleted_turn_no_generation_keeps_a_byte(
     turns[2] = turn_of("ann", 2, f"boat sail harbour mast anchor {MARKER}")
     with opened(tmp_path, before, llm) as engine:
         engine.add_batch(turns)
-        finish(engine)
+        settle(engine)
         assert MARKER in repr([row.payload for row in rows_of(tmp_path, "episode", "fact")])
         victim = turn_id("ann", 1, 2)
         if moment == "before":
@@ -61,10 +71,10 @@ def test_of_a_deleted_turn_no_generation_keeps_a_byte(
         if moment == "during":
             engine.delete(victim)
             assert MARKER not in repr(engine.search("ann", "boat", k_sub=50, k_epi=50, k_sem=50))
-        finish(engine)
+        settle(engine)
         if moment == "after":
             engine.delete(victim)
-            finish(engine)
+            settle(engine)
         assert engine.policy("ann")["generation"] == 2
         live = engine.get_all("ann")
         assert live and MARKER not in repr(live)
@@ -97,20 +107,20 @@ def test_an_erasure_takes_all_generations(during: bool, tmp_path: Path) -> None:
     llm = HeldLLM(REPLIES)
     with opened(tmp_path, "recmem", llm) as engine:
         engine.add_batch(topical("ann", 18))
-        finish(engine)
+        settle(engine)
         ids = {m.id for m in engine.get_all("ann")}
         begin(engine)
         if not during:
-            finish(engine)
+            settle(engine)
         certificate = engine.erase("ann", now=True)
         assert certificate is not None and certificate.turns_removed == 18
         made = {row.id for row in rows_of(tmp_path, "episode", "fact")}
         assert not made
         assert certificate.episodes_removed > 0 and certificate.facts_removed > 0
-        finish(engine)
+        settle(engine)
         assert not bytes_hold(tmp_path, "n17")
         engine.add_batch(topical("ann", 18))
-        finish(engine)
+        settle(engine)
         assert engine.policy("ann") == {"tenant": "ann", "policy": "recmem", "generation": 1, "change": None}
         assert ids and not ids & {m.id for m in engine.get_all("ann")}, "no id of an earlier life comes again"
     seen = {row.id for row in rows_of(tmp_path, "episode", "fact")}
@@ -125,7 +135,7 @@ def test_a_newer_change_takes_the_place_of_one_under_way(chunk: int, tmp_path: P
     llm = HeldLLM(REPLIES)
     with opened(tmp_path / "a", "recmem", llm) as engine:
         ingest(engine, topical("ann", 18), chunk)
-        finish(engine)
+        settle(engine)
         former = engine.get_all("ann")
         begin(engine, records=4)
         asked = len(llm.prompts["ann"])
@@ -136,7 +146,7 @@ def test_a_newer_change_takes_the_place_of_one_under_way(chunk: int, tmp_path: P
             llm.release()
             engine.step()
         assert {m.generation for m in engine.get_all("ann")} == {1}
-        finish(engine)
+        settle(engine)
         assert engine.policy("ann") == {"tenant": "ann", "policy": "recmem", "generation": 3, "change": None}
         late = [p.operation for p in llm.prompts["ann"][asked:]]
         assert late.count("extract") <= 1, "the change that is of no use any more goes no further"
@@ -160,36 +170,6 @@ def test_a_newer_change_takes_the_place_of_one_under_way(chunk: int, tmp_path: P
 
 
 # ---- out of a store and into another
-
-
-@pytest.mark.parametrize("moment", ["during", "after", "twice"])
-def test_an_export_carries_generations_and_changes(moment: str, tmp_path: Path) -> None:
-    llm = HeldLLM(REPLIES)
-    with opened(tmp_path / "from", "recmem", llm) as engine:
-        engine.add_batch(topical("ann", 16))
-        finish(engine)
-        begin(engine, records=6)
-        if moment == "twice":
-            engine.set_policy("ann", "recmem")
-        if moment != "during":
-            finish(engine)
-        records = []
-        with reports(tmp_path / "from") as of:
-            records = list(of.export("ann"))
-        finish(engine)
-        expected = engine.get_all("ann")
-    with opened(tmp_path / "to", "recmem") as engine:
-        engine.import_("ann", records)
-        if moment == "during":
-            assert engine.policy("ann")["change"]["policy"] == "eager"
-        assert engine.drain()
-        assert engine.get_all("ann") == expected
-    with reports(tmp_path / "to") as of, reports(tmp_path / "from") as origin:
-        if moment != "during":
-            assert list(of.export("ann")) == records
-        assert [m["id"] for m in of.memories("ann", "fact")] == [
-            m["id"] for m in origin.memories("ann", "fact")
-        ]
 
 
 def test_an_export_of_a_tenant_with_a_policy_of_its_own(tmp_path: Path) -> None:

@@ -18,12 +18,9 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
-from undertow.engine.base.model import Turn
-from undertow.engine.step.admission import Admission, Inbox, Ticket
-from undertow.engine.step.scheduler import Scheduler, StepReport
+from undertow.engine.step.admission import Inbox
+from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
-from undertow.engine.tenants.registry import ArenaFull
-from undertow.engine.tenants.tenant import Tenant
 
 from ...support.cli import turn_line, write_log
 from ...support.engine import (
@@ -32,9 +29,6 @@ from ...support.engine import (
     NEVER,
     HeldLLM,
     RecordingLLM,
-    Run,
-    SilentLLM,
-    assert_same,
     ingest,
     interleaved,
     note_evictions,
@@ -46,71 +40,10 @@ from ...support.engine import (
     step_until_paused,
     turns_of,
 )
+from .conftest import Watched
 from .test_eviction import THETA, use_pool, world
 
 REPLIES = MockReplies()
-
-
-class Watched:
-    """What an engine's admission and settling did, counted."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.attempts = self.failures = self.steps = 0
-        self.put_out: list[str] = []
-        admit, step, put_out = Admission.admit, Scheduler.step, Scheduler._evict
-
-        def watched_admit(admission: Admission, tickets: list[Ticket]) -> object:
-            self.attempts += 1
-            try:
-                return admit(admission, tickets)
-            except ArenaFull:
-                self.failures += 1
-                raise
-
-        def watched_step(scheduler: Scheduler, wait_s: float = 0.0) -> StepReport:
-            self.steps += 1
-            return step(scheduler, wait_s)
-
-        def watched_put_out(scheduler: Scheduler, tenant: Tenant) -> None:
-            self.put_out.append(tenant.name)
-            put_out(scheduler, tenant)
-
-        monkeypatch.setattr(Admission, "admit", watched_admit)
-        monkeypatch.setattr(Scheduler, "step", watched_step)
-        monkeypatch.setattr(Scheduler, "_evict", watched_put_out)
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    return Watched(monkeypatch)
-
-
-def streamed(folder: Path, log: dict[str, list[Turn]], chunk: int) -> Run:
-    """All turns, `chunk` at a time; the LLM answers only when the pool is full, or no turn is left."""
-    llm = HeldLLM(REPLIES)
-    line = interleaved(log, seed=5)
-    with open_engine(folder, llm, **THETA) as engine:
-        for start in range(0, len(line), chunk):
-            tickets = put(engine, line[start : start + chunk])
-            while any(ticket.receipt is None for ticket in tickets):
-                engine.step(0.001)
-                if engine.scheduler.admission_paused:
-                    llm.release()
-        settle(engine, llm)
-    return read_back(folder, llm.prompts)
-
-
-@pytest.mark.parametrize(("turns", "rows", "chunk"), [(8, 160, 5), (12, 240, 5), (18, 320, 5)])
-def test_turns_streamed_into_a_full_pool_are_decided_as_in_a_large_one(
-    turns: int, rows: int, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
-) -> None:
-    log = world(tenants=30, turns=turns)
-    expected = streamed(tmp_path / "host", log, 48)
-    assert watched.failures == 0
-    use_pool(monkeypatch, rows)
-    assert_same(streamed(tmp_path / "pool", log, chunk), expected)
-    assert watched.failures > 0, "the pool was full at some time"
-    assert watched.put_out, "and so full that memories found no room"
 
 
 def test_the_queue_keeps_its_order_while_it_waits_and_nobody_spins(
@@ -129,7 +62,7 @@ def test_the_queue_keeps_its_order_while_it_waits_and_nobody_spins(
         for _ in range(10):
             assert engine.step(0.001).admitted == 0
         assert watched.attempts == attempts, "nothing has come free, so nothing is tried"
-        settle(engine, llm)
+        settle(engine)
         assert watched.failures <= watched.attempts / 2
     turns = sorted(rows_of(tmp_path, "turn"), key=lambda row: row.lsn)
     rounds: Counter[str] = Counter()
@@ -158,7 +91,7 @@ def test_turns_that_wait_for_room_get_it_before_tenants_who_are_behind(
             llm.release()
             engine.step(0.01)
         assert not any(row.tenant in behind for row in rows_of(tmp_path, "decision"))
-        settle(engine, llm)
+        settle(engine)
     assert {row.tenant for row in rows_of(tmp_path, "decision")} >= set(behind)
 
 
@@ -219,43 +152,6 @@ def test_a_caller_waits_for_replies_without_spinning(
         assert [receipt.tenant for receipt in receipts] == [f"new{n}" for n in range(12)]
         assert watched.failures >= 1
         assert watched.steps - before < 100, "a spinning caller takes thousands of steps"
-
-
-def test_tenants_that_nothing_can_move_make_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
-) -> None:
-    """Without a server jobs are blocked; what is stored goes on, far beyond the pool."""
-    use_pool(monkeypatch, 120)
-    with open_engine(tmp_path, None, **ALONE) as engine:
-        for n in range(40):
-            assert len(engine.add_batch(turns_of(f"t{n}", 3))) == 3
-        assert not engine.drain()
-    log = {f"t{n}": turns_of(f"t{n}", 3) for n in range(40)}
-    llm = RecordingLLM(REPLIES)
-    with open_engine(tmp_path, llm, **ALONE) as engine:
-        assert engine.drain()
-    found = read_back(tmp_path, llm.prompts)
-    assert all(len(found.decisions[name]) == len(turns) for name, turns in log.items())
-
-
-def test_a_silent_server_does_not_stop_what_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
-) -> None:
-    log = world(tenants=30, turns=8)
-    expected = streamed(tmp_path / "host", log, 48)
-    use_pool(monkeypatch, 200)
-    with open_engine(tmp_path / "pool", SilentLLM(), **THETA) as engine:
-        turns = interleaved(log, seed=5)
-        ingest(engine, turns, 8)
-        assert not engine.drain()
-        assert not engine.idle
-    assert len(rows_of(tmp_path / "pool", "turn")) == len(turns)
-    assert len(watched.put_out) > 20
-    llm = RecordingLLM(REPLIES)
-    with open_engine(tmp_path / "pool", llm, **THETA) as engine:
-        assert engine.drain()
-    found = read_back(tmp_path / "pool", {})
-    assert_same(Run(found.decisions, found.versions, expected.prompts), expected)
 
 
 def test_flush_and_erase_of_tenants_that_wait_to_be_taken_up(

@@ -117,6 +117,10 @@ def act(engine: Engine, tenant: str, what: str, n: int) -> None:
             engine.delete(chosen)
         else:
             engine.update(chosen, f"garden seed soil {n}")
+    elif what == "ask":  # HiMem learns from questions that its notes do not answer
+        engine.answer(tenant, f"Who has a {TOPICS[n % 3]}?", mode="best_effort")
+    elif what == "step":
+        engine.step()
     elif what == "change policy":
         engine.set_policy(tenant, "eager" if n % 2 else "recmem", drop_edits=True)
     elif what in ("delete memory", "update memory") and memories:

@@ -41,10 +41,3 @@ def begin(engine: Engine, tenant: str = "ann", to: PolicyName = "eager", *, reco
             engine._llm.release()
         engine.step()
     assert change is not None, "it is under way"
-
-
-def finish(engine: Engine) -> None:
-    while not engine.idle:
-        if isinstance(engine._llm, HeldLLM):
-            engine._llm.release()
-        engine.step()

@@ -11,7 +11,6 @@ from typing import Any
 
 from undertow.bench.mock.llm import MockReplies
 from undertow.bench.mock.replies import Messages
-from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 from undertow.engine.base.queries import FlushCommand
 from undertow.engine.cluster.shard.call_queue import CallStamp
@@ -31,13 +30,6 @@ def sessions() -> list[Turn]:
     said = ("Ann sails in the harbour", "Ann mends the sail", "Ann plays the violin", "Ann bakes bread")
     turns = [turn_of("ann", n, f"{text} on day {n}") for n, text in enumerate(said)]
     return [Turn(t.tenant, t.messages, t.dedupe_key, f"s{n // 2}", t.timestamp) for n, t in enumerate(turns)]
-
-
-def settled(engine: Engine, llm: HeldLLM) -> None:
-    """Everything decided, by an LLM that holds its replies back."""
-    while not engine.idle:
-        llm.release()
-        engine.step()
 
 
 def told(shard: Shard, llm: HeldLLM) -> str:

@@ -24,54 +24,14 @@ from ....support.engine import (
     ENCODER,
     MARKER,
     HeldLLM,
-    RecordingLLM,
-    Run,
-    assert_same,
+    both_ways,
     bytes_hold,
     open_engine,
     opened,
-    read_back,
     settings_of,
     turn_of,
 )
 from ....support.faults.harness import THETA, WINDOWS, Driver, assert_same_state, end_state, reports
-
-# ---- batched and streamed
-
-
-class Patient(HeldLLM):
-    """Its replies come only once `finish` lets them."""
-
-    def finish(self, engine: Engine) -> None:
-        while not engine.idle:
-            self.release()
-            engine.step(0.01)
-
-
-Act = Callable[[Engine, Callable[[], object]], None]
-
-
-def streamed(store: Path, settings: Settings, replies: MockReplies, act: Act) -> Run:
-    llm = RecordingLLM(replies)
-    with opened(store, settings, ENCODER, llm) as engine:
-        act(engine, engine.drain)
-        assert engine.drain()
-    return read_back(store, llm.prompts)
-
-
-def batched(store: Path, settings: Settings, replies: MockReplies, act: Act, *, reopened: bool) -> Run:
-    """All that `act` does is logged before the LLM says a word; `reopened`: and lost from memory then."""
-    llm = Patient(replies)
-    with opened(store, settings, ENCODER, llm) as engine:
-        act(engine, lambda: None)
-        if not reopened:
-            llm.finish(engine)
-    if reopened:
-        llm = Patient(replies)
-        with opened(store, settings, ENCODER, llm) as engine:
-            engine.resume()
-            llm.finish(engine)
-    return read_back(store, llm.prompts)
 
 
 # the eager policy may delete any fact on the way, and what is gone cannot be updated
@@ -112,11 +72,7 @@ def test_updates_between_turns_give_the_same_however_they_are_batched(
 
     for name in ("streamed", "batched"):
         shutil.copytree(base, tmp_path / name)
-    expected = streamed(tmp_path / "streamed", settings, replies, act)
-    run = batched(tmp_path / "batched", settings, replies, act, reopened=reopened)
-    if reopened:  # prompts that the first engine had sent are sent again
-        run.prompts = expected.prompts
-    assert_same(run, expected)
+    expected = both_ways(tmp_path, settings, replies, act, batched=HeldLLM, reopened=reopened)
     texts = [m.text for m in expected.versions["ann"]]
     assert sum("changed at" in text for text in texts) >= 7
 

@@ -1,0 +1,44 @@
+"""What the tests of an engine on a small pool watch."""
+
+from __future__ import annotations
+
+import pytest
+
+from undertow.engine.step.admission import Admission, Ticket
+from undertow.engine.step.scheduler import Scheduler, StepReport
+from undertow.engine.tenants.registry import ArenaFull
+from undertow.engine.tenants.tenant import Tenant
+
+
+class Watched:
+    """What an engine's admission and settling did, counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.attempts = self.failures = self.steps = 0
+        self.put_out: list[str] = []
+        admit, step, put_out = Admission.admit, Scheduler.step, Scheduler._evict
+
+        def watched_admit(admission: Admission, tickets: list[Ticket]) -> object:
+            self.attempts += 1
+            try:
+                return admit(admission, tickets)
+            except ArenaFull:
+                self.failures += 1
+                raise
+
+        def watched_step(scheduler: Scheduler, wait_s: float = 0.0) -> StepReport:
+            self.steps += 1
+            return step(scheduler, wait_s)
+
+        def watched_put_out(scheduler: Scheduler, tenant: Tenant) -> None:
+            self.put_out.append(tenant.name)
+            put_out(scheduler, tenant)
+
+        monkeypatch.setattr(Admission, "admit", watched_admit)
+        monkeypatch.setattr(Scheduler, "step", watched_step)
+        monkeypatch.setattr(Scheduler, "_evict", watched_put_out)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
