@@ -1,4 +1,4 @@
-"""A store on S3, against a server on this machine. The tests in journal/ run much of the journal there too."""
+"""A store on S3, against a server on this machine; the tests in journal/ run in a bucket too."""
 
 from __future__ import annotations
 
