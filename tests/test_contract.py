@@ -1,4 +1,4 @@
-"""One contract for all implementations of MemoryApi: engine, in-process router, Ray cluster, HTTP client.
+"""One contract for all implementations of MemoryApi: engine, in-process router, Ray cluster, HTTP clients.
 
 Every scenario checks what it can on its own and returns what it saw. Ids hang on names and order alone, and
 the mock LLM's replies on its prompts, so that all implementations must return what an engine returns.

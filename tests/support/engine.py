@@ -26,6 +26,7 @@ from undertow.engine.llm.client import Completion, LLMClient
 from undertow.engine.step.admission import Ticket
 from undertow.engine.step.batch_size import MOST_TURNS
 from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.storage.location import Location
 from undertow.engine.storage.row_codec import control_of, memory_of
 from undertow.engine.tenants.registry import TenantRegistry
 from undertow.prompts.builders import QUERY_OPERATIONS, Prompt
@@ -369,5 +370,9 @@ def cursors(engine: Engine, *tenants: str) -> list[int]:
     return [t.cursor for t in engine.tenants.get_many(tenants)]
 
 
-def bytes_hold(store: Path, text: str) -> bool:
-    return any(text.encode() in p.read_bytes() for p in store.rglob("*") if p.is_file())
+def bytes_hold(store: Path | Location, text: str) -> bool:
+    """Whether a text is in a file of the store, a part of it or a leftover."""
+    place = Location.of(store)
+    if place.folder is None:
+        return any(text.encode() in (place.read(name) or b"") for name in place.list())
+    return any(text.encode() in p.read_bytes() for p in place.folder.rglob("*") if p.is_file())

@@ -1,4 +1,4 @@
-"""A store on S3: the same contract as in a folder, against a server on this machine's loopback."""
+"""A store on S3, against a server on this machine; the tests in journal/ run in a bucket too."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
-import lance
 import pytest
 
 from undertow.engine.api.engine import Engine
@@ -19,18 +17,17 @@ from undertow.engine.api.transfer.reindex import reindex
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import lance_log as log_table
-from undertow.engine.storage.journal import Fenced, Journal
+from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location, StoreError
-from undertow.engine.storage.store_info import is_store, read_info
+from undertow.engine.storage.store_info import read_info
 
 from ...support.cli import run
+from ...support.engine import bytes_hold
 from ...support.faults.harness import end_state, write_log
-from ...support.storage.fencing import row, stored, texts
+from ...support.storage.journal import DIM, row, stored, texts
 from ...support.storage.location_contract import assert_is_a_place
 
-DIM = 384
 SETTINGS = Settings(device="cpu", llm_url=None, batch_turns=64)
 
 
@@ -69,63 +66,6 @@ def test_a_bucket_that_is_not_there_is_told(s3: dict[str, str]) -> None:
 # ---- the journal
 
 
-def test_rows_survive_in_order_and_creating_again_changes_nothing(store: Location) -> None:
-    before = read_info(store)
-    Journal.create(store, DIM, {"model": "another"})
-    assert read_info(store) == before and is_store(store)
-    for n in range(3):
-        journal = Journal.open(store, writable=True, durability="fsync")
-        journal.append([row(f"{n} a"), row(f"{n} b", tenant="bob")])
-        journal.close()
-    reader = Journal.open(store, writable=False)
-    assert texts(reader) == ["0 a", "0 b", "1 a", "1 b", "2 a", "2 b"]
-    assert [(r.lsn, r.epoch) for r in reader.read(tenant_keys=["bob"])] == [(1, 1), (3, 2), (5, 3)]
-
-
-def test_creators_at_the_same_time_agree_on_one_store(location: Location) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: Journal.create(location, DIM, {"model": str(n)}), range(4)))
-    journal = Journal.open(location, writable=True)
-    journal.append([row("first")])
-    assert stored(location) == ["first"]
-
-
-def test_the_last_to_open_takes_over(store: Location) -> None:
-    old = Journal.open(store, writable=True)
-    old.append([row("first")])
-    new = Journal.open(store, writable=True)
-    new.append([row("second")])
-    with pytest.raises(Fenced, match="taken over s3://"):
-        old.append([row("late")])
-    new.append([row("third")])
-    assert texts(new) == stored(store) == ["first", "second", "third"]
-    assert Journal.open(store, writable=True).next_lsn == 3
-
-
-def test_a_stream_is_one_version(store: Location) -> None:
-    journal = Journal.open(store, writable=True)
-    version = lance.dataset(f"{store}/journal.lance").version
-    assert journal.append_stream(row(f"r{n}") for n in range(5_000)) == 5_000
-    assert lance.dataset(f"{store}/journal.lance").version == version + 1
-    assert stored(store) == [f"r{n}" for n in range(5_000)]
-
-
-def test_compaction_bounds_the_files(store: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 10)
-    monkeypatch.setattr(log_table, "READER_GRACE", timedelta(0))
-    journal = Journal.open(store, writable=True)
-    for n in range(41):
-        journal.append([row(f"r{n}")])
-    journal.finish_tidying()
-    assert texts(journal) == [f"r{n}" for n in range(41)]
-    assert len(store.list("journal.lance/data")) < 15
-    assert journal.next_lsn == 41
-
-
-def bytes_of(location: Location) -> bytes:
-    return b"\x00".join(location.read(name) or b"" for name in location.list())
-
-
 def test_purge_leaves_no_byte_and_spares_appends_under_way(
     store: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,13 +73,13 @@ def test_purge_leaves_no_byte_and_spares_appends_under_way(
     journal.append([row("zq7w-violin", tenant="ann"), row("b2mx-harbour", tenant="bob")])
     journal.delete(["ann"], before_lsn=journal.next_lsn)
     store.write("journal.lance/data/cut-off.lance", b"an append that may be under way")
-    assert b"zq7w-violin" in bytes_of(store)
+    assert bytes_hold(store, "zq7w-violin")
     assert journal.purge() is False, "nobody can be sure to be alone with a bucket"
-    assert b"zq7w-violin" not in bytes_of(store) and b"b2mx-harbour" in bytes_of(store)
-    assert b"under way" in bytes_of(store)
+    assert not bytes_hold(store, "zq7w-violin") and bytes_hold(store, "b2mx-harbour")
+    assert bytes_hold(store, "under way")
     monkeypatch.setattr(log_table, "READER_GRACE", timedelta(seconds=-60))
     journal.purge()
-    assert b"under way" not in bytes_of(store)
+    assert not bytes_hold(store, "under way")
     assert texts(journal) == ["b2mx-harbour"]
 
 
@@ -171,7 +111,7 @@ def test_a_killed_writer_loses_nothing_acknowledged(store: Location) -> None:
 
 
 def test_an_engine_on_s3_end_to_end(location: Location) -> None:
-    encoder = HashingEncoder(DIM)
+    encoder = HashingEncoder(384)
     with Engine(str(location), SETTINGS, encoder) as engine:
         engine.add_batch([*turns("ann", 20), *turns("bob", 20, "zq7w-violin")])
         engine.drain()
@@ -182,18 +122,17 @@ def test_an_engine_on_s3_end_to_end(location: Location) -> None:
         assert len(engine.search("ann", "the boat number 3").turns) > 0
         with Engine(location, SETTINGS, encoder, writable=False) as reader:
             assert "number 3" in reader.search("ann", "the boat number 3").turns[0].memory
-        assert b"zq7w-violin" in bytes_of(location)
+        assert bytes_hold(location, "zq7w-violin")
         certificate = engine.erase("bob", now=True)
         assert certificate is not None and certificate.turns_removed == 20
         assert any("bucket" in line for line in certificate.out_of_reach)
-    left = bytes_of(location)
-    assert b"zq7w-violin" not in left and b"bob" not in left
+    assert not bytes_hold(location, "zq7w-violin") and not bytes_hold(location, "bob")
     with Engine(location, SETTINGS, encoder, writable=False) as reader:
         assert reader.stats()["turns"] == 25
 
 
 def test_a_reindex_on_s3(location: Location) -> None:
-    with Engine(location, SETTINGS, HashingEncoder(DIM)) as engine:
+    with Engine(location, SETTINGS, HashingEncoder(384)) as engine:
         engine.add_batch(turns("ann", 30))
         engine.drain()
     assert reindex(location, HashingEncoder(64)) == 30

@@ -85,14 +85,14 @@ def test_what_cannot_be_sent_is_refused_by_the_client(kind: str, given: dict[str
 
 def test_a_call_carries_the_key_and_what_was_given(kind: str) -> None:
     with scripted(Reply.of(ADDED)) as server, driven(kind, server.url + "/", "ut_k") as client:
-        (added,) = client.add(
-            "ann", "hello", timestamp=datetime(2026, 5, 8), metadata={"rating": 5}, idempotency_key="once"
-        )
+        how = {"session_id": "s2", "timestamp": datetime(2026, 5, 8), "metadata": {"rating": 5}}
+        (added,) = client.add("ann", "hello", **how, idempotency_key="once")
     (seen,) = server.seen
     assert (seen.method, seen.path) == ("POST", "/v1/tenants/ann/memories")
     assert seen.headers["authorization"] == "Bearer ut_k" and seen.headers["idempotency-key"] == "once"
     assert json.loads(seen.body) == {
         "messages": [{"role": "user", "content": "hello"}],
+        "session_id": "s2",
         "timestamp": "2026-05-08T00:00:00",
         "metadata": {"rating": 5},
     }

@@ -1,4 +1,4 @@
-"""The four implementations of MemoryApi for the contract suite; the HTTP client stands behind an adapter."""
+"""The implementations of MemoryApi for the contract suite; the HTTP clients stand behind an adapter."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.storage.location import Location
 from undertow.engine.tenants.registry import UnknownTenant
-from undertow.serving.client import Client
+from undertow.serving.client import Client, Retries
 from undertow.serving.client.errors import ServiceError
 from undertow.serving.client.results import Hit as ClientHit
 from undertow.serving.client.results import Model
 
 from ..cluster.in_process import settings
+from ..service.client import Driven, driven
 from ..service.http import serving
 
-IMPLEMENTATIONS = ("engine", "router", "ray", "http")
+IMPLEMENTATIONS = ("engine", "router", "ray", "http", "http-async")
 
 
 @contextmanager
@@ -61,10 +62,11 @@ def implementation(kind: str, folder: Path, llm_url: str) -> Iterator[MemoryApi]
                 yield cluster
                 cluster.stop()
         case _:
+            client_kind = "async" if kind == "http-async" else "sync"
             engine_of = {"llm_url": llm_url}
             with (
                 serving(folder, parts=EngineParts(), engine=engine_of, max_tenant_jobs=9) as running,
-                Client(running.url, running.key()) as client,
+                driven(client_kind, running.url, running.key(), retries=Retries()) as client,
             ):
                 yield HttpApi(client)
 
@@ -79,9 +81,9 @@ ERRORS: Mapping[str, Callable[[str], Exception]] = {
 
 
 class HttpApi(MemoryApi):
-    """The service's client as a MemoryApi. What the service does not offer is composed of what it does."""
+    """A client of the service as a MemoryApi. What the service does not offer is composed of what it does."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Driven) -> None:
         self._client = client
 
     def call(self, call: q.ApiCall[q.R]) -> q.R:
@@ -200,7 +202,7 @@ def _updated(client: Client, c: q.UpdateCommand) -> Updated:
     return Updated(changed.id, changed.kind)
 
 
-HANDLERS: Mapping[type[Any], Callable[[Client, Any], Any]] = {
+HANDLERS: Mapping[type[Any], Callable[[Any, Any], Any]] = {
     q.SearchQuery: _search,
     q.AnswerQuery: _answer,
     q.GetQuery: lambda client, c: _report(client.get(_of(c), c.memory_id), _of(c)),

@@ -25,7 +25,7 @@ from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import StoreLocked
 
-from ....support.storage.fencing import raw_texts, row, stored, taken_over, texts
+from ....support.storage.journal import raw_texts, row, stored, taken_over, texts
 
 # ---- a model: every interleaving of what writers do to a log that anyone may append to
 
@@ -164,29 +164,29 @@ def test_three_writers_in_any_interleaving(schedule: list[int], appends: list[in
 # ---- real journals
 
 
-def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(store: Path) -> None:
-    old = Journal.open(store, writable=True)
+def test_a_former_writer_is_stopped_and_its_late_rows_count_for_nothing(place: Location) -> None:
+    old = Journal.open(place, writable=True)
     old.append([row("first"), row("second")])
-    new = taken_over(store)
+    new = taken_over(place)
     assert (new.epoch, new.next_lsn, texts(new)) == (2, 2, ["first", "second"])
     with pytest.raises(Fenced, match=r"taken over .*epoch 2 after 1.*Nothing of this step"):
         old.append([row("late")])
     with pytest.raises(Fenced, match="earlier write failed"):
         old.append([row("later still")])
     new.append([row("third")])
-    reader = Journal.open(store, writable=False)
-    for journal in (reader, Journal.open(store, writable=False, settled=True)):
+    reader = Journal.open(place, writable=False)
+    for journal in (reader, Journal.open(place, writable=False, settled=True)):
         assert texts(journal) == ["first", "second", "third"]
         assert [r.lsn for r in journal.read()] == [0, 1, 2]
         assert journal.columns(["lsn"])["lsn"].to_pylist() == [0, 1, 2]
         assert (journal.row_count, journal.count(["ann"]), journal.next_lsn) == (3, 3, 3)
-    assert "late" in raw_texts(store), "Lance has taken it"
+    assert "late" in raw_texts(place), "Lance has taken it"
     new.purge()
-    assert "late" not in raw_texts(store) and stored(store) == ["first", "second", "third"]
+    assert "late" not in raw_texts(place) and stored(place) == ["first", "second", "third"]
     old.close()
-    again = taken_over(store)
+    again = taken_over(place)
     again.append([row("fourth")])
-    assert stored(store) == ["first", "second", "third", "fourth"], "its begin is still known"
+    assert stored(place) == ["first", "second", "third", "fourth"], "its begin is still known"
 
 
 ACTS: dict[str, Callable[[Journal], Any]] = {

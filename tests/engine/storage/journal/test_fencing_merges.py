@@ -22,7 +22,7 @@ from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
 
-from ....support.storage.fencing import raw_texts, row, stored, taken_over, texts
+from ....support.storage.journal import raw_texts, row, stored, taken_over, texts
 
 
 def before_next_merge(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
@@ -153,8 +153,8 @@ def test_a_merge_that_leaves_nothing_hides_no_claim(store: Path, monkeypatch: py
 # ---- streams
 
 
-def test_a_stream_is_one_version_with_lsns_in_order(store: Path) -> None:
-    journal = Journal.open(store, writable=True)
+def test_a_stream_is_one_version_with_lsns_in_order(place: Location) -> None:
+    journal = Journal.open(place, writable=True)
     journal.append([row("before")])
     batch = to_table([row("in a batch 0"), row("in a batch 1")]).to_batches()[0]
     version = journal._table.version
@@ -164,7 +164,7 @@ def test_a_stream_is_one_version_with_lsns_in_order(store: Path) -> None:
     assert journal.append_stream([]) == 0
     journal.append([row("after")])
     expected = ["before", *(f"r{n}" for n in range(5_000)), "in a batch 0", "in a batch 1", "last", "after"]
-    assert texts(journal) == stored(store) == expected
+    assert texts(journal) == stored(place) == expected
     assert [(r.lsn, r.epoch) for r in journal.read()] == [(n, 1) for n in range(5_005)]
 
 
