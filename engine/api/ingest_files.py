@@ -145,7 +145,7 @@ class Ingest:
             self._engine.scheduler.inbox.put(turn)
         stored = False
         while not stored:  # where the arena is full, the batch waits for decisions
-            step = self._engine.step(WAIT_FOR_REPLY_S)
+            step = self._engine.step(WAIT_FOR_REPLY_S, storing=True)
             stored = len(self._engine.scheduler.inbox) == 0
             self.report.new_turns += step.admitted
             self._on_step(step)

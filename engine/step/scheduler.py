@@ -23,7 +23,7 @@ from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGa
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
 from undertow.engine.step.admission import Admission, Inbox, Ticket
-from undertow.engine.step.batch_size import BatchSizer
+from undertow.engine.step.batch_size import BatchSizer, DecidingShare
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
 from undertow.engine.step.effects import EffectReader, read_by_kind
@@ -73,6 +73,7 @@ class Scheduler:
         self._admission = admission
         self._effects = effects
         self._batch_sizer = batch_sizer
+        self._deciding_share = DecidingShare()
         self._lookahead_turns = lookahead_turns
         self._trace = trace
         self.inbox = Inbox(queue_turns)
@@ -195,9 +196,10 @@ class Scheduler:
 
     # ---- the step
 
-    def step(self, wait_s: float = 0.0) -> StepReport:
+    def step(self, wait_s: float = 0.0, *, storing: bool = False) -> StepReport:
         """One round. Waits up to `wait_s` for a reply when there is nothing else to do.
 
+        `storing`: the caller has more turns to store; decisions take a tenth of the time meanwhile.
         ArenaFull: the waiting turns do not fit into the arena though no tenant is active; they are dropped.
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
@@ -209,7 +211,9 @@ class Scheduler:
         self.deciding = True
         more = len(self.inbox) > 0 and not self.admission_paused
         self._resume_replied(0.0 if tickets or more or self.decisions.ready_count else wait_s)
-        self._decide()
+        if not storing or self.admission_paused or self._deciding_share.is_due:
+            with self._deciding_share.measured():
+                self._decide()
         self._commit()
         for ticket, receipt in zip(tickets, receipts, strict=True):
             ticket.receipt = receipt
