@@ -30,7 +30,9 @@ from undertow.engine.step.effects import EffectReader, read_by_kind
 from undertow.engine.step.lag import LagTracker
 from undertow.engine.step.llm_calls import LLMCalls
 from undertow.engine.step.redaction import Redaction
-from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.step.turn_columns import TurnColumns
+from undertow.engine.storage.journal import Journal, Row, Rows
+from undertow.engine.storage.journal_rows import row_count
 from undertow.engine.storage.row_codec import Control, ControlKind, control_row, memory_row
 from undertow.engine.tenants.generations import BEFORE_LOG
 from undertow.engine.tenants.registry import ArenaFull
@@ -84,7 +86,7 @@ class Scheduler:
             llm, self.decisions, in_flight=llm_in_flight, token_budget=token_budget, trace=trace
         )
         self._redaction = Redaction(journal)
-        self._rows: list[Row] = []
+        self._rows: list[Rows] = []
         # Rows of the shard itself, committed with the last turns of the inbox.
         self._shard_rows: list[Row] = []
         # After the arena was full: admission resumes when at most this many tenants are active.
@@ -140,8 +142,8 @@ class Scheduler:
         self.decisions.add(tenant)
         return receipt
 
-    def _append(self, rows: Sequence[Row]) -> None:
-        with self._trace.span("commit", rows=len(rows)):
+    def _append(self, rows: Sequence[Rows]) -> None:
+        with self._trace.span("commit", rows=row_count(rows)):
             self._journal.append(rows)
 
     def append_after_turns(self, row: Row) -> None:
@@ -222,7 +224,7 @@ class Scheduler:
         return self._report
 
     def _commit(self) -> None:
-        with self._trace.span("commit", rows=len(self._rows)):
+        with self._trace.span("commit", rows=row_count(self._rows)):
             rows, self._rows = self._rows, []
             self._journal.append(rows)
             self._redaction.delete_obsolete_rows()
@@ -236,8 +238,8 @@ class Scheduler:
         tickets = self.inbox.take(self._batch_sizer.turns)
         try:
             with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=len(tickets)):
-                rows, receipts, touched = self._admission.admit(tickets)
-                admitted.fresh_turns = sum(not receipt.duplicate for receipt in receipts)
+                new = self._admission.admit(TurnColumns.of([ticket.turn for ticket in tickets]))
+                admitted.fresh_turns = new.fresh_turns
                 self._trace.link(ticket.traceparent for ticket in tickets)
         except ArenaFull:
             if not self.decisions.active_count:
@@ -248,11 +250,12 @@ class Scheduler:
             self.inbox.put_back(tickets)
             return [], []
         self._resume_admission_at = None
-        self._rows += rows
-        self._report.admitted = admitted.fresh_turns
-        self._report.duplicates = len(receipts) - admitted.fresh_turns
+        self._rows += new.rows
+        self._report.admitted = new.fresh_turns
+        self._report.duplicates = len(tickets) - new.fresh_turns
+        receipts = new.receipts([ticket.turn.tenant for ticket in tickets])
         _note_arrivals(self.decisions.lag_tracker, tickets, receipts)
-        for tenant in touched:
+        for tenant in new.tenants:
             self.decisions.add(tenant)
         return tickets, receipts
 

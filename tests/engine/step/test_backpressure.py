@@ -19,8 +19,9 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Turn
-from undertow.engine.step.admission import Admission, Inbox, Ticket
+from undertow.engine.step.admission import Admission, Inbox
 from undertow.engine.step.scheduler import Scheduler, StepReport
+from undertow.engine.step.turn_columns import TurnColumns
 from undertow.engine.storage.journal import Row
 from undertow.engine.tenants.registry import ArenaFull
 from undertow.engine.tenants.tenant import Tenant
@@ -59,17 +60,17 @@ class Watched:
         self.put_out: list[str] = []
         admit, step, put_out = Admission.admit, Scheduler.step, Scheduler._evict
 
-        def watched_admit(admission: Admission, tickets: list[Ticket]) -> object:
+        def watched_admit(admission: Admission, turns: TurnColumns) -> object:
             self.attempts += 1
             try:
-                return admit(admission, tickets)
+                return admit(admission, turns)
             except ArenaFull:
                 self.failures += 1
                 raise
 
-        def watched_step(scheduler: Scheduler, wait_s: float = 0.0) -> StepReport:
+        def watched_step(scheduler: Scheduler, wait_s: float = 0.0, **how: bool) -> StepReport:
             self.steps += 1
-            return step(scheduler, wait_s)
+            return step(scheduler, wait_s, **how)
 
         def watched_put_out(scheduler: Scheduler, tenant: Tenant) -> None:
             self.put_out.append(tenant.name)
