@@ -237,7 +237,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
         """Have a row of the shard's own (a source offset) committed once all queued turns are stored."""
         self.scheduler.append_after_turns(row)
 
-    def step(self, wait_s: float = 0.0) -> StepReport:
+    def step(self, wait_s: float = 0.0, *, storing: bool = False) -> StepReport:
         """One round of the step loop; see Scheduler.step.
 
         Turns that a card's pool has no room for wait in the queue while tenants at work may still give
@@ -250,7 +250,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
             self._log_feedback(FEEDBACK_PER_STEP)
             if self.scheduler.admission_paused and self.server_lost:
                 self.scheduler.suspend()  # what is stored does not wait for a server
-            return self.scheduler.step(wait_s)
+            return self.scheduler.step(wait_s, storing=storing)
         except ArenaFull:
             raise
         except BaseException as error:

@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine
-from undertow.engine.base.model import BadInput, Turn
-from undertow.engine.readers import Format, Log, Record, read
+from undertow.engine.base.model import BadInput, PackedTurn
+from undertow.engine.readers import Format, Log, PackedRecord, read_packed
 from undertow.engine.step.batch_size import MOST_TURNS
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
@@ -76,7 +76,7 @@ class Ingest:
         self._strict = strict
         self._on_error, self._on_warning, self._on_step, self._stop = on_error, on_warning, on_step, stop
         self._batch_turns = min(engine.settings.batch_turns or MOST_TURNS, engine.settings.queue_turns)
-        self._batch: list[Turn] = []
+        self._batch: list[PackedTurn] = []
         self._reached: dict[str, dict[str, Any]] = {}
         self._stored = self._stored_offsets() if resume else {}
 
@@ -110,7 +110,7 @@ class Ingest:
         head = log.head()
         after = self._start(log, source)
         bound = self._engine.settings.max_message_bytes
-        for record in read(log, self._format, after=after, max_message_bytes=bound):
+        for record in read_packed(log, self._format, after=after, max_message_bytes=bound):
             self._note_problems(record)
             for turn in record.turns:
                 if len(self._batch) == self._batch_turns:
@@ -122,7 +122,7 @@ class Ingest:
                 return
             self._reached[source] = {"source": source, "position": record.position, **head}
 
-    def _note_problems(self, record: Record) -> None:
+    def _note_problems(self, record: PackedRecord) -> None:
         self.report.warnings += len(record.warnings)
         self.report.errors += len(record.errors)
         for warning in record.warnings:
@@ -145,7 +145,7 @@ class Ingest:
             self._engine.scheduler.inbox.put(turn)
         stored = False
         while not stored:  # where the arena is full, the batch waits for decisions
-            step = self._engine.step(WAIT_FOR_REPLY_S)
+            step = self._engine.step(WAIT_FOR_REPLY_S, storing=True)
             stored = len(self._engine.scheduler.inbox) == 0
             self.report.new_turns += step.admitted
             self._on_step(step)

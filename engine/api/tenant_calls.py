@@ -17,8 +17,7 @@ from undertow.engine.base.model import Turn
 from undertow.engine.base.queries import ImportCommand, ListQuery, SetPolicyCommand
 from undertow.engine.base.results import ImportReport, Page, Report
 from undertow.engine.search.metadata_index import Where
-from undertow.engine.step.admission import check_turn
-from undertow.engine.storage.row_codec import Control
+from undertow.engine.storage.row_codec import Control, check_turn
 
 
 class TenantCalls(SearchCalls):

@@ -226,8 +226,11 @@ def dedupe_key(source: str, session_id: str, position: str, messages: Sequence[M
         position,
         *(f"{m.speaker}\x1e{m.content}\x1e{m.timestamp}" for m in messages),
     ]
-    text = "\x1f".join(parts).encode(errors="surrogatepass")
-    return hashlib.blake2b(text, digest_size=12).hexdigest()
+    return key_digest("\x1f".join(parts))
+
+
+def key_digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
 
 
 def time_key(timestamp: str | None) -> datetime:

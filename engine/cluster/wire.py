@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from undertow.engine.base.model import BadInput, InputError, PackedTurn, Turn
+from undertow.engine.base.model import PackedTurn, Turn
 from undertow.engine.base.results import Receipt
-from undertow.engine.step.admission import check_turn
-from undertow.engine.storage.row_codec import turn_payload
+from undertow.engine.storage.row_codec import pack_turn
 
 TURNS = pa.schema(
     [
@@ -62,10 +60,9 @@ INLINE_BYTES = 8 << 20
 RETURNED = (Status.MOVED, Status.IN_TRANSIT)
 
 
-def pack(turns: Iterable[Turn]) -> pa.Table:
+def pack(turns: Iterable[Turn | PackedTurn]) -> pa.Table:
     """Turns as a table of schema TURNS, in their order. InputError names the field that cannot be sent."""
-    line = list(turns)
-    rows = [_packed(turn) for turn in line]
+    rows = [pack_turn(turn) if isinstance(turn, Turn) else turn for turn in turns]
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(TURNS)
     return pa.table([pa.array(c, f.type) for c, f in zip(columns, TURNS, strict=True)], schema=TURNS)
 
@@ -131,20 +128,3 @@ def unpack_receipts(receipts: pa.Table, tenants: Iterable[str]) -> list[Receipt]
         )
         for tenant, (status, id, seq, detail) in zip(tenants, rows, strict=True)
     ]
-
-
-def _packed(turn: Turn) -> PackedTurn:
-    check_turn(turn)
-    try:
-        turn.dedupe_key.encode()
-    except UnicodeEncodeError:
-        raise _refusal("idempotency_key", "holds half a surrogate pair", "Send valid Unicode.") from None
-    try:
-        payload = turn_payload(turn, turn.timestamp)
-    except orjson.JSONEncodeError as error:
-        raise _refusal("messages", f"cannot be written as JSON ({error})", "Send valid Unicode.") from None
-    return PackedTurn(turn.tenant, turn.dedupe_key, turn.session_id, turn.timestamp, turn.text, payload)
-
-
-def _refusal(field: str, reason: str, cure: str) -> InputError:
-    return InputError(BadInput("add", None, field, reason, cure))

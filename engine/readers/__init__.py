@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from undertow.engine.base.model import InputError
 from undertow.engine.readers.datasets import locomo, longmemeval, read_samples
@@ -18,13 +19,14 @@ from undertow.engine.readers.jsonl import read_jsonl
 from undertow.engine.readers.messages import parse_messages
 from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue
 from undertow.engine.readers.parquet import read_parquet
-from undertow.engine.readers.record import Record
+from undertow.engine.readers.record import PackedRecord, Record
 from undertow.engine.readers.source import Log
 
 __all__ = [
     "Format",
     "Log",
     "LogFormat",
+    "PackedRecord",
     "Record",
     "detect_format",
     "find_logs",
@@ -33,9 +35,10 @@ __all__ = [
     "pair_dialogue",
     "parse_messages",
     "read",
+    "read_packed",
 ]
 
-_READERS: Mapping[LogFormat, Callable[..., Iterator[Record]]] = {
+_READERS: Mapping[LogFormat, Callable[..., Iterator[Record | PackedRecord]]] = {
     "messages": read_jsonl,
     "parquet": read_parquet,
     "locomo": partial(read_samples, locomo),
@@ -52,10 +55,22 @@ def read(
     sample. A file that cannot be opened or recognised yields one record with the error and no turns. Warnings
     issued once per file (unknown fields, order of timestamps) cover only what was read after `after`.
     """
+    yield from cast(Iterator[Record], _read(path, format, after=after, max_message_bytes=max_message_bytes))
+
+
+def read_packed(
+    path: Log | Path, format: Format = "auto", *, after: int = 0, max_message_bytes: int
+) -> Iterator[PackedRecord]:
+    """As `read`, with the turns as they are stored."""
+    records = _read(path, format, after=after, max_message_bytes=max_message_bytes, packed=True)
+    yield from map(PackedRecord.of, records)
+
+
+def _read(path: Log | Path, format: Format, *, after: int, **how: Any) -> Iterator[Record | PackedRecord]:
     log = Log.of(path)
     try:
         found: LogFormat = detect_format(log) if format == "auto" else format
     except InputError as refusal:
         yield Record(after, errors=(refusal.problem,))
         return
-    yield from _READERS[found](log, after=after, max_message_bytes=max_message_bytes)
+    yield from _READERS[found](log, after=after, **how)

@@ -39,7 +39,12 @@ _Sample = tuple[str, list[_Session], list[BadField]]
 
 
 def read_samples(
-    parse: Callable[[Any, int], _Sample], log: Log, *, after: int, max_message_bytes: int
+    parse: Callable[[Any, int], _Sample],
+    log: Log,
+    *,
+    after: int,
+    max_message_bytes: int,
+    packed: bool = False,
 ) -> Iterator[Record]:
     """One record per sample; `parse` is `locomo` or `longmemeval`.
 

@@ -12,22 +12,29 @@ call) as its name in brackets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from undertow.engine.base.model import InputError, Message, Turn, dedupe_key
+from undertow.engine.base.model import InputError, Message, PackedTurn, Turn, dedupe_key, key_digest
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers.pairing import own_time, pair_chat
-from undertow.engine.readers.record import BadField, OrderWatch, Record
+from undertow.engine.readers.record import BadField, OrderWatch, PackedRecord, Record
+from undertow.engine.storage.row_codec import payload_of
 
 LINE_FIELDS = frozenset({"tenant", "session", "timestamp", "messages", "idempotency_key", "metadata"})
+# The fields of a message that is nothing but text.
+PLAIN = ("role", "content")
 MESSAGE_FIELDS = frozenset({"role", "name", "content", "timestamp", "tool_calls", "tool_call_id", "refusal"})
 # The length of a tenant, session, role, speaker or idempotency key.
 MAX_NAME_CHARS = 1_024
 # Warnings name at most this many unknown fields of a file.
 MAX_NAMED_FIELDS = 64
+
+
+Parse = Callable[[int, object], Record | PackedRecord]
+"""A method of LineParser that makes the record of a decoded line."""
 
 
 class LineParser:
@@ -50,6 +57,57 @@ class LineParser:
         if late := self._order.check(turns):
             warnings = (*warnings, f"{self._source}:{line}: {late}")
         return Record(line, turns, (), warnings)
+
+    def packed(self, line: int, raw: object) -> PackedRecord:
+        """As `record`. Most lines of a log take a short cut, which makes the same turns."""
+        try:
+            turn = self._plain_exchange(line, raw)
+        except (KeyError, TypeError, ValueError):
+            turn = None
+        if turn is None:
+            return PackedRecord.of(self.record(line, raw))
+        late = self._order.check((turn,))
+        return PackedRecord(line, (turn,), (), (f"{self._source}:{line}: {late}",) if late else ())
+
+    def _plain_exchange(self, line: int, raw: Any) -> PackedTurn | None:
+        """The turn of a line with a question and its answer in plain text, if there is nothing to refuse.
+
+        None, KeyError, TypeError, ValueError: read the line as any other.
+        """
+        messages, session, timestamp = raw["messages"], raw.get("session"), raw.get("timestamp")
+        key, metadata = raw.get("idempotency_key"), raw.get("metadata")
+        asked, answered = messages
+        if not (tuple(asked) == tuple(answered) == PLAIN and asked["role"] == "user"):
+            return None
+        if not (answered["role"] == "assistant" and LINE_FIELDS.issuperset(raw) and type(messages) is list):
+            return None
+        if not (metadata is None or type(metadata) is dict):
+            return None
+        question, answer, tenant = asked["content"], answered["content"], raw["tenant"]
+        if not (self._is_plain_text(question) and self._is_plain_text(answer) and _is_plain_name(tenant)):
+            return None
+        session = "" if session is None else session
+        if not ((session == "" or _is_plain_name(session)) and (key is None or _is_plain_name(key))):
+            return None
+        if timestamp is not None:
+            timestamp = parse_timestamp(timestamp)
+        if key is None:
+            said = f"user\x1e{question}\x1eNone\x1fassistant\x1e{answer}\x1eNone"
+            turn_key = key_digest(f"{self._file_name}\x1f{session}\x1f{line}:0\x1f{said}")
+        else:
+            turn_key = f"{key}:0"
+        body = {"key": turn_key, "session": session, "messages": messages}
+        if timestamp is not None:
+            body["timestamp"] = timestamp
+        if metadata:
+            body["metadata"] = metadata
+        text = f"user: {question}\nassistant: {answer}"
+        return PackedTurn(tenant, turn_key, session, timestamp, text, payload_of(body))
+
+    def _is_plain_text(self, text: object) -> bool:
+        if type(text) is not str or not text or 4 * len(text) > self._max_message_bytes:
+            return False
+        return not text.isspace() and "\x00" not in text
 
     def _turns(self, line: int, raw: object) -> tuple[Turn, ...]:
         if not isinstance(raw, dict):
@@ -86,6 +144,12 @@ class LineParser:
         fresh = sorted(set(unknown) - self._named)[: MAX_NAMED_FIELDS - len(self._named)]
         self._named.update(fresh)
         return tuple(f"{self._source}: field {name!r:.80} is not known and is ignored" for name in fresh)
+
+
+def _is_plain_name(name: object) -> bool:
+    if type(name) is not str or not 0 < len(name) <= MAX_NAME_CHARS:
+        return False
+    return name.isascii() and name.isprintable() and not name.isspace()
 
 
 def parse_messages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -10,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from undertow.engine.base.model import BadInput
-from undertow.engine.readers.messages import LINE_FIELDS, LineParser
-from undertow.engine.readers.record import Record
+from undertow.engine.readers.messages import LINE_FIELDS, LineParser, Parse
+from undertow.engine.readers.record import PackedRecord, Record
 from undertow.engine.readers.source import Log
 
 _REQUIRED = ("tenant", "messages")
@@ -20,7 +21,9 @@ _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
 
 
-def read_parquet(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
+def read_parquet(
+    log: Log, *, after: int, max_message_bytes: int, packed: bool = False
+) -> Iterator[Record | PackedRecord]:
     """The records of a Parquet file after row `after`.
 
     The columns are the fields of the `messages` format. `messages` is a list of structs or JSON text,
@@ -37,13 +40,16 @@ def read_parquet(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Re
                 yield Record(after, errors=(_missing(source, missing, names),))
                 return
             parser = LineParser(source, log.name, max_message_bytes)
+            parse = parser.packed if packed else parser.record
             warnings = tuple(
                 f"{source}: column {n!r} is not known and is ignored" for n in names if n not in LINE_FIELDS
             )
             for row, raw in _rows(table, [n for n in names if n in LINE_FIELDS], after):
-                record = _record(parser, source, row, raw)
-                yield Record(row, record.turns, record.errors, (*warnings, *record.warnings))
-                warnings = ()
+                record = _record(parse, source, row, raw)
+                if warnings:
+                    record = replace(record, warnings=(*warnings, *record.warnings))
+                    warnings = ()
+                yield record
     except (pa.ArrowException, OSError) as problem:
         cure = "Check that it is a complete Parquet file and that it may be read."
         yield Record(row, errors=(BadInput(source, row or None, None, f"cannot be read: {problem}", cure),))
@@ -102,7 +108,7 @@ def _microseconds(kind: Any) -> Any:
     return kind
 
 
-def _record(parser: LineParser, source: str, row: int, raw: _Row) -> Record:
+def _record(parse: Parse, source: str, row: int, raw: _Row) -> Record | PackedRecord:
     if not isinstance(raw, dict):
         problem = BadInput(source, row, None, f"cannot be decoded: {raw}", "Correct the row.")
         return Record(row, errors=(problem,))
@@ -121,7 +127,7 @@ def _record(parser: LineParser, source: str, row: int, raw: _Row) -> Record:
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and "timestamp" in message:
             message["timestamp"] = _time_text(message["timestamp"])
-    return parser.record(row, raw)
+    return parse(row, raw)
 
 
 def _time_text(value: Any) -> Any:

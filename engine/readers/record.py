@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from undertow.engine.base.model import BadInput, Turn, time_key
+from undertow.engine.base.model import BadInput, PackedTurn, Turn, time_key
+from undertow.engine.storage.row_codec import pack_turn
 
 # Sessions whose latest timestamp is kept. Evicted sessions get no warnings.
 WATCHED_SESSIONS = 4_096
@@ -26,6 +27,22 @@ class Record:
     turns: tuple[Turn, ...] = ()
     errors: tuple[BadInput, ...] = ()
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRecord:
+    """A record whose turns are in the form in which they are stored."""
+
+    position: int
+    turns: tuple[PackedTurn, ...] = ()
+    errors: tuple[BadInput, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, record: Record | PackedRecord) -> PackedRecord:
+        if isinstance(record, PackedRecord):
+            return record
+        return cls(record.position, tuple(map(pack_turn, record.turns)), record.errors, record.warnings)
 
 
 # The default cure: the other lines of the file are read anyway.
@@ -54,7 +71,7 @@ class OrderWatch:
         self._capacity = capacity
         self._latest: OrderedDict[tuple[str, str], datetime] = OrderedDict()
 
-    def check(self, turns: Sequence[Turn]) -> str | None:
+    def check(self, turns: Sequence[Turn | PackedTurn]) -> str | None:
         """A warning about the first of `turns` that is earlier than its predecessor, if any.
 
         The comparison is with the previous timestamp, not the maximum, so that one stray date in the future

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import BadInput, InputError, PackedTurn, Turn, UndertowError, as_embedded
+from undertow.engine.base.model import PackedTurn, Turn, UndertowError, as_embedded
 from undertow.engine.base.results import Receipt
-from undertow.engine.storage.journal import Row
-from undertow.engine.storage.row_codec import Control, control_row, key_hash, turn_id, turn_row
+from undertow.engine.step.turn_columns import PlacedTurns, TurnColumns
+from undertow.engine.storage.journal import Row, Rows
+from undertow.engine.storage.row_codec import Control, control_row, pack_turn, turn_id
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.base.trace import Trace
+    from undertow.engine.encoders.base import Encoded
     from undertow.engine.encoders.embedding_cache import EmbeddingCache
     from undertow.engine.policies.base import Thresholds
     from undertow.engine.tenants.registry import TenantRegistry
@@ -36,29 +37,9 @@ class Ticket:
     `traceparent` belongs to the request that brought the turn, see engine/base/trace_context.py.
     """
 
-    turn: Turn | PackedTurn
+    turn: PackedTurn
     receipt: Receipt | None = None
     traceparent: str | None = None
-
-
-def check_turn(turn: Turn) -> None:
-    """InputError for what JSON and the journal cannot store. The readers have checked the texts."""
-    for field, value in (("tenant", turn.tenant), ("session", turn.session_id)):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            _refuse(field, "holds half a surrogate pair", "Send valid Unicode.")
-    if not turn.tenant or "\x00" in turn.tenant:
-        _refuse("tenant", "is empty or holds a NUL", "Name the owner of the memory.")
-    if turn.metadata:
-        try:
-            orjson.dumps({"metadata": dict(turn.metadata)})  # nested as deep as in the payload
-        except TypeError as error:
-            _refuse("metadata", f"is no JSON ({error})", "Give plain JSON values.")
-
-
-def _refuse(field: str, reason: str, cure: str) -> NoReturn:
-    raise InputError(BadInput("add", None, field, reason, cure))
 
 
 class Inbox:
@@ -79,7 +60,7 @@ class Inbox:
     def put(self, turn: Turn | PackedTurn, traceparent: str | None = None) -> Ticket:
         """Queue a turn. QueueFull at the bound, InputError if it cannot be stored; then nothing is queued."""
         if isinstance(turn, Turn):
-            check_turn(turn)
+            turn = pack_turn(turn)
         if self.room <= 0:
             raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
         ticket = Ticket(turn, traceparent=traceparent)
@@ -129,11 +110,23 @@ class Inbox:
         return dropped
 
 
-class _Planned(NamedTuple):
-    turn: Turn | PackedTurn
-    tenant: Tenant
-    key: int
-    timestamp: str | None
+@dataclass(slots=True)
+class Admitted:
+    """Turns that are in memory: the rows to commit, and the tenants involved.
+
+    `ids` and `seqs`: one entry a turn, None for a duplicate; to be handed out after the commit.
+    """
+
+    rows: list[Rows]
+    ids: list[str | None]
+    seqs: list[int | None]
+    fresh_turns: int
+    tenants: Sequence[Tenant]
+
+    def receipts(self, names: Sequence[str]) -> list[Receipt]:
+        """`names`: the tenant of each turn."""
+        columns = zip(names, self.ids, self.seqs, strict=True)
+        return [Receipt(name, id, seq, duplicate=id is None) for name, id, seq in columns]
 
 
 class Admission:
@@ -156,55 +149,58 @@ class Admission:
         self._embed_timestamp = embed_timestamp
         self._trace = trace
 
-    def admit(self, tickets: list[Ticket]) -> tuple[list[Row], list[Receipt], list[Tenant]]:
-        """Journal rows, one receipt per ticket to hand out after their commit, and the tenants involved.
-
-        When this returns, the turns are in the tenants' logs and in the arena. ArenaFull: nothing changed.
-        """
+    def admit(self, turns: TurnColumns) -> Admitted:
+        """Store turns in the tenants' logs and in the arena. ArenaFull: nothing changed."""
         try:
-            return self._admit(tickets)
+            return self._admit(turns)
         finally:
             self._tenants.unpin()
 
-    def _admit(self, tickets: list[Ticket]) -> tuple[list[Row], list[Receipt], list[Tenant]]:
-        names = list(dict.fromkeys(ticket.turn.tenant for ticket in tickets))
-        by_name = dict(zip(names, self._tenants.get_many(names), strict=True))
-        planned = self._plan(tickets, by_name)
-        fresh = [p for p in planned if p is not None]
+    def _admit(self, turns: TurnColumns) -> Admitted:
+        tenants = self._tenants.get_many(list(dict.fromkeys(turns.tenants)))
+        new = PlacedTurns.plan(turns, tenants)
         # Everything that can fail comes before any tenant changes: first arena memory, then the encoder.
-        segments = np.array([p.tenant.turns_segment for p in fresh], dtype=np.int64)
-        self._reserve(segments, by_name.values())
-        with self._trace.span("encode", texts=len(fresh)):
-            vectors = self._encoder.embed([p.tenant.name for p in fresh], [self._text(p) for p in fresh])
-        rows = [row for tenant in by_name.values() for row in self.settle_thresholds(tenant)]
-        receipts = [
-            Receipt(ticket.turn.tenant, None, None, duplicate=True) if p is None else self._append(p, rows)
-            for ticket, p in zip(tickets, planned, strict=True)
-        ]
-        for row, vector in zip(rows[len(rows) - len(fresh) :], vectors.host, strict=True):
-            row.vector = vector
-        with self._trace.span("append", rows=len(fresh)):
-            self._arena.extend(segments, vectors.on(self._arena.device), live=True)
-        return rows, receipts, list(by_name.values())
+        self._reserve(new.segments, tenants)
+        vectors = self._encode(new)
+        rows: list[Rows] = [row for tenant in tenants for row in self.settle_thresholds(tenant)]
+        return self._append(new, vectors, rows, len(turns.tenants))
 
-    def replace(self, tenant: Tenant, deletion: Mapping[str, Any], turn: Turn) -> tuple[list[Row], Receipt]:
+    def _encode(self, new: PlacedTurns) -> Encoded:
+        names = [new.tenants[owner].name for owner in new.owners.tolist()]
+        texts = new.texts
+        if self._embed_timestamp:
+            texts = [as_embedded(text, at, True) for text, at in zip(texts, new.timestamps, strict=True)]
+        with self._trace.span("encode", texts=len(texts)):
+            return self._encoder.embed(names, texts)
+
+    def _append(self, new: PlacedTurns, vectors: Encoded, rows: list[Rows], count: int) -> Admitted:
+        """Append the new ones of `count` turns to the logs and the arena, and their rows to `rows`."""
+        segments = new.segments
+        seqs = new.append()
+        ids, of_turns = new.rows(seqs, vectors.host)
+        with self._trace.span("append", rows=len(new)):
+            self._arena.extend(segments, vectors.on(self._arena.device), live=True)
+        if len(new):
+            rows.append(of_turns)
+        admitted = Admitted(rows, [None] * count, [None] * count, len(new), new.tenants)
+        for place, id, seq in zip(new.places, ids, seqs.tolist(), strict=True):
+            admitted.ids[place], admitted.seqs[place] = id, seq
+        return admitted
+
+    def replace(self, tenant: Tenant, deletion: Mapping[str, Any], turn: Turn) -> tuple[list[Rows], Receipt]:
         """Rows of a turn's deletion (`deletion` is its body) and of the turn that replaces it.
 
         The new turn keeps its own timestamp. When this returns, both are in the tenant's log and in the
         arena. ArenaFull: nothing changed. The thresholds in force stay: nothing is ingested.
         """
-        planned = _Planned(turn, tenant, key_hash(turn.dedupe_key), turn.timestamp)
-        segment = np.array([tenant.turns_segment], dtype=np.int64)
-        self._tenants.reserve(segment)
-        vectors = self._encoder.embed([tenant.name], [self._text(planned)])
+        new = PlacedTurns.single(pack_turn(turn), tenant)
+        self._tenants.reserve(new.segments)
+        vectors = self._encode(new)
         place = turn_id(tenant.name, tenant.incarnation, tenant.next_seq + 1)
         control = Control("delete", tenant.next_seq, {**deletion, "replaced_by": place})
         tenant.add_control(control)
-        rows = [control_row(tenant.name, tenant.key, control)]
-        receipt = self._append(planned, rows)
-        rows[-1].vector = vectors.host[0]
-        self._arena.extend(segment, vectors.on(self._arena.device), live=True)
-        return rows, receipt
+        admitted = self._append(new, vectors, [control_row(tenant.name, tenant.key, control)], 1)
+        return admitted.rows, admitted.receipts([tenant.name])[0]
 
     def _reserve(self, segments: NDArray[np.int64], tenants: Iterable[Tenant]) -> None:
         """Reserve arena memory. ArenaFull: new tenants have nothing stored yet, so they are dropped."""
@@ -215,41 +211,6 @@ class Admission:
                 if not tenant.thresholds_from:  # the first record of every log: none yet
                     self._tenants.remove(tenant.name)
             raise
-
-    def _plan(self, tickets: list[Ticket], by_name: Mapping[str, Tenant]) -> list[_Planned | None]:
-        """Each ticket's turn with its key and effective timestamp; None for a duplicate.
-
-        A turn without a timestamp inherits the previous one of its session.
-        """
-        planned: list[_Planned | None] = []
-        seen: set[tuple[str, int]] = set()
-        latest: dict[tuple[str, str], str] = {}
-        for ticket in tickets:
-            turn = ticket.turn
-            tenant = by_name[turn.tenant]
-            key = key_hash(turn.dedupe_key)
-            if key in tenant.keys or (turn.tenant, key) in seen:
-                planned.append(None)
-                continue
-            seen.add((turn.tenant, key))
-            session = (turn.tenant, turn.session_id)
-            timestamp = turn.timestamp or latest.get(session) or tenant.last_timestamp.get(turn.session_id)
-            if timestamp is not None:
-                latest[session] = timestamp
-            planned.append(_Planned(turn, tenant, key, timestamp))
-        return planned
-
-    def _text(self, planned: _Planned) -> str:
-        """The text to embed."""
-        return as_embedded(planned.turn.text, planned.timestamp, self._embed_timestamp)
-
-    def _append(self, p: _Planned, rows: list[Row]) -> Receipt:
-        """Append a turn to its tenant's log, and its row to `rows`."""
-        tenant = p.tenant
-        row = turn_row(tenant.name, tenant.key, tenant.incarnation, tenant.next_seq, p.turn, p.timestamp)
-        tenant.add_turn(row.payload, p.key, p.turn.session_id, p.timestamp)
-        rows.append(row)
-        return Receipt(tenant.name, row.id, row.seq, duplicate=False)
 
     def settle_thresholds(self, tenant: Tenant) -> list[Row]:
         """Log the thresholds if the tenant has others. They apply to later seqs only."""

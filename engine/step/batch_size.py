@@ -1,4 +1,4 @@
-"""How many turns a step admits: enough to share a commit, few enough to keep the step short.
+"""How many turns a step admits, and how much of the time decisions take while turns are being read.
 
 A commit costs the same for one turn as for a thousand, so large steps are cheap. But a search waits for the
 end of the step, and an encoder on a CPU takes as long for twenty texts as one on a GPU for thousands.
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 MOST_TURNS = 2_048
 LEAST_TURNS = 64
 ADMISSION_S = 0.5
+# After a second of deciding, so many seconds of storing, where more turns are about to be stored.
+STORING_PER_DECIDING = 9.0
 
 
 @dataclass(slots=True)
@@ -47,3 +49,27 @@ class BatchSizer:
     def _follow(self, turn_s: float) -> None:
         in_time = int(ADMISSION_S / turn_s) if turn_s > 0 else MOST_TURNS
         self.turns = max(LEAST_TURNS, min(in_time, 2 * self.turns, MOST_TURNS))
+
+
+class DecidingShare:
+    """Limits deciding to a tenth of the time while turns are read in bulk.
+
+    Stored turns are searchable, so that storing comes first. But with an encoder that takes hours for a log,
+    the LLM must not idle for as long.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
+        self._clock_s = clock_s
+        self._due_s = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return self._clock_s() >= self._due_s
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure a round of decisions."""
+        began_s = self._clock_s()
+        yield
+        ended_s = self._clock_s()
+        self._due_s = ended_s + STORING_PER_DECIDING * (ended_s - began_s)

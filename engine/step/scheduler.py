@@ -23,14 +23,16 @@ from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGa
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
 from undertow.engine.step.admission import Admission, Inbox, Ticket
-from undertow.engine.step.batch_size import BatchSizer
+from undertow.engine.step.batch_size import BatchSizer, DecidingShare
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
 from undertow.engine.step.effects import EffectReader, read_by_kind
 from undertow.engine.step.lag import LagTracker
 from undertow.engine.step.llm_calls import LLMCalls
 from undertow.engine.step.redaction import Redaction
-from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.step.turn_columns import TurnColumns
+from undertow.engine.storage.journal import Journal, Row, Rows
+from undertow.engine.storage.journal_rows import row_count
 from undertow.engine.storage.row_codec import Control, ControlKind, control_row, memory_row
 from undertow.engine.tenants.generations import BEFORE_LOG
 from undertow.engine.tenants.registry import ArenaFull
@@ -73,6 +75,7 @@ class Scheduler:
         self._admission = admission
         self._effects = effects
         self._batch_sizer = batch_sizer
+        self._deciding_share = DecidingShare()
         self._lookahead_turns = lookahead_turns
         self._trace = trace
         self.inbox = Inbox(queue_turns)
@@ -83,7 +86,7 @@ class Scheduler:
             llm, self.decisions, in_flight=llm_in_flight, token_budget=token_budget, trace=trace
         )
         self._redaction = Redaction(journal)
-        self._rows: list[Row] = []
+        self._rows: list[Rows] = []
         # Rows of the shard itself, committed with the last turns of the inbox.
         self._shard_rows: list[Row] = []
         # After the arena was full: admission resumes when at most this many tenants are active.
@@ -139,8 +142,8 @@ class Scheduler:
         self.decisions.add(tenant)
         return receipt
 
-    def _append(self, rows: Sequence[Row]) -> None:
-        with self._trace.span("commit", rows=len(rows)):
+    def _append(self, rows: Sequence[Rows]) -> None:
+        with self._trace.span("commit", rows=row_count(rows)):
             self._journal.append(rows)
 
     def append_after_turns(self, row: Row) -> None:
@@ -195,9 +198,10 @@ class Scheduler:
 
     # ---- the step
 
-    def step(self, wait_s: float = 0.0) -> StepReport:
+    def step(self, wait_s: float = 0.0, *, storing: bool = False) -> StepReport:
         """One round. Waits up to `wait_s` for a reply when there is nothing else to do.
 
+        `storing`: the caller has more turns to store; decisions take a tenth of the time meanwhile.
         ArenaFull: the waiting turns do not fit into the arena though no tenant is active; they are dropped.
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
@@ -209,7 +213,9 @@ class Scheduler:
         self.deciding = True
         more = len(self.inbox) > 0 and not self.admission_paused
         self._resume_replied(0.0 if tickets or more or self.decisions.ready_count else wait_s)
-        self._decide()
+        if not storing or self.admission_paused or self._deciding_share.is_due:
+            with self._deciding_share.measured():
+                self._decide()
         self._commit()
         for ticket, receipt in zip(tickets, receipts, strict=True):
             ticket.receipt = receipt
@@ -218,7 +224,7 @@ class Scheduler:
         return self._report
 
     def _commit(self) -> None:
-        with self._trace.span("commit", rows=len(self._rows)):
+        with self._trace.span("commit", rows=row_count(self._rows)):
             rows, self._rows = self._rows, []
             self._journal.append(rows)
             self._redaction.delete_obsolete_rows()
@@ -232,8 +238,8 @@ class Scheduler:
         tickets = self.inbox.take(self._batch_sizer.turns)
         try:
             with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=len(tickets)):
-                rows, receipts, touched = self._admission.admit(tickets)
-                admitted.fresh_turns = sum(not receipt.duplicate for receipt in receipts)
+                new = self._admission.admit(TurnColumns.of([ticket.turn for ticket in tickets]))
+                admitted.fresh_turns = new.fresh_turns
                 self._trace.link(ticket.traceparent for ticket in tickets)
         except ArenaFull:
             if not self.decisions.active_count:
@@ -244,11 +250,12 @@ class Scheduler:
             self.inbox.put_back(tickets)
             return [], []
         self._resume_admission_at = None
-        self._rows += rows
-        self._report.admitted = admitted.fresh_turns
-        self._report.duplicates = len(receipts) - admitted.fresh_turns
+        self._rows += new.rows
+        self._report.admitted = new.fresh_turns
+        self._report.duplicates = len(tickets) - new.fresh_turns
+        receipts = new.receipts([ticket.turn.tenant for ticket in tickets])
         _note_arrivals(self.decisions.lag_tracker, tickets, receipts)
-        for tenant in touched:
+        for tenant in new.tenants:
             self.decisions.add(tenant)
         return tickets, receipts
 

@@ -26,13 +26,14 @@ from undertow.engine.storage.journal_rows import (
     RowStream,
     all_of,
     any_of,
+    in_batches,
     key_groups,
     to_rows,
-    to_table,
 )
 from undertow.engine.storage.journal_rows import SCHEMA as SCHEMA
 from undertow.engine.storage.journal_rows import Kind as Kind
 from undertow.engine.storage.journal_rows import Row as Row
+from undertow.engine.storage.journal_rows import Rows as Rows
 from undertow.engine.storage.lance_log import LANCE_ERRORS, LanceLog
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import DESCRIPTION, JOURNAL_NAME, StoreError, StoreInfo, read_info
@@ -157,7 +158,7 @@ class Journal(FencedLog):
 
     # ---- writing
 
-    def append(self, rows: Sequence[Row]) -> None:
+    def append(self, rows: Sequence[Rows]) -> None:
         """Write all rows as one atomic version. JournalError: none of them is acknowledged.
 
         After a failure every later append fails too: the state in memory is then ahead of the log, and only
@@ -166,18 +167,16 @@ class Journal(FencedLog):
         self._check_writable()
         if not rows:
             return
-        for lsn, row in enumerate(rows, self._next_lsn):
-            row.lsn, row.epoch = lsn, self.epoch
-        self.append_copies(rows)
+        self.append_copies(RowStream(rows, self._next_lsn, self.epoch))
 
-    def append_copies(self, rows: Sequence[Row]) -> None:
+    def append_copies(self, rows: Iterable[Rows]) -> None:
         """Append rows of another journal with their lsn and epoch; for `reindex`. JournalError."""
-        table = to_table(rows)
+        table = pa.Table.from_batches(in_batches(rows), SCHEMA)
         with self._putting():
             self._table.append(table)
-        self._acknowledge(rows[-1].lsn + 1)
+        self._acknowledge(table["lsn"][-1].as_py() + 1)
 
-    def append_stream(self, rows: Iterable[Row | pa.RecordBatch]) -> int:
+    def append_stream(self, rows: Iterable[Rows]) -> int:
         """Write any number of rows as one atomic version with a few batches in memory. Returns their number.
 
         Record batches have the columns of SCHEMA. All rows get new lsns, in order, and this writer's epoch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -61,10 +61,14 @@ class Row:
     epoch: int = 0
 
 
+Rows: TypeAlias = Row | pa.RecordBatch
+"""One row, or several as a batch with the columns of SCHEMA, whose lsn and epoch are set on append."""
+
+
 class RowStream:
     """Record batches of rows with lsns and an epoch added; `error` is what their source raised."""
 
-    def __init__(self, rows: Iterable[Row | pa.RecordBatch], next_lsn: int, epoch: int) -> None:
+    def __init__(self, rows: Iterable[Rows], next_lsn: int, epoch: int) -> None:
         self.next_lsn = next_lsn
         self.error: BaseException | None = None
         self._epoch = epoch
@@ -81,14 +85,19 @@ class RowStream:
         except BaseException as error:
             self.error = error  # Arrow, between here and the caller, keeps the message alone
             raise
-        lsns = np.arange(self.next_lsn, self.next_lsn + batch.num_rows)
-        self.next_lsn += batch.num_rows
-        columns = {name: batch.column(name) for name in SCHEMA.names}
-        columns |= {"lsn": pa.array(lsns), "epoch": pa.array(np.full_like(lsns, self._epoch))}
-        return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+        first, self.next_lsn = self.next_lsn, self.next_lsn + batch.num_rows
+        return numbered(batch, first, self._epoch)
 
 
-def in_batches(rows: Iterable[Row | pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def numbered(batch: pa.RecordBatch, first_lsn: int, epoch: int) -> pa.RecordBatch:
+    """The batch with lsns from `first_lsn` on, and an epoch."""
+    lsns = np.arange(first_lsn, first_lsn + batch.num_rows)
+    columns = {name: batch.column(name) for name in SCHEMA.names}
+    columns |= {"lsn": pa.array(lsns), "epoch": pa.array(np.full_like(lsns, epoch))}
+    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+
+
+def in_batches(rows: Iterable[Rows]) -> Iterator[pa.RecordBatch]:
     """Single rows gathered into record batches of at most ROWS_PER_BATCH; given batches pass as they are."""
     waiting: list[Row] = []
     for row in rows:
@@ -101,6 +110,10 @@ def in_batches(rows: Iterable[Row | pa.RecordBatch]) -> Iterator[pa.RecordBatch]
             yield row
     if waiting:
         yield from to_table(waiting).to_batches()
+
+
+def row_count(rows: Iterable[Rows]) -> int:
+    return sum(1 if isinstance(row, Row) else row.num_rows for row in rows)
 
 
 def to_table(rows: Sequence[Row]) -> pa.Table:

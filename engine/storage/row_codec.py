@@ -5,13 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import Memory, MemoryKind, Message, PackedTurn, Turn, Usage, memory_id
+from undertow.engine.base.model import (
+    BadInput,
+    InputError,
+    Memory,
+    MemoryKind,
+    Message,
+    PackedTurn,
+    Turn,
+    Usage,
+    memory_id,
+)
 from undertow.engine.storage.journal import Row
 
 ControlKind = Literal["settings", "flush", "delete", "update", "replay", "policy", "reconsolidate", "used"]
@@ -42,14 +52,45 @@ class LlmJob:
 
 
 def turn_row(
-    tenant: str, tenant_key: str, generation: int, seq: int, turn: Turn | PackedTurn, timestamp: str | None
+    tenant: str, tenant_key: str, generation: int, seq: int, turn: Turn, timestamp: str | None
 ) -> Row:
     """The row of a turn, without its vector. `timestamp` is the effective one."""
-    if isinstance(turn, Turn):
-        payload = turn_payload(turn, timestamp)
-    else:
-        payload = turn.payload if timestamp == turn.timestamp else _stamped(turn.payload, timestamp)
+    payload = turn_payload(turn, timestamp)
     return Row("turn", tenant, tenant_key, seq, payload, turn_id(tenant, generation, seq), timestamp)
+
+
+def check_turn(turn: Turn) -> None:
+    """InputError for what JSON and the journal cannot store. The readers have checked the texts."""
+    for name, value in (("tenant", turn.tenant), ("session", turn.session_id)):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            _refuse(name, "holds half a surrogate pair", "Send valid Unicode.")
+    if not turn.tenant or "\x00" in turn.tenant:
+        _refuse("tenant", "is empty or holds a NUL", "Name the owner of the memory.")
+    if turn.metadata:
+        try:
+            orjson.dumps({"metadata": dict(turn.metadata)})  # nested as deep as in the payload
+        except TypeError as error:
+            _refuse("metadata", f"is no JSON ({error})", "Give plain JSON values.")
+
+
+def pack_turn(turn: Turn) -> PackedTurn:
+    """The turn as it is stored. InputError names the field that cannot be stored."""
+    check_turn(turn)
+    try:
+        turn.dedupe_key.encode()
+    except UnicodeEncodeError:
+        _refuse("idempotency_key", "holds half a surrogate pair", "Send valid Unicode.")
+    try:
+        payload = turn_payload(turn, turn.timestamp)
+    except orjson.JSONEncodeError as error:
+        _refuse("messages", f"cannot be written as JSON ({error})", "Send valid Unicode.")
+    return PackedTurn(turn.tenant, turn.dedupe_key, turn.session_id, turn.timestamp, turn.text, payload)
+
+
+def _refuse(name: str, reason: str, cure: str) -> NoReturn:
+    raise InputError(BadInput("add", None, name, reason, cure))
 
 
 def turn_payload(turn: Turn, timestamp: str | None) -> bytes:
@@ -60,19 +101,25 @@ def turn_payload(turn: Turn, timestamp: str | None) -> bytes:
         body["timestamp"] = timestamp
     if turn.metadata:
         body["metadata"] = dict(turn.metadata)
-    # A copy of exact size: orjson truncates its buffer in place, which would fragment the heap by about 4 KB
-    # for each payload in memory.
+    return payload_of(body)
+
+
+def payload_of(body: Mapping[str, Any]) -> bytes:
+    """The JSON of a turn, in a copy of exact size.
+
+    orjson truncates its buffer in place, which would fragment the heap by about 4 KB for each payload.
+    """
     return bytes(memoryview(orjson.dumps(body)))
 
 
-def _stamped(payload: bytes, timestamp: str | None) -> bytes:
+def stamped(payload: bytes, timestamp: str | None) -> bytes:
     """The payload of an undated turn with its session's timestamp, fields in their usual order."""
     body = orjson.loads(payload)
     metadata = body.pop("metadata", None)
     body["timestamp"] = timestamp
     if metadata is not None:
         body["metadata"] = metadata
-    return bytes(memoryview(orjson.dumps(body)))
+    return payload_of(body)
 
 
 def _message_body(message: Message) -> dict[str, str]:

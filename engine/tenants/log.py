@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import orjson
@@ -73,6 +73,24 @@ class RecordLog:
         if timestamp is not None:
             self.last_timestamp[session] = timestamp
         return row
+
+    def add_turns(
+        self,
+        payloads: Sequence[bytes],
+        keys: Sequence[int],
+        sessions: Sequence[str],
+        timestamps: Sequence[str | None],
+    ) -> None:
+        """As `add_turn` for each of several new turns."""
+        seq, row = len(self.records), len(self.seq_by_row)
+        seqs = range(seq, seq + len(payloads))
+        self.keys.update(zip(keys, seqs, strict=True))
+        self.row_by_seq.extend(range(row, row + len(payloads)))
+        self.seq_by_row.extend(seqs)
+        self.records.extend(payloads)
+        for session, timestamp in zip(sessions, timestamps, strict=True):
+            if timestamp is not None:
+                self.last_timestamp[session] = timestamp
 
     def redact_updates(self, before: int, memory_ids: Collection[str]) -> list[Control]:
         """Remove the text from these memories' updates before record `before`. Returns them redacted."""

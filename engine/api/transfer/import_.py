@@ -34,11 +34,11 @@ from undertow.engine.base.queries import ImportCommand
 from undertow.engine.base.results import ImportReport, Report
 from undertow.engine.readers import parse_messages
 from undertow.engine.readers.record import BadField
-from undertow.engine.step.admission import check_turn
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import (
     Control,
     LlmJob,
+    check_turn,
     control_row,
     job_row,
     memory_of,

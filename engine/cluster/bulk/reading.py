@@ -17,10 +17,10 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import BadInput, Turn
+from undertow.engine.base.model import BadInput, PackedTurn
 from undertow.engine.cluster.shard_map import ShardMap
 from undertow.engine.cluster.wire import TURNS, pack
-from undertow.engine.readers import Format, Log, Record, read
+from undertow.engine.readers import Format, Log, PackedRecord, read_packed
 
 # rows in Arrow per byte of a log: each turn is there as words and as JSON
 EXPANSION = {".gz": 12.0, ".parquet": 8.0}
@@ -78,9 +78,9 @@ class FileReport:
             f"{type(problem).__name__}: {problem}"
         )
         cure = "Please report it, with what stands there; the next run reads the file again."
-        self.note(Record(self.position, errors=(BadInput(log.shown, None, None, reason, cure),)))
+        self.note(PackedRecord(self.position, errors=(BadInput(log.shown, None, None, reason, cure),)))
 
-    def note(self, record: Record) -> None:
+    def note(self, record: PackedRecord) -> None:
         self.position = record.position
         self.turns += len(record.turns)
         self.errors += len(record.errors)
@@ -151,8 +151,10 @@ class WaveReader:
                 yield table
         yield report_row(report)
 
-    def _turns(self, piece: Piece, report: FileReport) -> Iterator[Turn]:
-        records = read(piece.log, self.format, after=piece.after, max_message_bytes=self.max_message_bytes)
+    def _turns(self, piece: Piece, report: FileReport) -> Iterator[PackedTurn]:
+        records = read_packed(
+            piece.log, self.format, after=piece.after, max_message_bytes=self.max_message_bytes
+        )
         try:
             for record in records:
                 report.note(record)
@@ -161,7 +163,7 @@ class WaveReader:
         except Exception as problem:  # noqa: BLE001 - a worker's boundary: other files are to be read
             report.stop(piece.log, problem)
 
-    def _table(self, file: int, batch: Sequence[tuple[int, Turn]]) -> pa.Table:
+    def _table(self, file: int, batch: Sequence[tuple[int, PackedTurn]]) -> pa.Table:
         numbers, turns = zip(*batch, strict=True)
         groups = self.groups_of([turn.tenant for turn in turns])
         wanted = ~np.isin(groups, list(self.done)) if self.done else np.ones(len(groups), dtype=bool)

@@ -11,7 +11,7 @@ from undertow.engine.api.message_turns import turns_of
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.engine.base.results import Receipt, Report
-from undertow.engine.step.admission import check_turn
+from undertow.engine.storage.row_codec import check_turn
 from undertow.serving.http.middleware.idempotency import under_way
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.routes.schemas import Added, Item

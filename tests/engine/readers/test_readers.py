@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from undertow.engine.base.model import InputError, Message
-from undertow.engine.readers import Format, jsonl, pair_chat, pair_dialogue, parse_messages, read
+from undertow.engine.readers import (
+    Format,
+    PackedRecord,
+    jsonl,
+    pair_chat,
+    pair_dialogue,
+    parse_messages,
+    read,
+    read_packed,
+)
+from undertow.engine.readers.messages import LineParser
 from undertow.engine.readers.record import OrderWatch
 
 from ...support.readers import GOOD, LIMIT, line, records, write
@@ -39,6 +49,26 @@ near_line = st.fixed_dictionaries(
     },
     optional={"session": any_json, "timestamp": any_json, "metadata": any_json, "idempotency_key": any_json},
 )
+# An exchange in plain text, but for one or two fields.
+word = st.sampled_from(["ada", " ", "", "é", "ééé", "a\x00", "x" * 12, "\n", "\ud800"]) | st.text(max_size=6)
+said_by = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "user", "system"]), "content": word | any_json},
+    optional={"name": word, "timestamp": word | st.none()},
+)
+plain_pair = st.tuples(word, word).map(
+    lambda pair: [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+)
+changes = {
+    "tenant": word | any_json,
+    "messages": plain_pair | st.lists(said_by, max_size=3),
+    "session": word | st.none() | any_json,
+    "timestamp": st.sampled_from([None, "2026-03-01", "8:05 pm on 1 June, 2026", 17, "soon", [], True]),
+    "metadata": st.none() | st.dictionaries(word, any_json, max_size=2) | any_json,
+    "idempotency_key": st.none() | word | any_json,
+    "other": any_json,
+}
+change = st.sampled_from(sorted(changes)).flatmap(lambda name: st.tuples(st.just(name), changes[name]))
+exchange = st.lists(change, max_size=2).map(lambda fields: {**GOOD, **dict(fields)})
 some_line = st.one_of(
     st.binary(max_size=30).map(lambda b: b.replace(b"\n", b" ")),
     (any_json | near_line).map(lambda value: json.dumps(value).encode()),
@@ -262,6 +292,27 @@ def test_garbage_never_raises_and_resuming_drops_what_was_taken(
     assert [(r.position, r.turns, r.errors) for r in resumed] == [
         (r.position, r.turns, r.errors) for r in found if r.position > after
     ]
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(lines=st.lists(exchange, min_size=1, max_size=4), limit=st.sampled_from([3, 30, LIMIT]))
+@example([{**GOOD, "messages": [{**m, "content": "a\x00"} for m in GOOD["messages"]]}], LIMIT)
+def test_packed_turns_are_the_turns_as_they_are_stored(
+    tmp_path: Path, lines: list[dict[str, Any]], limit: int
+) -> None:
+    """The short cut for plain exchanges makes, refuses and warns of the same."""
+    path = write(tmp_path, *map(json.dumps, lines))
+    packed = list(read_packed(path, max_message_bytes=limit))
+    assert packed == [PackedRecord.of(r) for r in read(path, max_message_bytes=limit)]
+
+
+def test_a_plain_exchange_takes_the_short_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = LineParser("log", "log", LIMIT)
+    expected = PackedRecord.of(parser.record(1, GOOD))
+    monkeypatch.setattr(LineParser, "record", None)
+    whole = {**GOOD, "messages": GOOD["messages"], "idempotency_key": "k", "metadata": {"a": 1}}
+    assert parser.packed(1, GOOD) == expected
+    assert parser.packed(2, whole).turns[0].dedupe_key == "k:0"
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

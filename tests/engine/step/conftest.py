@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from undertow.engine.step.admission import Admission, Ticket
+from undertow.engine.step.admission import Admission
 from undertow.engine.step.scheduler import Scheduler, StepReport
+from undertow.engine.step.turn_columns import TurnColumns
 from undertow.engine.tenants.registry import ArenaFull
 from undertow.engine.tenants.tenant import Tenant
 
@@ -18,17 +19,17 @@ class Watched:
         self.put_out: list[str] = []
         admit, step, put_out = Admission.admit, Scheduler.step, Scheduler._evict
 
-        def watched_admit(admission: Admission, tickets: list[Ticket]) -> object:
+        def watched_admit(admission: Admission, turns: TurnColumns) -> object:
             self.attempts += 1
             try:
-                return admit(admission, tickets)
+                return admit(admission, turns)
             except ArenaFull:
                 self.failures += 1
                 raise
 
-        def watched_step(scheduler: Scheduler, wait_s: float = 0.0) -> StepReport:
+        def watched_step(scheduler: Scheduler, wait_s: float = 0.0, **how: bool) -> StepReport:
             self.steps += 1
-            return step(scheduler, wait_s)
+            return step(scheduler, wait_s, **how)
 
         def watched_put_out(scheduler: Scheduler, tenant: Tenant) -> None:
             self.put_out.append(tenant.name)

@@ -1,4 +1,4 @@
-"""How many turns a step takes: as many as half a second admits. Clocks are made up, the engine is real."""
+"""How many turns a step takes, and how long it may decide. Clocks are made up, the engine is real."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from undertow.engine.step.batch_size import ADMISSION_S, LEAST_TURNS, MOST_TURNS, BatchSizer
+from undertow.engine.api.ingest_files import Ingest
+from undertow.engine.step import batch_size
+from undertow.engine.step.batch_size import (
+    ADMISSION_S,
+    LEAST_TURNS,
+    MOST_TURNS,
+    BatchSizer,
+    DecidingShare,
+)
+from undertow.engine.step.scheduler import StepReport
 
+from ...support.cli import turn_line, write_log
 from ...support.engine import NEVER, open_engine, put, turns_of
 from ...support.faults.harness import end_state
 
@@ -93,3 +103,32 @@ def test_steps_of_an_engine_grow_while_they_are_quick(tmp_path: Path) -> None:
         assert engine.drain()
     paced, alone = (end_state(tmp_path / name) for name in ("paced", "one_by_one"))
     assert paced == alone
+
+
+def test_deciding_takes_a_tenth_of_the_time() -> None:
+    clock = Clock()
+    share = DecidingShare(clock)
+    decided_s = 0.0
+    for _ in range(1_000):
+        clock.now_s += 0.1
+        if share.is_due:
+            with share.measured():
+                clock.now_s += 0.5
+                decided_s += 0.5
+    assert decided_s == pytest.approx(clock.now_s / 10, rel=0.05)
+
+
+def test_a_log_is_stored_before_it_is_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once deciding has had its share, turns are stored and searchable, and nothing else."""
+    monkeypatch.setattr(batch_size, "STORING_PER_DECIDING", 1e9)
+    log = write_log(tmp_path / "log", [turn_line("ann", n, f"word{n}") for n in range(300)])
+    steps: list[StepReport] = []
+    with open_engine(tmp_path / "store", **NEVER, batch_turns=50) as engine:
+        ingest = Ingest(engine, format="messages", on_step=steps.append)
+        ingest.feed([log])
+        assert [step.admitted for step in steps] == [50] * 6
+        assert [step.decided for step in steps] == [50, 0, 0, 0, 0, 0]
+        assert engine.lag.undecided_turns == 250
+        assert "word299" in engine.search("ann", "word299", k_sub=1).turns[0].memory
+        assert ingest.settle()
+        assert engine.lag.undecided_turns == 0

@@ -1,0 +1,183 @@
+"""Turns as columns: how a batch of them gets its seqs and becomes rows of the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from undertow.engine.base.model import PackedTurn
+from undertow.engine.storage.journal import SCHEMA
+from undertow.engine.storage.row_codec import key_hash, stamped
+
+if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
+    from undertow.engine.encoders.base import Float16
+    from undertow.engine.tenants.tenant import Tenant
+
+
+V = TypeVar("V")
+
+
+class TurnColumns(NamedTuple):
+    """Turns in order of arrival, one entry a turn in each column; the fields of PackedTurn."""
+
+    tenants: Sequence[str]
+    keys: Sequence[str]
+    sessions: Sequence[str]
+    timestamps: Sequence[str | None]
+    texts: Sequence[str]
+    payloads: Sequence[bytes]
+
+    @classmethod
+    def of(cls, turns: Collection[PackedTurn]) -> Self:
+        return cls(*zip(*turns, strict=True)) if turns else cls((), (), (), (), (), ())
+
+
+@dataclass(slots=True)
+class PlacedTurns:
+    """The new turns of a batch, duplicates left out, each with its tenant and place in that tenant's log.
+
+    `places`: their positions in the batch. `owners`: the tenant of each, as its position in `tenants`.
+    `timestamps`: the effective ones. `seqs` int64 [n].
+    """
+
+    tenants: Sequence[Tenant]
+    places: Sequence[int]
+    owners: NDArray[np.int64]
+    hashes: Sequence[int]
+    timestamps: Sequence[str | None]
+    texts: Sequence[str]
+    sessions: Sequence[str]
+    payloads: Sequence[bytes]
+
+    @classmethod
+    def plan(cls, turns: TurnColumns, tenants: Sequence[Tenant]) -> Self:
+        """Leave out what is known, and find the timestamps. Changes nothing.
+
+        A turn without a timestamp inherits the previous one of its session.
+        """
+        number = {tenant.name: n for n, tenant in enumerate(tenants)}
+        places, owners, hashes, timestamps = [], [], [], []
+        known = [tenant.keys for tenant in tenants]
+        seen: list[set[int]] = [set() for _ in tenants]
+        latest: dict[tuple[int, str], str] = {}
+        undated = None in turns.timestamps
+        for place, (name, key, session, timestamp) in enumerate(
+            zip(turns.tenants, turns.keys, turns.sessions, turns.timestamps, strict=True)
+        ):
+            owner, digest = number[name], key_hash(key)
+            if digest in known[owner] or digest in seen[owner]:
+                continue
+            seen[owner].add(digest)
+            if undated:
+                if timestamp is None:
+                    timestamp = latest.get((owner, session)) or tenants[owner].last_timestamp.get(session)
+                if timestamp is not None:
+                    latest[owner, session] = timestamp
+            places.append(place)
+            owners.append(owner)
+            hashes.append(digest)
+            timestamps.append(timestamp)
+        return cls(
+            tenants,
+            places,
+            np.array(owners, dtype=np.int64),
+            hashes,
+            timestamps,
+            _taken(turns.texts, places),
+            _taken(turns.sessions, places),
+            _payloads(turns, places, timestamps),
+        )
+
+    @classmethod
+    def single(cls, turn: PackedTurn, tenant: Tenant) -> Self:
+        """One turn as it is, with its own timestamp."""
+        digest, owner = key_hash(turn.dedupe_key), np.zeros(1, np.int64)
+        columns = ([turn.timestamp], [turn.text], [turn.session_id], [turn.payload])
+        return cls([tenant], [0], owner, [digest], *columns)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def segments(self) -> NDArray[np.int64]:
+        """The arena segment of each turn, int64 [n]."""
+        return np.array([tenant.turns_segment for tenant in self.tenants], dtype=np.int64)[self.owners]
+
+    def append(self) -> NDArray[np.int64]:
+        """Append the turns to the logs of their tenants. Returns their seqs, int64 [n]."""
+        seqs = np.empty(len(self), np.int64)
+        order = np.argsort(self.owners, kind="stable")
+        ends = np.cumsum(np.bincount(self.owners, minlength=len(self.tenants)))
+        start = 0
+        for tenant, end in zip(self.tenants, ends.tolist(), strict=True):
+            if start == end:
+                continue
+            seqs[order[start:end]] = np.arange(tenant.next_seq, tenant.next_seq + end - start)
+            mine = order[start:end].tolist()
+            tenant.add_turns(
+                _taken(self.payloads, mine),
+                _taken(self.hashes, mine),
+                _taken(self.sessions, mine),
+                _taken(self.timestamps, mine),
+            )
+            start = end
+        return seqs
+
+    def rows(self, seqs: NDArray[np.int64], vectors: Float16) -> tuple[Sequence[str], pa.RecordBatch]:
+        """The ids of the turns, and their rows of the journal, whose lsn and epoch are yet to be set."""
+        ids = turn_ids(self.tenants, self.owners, seqs)
+        count, owners = len(self), pa.array(self.owners)
+        unset = pa.array(np.zeros(count, np.int64))
+        columns = {
+            "kind": pa.repeat("turn", count),
+            "tenant": pa.array([t.name for t in self.tenants], pa.string()).take(owners),
+            "tenant_key": pa.array([t.key for t in self.tenants], pa.string()).take(owners),
+            "seq": pa.array(seqs),
+            "lsn": unset,
+            "epoch": unset,
+            "id": pa.array(ids, pa.string()),
+            "timestamp": pa.array(self.timestamps, pa.string()),
+            "vector": _binary(vectors),
+            "payload": pa.array(self.payloads, pa.binary()),
+        }
+        return ids, pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+
+
+def turn_ids(tenants: Sequence[Tenant], owners: NDArray[np.int64], seqs: NDArray[np.int64]) -> list[str]:
+    """The ids of turns. As `row_codec.turn_id`, which would take twice as long for each of many."""
+    starts = [f"{tenant.name}\x1f{tenant.incarnation}\x1f".encode() for tenant in tenants]
+    return [
+        blake2b(starts[owner] + b"%d\x1fturn\x1f0" % seq, digest_size=16).hexdigest()
+        for owner, seq in zip(owners.tolist(), seqs.tolist(), strict=True)
+    ]
+
+
+def _taken(column: Sequence[V], places: Sequence[int]) -> Sequence[V]:
+    """The entries of a column at these places, which ascend."""
+    if len(places) == len(column):
+        return column
+    return [column[place] for place in places]
+
+
+def _payloads(turns: TurnColumns, places: Sequence[int], timestamps: Sequence[str | None]) -> Sequence[bytes]:
+    """Each payload with the effective timestamp."""
+    payloads = _taken(turns.payloads, places)
+    own = _taken(turns.timestamps, places)
+    return [
+        payload if given == effective else stamped(payload, effective)
+        for payload, given, effective in zip(payloads, own, timestamps, strict=True)
+    ]
+
+
+def _binary(vectors: Float16) -> pa.Array:
+    """One binary value a row of [n, dim], without a copy of the bytes."""
+    count, width = len(vectors), vectors.shape[1] * vectors.itemsize
+    offsets = np.arange(count + 1, dtype=np.int32) * np.int32(width)
+    data = np.ascontiguousarray(vectors, dtype="<f2")
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
