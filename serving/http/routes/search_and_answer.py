@@ -13,16 +13,11 @@ from fastapi.responses import StreamingResponse
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
 from undertow.engine.base.results import Answer
 from undertow.serving.auth.principal import Scope
+from undertow.serving.client.results import Found, Kind
 from undertow.serving.http.middleware.token_budget import CallCost, budgeted
 from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.routes.access import Access, GuardedRoute
-from undertow.serving.http.routes.schemas import (
-    AnswerRequest,
-    AnswerResponse,
-    Kind,
-    SearchRequest,
-    SearchResponse,
-)
+from undertow.serving.http.routes.schemas import AnswerRequest, AnswerResponse, SearchRequest
 from undertow.serving.http.routes.streaming import ClientDisconnected, started, unless_gone
 from undertow.serving.http.service import Sender, Served, Tenant
 
@@ -36,7 +31,7 @@ EVENTS = {
 }
 
 
-@router.post("/v1/tenants/{tenant}/search", response_model=SearchResponse)
+@router.post("/v1/tenants/{tenant}/search", response_model=Found)
 @Access(Scope.READ)
 async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Any:
     """The memories nearest to a query. Filters are applied before the ranking: a tenant with k matching
