@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import orjson
@@ -77,7 +77,7 @@ async def answer(
     spending = budgeted(service.budgets, sender, service.answer_tokens(asked.mode))
     if not asked.stream:
         try:
-            with spending as cost:
+            async with spending as cost:
                 given = await unless_gone(request, service.memories.call(query))
                 cost.took(given.usage)
         except ClientDisconnected:
@@ -88,15 +88,14 @@ async def answer(
 
 
 async def _charged(
-    pieces: AsyncGenerator[str | Answer], spending: AbstractContextManager[CallCost]
+    pieces: AsyncGenerator[str | Answer], spending: AbstractAsyncContextManager[CallCost]
 ) -> AsyncGenerator[str | Answer]:
     """The same pieces, charged to the budget. Closing it closes them."""
-    with spending as cost:
-        async with aclosing(pieces) as stream:
-            async for piece in stream:
-                if not isinstance(piece, str):
-                    cost.took(piece.usage)
-                yield piece
+    async with spending as cost, aclosing(pieces) as stream:
+        async for piece in stream:
+            if not isinstance(piece, str):
+                cost.took(piece.usage)
+            yield piece
 
 
 async def _events(pieces: AsyncGenerator[str | Answer]) -> AsyncIterator[bytes]:

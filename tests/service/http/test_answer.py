@@ -117,7 +117,7 @@ class Scripted:
 def left(running: Running, key: str) -> int | None:
     """The tokens that a key has left today."""
     kept = KeyFile(running.folder / "keys.json").require(key.split("_")[1])
-    return running.service.budgets.left(kept.principal)
+    return asyncio.run(running.service.budgets.left(kept.principal))
 
 
 def test_the_budget_is_charged_what_an_answer_took(tmp_path: Path) -> None:
