@@ -128,6 +128,8 @@ def reading(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:
     ids = filled(api, turns)
     everything = all_of(api, tenant)
     assert [report["id"] for report in everything if report["kind"] == "turn"] == ids
+    dated = all_of(api, tenant, kinds=["turn"], since="2026-03-01T02:00:00", until="2026-03-01T05:00:00")
+    assert [report["id"] for report in dated] == ids[2:6]
     facts = [report for report in everything if report["kind"] == "fact"]
     assert all_of(api, tenant, kinds=["fact"]) == facts != []
     fact = facts[-1]

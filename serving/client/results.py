@@ -1,4 +1,7 @@
-"""The service's responses as frozen models. Unknown fields of a newer service are kept."""
+"""The service's responses as frozen models. The service describes and checks its responses by them too.
+
+Further fields, such as the messages of a turn or what a newer service adds, are kept in `model_extra`.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +33,35 @@ class Model(BaseModel):
             raise UnexpectedAnswer(_flaws(error)) from error
 
 
-class Results(Model, Generic[ItemT]):
-    """Some results; `next`: the cursor of the next page, None at the end."""
+class Listed(Model, Generic[ItemT]):
+    """Some results in order."""
 
     results: tuple[ItemT, ...]
-    next: str | None = None
+
+
+class Results(Listed[ItemT], Generic[ItemT]):
+    """A page of results in order; `next`: the cursor of the next page, null at the end."""
+
+    next: str | None
 
 
 class Added(Model):
-    """A turn's receipt: `ADD`, or `DUPLICATE` of an earlier one. `id`, `seq`: None if that one is gone."""
+    """One turn. DUPLICATE: it was stored before, under the same Idempotency-Key; `id` and `seq` are null if
+    it is gone."""
 
-    id: str | None = None
+    id: str | None
     memory: str
     event: Literal["ADD", "DUPLICATE"]
-    seq: int | None = None
+    seq: int | None
 
 
 class AddedItem(Model):
-    """One item of many: stored (`status` 200, `results`), or refused (`detail` says why)."""
+    """The result of one item: its turns, or why it was rejected."""
 
     status: int
     results: tuple[Added, ...] | None = None
     detail: str | None = None
+    errors: tuple[dict[str, str], ...] | None = None
 
 
 class AddedItems(Model):
@@ -59,42 +69,44 @@ class AddedItems(Model):
 
 
 class Hit(Model):
-    """A search hit. `score`: the cosine to the query, raised towards 1 by the words they share."""
+    """`score`: the cosine of query and memory, raised towards 1 by shared words; `source_seqs`: its source
+    turns."""
 
     id: str
     memory: str
     score: float
     kind: Kind
-    timestamp: str | None = None
-    source_seqs: tuple[int, ...] = ()
+    timestamp: str | None
+    source_seqs: tuple[int, ...]
 
 
 class Found(Model):
-    """Hits, nearest first. `recall`: the measured recall of the index; 1.0 for an exact search."""
+    """Nearest first. `recall`: measured, of the index that found the turns; 1.0 for an exact search."""
 
     results: tuple[Hit, ...]
-    recall: float = 1.0
+    recall: float
 
 
 class Memory(Model):
-    """One version of a memory. Further fields, such as `messages` of a turn, are in `model_extra`."""
+    """A memory, or one version of it. A turn also has messages, session_id and metadata; an episode or a fact
+    also has its version, and the seqs of its source turns."""
 
     id: str
-    memory: str | None = None
     kind: Kind
-    timestamp: str | None = None
+    memory: str
+    timestamp: str | None
 
 
 class Page(Results[Memory]):
-    """A page of memories."""
+    """In creation order; `next`: the cursor of the next page, null at the end."""
 
 
 class Changed(Model):
-    """The result of an update or a deletion. An updated turn gets a new `id`."""
+    """`id`: a turn has a new one after an update."""
 
     id: str
     kind: Kind
-    event: str
+    event: Literal["UPDATE", "DELETE"]
 
 
 class Answer(Model):
@@ -106,11 +118,13 @@ class Answer(Model):
 
 
 class Decided(Model):
+    """`decided` false: something is blocked, or the LLM server is lost. Everything stays stored."""
+
     decided: bool
 
 
 class PolicyChange(Model):
-    """A change under way: `decided` of the `records` in the tenant's log are processed again."""
+    """A change in progress: `decided` of the `records` in the tenant's log are done."""
 
     policy: str
     generation: int
@@ -119,11 +133,11 @@ class PolicyChange(Model):
 
 
 class Policy(Model):
-    """The policy and the generation of the memories that are searched."""
+    """The policy that made the memories now searched, and their generation."""
 
     policy: str
     generation: int
-    change: PolicyChange | None = None
+    change: PolicyChange | None
 
 
 class Certificate(Model):
@@ -140,8 +154,10 @@ class Replayed(Model):
     replayed: int
 
 
-class Records(Results[dict[str, Any]]):
-    next_after_seq: int | None = None
+class Records(Listed[dict[str, Any]]):
+    """Records in order; `next_after_seq`: where the next page starts, null at the end."""
+
+    next_after_seq: int | None
 
 
 class Job(Model):

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from undertow.serving.client.results import Model
 from undertow.serving.http.problems import MEDIA_TYPE
-from undertow.serving.http.routes.schemas import ResponseModel
 
 TITLE = "Undertow"
 SUMMARY = "Long-term memory for LLM agents."
@@ -73,7 +73,7 @@ IDEMPOTENCY_KEY = {
 }
 
 
-class ProblemView(ResponseModel):
+class ProblemView(Model):
     """Problem details for HTTP APIs (RFC 9457). `detail` says what to do; `errors` names fields."""
 
     type: str

@@ -33,6 +33,7 @@ from undertow.serving.client.results import (
     Changed,
     Found,
     Job,
+    Listed,
     Memory,
     ModelT,
     Page,
@@ -103,7 +104,7 @@ class Client:
         """
         item = calls.item(messages, session_id=session_id, timestamp=timestamp, metadata=metadata)
         call = changing("POST", of_tenant(tenant, "memories"), item, idempotency_key=idempotency_key)
-        return (self._read(Results[Added], call)).results
+        return (self._read(Listed[Added], call)).results
 
     def add_many(self, tenant: str, items: Iterable[Mapping[str, Any]]) -> tuple[AddedItem, ...]:
         """Add several items with the arguments of `add`: `{"messages", "session_id"?, ...}`.
@@ -220,7 +221,7 @@ class Client:
     def history(self, tenant: str, memory_id: str) -> tuple[Memory, ...]:
         """All versions of a memory, oldest first."""
         call = reading(of_tenant(tenant, "memories", memory_id, "history"))
-        return (self._read(Results[Memory], call)).results
+        return (self._read(Listed[Memory], call)).results
 
     def update(
         self, tenant: str, memory_id: str, words: Messages, *, idempotency_key: str | None = None
@@ -303,7 +304,7 @@ class Client:
         return self._begin(changing("DELETE", of_tenant(tenant)))
 
     def jobs(self, tenant: str) -> tuple[Job, ...]:
-        return (self._read(Results[Job], reading(of_tenant(tenant, "jobs")))).results
+        return (self._read(Listed[Job], reading(of_tenant(tenant, "jobs")))).results
 
     def job(self, tenant: str, job_id: str, *, wait_s: float = 0.0) -> Job:
         """A job as it is now; with `wait_s`, once it is finished or that time is over."""

@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from undertow.engine.base.model import InputError
 from undertow.serving.auth.principal import Scope
+from undertow.serving.client.results import AddedItem
 from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.routes.access import Access, GuardedRoute
 from undertow.serving.http.routes.add_batches import AddBatch
-from undertow.serving.http.routes.schemas import AddedItem, AddRequest, AddResponse, Item
+from undertow.serving.http.routes.schemas import AddRequest, AddResponse, Item
 from undertow.serving.http.service import Sender, Served, Service, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
@@ -30,7 +31,7 @@ IdempotencyKey = Annotated[
 ]
 
 
-@router.post("/v1/tenants/{tenant}/memories", response_model_exclude_none=True)
+@router.post("/v1/tenants/{tenant}/memories", response_model_exclude_unset=True)
 @Access(Scope.WRITE)
 async def add(
     tenant: Tenant, asked: AddRequest, service: Served, sender: Sender, idempotency_key: IdempotencyKey = None
@@ -56,7 +57,7 @@ async def add(
 
 async def _add_items(
     service: Service, tenant: str, key_id: str, items: Sequence[Any], key: str | None
-) -> list[AddedItem]:
+) -> tuple[AddedItem, ...]:
     """The result of each item, in order. `key`: for items without a key, with their position."""
     batches: list[AddBatch] = []
     rejected: dict[int, Problem] = {}
@@ -71,9 +72,12 @@ async def _add_items(
             rejected[n] = problem_of(bad)
     added = iter(await service.adding.add(tenant, batches))
     results = [rejected[n] if n in rejected else next(added) for n in range(len(items))]
-    return [
-        AddedItem(status=result.status_code, detail=result.detail, errors=result.errors or None)
-        if isinstance(result, Problem)
-        else AddedItem(status=200, results=result)
+    return tuple(
+        _rejected(result) if isinstance(result, Problem) else AddedItem(status=200, results=result)
         for result in results
-    ]
+    )
+
+
+def _rejected(problem: Problem) -> AddedItem:
+    errors = {"errors": problem.errors} if problem.errors else {}
+    return AddedItem.model_validate({"status": problem.status_code, "detail": problem.detail, **errors})

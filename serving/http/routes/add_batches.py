@@ -12,9 +12,10 @@ from undertow.engine.base.model import Message, Turn
 from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.engine.base.results import Receipt, Report
 from undertow.engine.storage.row_codec import check_turn
+from undertow.serving.client.results import Added
 from undertow.serving.http.middleware.idempotency import under_way
 from undertow.serving.http.problems import Problem
-from undertow.serving.http.routes.schemas import Added, Item
+from undertow.serving.http.routes.schemas import Item
 
 if TYPE_CHECKING:
     from undertow.serving.async_memories import AsyncMemories
@@ -52,7 +53,7 @@ class AddBatch:
         return cls(call, key is not None, turns)
 
 
-BatchResult = list[Added] | Problem
+BatchResult = tuple[Added, ...] | Problem
 
 
 class AddCalls:
@@ -118,7 +119,7 @@ def _result(batch: AddBatch, receipts: Sequence[Receipt], known: Mapping[str, Re
                 seq=stored.get("seq", receipt.seq),
             )
         )
-    return results
+    return tuple(results)
 
 
 def _is_same(turn: Turn, stored: Report | None) -> bool:

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Query, Response
 
 from undertow.engine.base.queries import PurgeCommand, ReplayJobsCommand, StatsQuery, TenantsQuery, UsageQuery
 from undertow.serving.auth.principal import Principal, Scope
+from undertow.serving.client.results import Replayed, Results
 from undertow.serving.http.job_actions import certified
 from undertow.serving.http.routes.access import Access, GuardedRoute, TenantAccess
-from undertow.serving.http.routes.schemas import Purged, Replayed, TenantList
+from undertow.serving.http.routes.schemas import Purged
 from undertow.serving.http.service import Sender, Served, Service
 from undertow.serving.telemetry.metrics import CONTENT_TYPE
 
@@ -29,10 +30,10 @@ async def tenants(
     prefix: Annotated[str, Query(description="Only names that begin with it.")] = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[str, Query(description="The `next` of the page before.")] = "",
-) -> TenantList:
-    """The names of the tenants that have memories and that the key covers."""
+) -> Results[str]:
+    """The names of the tenants that have memories and that the key covers, sorted."""
     names = await _covered(service, sender, prefix, limit, after)
-    return TenantList(results=names, next=names[-1] if len(names) == limit else None)
+    return Results(results=tuple(names), next=names[-1] if len(names) == limit else None)
 
 
 async def _covered(service: Service, sender: Principal, prefix: str, limit: int, after: str) -> list[str]:

@@ -17,18 +17,10 @@ from undertow.engine.base.queries import (
     UpdateCommand,
 )
 from undertow.serving.auth.principal import Scope
+from undertow.serving.client.results import Changed, Kind, Listed, Memory, Page
 from undertow.serving.http.problems import bad_field
 from undertow.serving.http.routes.access import Access, GuardedRoute
-from undertow.serving.http.routes.schemas import (
-    AllDeleted,
-    Changed,
-    History,
-    Kind,
-    MemoryList,
-    MemoryView,
-    MomentText,
-    UpdateRequest,
-)
+from undertow.serving.http.routes.schemas import AllDeleted, MomentText, UpdateRequest
 from undertow.serving.http.service import Again, MemoryId, Sender, Served, Tenant
 
 router = APIRouter(route_class=GuardedRoute, tags=["memories"])
@@ -38,7 +30,7 @@ ALL = "/v1/tenants/{tenant}/memories"
 FILTER = "filter."
 
 
-@router.get(ALL, name="list", response_model=MemoryList)
+@router.get(ALL, name="list", response_model=Page)
 @Access(Scope.READ)
 async def list_(
     request: Request,
@@ -63,7 +55,7 @@ async def list_(
     return {"results": [_view(report) for report in page.items], "next": page.after}
 
 
-@router.get(ONE, response_model=MemoryView)
+@router.get(ONE, response_model=Memory)
 @Access(Scope.READ)
 async def get(tenant: Tenant, memory_id: MemoryId, service: Served) -> Any:
     """One memory in its current version."""
@@ -71,10 +63,10 @@ async def get(tenant: Tenant, memory_id: MemoryId, service: Served) -> Any:
     return _view(report)
 
 
-@router.get(ONE + "/history", response_model=History)
+@router.get(ONE + "/history", response_model=Listed[Memory])
 @Access(Scope.READ)
 async def history(tenant: Tenant, memory_id: MemoryId, service: Served) -> Any:
-    """Every version of one memory, its deletion included. A deleted turn leaves no history: 404."""
+    """Every version of one memory, oldest first, with its deletion. A deleted turn has no history: 404."""
     versions = await service.memories.call(HistoryQuery(memory_id, tenant))
     return {"results": [_view(version) for version in versions]}
 

@@ -1,6 +1,7 @@
-"""Request and response bodies, as the OpenAPI page shows them.
+"""Request bodies, and the response bodies that the client has no model of, as the OpenAPI page shows them.
 
-Endpoints return the engine's results; a response model reads its fields from their attributes.
+The other responses are models of `serving/client/results.py`. Endpoints return the engine's results; a
+response model reads its fields from their attributes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 from undertow.engine.base.model import AnswerMode
 from undertow.engine.base.timestamps import ACCEPTED, parse_timestamp
 from undertow.engine.search.metadata_index import Where
-
-Kind = Literal["turn", "episode", "fact"]
+from undertow.serving.client.results import Added, AddedItem, Hit, Kind, Model
 
 MESSAGE_SCHEMA = {
     "type": "object",
@@ -67,12 +67,6 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ResponseModel(BaseModel):
-    """A response body."""
-
-    model_config = ConfigDict(extra="allow")
-
-
 # ---- add
 
 
@@ -113,29 +107,11 @@ class AddRequest(RequestModel):
         return self
 
 
-class Added(ResponseModel):
-    """One turn. DUPLICATE: it was stored before, under the same Idempotency-Key."""
-
-    id: str | None
-    memory: str
-    event: Literal["ADD", "DUPLICATE"]
-    seq: int | None
-
-
-class AddedItem(ResponseModel):
-    """The result of one item: its turns, or why it was rejected."""
-
-    status: int
-    results: list[Added] | None = None
-    detail: str | None = None
-    errors: list[dict[str, str]] | None = None
-
-
-class AddResponse(ResponseModel):
+class AddResponse(Model):
     """`results`: one per turn. For a request with items: `items`, in the same order."""
 
-    results: list[Added] | None = None
-    items: list[AddedItem] | None = None
+    results: tuple[Added, ...] | None = None
+    items: tuple[AddedItem, ...] | None = None
 
 
 # ---- search and answer
@@ -151,25 +127,6 @@ class SearchRequest(RequestModel):
     threshold: float | None = Field(default=None, ge=-1, le=1, description="The lowest score to return.")
 
 
-class FoundMemory(ResponseModel):
-    """`score`: the cosine of query and memory, raised towards 1 by shared words; `source_seqs`: its source
-    turns."""
-
-    id: str
-    memory: str
-    score: float
-    kind: Kind
-    timestamp: str | None
-    source_seqs: list[int]
-
-
-class SearchResponse(ResponseModel):
-    """Nearest first. `recall`: measured, of the index that found the turns; 1.0 for an exact search."""
-
-    results: list[FoundMemory]
-    recall: float
-
-
 class AnswerRequest(RequestModel):
     question: Words
     as_of: Moment | None = Field(default=None, description="When the question is asked.")
@@ -181,45 +138,22 @@ class AnswerRequest(RequestModel):
     stream: bool = Field(default=False, description="As text/event-stream; see the response.")
 
 
-class Tokens(ResponseModel):
+class Tokens(Model):
     calls: int
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
 
 
-class AnswerResponse(ResponseModel):
+class AnswerResponse(Model):
     """The answer, the memories that the language model was given, and the cost."""
 
     answer: str
-    memories: list[FoundMemory]
+    memories: tuple[Hit, ...]
     usage: Tokens
 
 
 # ---- memories
-
-
-class MemoryView(ResponseModel):
-    """A memory, or one version of it. A turn also has messages, session_id and metadata; an episode or a fact
-    also has its version, and the seqs of its source turns."""
-
-    id: str
-    kind: Kind
-    memory: str
-    timestamp: str | None
-
-
-class MemoryList(ResponseModel):
-    """In creation order; `next`: the cursor of the next page, null at the end."""
-
-    results: list[MemoryView]
-    next: str | None
-
-
-class History(ResponseModel):
-    """Oldest first."""
-
-    results: list[MemoryView]
 
 
 class UpdateRequest(RequestModel):
@@ -235,28 +169,14 @@ class UpdateRequest(RequestModel):
         return self
 
 
-class Changed(ResponseModel):
-    """`id`: a turn has a new one after an update."""
-
-    id: str
-    kind: Kind
-    event: Literal["UPDATE", "DELETE"]
-
-
-class AllDeleted(ResponseModel):
+class AllDeleted(Model):
     event: Literal["DELETE_ALL"] = "DELETE_ALL"
 
 
 # ---- tenants and their jobs
 
 
-class Flushed(ResponseModel):
-    """`decided` false: something is blocked, or the LLM server is lost. Everything stays stored."""
-
-    decided: bool
-
-
-class Imported(ResponseModel):
+class Imported(Model):
     """What was stored: turns that were not deleted, and every version of episodes and facts."""
 
     turns: int
@@ -272,24 +192,7 @@ class PolicyRequest(RequestModel):
     drop_edits: bool = False
 
 
-class PolicyChangeView(ResponseModel):
-    """A change in progress: `decided` of the `records` in the tenant's log are done."""
-
-    policy: str
-    generation: int
-    decided: int
-    records: int
-
-
-class PolicyView(ResponseModel):
-    """The policy that made the memories now searched, and their generation."""
-
-    policy: str
-    generation: int
-    change: PolicyChangeView | None
-
-
-class CertificateView(ResponseModel):
+class CertificateView(Model):
     """What an erasure removed. It identifies the tenant by its keyed hash only."""
 
     tenant_key: str
@@ -302,14 +205,14 @@ class CertificateView(ResponseModel):
     out_of_reach: list[str]
 
 
-class Accepted(ResponseModel):
+class Accepted(Model):
     """An accepted job. It will be carried out even if the service is killed."""
 
     id: str
     status: Literal["queued"]
 
 
-class JobView(ResponseModel):
+class JobView(Model):
     """`result`: the operation's response, once done; `error`: a problem, once failed."""
 
     id: str
@@ -319,38 +222,14 @@ class JobView(ResponseModel):
     finished_at: str | None
 
 
-class JobList(ResponseModel):
-    """Newest first."""
-
-    results: list[JobView]
-
-
-class Records(ResponseModel):
-    """Records in order; `next_after_seq`: where the next page starts, null at the end."""
-
-    results: list[dict[str, Any]]
-    next_after_seq: int | None
-
-
 # ---- the store
 
 
-class TenantList(ResponseModel):
-    """Sorted by name; `next`: the cursor of the next page, null at the end."""
-
-    results: list[str]
-    next: str | None
-
-
-class Purged(ResponseModel):
+class Purged(Model):
     """The certificates of all tenants whose bytes were removed."""
 
     certificates: list[CertificateView]
 
 
-class Replayed(ResponseModel):
-    replayed: int
-
-
-class Health(ResponseModel):
+class Health(Model):
     status: Literal["ok", "unready", "draining"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 import orjson
@@ -13,16 +13,11 @@ from fastapi.responses import StreamingResponse
 from undertow.engine.base.queries import AnswerQuery, SearchQuery
 from undertow.engine.base.results import Answer
 from undertow.serving.auth.principal import Scope
+from undertow.serving.client.results import Found, Kind
 from undertow.serving.http.middleware.token_budget import CallCost, budgeted
 from undertow.serving.http.problems import Problem, bad_field, problem_of
 from undertow.serving.http.routes.access import Access, GuardedRoute
-from undertow.serving.http.routes.schemas import (
-    AnswerRequest,
-    AnswerResponse,
-    Kind,
-    SearchRequest,
-    SearchResponse,
-)
+from undertow.serving.http.routes.schemas import AnswerRequest, AnswerResponse, SearchRequest
 from undertow.serving.http.routes.streaming import ClientDisconnected, started, unless_gone
 from undertow.serving.http.service import Sender, Served, Tenant
 
@@ -36,7 +31,7 @@ EVENTS = {
 }
 
 
-@router.post("/v1/tenants/{tenant}/search", response_model=SearchResponse)
+@router.post("/v1/tenants/{tenant}/search", response_model=Found)
 @Access(Scope.READ)
 async def search(tenant: Tenant, asked: SearchRequest, service: Served) -> Any:
     """The memories nearest to a query. Filters are applied before the ranking: a tenant with k matching
@@ -82,7 +77,7 @@ async def answer(
     spending = budgeted(service.budgets, sender, service.answer_tokens(asked.mode))
     if not asked.stream:
         try:
-            with spending as cost:
+            async with spending as cost:
                 given = await unless_gone(request, service.memories.call(query))
                 cost.took(given.usage)
         except ClientDisconnected:
@@ -93,15 +88,14 @@ async def answer(
 
 
 async def _charged(
-    pieces: AsyncGenerator[str | Answer], spending: AbstractContextManager[CallCost]
+    pieces: AsyncGenerator[str | Answer], spending: AbstractAsyncContextManager[CallCost]
 ) -> AsyncGenerator[str | Answer]:
     """The same pieces, charged to the budget. Closing it closes them."""
-    with spending as cost:
-        async with aclosing(pieces) as stream:
-            async for piece in stream:
-                if not isinstance(piece, str):
-                    cost.took(piece.usage)
-                yield piece
+    async with spending as cost, aclosing(pieces) as stream:
+        async for piece in stream:
+            if not isinstance(piece, str):
+                cost.took(piece.usage)
+            yield piece
 
 
 async def _events(pieces: AsyncGenerator[str | Answer]) -> AsyncIterator[bytes]:

@@ -19,6 +19,7 @@ from undertow.engine.base.queries import (
     TenantUsageQuery,
 )
 from undertow.serving.auth.principal import Scope
+from undertow.serving.client.results import Decided, Listed, Policy, Records
 from undertow.serving.http import job_actions as acts
 from undertow.serving.http.jobs import Operation
 from undertow.serving.http.problems import bad_field
@@ -26,13 +27,9 @@ from undertow.serving.http.routes.access import Access, GuardedRoute
 from undertow.serving.http.routes.schemas import (
     Accepted,
     CertificateView,
-    Flushed,
     Imported,
-    JobList,
     JobView,
     PolicyRequest,
-    PolicyView,
-    Records,
 )
 from undertow.serving.http.routes.streaming import started
 from undertow.serving.http.service import Again, RespondAsync, Sender, Served, Tenant
@@ -77,7 +74,7 @@ class OperationRequest:
 Asked = Annotated[OperationRequest, Depends()]
 
 
-@router.post("/v1/tenants/{tenant}/flush", response_model=Flushed, responses=ACCEPTED)
+@router.post("/v1/tenants/{tenant}/flush", response_model=Decided, responses=ACCEPTED)
 @Access(Scope.WRITE, once=True, long=True)
 async def flush(asked: Asked, again: Again) -> Any:
     """Wait until every added turn is decided: consolidated into episodes and facts, or kept as a turn."""
@@ -137,14 +134,14 @@ async def import_(asked: Asked, again: Again) -> Any:
     return await acts.import_(asked.service, asked.tenant, body, again=again)
 
 
-@router.get("/v1/tenants/{tenant}/policy", response_model=PolicyView)
+@router.get("/v1/tenants/{tenant}/policy", response_model=Policy)
 @Access(Scope.READ)
 async def policy(tenant: Tenant, service: Served) -> Any:
     """The policy that makes a tenant's memories, and the progress of a change."""
     return await service.memories.call(PolicyQuery(tenant))
 
 
-@router.put("/v1/tenants/{tenant}/policy", response_model=PolicyView)
+@router.put("/v1/tenants/{tenant}/policy", response_model=Policy)
 @Access(Scope.ADMIN, once=True, act="policy")
 async def set_policy(tenant: Tenant, service: Served, sender: Sender, asked: PolicyRequest) -> Any:
     """Change a tenant's policy. The response does not wait for the change.
@@ -200,13 +197,13 @@ async def explain(
     """For each turn the decision, its reasons, and the memories made."""
     records = await service.memories.call(ExplainQuery(tenant, limit, after_seq))
     more = len(records) == limit
-    return Records(results=records, next_after_seq=records[-1]["seq"] if more else None)
+    return Records(results=tuple(records), next_after_seq=records[-1]["seq"] if more else None)
 
 
-@router.get("/v1/tenants/{tenant}/jobs", response_model=JobList)
+@router.get("/v1/tenants/{tenant}/jobs", response_model=Listed[JobView])
 @Access(Scope.READ)
 async def list_jobs(tenant: Tenant, service: Served) -> Any:
-    """A tenant's jobs: open ones, and those that ended within a day (by default)."""
+    """A tenant's jobs, newest first: open ones, and those that ended within a day (by default)."""
     jobs = await service.jobs.of_tenant(service.memories.tenant_key(tenant))
     return {"results": [job.document for job in jobs]}
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_opened_says_so_at_once(store: Path) -> None:
 
 
 def test_a_cluster_root_is_no_plain_store(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is a cluster's root"):
+    with pytest.raises(StoreError, match=r"is a cluster's root, .* Give --ray"):
         InProcess(begin(tmp_path / "root", 2), settings(), PARTS)
 
 

@@ -80,6 +80,13 @@ def expected(
     }
 
 
+def add_beside_a_large_tenant(engine: Engine, metadata: list[Metadata]) -> None:
+    """Ann's turns, decided, and those of another who says the same more often, all under one topic."""
+    engine.add_batch([marked("ann", n, m) for n, m in enumerate(metadata)])
+    assert engine.drain()
+    engine.add_batch([marked("eve", n, {"topic": "work"}) for n in range(400)])
+
+
 WHERES: list[dict[str, Any]] = [
     {"topic": "work"},
     {"topic": ["work", "home"]},
@@ -101,8 +108,7 @@ WHERES: list[dict[str, Any]] = [
 def test_a_filtered_search_is_the_search_cut_down(seed: int, engine: Engine) -> None:
     metadata = some_metadata(60, seed)
     with engine:
-        engine.add_batch([marked("ann", n, m) for n, m in enumerate(metadata)])
-        assert engine.drain()
+        add_beside_a_large_tenant(engine, metadata)
         assert {m.kind for m in engine.get_all("ann")} == {"episode", "fact"}
         counts = []
         for where in WHERES:
@@ -143,8 +149,7 @@ def test_it_goes_with_the_time_filter(engine: Engine) -> None:
     metadata = some_metadata(60, 3)
     where, window = {"topic": ["work", 1, True]}, {"since": "2026-04-05", "until": "2026-04-20"}
     with engine:
-        engine.add_batch([marked("ann", n, m) for n, m in enumerate(metadata)])
-        assert engine.drain()
+        add_beside_a_large_tenant(engine, metadata)
         dated, labelled = ids(engine, "ann", **window, **ALL), ids(engine, "ann", where=where, **ALL)
         both = {kind: [i for i in dated[kind] if i in labelled[kind]] for kind in dated}
         assert ids(engine, "ann", where=where, **window, **ALL) == both

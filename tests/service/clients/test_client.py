@@ -41,6 +41,7 @@ from ...support.service.scripted_server import Reply
 
 ADDED = {"results": [{"id": "a1", "memory": "user: hello", "event": "ADD", "seq": 0}]}
 FOUND: dict[str, Any] = {"results": [], "recall": 1.0}
+MEMORY = {"id": "1", "kind": "turn", "memory": "m", "timestamp": None}
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -100,7 +101,7 @@ def test_a_call_carries_the_key_and_what_was_given(kind: str) -> None:
 
 
 def test_a_listing_s_query_holds_kinds_filters_and_cursor(kind: str) -> None:
-    pages = [{"results": [{"id": "1", "memory": "m", "kind": "turn"}], "next": "c/1"}, {"results": []}]
+    pages = [{"results": [MEMORY], "next": "c/1"}, {"results": [], "next": None}]
     with scene(kind, *map(Reply.of, pages)) as (server, client):
         found = client.get_all("ann", kinds=["turn", "fact"], filters={"topic": ["a&b", "c"], "n": 5})
     assert [memory.id for memory in found] == ["1"]
@@ -257,8 +258,7 @@ def test_a_redirect_is_not_followed_with_the_key(kind: str) -> None:
 
 
 def test_fields_of_a_newer_service_are_kept(kind: str) -> None:
-    newer = {"id": "1", "memory": "m", "kind": "turn", "mood": "calm"}
-    with scene(kind, Reply.of(newer)) as (_, client):
+    with scene(kind, Reply.of(MEMORY | {"mood": "calm"})) as (_, client):
         assert client.get("ann", "1").model_extra == {"mood": "calm"}
 
 

@@ -42,6 +42,7 @@ def test_answers_whole_and_in_pieces(client: Driven, kind: str) -> None:
     assert whole.answer and BOAT in whole.memories[0].memory and whole.usage["calls"] == 1
     *pieces, last = client.answer_stream(tenant, "What does the boat need?", as_of="2026-05-09")
     assert isinstance(last, Answer) and "".join(pieces) == last.answer == whole.answer
+    assert last.memories == whole.memories
     for answer in (client.answer, client.answer_stream):
         with pytest.raises(BadRequest, match="'best_effort' is of the policy 'himem'"):
             answer(tenant, "What does the boat need?", mode="best_effort")

@@ -15,9 +15,10 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 from undertow.serving.cli.commands.mcp import KEY_VARIABLE
+from undertow.serving.mcp.stdio import wants_key
 
 from ...support.cli import ENV, PROGRAM, run
-from ...support.service.http import Running
+from ...support.service.http import Running, serving
 from ...support.service.mcp import EVERY_TOOL, MODES, TOOLS, done, refused
 
 pytestmark = pytest.mark.anyio
@@ -147,6 +148,19 @@ def test_wrong_options_are_refused(args: list[str], cure: str) -> None:
     done = run("mcp", *args)
     assert (done.code, done.out) == (2, "")
     assert cure in done.err
+
+
+def test_a_service_that_wants_a_key_is_told_with_the_cure(running: Running) -> None:
+    done = run("mcp", "--url", running.url, env={KEY_VARIABLE: ""})
+    assert (done.code, done.out) == (2, "")
+    assert "wants a key" in done.err and KEY_VARIABLE in done.err and "--key-file" in done.err
+
+
+async def test_a_service_without_keys_wants_none(tmp_path: Path) -> None:
+    with serving(tmp_path, open_to_all=True) as service:
+        assert not await wants_key(service.url)
+        closed = service.url
+    assert not await wants_key(closed), "it may be there later"
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path) -> None:

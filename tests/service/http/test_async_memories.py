@@ -18,7 +18,7 @@ from undertow.engine.cluster.shard.supervisor import EngineParts
 from undertow.engine.step.admission import QueueFull
 from undertow.serving.async_memories import AsyncMemories, open_memories
 
-from ...support.cluster.in_process import PARTS, begin, settings
+from ...support.cluster.in_process import PARTS, settings
 from ...support.engine import HeldLLM, turn_of
 
 pytestmark = pytest.mark.anyio
@@ -127,8 +127,3 @@ async def test_calls_under_way_at_closing_raise(tmp_path: Path) -> None:
         await waiting
     with pytest.raises(UndertowError, match="was closed"):
         await memories.call(SearchQuery("ann", "word1"))
-
-
-def test_a_clusters_root_cannot_be_opened_as_a_store(tmp_path: Path) -> None:
-    with pytest.raises(UndertowError, match="--ray"):
-        open_memories(begin(tmp_path / "root", 1), settings(), parts=PARTS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from undertow.engine.base.queries import TurnsByKeyQuery
 from undertow.serving.auth.principal import Scope
 
-from ...support.service.http import Running, at, is_problem, said
+from ...support.service.http import Running, at, intercepted, is_problem, said, serving
 
 BOUNDS = {"max_items": 4, "max_body_bytes": 20_000}
 
@@ -160,6 +162,17 @@ def test_repeating_an_add_gives_its_first_answer(running: Running, client: httpx
     assert client.get(at("hal", "/stats")).json()["turns"] == 2
     elsewhere = add(running.client(Scope.WRITE), other).json()["results"]
     assert [result["event"] for result in elsewhere] == ["ADD"] * 3
+
+
+def test_a_repeated_add_whose_turn_is_gone_has_null_for_its_id(tmp_path: Path) -> None:
+    async def gone(*_: object) -> dict[str, Any]:
+        return {}
+
+    with serving(tmp_path, wrap=lambda memories: intercepted(memories, TurnsByKeyQuery, gone)) as running:
+        client, body, key = running.client(), {"messages": said("said once")}, {"Idempotency-Key": "k"}
+        first, again = (client.post(at("ann", "/memories"), json=body, headers=key).json() for _ in range(2))
+    (turn,) = first["results"]
+    assert again == {"results": [{**turn, "id": None, "event": "DUPLICATE", "seq": None}]}
 
 
 def test_repeating_an_add_does_not_bring_a_deleted_turn_back(client: httpx2.Client) -> None:
