@@ -32,9 +32,9 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 KERNEL_PACKAGES = {"torch", "cupy", "numpy", "faiss", "numba", "llvmlite"}
 
-# Upper bounds that only go down. The goals are 44,000 and 36,000 (later features have allowances).
-SOURCE_LINES = 46_925
-TEST_LINES = 40_660
+# Upper bounds that only go down, but for what a new feature is allowed (docs/decisions/0030).
+SOURCE_LINES = 46_950
+TEST_LINES = 40_000
 # Made by `make client` from the asynchronous client, and compared with it by a test.
 GENERATED = "serving/client/_sync/"
 FOLDER_ENTRIES = 15
