@@ -54,7 +54,7 @@ def _from_text(text: str) -> str | None:
     iso = text.upper()
     if _ISO.fullmatch(iso):
         moment = datetime.fromisoformat(iso)
-        if moment.tzinfo is not None:
+        if moment.tzinfo is not None and not 1 < moment.year < 9999:
             moment.astimezone(UTC)  # an OverflowError here, not later in a sort
         return moment.isoformat()
     if _DATE.fullmatch(text):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from undertow.engine.base.model import BadInput, PackedTurn, Turn, time_key
 from undertow.engine.storage.row_codec import pack_turn
@@ -69,7 +68,7 @@ class OrderWatch:
 
     def __init__(self, capacity: int = WATCHED_SESSIONS) -> None:
         self._capacity = capacity
-        self._latest: OrderedDict[tuple[str, str], datetime] = OrderedDict()
+        self._latest: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def check(self, turns: Sequence[Turn | PackedTurn]) -> str | None:
         """A warning about the first of `turns` that is earlier than its predecessor, if any.
@@ -82,15 +81,20 @@ class OrderWatch:
             if turn.timestamp is None:
                 continue
             key = (turn.tenant, turn.session_id)
-            moment = time_key(turn.timestamp)
             before = self._latest.get(key)
-            if before is not None and moment < before and warning is None:
+            if before is not None and warning is None and _is_earlier(turn.timestamp, before):
                 warning = (
                     f"timestamp {turn.timestamp} in session {turn.session_id!r} of tenant "
                     f"{turn.tenant!r} is earlier than the one before it; order of arrival is kept"
                 )
-            self._latest[key] = moment
+            self._latest[key] = turn.timestamp
             self._latest.move_to_end(key)
         while len(self._latest) > self._capacity:
             self._latest.popitem(last=False)
         return warning
+
+
+def _is_earlier(timestamp: str, other: str) -> bool:
+    if len(timestamp) == len(other) and timestamp[-6:] == other[-6:]:
+        return timestamp < other  # of one form and zone: in the order of their texts
+    return time_key(timestamp) < time_key(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import tracemalloc
+from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from undertow.engine.base.model import InputError, Message
+from undertow.engine.base.model import InputError, Message, Turn, time_key
+from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers import (
     Format,
     PackedRecord,
@@ -313,6 +315,22 @@ def test_a_plain_exchange_takes_the_short_cut(monkeypatch: pytest.MonkeyPatch) -
     whole = {**GOOD, "messages": GOOD["messages"], "idempotency_key": "k", "metadata": {"a": 1}}
     assert parser.packed(1, GOOD) == expected
     assert parser.packed(2, whole).turns[0].dedupe_key == "k:0"
+
+
+moment = st.datetimes(
+    datetime(1970, 1, 1),
+    datetime(1970, 1, 3),
+    timezones=st.none() | st.sampled_from([UTC, timezone(timedelta(hours=5, minutes=30))]),
+)
+times = (moment | st.dates(date(1970, 1, 1), date(1970, 1, 3))).map(
+    lambda time: parse_timestamp(time.isoformat())
+)
+
+
+@given(times, times)
+def test_of_two_times_the_earlier_is_known(first: str, second: str) -> None:
+    turns = [Turn("ann", (), "", timestamp=timestamp) for timestamp in (first, second)]
+    assert (OrderWatch().check(turns) is not None) == (time_key(second) < time_key(first))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
