@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn, Turn, UndertowError, as_embedded
 from undertow.engine.base.results import Receipt
-from undertow.engine.step.turn_columns import PlacedTurns, TurnColumns
 from undertow.engine.storage.journal import Row, Rows
 from undertow.engine.storage.row_codec import Control, control_row, pack_turn, turn_id
+from undertow.engine.tenants.turn_columns import PlacedTurns, TurnColumns
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.base.trace import Trace

@@ -30,13 +30,13 @@ from undertow.engine.step.effects import EffectReader, read_by_kind
 from undertow.engine.step.lag import LagTracker
 from undertow.engine.step.llm_calls import LLMCalls
 from undertow.engine.step.redaction import Redaction
-from undertow.engine.step.turn_columns import TurnColumns
 from undertow.engine.storage.journal import Journal, Row, Rows
 from undertow.engine.storage.journal_rows import row_count
 from undertow.engine.storage.row_codec import Control, ControlKind, control_row, memory_row
 from undertow.engine.tenants.generations import BEFORE_LOG
 from undertow.engine.tenants.registry import ArenaFull
 from undertow.engine.tenants.tenant import Tenant
+from undertow.engine.tenants.turn_columns import TurnColumns
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ def test_a_reader_that_fails_ends_its_file_alone(
         yield from list(read(log, max_message_bytes=LIMIT))[:10]
         raise RuntimeError("a defect of the reader")
 
-    monkeypatch.setattr(bulk_reading, "read", fails)
+    monkeypatch.setattr(bulk_reading, "read_packed", fails)
     *turns, last = reading(root).tables(Piece(0, logs[0], 0))
     report = FileReport.from_json(last.column("payload")[0].as_py())
     assert sum(t.num_rows for t in turns) == report.turns > 0

@@ -6,9 +6,9 @@ import pytest
 
 from undertow.engine.step.admission import Admission
 from undertow.engine.step.scheduler import Scheduler, StepReport
-from undertow.engine.step.turn_columns import TurnColumns
 from undertow.engine.tenants.registry import ArenaFull
 from undertow.engine.tenants.tenant import Tenant
+from undertow.engine.tenants.turn_columns import TurnColumns
 
 
 class Watched:
