@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 
 import orjson
@@ -11,8 +13,11 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.llm.client import Completion
 from undertow.engine.step.admission import QueueFull
+from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.store_info import StoreError
+from undertow.prompts.builders import Prompt
 
 from ...support.engine import (
     ALONE,
@@ -35,6 +40,40 @@ from ...support.engine import (
     turns_of,
 )
 from ...support.oracles.recmem import OracleRecMem
+
+# ---- what is stored before an LLM is asked
+
+
+class JournalReader(RecordingLLM):
+    """Notes with each prompt what another process would find in the store."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__(MockReplies())
+        self.store = store
+        self.found: list[tuple[str, Counter[str]]] = []
+
+    def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
+        with closing(Journal.open(self.store, writable=False)) as journal:
+            key = journal.info.tenant_key(tenant)
+            rows = journal.read(tenant_keys=[key], kinds=["turn", "job"], vectors=False)
+            self.found.append((tenant, Counter(row.kind for row in rows)))
+        return super().submit(prompt, tenant=tenant)
+
+
+@pytest.mark.parametrize("batch_turns", [1, 7, 64])
+def test_turns_and_the_job_are_stored_before_a_prompt_is_sent(tmp_path: Path, batch_turns: int) -> None:
+    llm = JournalReader(tmp_path)
+    with open_engine(tmp_path, llm, **ALONE, batch_turns=batch_turns) as engine:
+        for n in range(12):
+            engine.add_batch([turn_of(name, n, f"{name} word{n}") for name in ("ann", "bob")])
+            for name, rows in llm.found:
+                assert rows["turn"] == n + 1 and rows["job"] >= 1, name
+            llm.found.clear()
+            assert engine.drain()
+            assert llm.prompts
+            assert all(rows["turn"] == n + 1 and rows["job"] >= 1 for _, rows in llm.found)
+            llm.found.clear()
+
 
 # ---- fairness and bounds
 
