@@ -13,7 +13,7 @@ import pytest
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.llm.client import Completion
+from undertow.engine.llm.client import Completion, ServerRefused
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.store_info import StoreError
@@ -185,6 +185,28 @@ def test_a_spent_budget_degrades_one_tenant_to_search_only_and_says_so(tmp_path:
     expected = oracle_run(settings_of(**ALONE), ENCODER, MockReplies(), turns)
     run = read_back(tmp_path, {})
     assert_same(Run(run.decisions, run.versions, expected.prompts), expected)
+
+
+class SecondRefused(RecordingLLM):
+    """Answers one prompt and refuses the next."""
+
+    def submit(self, prompt: Prompt, *, tenant: str) -> Future[Completion]:
+        if not self.prompts[tenant]:
+            return super().submit(prompt, tenant=tenant)
+        refused: Future[Completion] = Future()
+        refused.set_exception(ServerRefused("no such model"))
+        return refused
+
+
+def test_tokens_of_a_job_that_could_not_be_finished_count(tmp_path: Path) -> None:
+    with open_engine(tmp_path, SecondRefused(MockReplies()), **ALONE) as engine:
+        engine.add_batch(turns_of("ann", 1))
+        assert not engine.drain()
+        assert "no such model" in engine.scheduler.blocked["ann"]
+        spent = engine.tenants.get("ann").meter
+    assert [usage.calls for usage in spent.values()] == [1]
+    with open_engine(tmp_path, **ALONE) as engine:
+        assert engine.tenants.get("ann").meter == spent
 
 
 # ---- who may open the store
