@@ -95,10 +95,17 @@ def named(path: str, tree: ast.AST) -> Iterator[tuple[str, int]]:
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        elif isinstance(node, ast.Call):
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.args[0].value, node.lineno
+            if called in ("import_module", "__import__"):
+                yield beginning([*node.args, *(word.value for word in node.keywords)][0]), node.lineno
+
+
+def beginning(name: ast.expr) -> str:
+    """The text of a module's name, as far as it is literal; one that is not may be anything of ours."""
+    first = name.values[0] if isinstance(name, ast.JoinedStr) else name
+    text = first.value if isinstance(first, ast.Constant) else ""
+    return str(text).rstrip(".") or "undertow"
 
 
 def imports(sources: Sources) -> dict[str, dict[str, int]]:
@@ -120,13 +127,23 @@ def wrong_directions(sources: Sources) -> Iterator[str]:
         for target, line in into.items():
             there = room_of(target)
             if here not in FLOOR_OF or there not in FLOOR_OF:
-                continue  # engine/__init__.py and engine/cluster's like: below all rooms, and empty
+                continue  # an empty __init__.py: see `homeless`
             if here != there and FLOOR_OF[there] >= FLOOR_OF[here]:
                 yield f"{path}:{line} imports {target}: {here} may not import {there}"
     for path, text in sources.items():
         for name, line in named(path, ast.parse(text)):
             if room_of(path) != "serving" and name.startswith("undertow") and not resolved(name, sources):
                 yield f"{path}:{line} imports {name}: the public names are for users"
+
+
+def homeless(sources: Sources) -> list[str]:
+    """Files that stand on no floor, but for an __init__.py without imports."""
+    return [
+        path
+        for path, text in sources.items()
+        if room_of(path) not in FLOOR_OF
+        and (not path.endswith("/__init__.py") or list(named(path, ast.parse(text))))
+    ]
 
 
 def folder_circles(sources: Sources) -> list[str]:
@@ -159,6 +176,7 @@ def foreign_packages(sources: Sources) -> Iterator[str]:
 
 
 def test_imports_point_down(sources: Sources) -> None:
+    assert not homeless(sources)
     assert not list(wrong_directions(sources))
 
 
@@ -188,6 +206,8 @@ PLANTED = {
     "a relative import": (BASE, "from ..step import scheduler"),
     "a text": (BASE, 'importlib.import_module("undertow.engine.step.scheduler")'),
     "a benchmark that imports the service": (BENCH, "from undertow.serving.doctor import examine"),
+    "part of a text": (BASE, 'import_module(f"undertow.engine.step.{name}")'),
+    "a text that is computed": (BASE, "import_module(name=name)"),
     "a public name": (STEP, "from undertow import Engine"),
 }
 
@@ -198,6 +218,12 @@ def test_a_planted_import_in_a_wrong_direction_is_found(kind: str) -> None:
     assert not list(wrong_directions(sources))
     path, text = PLANTED[kind]
     assert [found.split(":")[0] for found in wrong_directions({**sources, path: text})] == [path]
+
+
+def test_a_planted_file_on_no_floor_is_found() -> None:
+    planted = {"engine/newroom/x.py": "", "engine/helper.py": "", "engine/__init__.py": "import numpy"}
+    assert homeless(planted) == list(planted)
+    assert not homeless({"engine/__init__.py": "", BASE: ""})
 
 
 def test_planted_circles_are_found() -> None:
