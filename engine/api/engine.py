@@ -54,8 +54,8 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.
     `takeover`: a former writer that may still be alive is fenced off; else its lock refuses this one.
-    `life` is that of a shard, which is restarted by itself; `hash_key` that of a store which has yet to be
-    made. See Journal.open and Journal.create.
+    `life`: the shard's incarnation, for shards that restart themselves. `hash_key`: for a store that does not
+    exist yet. See Journal.open and Journal.create.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
             raise
 
     def _set_up(self, encoder: Encoder, llm: LLMClient | None) -> None:
-        """All that stands on the open journal."""
+        """Build everything that needs the open journal."""
         settings = self.settings
         try:
             self._check_encoder()
@@ -108,8 +108,8 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
                 llm.on_call = self.trace.llm_request
             self._texts = EmbeddingCache(encoder, settings.encode_cache_texts)
             gate = make_gate(self.arena)
-            self._readings = EffectReader(self.arena, gate, self._texts)
-            self.retrieval = Ranker(
+            self._effects = EffectReader(self.arena, gate, self._texts)
+            self.ranker = Ranker(
                 self.arena,
                 gate,
                 settings.ivf_rows,
@@ -135,7 +135,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
                 embed_timestamp=s.embed_timestamp,
                 trace=self.trace,
             ),
-            self._readings,
+            self._effects,
             self._policies,
             self._llm,
             queue_turns=s.queue_turns,
@@ -154,7 +154,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
             self.warnings.append(drift)
 
     def _check_policy(self) -> None:
-        """Who only reads may have any settings: a search is the same whatever has made the memories."""
+        """StoreError. Readers skip this check: a search does not depend on the policy."""
         stored, named = self.journal.info.policy, self.settings.policy
         if self.journal.writable and stored != named:
             raise StoreError(
@@ -174,7 +174,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
     def close(self) -> None:
         """Release the store and the vectors' memory; no call works after it.
 
-        Jobs in flight are dropped; a later run takes them up from the log, and what answers have taught.
+        Drops jobs in flight; a later run resumes them from the log. Logs the feedback of answers.
         """
         try:
             if self.journal.writable and self._failure is None:
@@ -276,7 +276,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
         return until not in self.scheduler.blocked if until is not None else not self.scheduler.blocked
 
     def at_rest(self, tenant: str) -> bool:
-        """Whether nothing of the tenant's is queued, and none of its records is to be decided."""
+        """Whether the tenant has no queued turns and no undecided records."""
         scheduler = self.scheduler
         queued = scheduler.inbox.holds(tenant) or self._feedback.holds(tenant)
         return not (queued or scheduler.decisions.is_active(tenant) or self._residency.is_waiting(tenant))
@@ -388,7 +388,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
         return tickets
 
     def take_up(self, tenants: Sequence[str]) -> None:
-        """Have the undecided records of tenants that have arrived decided."""
+        """Queue the undecided records of tenants that have moved here."""
         self._residency.load(tenants)
 
     # ---- queries and commands

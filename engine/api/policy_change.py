@@ -39,8 +39,8 @@ def check_edits(tenant: Tenant) -> None:
     if edited:
         raise PolicyConflict(
             f"{len(edited)} memories of {tenant.name!r} were reworded or deleted by hand, and a change of "
-            "policy makes memories anew from the turns, without that. Set drop_edits (--drop-edits) if that "
-            "may be: their history stays. Deleted turns stay out either way."
+            "policy rebuilds memories from the turns and loses these edits. Set drop_edits (--drop-edits) to "
+            "allow that: their history stays. Deleted turns stay out either way."
         )
 
 

@@ -36,7 +36,7 @@ class SearchCalls(ABC):
     settings: Settings
     journal: Journal
     tenants: TenantRegistry
-    retrieval: Ranker
+    ranker: Ranker
     scheduler: Scheduler
     trace: Trace
     _policies: Policies
@@ -79,7 +79,7 @@ class SearchCalls(ABC):
         with self.trace.span("encode_query", texts=1):
             vector = self._texts.encode([tenant], [text])[0]
         with self.trace.span("rank", asks=1):
-            return self.retrieval.search(
+            return self.ranker.search(
                 of,
                 vector,
                 k_sub=tiers.k_sub,
@@ -113,11 +113,11 @@ class SearchCalls(ABC):
 
     def is_ready(self, tenant: str) -> bool:
         """Whether the tenant's keyword index is built, or nearly; see Ranker.is_ready. UnknownTenant."""
-        return self.settings.search != "hybrid" or self.retrieval.is_ready(self._tenant(tenant))
+        return self.settings.search != "hybrid" or self.ranker.is_ready(self._tenant(tenant))
 
     def prepare(self, tenant: str) -> int:
         """Build some of the tenant's keyword index; see Ranker.prepare. UnknownTenant."""
-        return self.retrieval.prepare(self._tenant(tenant))
+        return self.ranker.prepare(self._tenant(tenant))
 
     def _get_all(self, query: MemoriesQuery) -> list[Memory]:
         of = self._tenant(query.tenant)

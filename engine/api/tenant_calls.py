@@ -27,7 +27,7 @@ class TenantCalls(SearchCalls):
         where, kinds = Where.of(query.where), kinds_of(query.kinds)
         window = window_of(query.since, query.until)
         of = self.tenants.existing(query.tenant)
-        passing, within = self.retrieval.passing(of, where), self.retrieval.within(of, window)
+        passing, within = self.ranker.passing(of, where), self.ranker.within(of, window)
         return list_page(of, kinds, window, passing, within, limit=query.limit, after=query.after)
 
     def _import(self, command: ImportCommand) -> ImportReport:

@@ -118,7 +118,7 @@ class LoadBalancer:
         try:
             yield
         except TimeoutError as called_back:
-            text = f"{slot.url} does not answer any more where it was; what was under way is asked anew"
+            text = f"{slot.url} stopped responding at its former address; its pending requests are retried"
             raise Trouble(text) from called_back
         except Trouble as trouble:
             slot.breaker.failed()

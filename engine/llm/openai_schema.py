@@ -92,7 +92,7 @@ class ReplyStream:
             self._on_text(said)
 
     @property
-    def together(self) -> ChatCompletion:
+    def assembled(self) -> ChatCompletion:
         """The whole reply, in the form of a reply without streaming."""
         message = {"content": "".join(self._told)}
         choices = [{"message": message, "finish_reason": self.finish_reason}]

@@ -172,7 +172,7 @@ class Server:
                 pieces.take(self._read(ChatChunk, chunk))
         if pieces.finish_reason is None:
             raise Trouble(f"{self.url} broke off in the middle of a reply")
-        return pieces.together
+        return pieces.assembled
 
     async def offered(self) -> list[str]:
         """The models that the server lists. ServerRefused; Trouble if it does not answer within 10 s."""

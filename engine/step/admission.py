@@ -208,12 +208,12 @@ class Admission:
             self._tenants.reserve(segments)
         except UndertowError:
             for tenant in tenants:
-                if not tenant.thresholds_from:  # the first record of every log: none yet
+                if not tenant.thresholds_from:  # no record yet, so this is a new tenant
                     self._tenants.remove(tenant.name)
             raise
 
     def settle_thresholds(self, tenant: Tenant) -> list[Row]:
-        """Log the thresholds if the tenant has others. They apply to later seqs only."""
+        """Log the current thresholds if they differ from the tenant's. They apply from the next seq on."""
         if tenant.thresholds_from and tenant.thresholds_from[-1][1] == self._thresholds:
             return []
         seq = tenant.next_seq if tenant.thresholds_from else -1

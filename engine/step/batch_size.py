@@ -19,7 +19,7 @@ STORING_PER_DECIDING = 9.0
 
 
 @dataclass(slots=True)
-class Admitted:
+class AdmissionSize:
     """Filled in by the caller: how many turns were new, so that they were embedded and written."""
 
     fresh_turns: int = 0
@@ -39,9 +39,9 @@ class BatchSizer:
         self.turns = LEAST_TURNS if turns is None else turns
 
     @contextmanager
-    def measured(self) -> Iterator[Admitted]:
+    def measured(self) -> Iterator[AdmissionSize]:
         """Measure an admission. A failed one is ignored."""
-        admitted, began_s = Admitted(), self._clock_s()
+        admitted, began_s = AdmissionSize(), self._clock_s()
         yield admitted
         if not self._fixed and 2 * admitted.fresh_turns >= self.turns:
             self._follow((self._clock_s() - began_s) / admitted.fresh_turns)

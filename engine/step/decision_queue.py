@@ -77,7 +77,7 @@ class DecisionQueue:
         """`begin` returns the coroutine that decides record `seq` of a tenant."""
         self._begin = begin
         self.lag_tracker = LagTracker()
-        # By tenant, why nothing of it is decided.
+        # The reason why a tenant is blocked, by name.
         self.blocked: dict[str, str] = {}
         self._ready: OrderedDict[str, Tenant] = OrderedDict()
         self._running: dict[str, DecisionRun] = {}

@@ -80,7 +80,7 @@ class Scheduler:
         self._trace = trace
         self.inbox = Inbox(queue_turns)
         self.decisions = DecisionQueue(partial(begin, policies))
-        # The queue's own: by tenant, why nothing of it is decided.
+        # Owned by the queue: the reason why a tenant is blocked, by name.
         self.blocked = self.decisions.blocked
         self.llm_calls = LLMCalls(
             llm, self.decisions, in_flight=llm_in_flight, token_budget=token_budget, trace=trace
@@ -91,7 +91,7 @@ class Scheduler:
         self._shard_rows: list[Row] = []
         # After the arena was full: admission resumes when at most this many tenants are active.
         self._resume_admission_at: int | None = None
-        # True within a step once turns are admitted: an undecided tenant may be in use though not active.
+        # True within a step once turns are admitted: a tenant may then be in use without being active.
         self.deciding = False
         # Evicts a tenant whose live state must go before its whole log is decided.
         self.evict: Callable[[Tenant], None] | None = None
@@ -178,7 +178,7 @@ class Scheduler:
         return run
 
     def suspend(self) -> None:
-        """Abandon all ready and running decisions and evict their tenants: others need the memory.
+        """Abandon all ready and running decisions and evict their tenants, to free memory for others.
 
         The log still holds the undecided records, so that the decisions begin again later.
         """

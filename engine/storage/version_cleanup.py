@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 
-from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage import lance_log
 from undertow.engine.storage.lance_log import LANCE_ERRORS, LanceLog
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ class VersionCleaner:
         if now_s < self._due_s or (self._thread is not None and self._thread.is_alive()):
             return
         # No daemon: the interpreter waits for it at exit, even if the journal was not closed.
-        thread = threading.Thread(target=self._run, name="tidier")
+        thread = threading.Thread(target=self._run, name="version-cleanup")
         thread.start()
         self._thread = thread
-        self._due_s = now_s + log_table.READER_GRACE.total_seconds() / RUNS_PER_GRACE
+        self._due_s = now_s + lance_log.READER_GRACE.total_seconds() / RUNS_PER_GRACE
 
     def wait(self) -> None:
         """Wait for a running removal to end."""

@@ -106,7 +106,7 @@ class TenantRegistry(TenantCatalog):
         size = self._arena.capacity_bytes
         held = "" if size is None else f" of {size} bytes"
         return ArenaFull(
-            f"the arena{held} has no room for {what}, though every idle tenant was put out: {error}. "
+            f"the arena{held} has no room for {what}, even after every idle tenant was evicted: {error}. "
             f"Give it a larger share of the card ({SHARES_SETTING}), or {cure}."
         )
 

@@ -57,7 +57,7 @@ class PlacedTurns:
 
     @classmethod
     def plan(cls, turns: TurnColumns, tenants: Sequence[Tenant]) -> Self:
-        """Leave out what is known, and find the timestamps. Changes nothing.
+        """Drop duplicates and resolve missing timestamps. Changes nothing.
 
         A turn without a timestamp inherits the previous one of its session.
         """
@@ -96,7 +96,7 @@ class PlacedTurns:
 
     @classmethod
     def single(cls, turn: PackedTurn, tenant: Tenant) -> Self:
-        """One turn as it is, with its own timestamp."""
+        """One turn. It keeps its own timestamp and inherits none."""
         digest, owner = key_hash(turn.dedupe_key), np.zeros(1, np.int64)
         columns = ([turn.timestamp], [turn.text], [turn.session_id], [turn.payload])
         return cls([tenant], [0], owner, [digest], *columns)
@@ -150,7 +150,7 @@ class PlacedTurns:
 
 
 def turn_ids(tenants: Sequence[Tenant], owners: NDArray[np.int64], seqs: NDArray[np.int64]) -> list[str]:
-    """The ids of turns. As `row_codec.turn_id`, which would take twice as long for each of many."""
+    """The ids of turns: `row_codec.turn_id` for a batch, in half the time."""
     starts = [f"{tenant.name}\x1f{tenant.incarnation}\x1f".encode() for tenant in tenants]
     return [
         blake2b(starts[owner] + b"%d\x1fturn\x1f0" % seq, digest_size=16).hexdigest()

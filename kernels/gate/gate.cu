@@ -1,12 +1,12 @@
-// The recurrence gate on tensor cores: one pass over the rows of many segments (see gate_cuda.py).
+// The recurrence gate on tensor cores: one pass over the rows of many segments (see cuda_gate.py).
 //
 // A probe puts one query to one segment; the probes of a segment are a group. A task is a range of a
 // group's rows, and a cell is what one task finds for one probe: how many rows reach the threshold, and
 // the best of them with exact scores. `scan` fills the cells, `tally` adds up their counts, `merge`
-// joins their lists. Plan and cells are laid out as plan.py says, and are the same on the CPU (scan.py).
+// joins their lists. Plan and cells are laid out as plan.py says, and are the same on the CPU (cpu_gate.py).
 //
 // Each warp works by itself and takes a task at a time, so no block ever synchronises. It goes over the
-// rows in steps of 32: scores on tensor cores, which are within `slack` of the exact ones (exact.py);
+// rows in steps of 32: scores on tensor cores, which are within `slack` of the exact ones (kernels/error_bounds.py);
 // rows for which that leaves open whether they count, or belong to the best, are scored again in fp64,
 // which is exact. So what is found does not depend on which warp finds it.
 //

@@ -64,7 +64,7 @@ class Guarded(TyperGroup):
             raise typer.Exit(exit_code(error)) from None
         except ValueError as error:
             say(
-                f"undertow: an error of the engine, not of yours: {error}. "
+                f"undertow: an internal error: {error}. "
                 "Please report it, with what `undertow --debug COMMAND ...` shows."
             )
             raise typer.Exit(Exit.FAILED) from None

@@ -129,8 +129,10 @@ KINDS: Mapping[type[Exception], _Kind] = {
     ),
     PolicyConflict: _Kind(409, "policy", None),
     NotCertified: _Kind(503, "resharding", None, 30),
-    ImportCancelled: _Kind(409, "called-off", "The tenant was erased meanwhile; nothing of this was stored."),
-    ExportBroken: _Kind(503, "export-broken", "The tenant was erased or moved meanwhile. Export it anew.", 1),
+    ImportCancelled: _Kind(409, "called-off", "The tenant was erased meanwhile; nothing was imported."),
+    ExportBroken: _Kind(
+        503, "export-broken", "The tenant was erased or moved meanwhile. Export it again.", 1
+    ),
     QueueFull: _Kind(429, "queue-full", "Too many turns wait to be stored. Try again in a moment.", 1),
     ArenaFull: _Kind(503, "memory-full", "There is no room in memory for this tenant now. Try again.", 5),
     BadReply: _Kind(503, "llm-reply", "The language model gave no usable answer. Ask again, or otherwise."),

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from undertow.engine.base.model import UndertowError
 from undertow.engine.llm.discovery import BY_NAME, NAMESPACE
 from undertow.serving.vllm.local_server import SERVER_PYTHON, LocalServerError, LocalVLLM
-from undertow.serving.vllm.supervisor import ServerKeeper, ServerState
+from undertow.serving.vllm.supervisor import ServerState, ServerSupervisor
 
 try:
     import ray
@@ -98,8 +98,8 @@ class ServerPlan(BaseModel):
         return LocalVLLM(**(shared | own))
 
 
-class VLLMActor(ServerKeeper):
-    """A `ServerKeeper` as Ray runs it."""
+class VLLMActor(ServerSupervisor):
+    """A `ServerSupervisor` as Ray runs it."""
 
     def __init__(self, plan: ServerPlan, number: int) -> None:
         """Never fails: Ray does not restart an actor whose constructor raised."""

@@ -35,7 +35,7 @@ class ServerState:
         return bool(self.url)
 
 
-class ServerKeeper:
+class ServerSupervisor:
     """Owns a `LocalVLLM` in a thread of its own; the public methods may be called from any thread."""
 
     def __init__(self, server: LocalVLLM, *, check_s: float = 5.0) -> None:
@@ -45,14 +45,14 @@ class ServerKeeper:
         self._state = ServerState()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="vllm-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="vllm-supervisor", daemon=True)
         self._thread.start()
 
     def ready(self, timeout_s: float) -> str:
         """The server's URL, once it answers.
 
         Raises LocalServerError with the last log lines if a start fails meanwhile, or after `timeout_s`.
-        The keeper goes on trying in any case.
+        It goes on trying in any case.
         """
         with self._changed:
             failed_before = self._state.failed_starts
@@ -98,7 +98,7 @@ class ServerKeeper:
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
     def _watch(self) -> None:
-        """Returns when the keeper stops. LocalServerError: the server is dead or does not answer."""
+        """Returns when the supervisor stops. LocalServerError: the server is dead or does not answer."""
         misses = 0
         while not self._stopping.wait(self._check_s):
             self._server.check_alive()

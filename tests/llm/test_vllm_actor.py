@@ -21,7 +21,7 @@ from undertow.bench.mock.llm import MODEL, MockReplies
 from undertow.engine.base.config import Settings
 from undertow.engine.llm.client import OpenAILLM
 from undertow.serving.vllm import ray_actor as vllm_actor
-from undertow.serving.vllm import supervisor as server_keeper
+from undertow.serving.vllm import supervisor as supervision
 from undertow.serving.vllm.local_server import LocalServerError, LocalVLLM, free_port
 from undertow.serving.vllm.ray_actor import (
     ServerPlan,
@@ -30,7 +30,7 @@ from undertow.serving.vllm.ray_actor import (
     start_servers,
     stop_servers,
 )
-from undertow.serving.vllm.supervisor import ServerKeeper
+from undertow.serving.vllm.supervisor import ServerSupervisor
 
 from ..support.llm_servers import expected, merge, prompts, results, server_stats, wait_until
 from .vllm_stand_in import TALKING, alive, stand_in_of
@@ -43,12 +43,14 @@ def stand_in(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_keeper, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.05)
 
 
 @pytest.fixture
-def keeper(stand_in: Path, quick: None) -> Iterator[ServerKeeper]:
-    made = ServerKeeper(LocalVLLM(stand_in.parent, MODEL, python=stand_in, start_timeout_s=60), check_s=0.1)
+def supervisor(stand_in: Path, quick: None) -> Iterator[ServerSupervisor]:
+    made = ServerSupervisor(
+        LocalVLLM(stand_in.parent, MODEL, python=stand_in, start_timeout_s=60), check_s=0.1
+    )
     yield made
     made.stop()
 
@@ -73,59 +75,61 @@ def plan_of(stand_in: Path, **values: Any) -> ServerPlan:
     return ServerPlan(**(given | values))
 
 
-# ---- the keeper
+# ---- the supervisor
 
 
-def test_a_server_that_dies_is_started_again_at_the_same_url(keeper: ServerKeeper) -> None:
-    url = keeper.ready(60)
+def test_a_server_that_dies_is_started_again_at_the_same_url(supervisor: ServerSupervisor) -> None:
+    url = supervisor.ready(60)
     assert answers(url)
-    first = keeper.state()
+    first = supervisor.state()
     assert (first.ready, first.url, first.starts, first.error) == (True, url, 1, None)
     assert first.pid is not None
     os.killpg(first.pid, signal.SIGKILL)
-    wait_until(lambda: keeper.state().starts == 2)
-    assert keeper.ready(60) == url
-    again = keeper.state()
+    wait_until(lambda: supervisor.state().starts == 2)
+    assert supervisor.ready(60) == url
+    again = supervisor.state()
     assert again.pid not in (None, first.pid) and answers(url)
     assert "ended with status" in (again.error or "")
 
 
-def test_a_server_that_fails_its_health_check_is_started_again(keeper: ServerKeeper, stand_in: Path) -> None:
-    keeper.ready(60)
-    sick_pid = keeper.state().pid
+def test_a_server_that_fails_its_health_check_is_started_again(
+    supervisor: ServerSupervisor, stand_in: Path
+) -> None:
+    supervisor.ready(60)
+    sick_pid = supervisor.state().pid
     (stand_in.parent / "sick").touch()
-    wait_until(lambda: not keeper.state().ready)
+    wait_until(lambda: not supervisor.state().ready)
     (stand_in.parent / "sick").unlink()
-    url = keeper.ready(60)
-    assert answers(url) and keeper.state().pid != sick_pid
-    assert "/health" in (keeper.state().error or "")
+    url = supervisor.ready(60)
+    assert answers(url) and supervisor.state().pid != sick_pid
+    assert "/health" in (supervisor.state().error or "")
     assert sick_pid is not None and not alive(sick_pid)
 
 
 def test_a_start_that_fails_is_told_and_tried_again(stand_in: Path, quick: None) -> None:
     (stand_in.parent / "broken").touch()
-    keeper = ServerKeeper(LocalVLLM(stand_in.parent, MODEL, python=stand_in), check_s=0.1)
+    supervisor = ServerSupervisor(LocalVLLM(stand_in.parent, MODEL, python=stand_in), check_s=0.1)
     try:
         with pytest.raises(LocalServerError, match=r"(?s)status 3.*no room for the KV cache"):
-            keeper.ready(60)
-        state = keeper.state()
+            supervisor.ready(60)
+        state = supervisor.state()
         assert not state.ready and state.url == "" and "no room" in (state.error or "")
         (stand_in.parent / "broken").unlink()
-        wait_until(lambda: keeper.state().ready)
-        assert keeper.state().starts >= 2
+        wait_until(lambda: supervisor.state().ready)
+        assert supervisor.state().starts >= 2
     finally:
-        keeper.stop()
+        supervisor.stop()
 
 
 def test_stopping_ends_a_start_that_is_under_way(tmp_path: Path) -> None:
-    keeper = ServerKeeper(LocalVLLM(tmp_path, MODEL, python=stand_in_of(tmp_path, "time.sleep(600)")))
-    wait_until(lambda: keeper.state().pid is not None)
-    pid = keeper.state().pid
+    supervisor = ServerSupervisor(LocalVLLM(tmp_path, MODEL, python=stand_in_of(tmp_path, "time.sleep(600)")))
+    wait_until(lambda: supervisor.state().pid is not None)
+    pid = supervisor.state().pid
     with pytest.raises(LocalServerError, match="did not answer in 0 s"):
-        keeper.ready(0.1)
-    keeper.stop()
+        supervisor.ready(0.1)
+    supervisor.stop()
     assert pid is not None and not alive(pid)
-    assert not keeper.state().ready and keeper.state().pid is None
+    assert not supervisor.state().ready and supervisor.state().pid is None
 
 
 # ---- the plan

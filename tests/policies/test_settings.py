@@ -198,7 +198,7 @@ def test_consolidated_turns_leave_search_and_no_others(ivf_rows: int, tmp_path: 
         assert engine.drain()
         assert found_turns(engine) == {3, 4, 5}
         assert found_turns(engine, "violin") == {3, 4, 5}
-        by_vector = engine.retrieval.search(
+        by_vector = engine.ranker.search(
             engine.tenants.get("ann"),
             np.asarray(ENCODER.encode(["boat"])[0]),
             k_sub=100,

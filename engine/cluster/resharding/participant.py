@@ -81,7 +81,7 @@ class ReshardingParticipant:
             if home == owner == self._shard:
                 continue
             if home == self._shard:
-                refusal = self._departure(name, owner)
+                refusal = self._refusal_to_move(name, owner)
             elif owner == self._shard and self.map.tenant_key(name) in self._engine.tenants.arrived:
                 refusal = None
             else:
@@ -90,7 +90,7 @@ class ReshardingParticipant:
                 refused[name] = refusal
         return refused
 
-    def _departure(self, name: str, to: str) -> Moved | InTransit | None:
+    def _refusal_to_move(self, name: str, to: str) -> Moved | InTransit | None:
         """The refusal of a tenant that must leave; None: it is still served here.
 
         After the moving phase, new tenants that must leave are not taken any more.

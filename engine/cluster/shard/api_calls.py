@@ -213,7 +213,7 @@ class ApiCalls:
         for running in self._imports:  # a commit that was begun before must not bring the tenant back
             running.cancelled |= running.tenant == tenant
         self.streams.forget(tenant)
-        self._supervisor.parking.forget(tenant)
+        self._supervisor.quarantine.forget(tenant)
         if command.again and tenant not in engine.tenants:
             return
         for call in self._engine_thread.calls:

@@ -214,12 +214,12 @@ class EngineThread:
         self._settle()
 
     def _feed(self, engine: Engine) -> None:
-        parking = self.supervisor.parking
+        quarantine = self.supervisor.quarantine
         for call in self.calls:
             # else it might refuse a turn and take later ones
             self.supervisor.keep_up(call.map_version)
             elsewhere = {name: _refused(why) for name, why in self.refusals(call.tenants).items()}
-            refuse = partial(self._refuse, elsewhere) if elsewhere or len(parking) else None
+            refuse = partial(self._refuse, elsewhere) if elsewhere or len(quarantine) else None
             if not call.feed(engine.scheduler.inbox, refuse):
                 return
 
@@ -227,7 +227,7 @@ class EngineThread:
         """The outcome of a turn that is not to be stored here; None: it is."""
         if (outcome := elsewhere.get(turn.tenant)) is not None:
             return outcome
-        reason = self.supervisor.parking.reason(turn)
+        reason = self.supervisor.quarantine.reason(turn)
         return None if reason is None else (Status.PARKED, None, None, reason)
 
     def _settle(self) -> None:
@@ -292,12 +292,12 @@ class EngineThread:
         self.supervisor.keep_up(map_version)
         with self._lock:
             token = self._queues.begin(client)
-        return SessionStart(token, self.supervisor.moving.map.version, self._queues.process)
+        return SessionStart(token, self.supervisor.resharding.map.version, self._queues.process)
 
     def reshard(self, method: str, *args: Any) -> Any:
         """One call of ReshardingParticipant; queued turns of sealed tenants are returned as IN_TRANSIT."""
         self.supervisor.root.check_moves()
-        moving = self.supervisor.moving
+        moving = self.supervisor.resharding
         if method != "seal":
             return getattr(moving, method)(*args)
         dropped = {ticket.turn.tenant for ticket in moving.seal(*args)}
@@ -309,7 +309,7 @@ class EngineThread:
 
     def refusals(self, tenants: frozenset[str]) -> dict[str, Moved | InTransit]:
         """See ReshardingParticipant.refusals; cached for served tenants until the map changes."""
-        moving = self.supervisor.moving
+        moving = self.supervisor.resharding
         if moving.map is not self._served_by:
             self._served, self._served_by = set(), moving.map
         names = tenants - self._served

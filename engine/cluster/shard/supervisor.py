@@ -82,8 +82,8 @@ class ShardSupervisor:
         self._warm = False
         self._shard_metrics = ShardMetrics()
         self.trace = Trace(observers=[self._shard_metrics, *parts.observers(settings)])
-        self._parking: Quarantine | None = None
-        self._moving: ReshardingParticipant | None = None
+        self._quarantine: Quarantine | None = None
+        self._resharding: ReshardingParticipant | None = None
         # why no engine may be opened here any more: fenced, or removed from the cluster
         self._ended: Exception | None = None
         # tenants whose decisions have failed, and why: blocked until the shard is restarted
@@ -98,14 +98,14 @@ class ShardSupervisor:
         return self.engine is not None and not self.engine.idle
 
     @property
-    def parking(self) -> Quarantine:
-        assert self._parking is not None, "it comes with the engine"
-        return self._parking
+    def quarantine(self) -> Quarantine:
+        assert self._quarantine is not None, "it comes with the engine"
+        return self._quarantine
 
     @property
-    def moving(self) -> ReshardingParticipant:
-        assert self._moving is not None, "it comes with the engine"
-        return self._moving
+    def resharding(self) -> ReshardingParticipant:
+        assert self._resharding is not None, "it comes with the engine"
+        return self._resharding
 
     def open(self) -> Engine:
         """The engine; opened if necessary, with its undecided turns queued. UndertowError."""
@@ -129,8 +129,8 @@ class ShardSupervisor:
 
     def _opened(self) -> Engine:
         newest = self.newest_map()
-        if self._parking is None:
-            self._parking = Quarantine(self.root.location, self._shard, newest.tenant_key)
+        if self._quarantine is None:
+            self._quarantine = Quarantine(self.root.location, self._shard, newest.tenant_key)
         if self._encoder is None:
             self._encoder = self._parts.encoder(self._settings)
         engine = self._made(self._encoder, newest.hash_key)
@@ -138,7 +138,7 @@ class ShardSupervisor:
             if not self._warm:
                 warm_up(self._encoder, engine.arena)
                 self._warm = True
-            self._moving = ReshardingParticipant(engine, self._shard, self.root.stores, newest)
+            self._resharding = ReshardingParticipant(engine, self._shard, self.root.stores, newest)
             engine.resume()
             for tenant, why in self._faults.items():
                 engine.scheduler.decisions.block(tenant, why)
@@ -175,8 +175,8 @@ class ShardSupervisor:
 
     def keep_up(self, map_version: int) -> None:
         """Adopt the newest map if the shard's is older than this version. StoreError; Removed."""
-        if map_version > self.moving.map.version:
-            self.moving.adopt(self.newest_map())
+        if map_version > self.resharding.map.version:
+            self.resharding.adopt(self.newest_map())
 
     def newest_map(self) -> ShardMap:
         """The root's newest map. StoreError; Removed: this shard is not in it, and its engine was closed."""
@@ -210,7 +210,7 @@ class ShardSupervisor:
     def isolate(self, error: Exception, suspects: Sequence[Suspect]) -> Exception | None:
         """After a failed step: store the queued turns, and park those that make the engine fail.
 
-        Returns an error that no turn is to blame for, or one of parking; then some turns may be neither
+        Returns an error that no turn is to blame for, or one of quarantine; then some turns may be neither
         stored nor parked.
         """
         if isinstance(error, ArenaFull):  # the engine is sound, and has dropped them
@@ -253,9 +253,7 @@ class ShardSupervisor:
             except Exception as failure:  # noqa: BLE001 - as in _attempt
                 without = failure
         error = without or guilty[-1][1]
-        return EngineUnusable(
-            f"shard {self._shard} fails with all that it is given ({error!r}). It is to be restarted."
-        )
+        return EngineUnusable(f"shard {self._shard} fails on every input ({error!r}). It is to be restarted.")
 
     def _attempt(self, suspects: Sequence[Suspect]) -> Exception | None:
         """Store these turns with the engine, reopened if necessary; the error, or None."""
@@ -289,13 +287,13 @@ class ShardSupervisor:
         call, location, turn = suspect
         reason = reason_of(error)
         log.error("shard %s: a turn makes the engine fail and is parked: %s", self._shard, reason)
-        self.parking.park(turn, reason, error)
+        self.quarantine.park(turn, reason, error)
         call.set(location, (Status.PARKED, None, None, reason))
 
     def park_all(self, turns: Sequence[PackedTurn], reason: str) -> int:
         """Quarantine turns at a router's request; their number."""
         for turn in turns:
-            self.parking.park(turn, reason)
+            self.quarantine.park(turn, reason)
         return len(turns)
 
     def _discard(self, error: Exception) -> bool:
@@ -319,14 +317,14 @@ class ShardSupervisor:
             "failure": None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}",
             "reopened": self.reopened_count,
             "pid": os.getpid(),
-            "parked": self._parking.report() if self._parking is not None else [],
+            "parked": self._quarantine.report() if self._quarantine is not None else [],
             "faulty_tenants": dict(self._faults),
             "tally": self._shard_metrics.report(),
         }
         if engine is None:
             return state
         return state | {
-            "map_version": self.moving.map.version,
+            "map_version": self.resharding.map.version,
             **asdict(engine.lag),
             "blocked": dict(Counter(engine.scheduler.blocked.values())),
             "llm_in_flight": engine.llm_in_flight,

@@ -155,7 +155,7 @@ def _response(status: int, headers: str, body: bytes) -> Response:
     return Response(status, pairs, bytearray(body))
 
 
-class Sender(NamedTuple):
+class KeyOwner(NamedTuple):
     """The sender of a request: an API key's id, the tenant in the path, and that tenant's keyed hash.
 
     `erases`: the request is an erasure. Its kept response outlives the tenant, so that a repeat does not
@@ -170,7 +170,7 @@ class Sender(NamedTuple):
 
 async def answer_once(
     once: IdempotencyStore,
-    sender: Sender,
+    sender: KeyOwner,
     handle: Callable[[Scope, Receive, Send], Awaitable[None]],
     scope: Scope,
     receive: Receive,

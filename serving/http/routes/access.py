@@ -26,7 +26,7 @@ from starlette.types import Scope as Connection
 from undertow.serving.auth.principal import Principal, Scope, check_name
 from undertow.serving.http.middleware.body_limits import bounded
 from undertow.serving.http.middleware.front import TENANT, sender_of
-from undertow.serving.http.middleware.idempotency import KEY_HEADER, Sender, answer_once
+from undertow.serving.http.middleware.idempotency import KEY_HEADER, KeyOwner, answer_once
 from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.openapi import IDEMPOTENCY_KEY, PROBLEM_RESPONSES
 from undertow.serving.http.problems import Problem, bad_field
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "__undertow_access__"
-FORBIDDEN = "This key may not do this here: it takes the scope {scope}, for {reaches}. Ask for one that may."
+FORBIDDEN = "This key lacks the scope {scope} for {reaches}. Ask for a key that has it."
 STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
@@ -133,7 +133,7 @@ class GuardedRoute(APIRoute):
             within = bounded(receive, headers, *self._bounds(service.settings))
             if self.access.once and KEY_HEADER in headers:
                 owner = None if tenant is None else service.memories.tenant_key(tenant)
-                sender = Sender(principal.key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
+                sender = KeyOwner(principal.key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
                 await answer_once(service.once, sender, super().handle, scope, within, send)
             else:
                 await super().handle(scope, within, send)

@@ -40,7 +40,7 @@ NDJSON = "application/x-ndjson"
 LINES = {NDJSON: {"schema": {"type": "string", "format": "binary"}}}
 CHUNK_BYTES = 64 << 10
 LOST_WITH_KEY = (
-    "this key names the tenant, which it will no more once that is erased, so it could not ask for the job. "
+    "erasing the tenant removes it from this key, so the key could not ask for the job. "
     "Leave respond-async out and wait for the certificate."
 )
 ACCEPTED: dict[int | str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from undertow.bench.mock.llm import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import PolicyName, Turn, UndertowError
 from undertow.engine.cluster.resharding.coordinator import resume
-from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage import lance_log
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.tenants.migration_records import InTransit, Moved
@@ -227,7 +227,7 @@ def test_each_step_of_a_move_is_on_the_disk_before_the_next(
         files = [*(folder / "data").iterdir(), *(folder / "_deletions").glob("*"), manifest]
         return sorted(path.name for path in {*files, manifest.parent, folder / "data"} - synced)
 
-    monkeypatch.setattr(log_table, "fsync_path", fsync)
+    monkeypatch.setattr(lance_log, "fsync_path", fsync)
     a, c, keys = shards("a"), shards("c"), keys_of(shards, LEAVE_A)
     assert shards.engines["a"].settings.durability == "commit" and lacking("a")
     a.seal(2, keys)

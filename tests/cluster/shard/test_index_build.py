@@ -18,7 +18,7 @@ from undertow.engine.cluster.shard.index_build import AfterIndexBuild, IndexBuil
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard.supervisor import EngineParts, ShardSupervisor
 from undertow.engine.cluster.wire import pack
-from undertow.engine.search import keyword_index as lexicon
+from undertow.engine.search import keyword_index
 from undertow.engine.search.ranking import Ranker
 from undertow.engine.tenants.registry import UnknownTenant
 from undertow.engine.tenants.tenant import Tenant
@@ -35,7 +35,7 @@ LARGE = 25 * SLICE
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lexicon, "SLICE_ROWS", SLICE)
+    monkeypatch.setattr(keyword_index, "SLICE_ROWS", SLICE)
 
 
 def asked(preparing: IndexBuildQueue, tenant: str, query: str = QUERIES[0]) -> AfterIndexBuild[SearchResult]:
@@ -78,7 +78,7 @@ def test_an_index_made_in_slices_is_the_index_made_at_once(tmp_path: Path, seed:
         engine.add_batch(said)
         engine.drain()
         sliced = everything(engine, "ann")
-        engine.retrieval._keyword_indexes.clear()
+        engine.ranker._keyword_indexes.clear()
         assert everything(engine, "ann") == sliced
 
 

@@ -25,16 +25,14 @@ def test_a_tenant_is_indexed_above_the_set_size_and_the_others_are_not(tmp_path:
 
         def ask(tenant: Tenant, text: str, **window: str) -> SearchResult:
             vector = ENCODER.encode([f"user: {text}\nassistant: I see."])[0]
-            return engine.retrieval.search(
-                tenant, vector, k_sub=10, k_epi=5, k_sem=5, window=Window(**window)
-            )
+            return engine.ranker.search(tenant, vector, k_sub=10, k_epi=5, k_sem=5, window=Window(**window))
 
         of_large, of_small = engine.tenants.get_many(["large", "small"])
         exact = ask(of_small, words[7])
-        assert engine.retrieval.indexes() == {}
+        assert engine.ranker.indexes() == {}
         assert exact.turn_recall == 1.0
         found = ask(of_large, words[7])
-        report = engine.retrieval.indexes()["large"]
+        report = engine.ranker.indexes()["large"]
         assert report.rows == 600
         assert found.turn_recall == report.probes[0].recall < 1.0
         assert found.turns[0].source_seqs == (7,)
@@ -51,7 +49,7 @@ def test_a_tenant_is_indexed_above_the_set_size_and_the_others_are_not(tmp_path:
         assert engine.drain()
         engine.tenants.evict("large")
         del of_large
-        assert engine.retrieval.indexes() == {}
+        assert engine.ranker.indexes() == {}
 
 
 def test_a_search_on_the_command_line_says_the_recall_of_its_turns(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_tenant_with_an_index_is_searched_exactly(tmp_path: Path) -> None:
     with open_engine(tmp_path, ivf_rows=300, **NEVER) as engine:
         engine.add_batch([marked("ann", n, {"rare": n % 100 == 0}) for n in range(400)])
         engine.search("ann", QUERY)
-        assert "ann" in engine.retrieval.indexes()
+        assert "ann" in engine.ranker.indexes()
         found = engine.search("ann", QUERY, k_sub=10, where={"rare": True})
         assert (found.turn_recall, sorted(h.source_seqs[0] for h in found.turns)) == (1.0, [0, 100, 200, 300])
 
@@ -199,9 +199,9 @@ def test_metadata_is_read_once_and_kept_within_bounds(
         for n in range(3 * KEYS_KEPT):
             engine.search("ann", QUERY, where={f"key {n}": 1})
         tenant = engine.tenants.get("ann")
-        assert len(engine.retrieval._metadata[tenant]._columns) == KEYS_KEPT
+        assert len(engine.ranker._metadata[tenant]._columns) == KEYS_KEPT
         assert engine.drain()
         del tenant
         engine.tenants.evict("ann")
         gc.collect()
-        assert len(engine.retrieval._metadata) == 0, "it goes with the tenant's live state"
+        assert len(engine.ranker._metadata) == 0, "it goes with the tenant's live state"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.timestamps import parse_timestamp
-from undertow.engine.search import time_index as times_module
+from undertow.engine.search import time_index
 from undertow.engine.search.ranking import Ranker, Window
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena, make_arena
@@ -80,14 +80,14 @@ def seqs(engine: Engine, **window: Any) -> list[int]:
 
 def test_times_are_read_once_and_follow_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = 0
-    read = times_module._moment_of
+    read = time_index._moment_of
 
     def counted(record: object) -> int:
         nonlocal reads
         reads += 1
         return read(record)
 
-    monkeypatch.setattr(times_module, "_moment_of", counted)
+    monkeypatch.setattr(time_index, "_moment_of", counted)
     march: dict[str, Any] = {"since": "2026-03-01", "until": "2026-03-31"}
     days = [f"2026-0{2 + n % 3}-11" for n in range(48)]
     turns = [turn_of("ann", n, f"boat {n}", timestamp=day) for n, day in enumerate(days)]
@@ -105,5 +105,5 @@ def test_times_are_read_once_and_follow_the_log(tmp_path: Path, monkeypatch: pyt
         assert engine.drain()
         engine.tenants.evict("ann")
         gc.collect()
-        assert len(engine.retrieval._times) == 0, "it goes with the tenant's live state"
+        assert len(engine.ranker._times) == 0, "it goes with the tenant's live state"
         assert sorted(seqs(engine, **march)) == found

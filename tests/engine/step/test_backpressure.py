@@ -1,6 +1,6 @@
 """Turns wait while undecided tenants fill the arena; nothing is refused that could still be stored.
 
-The pool is on torch's CPU device, as in test_arena_engine.py.
+The pool is on torch's CPU device, as in test_eviction.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from undertow.engine.api.transfer.reindex import reindex
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import Message, Turn
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage import lance_log
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.storage.store_info import read_info
@@ -77,7 +77,7 @@ def test_purge_leaves_no_byte_and_spares_appends_under_way(
     assert journal.purge() is False, "nobody can be sure to be alone with a bucket"
     assert not bytes_hold(store, "zq7w-violin") and bytes_hold(store, "b2mx-harbour")
     assert bytes_hold(store, "under way")
-    monkeypatch.setattr(log_table, "READER_GRACE", timedelta(seconds=-60))
+    monkeypatch.setattr(lance_log, "READER_GRACE", timedelta(seconds=-60))
     journal.purge()
     assert not bytes_hold(store, "under way")
     assert texts(journal) == ["b2mx-harbour"]

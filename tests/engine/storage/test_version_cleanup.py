@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from undertow.engine.storage import journal as journal_module
-from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage import lance_log
 from undertow.engine.storage import version_cleanup as cleaner
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.lance_log import LanceLog
@@ -23,7 +23,7 @@ SOON_S = 30
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
     """One that is tidied after every second commit."""
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 2)
-    monkeypatch.setattr(log_table, "READER_GRACE", timedelta(0))
+    monkeypatch.setattr(lance_log, "READER_GRACE", timedelta(0))
     Journal.create(tmp_path, 8, {"model": "none"})
     opened = Journal.open(tmp_path, writable=True)
     yield opened
@@ -92,7 +92,7 @@ def test_a_removal_is_due_a_few_times_a_grace(
 ) -> None:
     now_s = [1000.0]
     monkeypatch.setattr(cleaner, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(log_table, "READER_GRACE", timedelta(seconds=100))
+    monkeypatch.setattr(lance_log, "READER_GRACE", timedelta(seconds=100))
     gate.go.set()
     for now_s[0], ended in ((1000.0, 1), (1019.0, 1), (1020.0, 2), (1021.0, 2)):
         append(journal, 2)

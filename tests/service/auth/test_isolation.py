@@ -1,10 +1,10 @@
 """No response of the service ever holds what is another tenant's: its text, its ids, its count or its scores.
 
 A state machine drives random requests of several tenants and keys over HTTP, one after the other and side by
-side, against a simple model: what each tenant has said (isolation_tenants.py). Each turn has a word that
-tells whose it is, and what is told to one tenant is searched for words, ids and names of all others
-(isolation_secrets.py): bodies, errors, headers, and what the service tells its operator in logs, metrics and
-spans. In the soak, and with fewer steps:
+side, against a simple model: what each tenant has said (support/isolation/tenants.py). Each turn has a
+word that tells whose it is, and what is told to one tenant is searched for words, ids and names of all
+others (support/isolation/secrets.py): bodies, errors, headers, and what the service tells its operator in
+logs, metrics and spans. In the soak, and with fewer steps:
 
     ISOLATION_STEPS=100000 SOAK_OUT=docs/results pytest -m soak \\
         --timeout 0 tests/service/auth/test_isolation.py
@@ -43,7 +43,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.cluster.shard.supervisor import EngineParts
-from undertow.engine.search import keyword_index as lexicon
+from undertow.engine.search import keyword_index
 from undertow.serving.http import hosting
 from undertow.serving.telemetry.tracing import LinkedSampler, Tracing
 
@@ -90,7 +90,7 @@ class Watched:
             observers=lambda _: (tracing.observer(None),),
         )
         # indexes of words are made in several slices, though no tenant is large
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(lexicon, "SLICE_ROWS", 3)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(keyword_index, "SLICE_ROWS", 3)
         # no tenant has too many jobs here: that is for other tests
         opened = serving(folder, parts=parts, engine={"theta_count": 2}, max_tenant_jobs=1_000)
         self.service = stack.enter_context(opened)

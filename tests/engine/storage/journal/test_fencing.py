@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage import lance_log
 from undertow.engine.storage.fenced_log import mark_table
 from undertow.engine.storage.fencing import FenceMark, Fences
 from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row
@@ -357,7 +357,7 @@ def test_files_of_an_append_under_way_survive_a_purge_without_the_lock(
     new.append([row("first")])
     stray.write_bytes(b"a cut-off append")
     assert new.purge() is False and stray.exists()
-    moment = stray.stat().st_mtime - 2 * log_table.READER_GRACE.total_seconds()
+    moment = stray.stat().st_mtime - 2 * lance_log.READER_GRACE.total_seconds()
     os.utime(stray, (moment, moment))
     assert new.purge() is False and not stray.exists()
     assert stored(store) == ["first"]

@@ -14,7 +14,7 @@ import pytest
 from lance.optimize import Compaction
 
 from undertow.engine.storage import journal as journal_module
-from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage import lance_log
 from undertow.engine.storage.fenced_log import mark_table
 from undertow.engine.storage.fencing import FenceMark
 from undertow.engine.storage.journal import Fenced, Journal, Row
@@ -71,7 +71,7 @@ def test_own_merges_are_not_taken_for_anothers_commits(store: Path, monkeypatch:
     monkeypatch.setattr(Journal, "_look", looks)
     for n in range(12):
         journal.append([row(f"r{n}")])
-    assert journal._table.version == version + 12 + 3 * log_table.VERSIONS_PER_MERGE
+    assert journal._table.version == version + 12 + 3 * lance_log.VERSIONS_PER_MERGE
     looks.assert_not_called()
     assert texts(journal) == stored(store) == [f"r{n}" for n in range(12)]
 

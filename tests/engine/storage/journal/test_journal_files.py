@@ -15,7 +15,7 @@ import pytest
 from lance.file import LanceFileReader
 
 from undertow.engine.storage import journal as journal_module
-from undertow.engine.storage import lance_log as log_table
+from undertow.engine.storage import lance_log
 from undertow.engine.storage.journal import SCHEMA, Journal, Row
 from undertow.engine.storage.lance_log import LanceLog, _worth_merging
 from undertow.engine.storage.location import Location
@@ -32,7 +32,7 @@ def test_compaction_keeps_order_and_content_and_bounds_the_files(
 ) -> None:
     commits, between = (600, 50) if place.folder else (40, 10)
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", between)
-    monkeypatch.setattr(log_table, "READER_GRACE", timedelta(0))
+    monkeypatch.setattr(lance_log, "READER_GRACE", timedelta(0))
     journal = Journal.open(place, writable=True)
     expected = []
     most = 0
@@ -64,7 +64,7 @@ def test_rows_that_no_fragment_limit_holds_stay_in_order(
 
     The index covers all but less than a fragment's rows of older ones, and what has come since.
     """
-    monkeypatch.setattr(log_table, "ROWS_PER_FRAGMENT", 16)
+    monkeypatch.setattr(lance_log, "ROWS_PER_FRAGMENT", 16)
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 7)
     journal = Journal.open(store, writable=True)
     for n in range(100):

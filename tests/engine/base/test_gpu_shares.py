@@ -14,7 +14,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.base.gpu_shares import GpuShares, GpuTooFull
 from undertow.engine.encoders.hashing import HashingEncoder
-from undertow.engine.step import eviction as residence_module
+from undertow.engine.step import eviction
 from undertow.engine.storage.store_info import StoreError
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.device_memory import DeviceMemory
@@ -128,8 +128,8 @@ class FakeCard:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[tuple[weakref.ref[DeviceMemory], int]] = []
-        monkeypatch.setattr(residence_module, "resolve", lambda device: "cuda")
-        monkeypatch.setattr(residence_module, "make_arena", self.make_arena)
+        monkeypatch.setattr(eviction, "resolve", lambda device: "cuda")
+        monkeypatch.setattr(eviction, "make_arena", self.make_arena)
         monkeypatch.setattr(engine_module, "make_gate", Gate)
         monkeypatch.setattr("torch.cuda.empty_cache", self.empty_cache)
         monkeypatch.setattr("torch.cuda.memory_reserved", self.reserved)
