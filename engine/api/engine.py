@@ -31,7 +31,7 @@ from undertow.engine.policies.registry import Policies
 from undertow.engine.search.ranking import Ranker
 from undertow.engine.step.admission import Admission, Ticket
 from undertow.engine.step.answer_feedback import FEEDBACK_PER_STEP, FeedbackQueue
-from undertow.engine.step.batch_size import BatchSizer
+from undertow.engine.step.batch_size import MOST_TURNS, BatchSizer
 from undertow.engine.step.effects import EffectReader
 from undertow.engine.step.eviction import ArenaResidency, arena_of
 from undertow.engine.step.lag import Lag
@@ -229,8 +229,8 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
             while self.scheduler.inbox.room <= 0:
                 self.step(WAIT_FOR_REPLY_S)
             tickets.append(self.scheduler.inbox.put(turn))
-        while len(self.scheduler.inbox):
-            self.step(WAIT_FOR_REPLY_S)
+        while left := len(self.scheduler.inbox):
+            self.step(WAIT_FOR_REPLY_S, storing=left > MOST_TURNS)
         return [ticket.receipt for ticket in tickets if ticket.receipt is not None]
 
     def note(self, row: Row) -> None:

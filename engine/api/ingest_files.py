@@ -142,7 +142,7 @@ class Ingest:
         for body in reached.values():
             self._engine.note(Row("source_offset", "", "", -1, orjson.dumps(body)))
         for turn in batch:
-            self._engine.scheduler.inbox.put(turn)
+            self._engine.scheduler.inbox.put_unwatched(turn)
         stored = False
         while not stored:  # where the arena is full, the batch waits for decisions
             step = self._engine.step(WAIT_FOR_REPLY_S, storing=True)

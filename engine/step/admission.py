@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,12 +42,20 @@ class Ticket:
     traceparent: str | None = None
 
 
+Queued: TypeAlias = Ticket | PackedTurn
+"""A turn in the queue, with a ticket if somebody waits for its receipt."""
+
+
+def packed_of(queued: Queued) -> PackedTurn:
+    return queued.turn if isinstance(queued, Ticket) else queued
+
+
 class Inbox:
     """Owns the incoming turns: a bounded queue with one line per tenant, served round-robin."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
+        self._lines: OrderedDict[str, deque[Queued]] = OrderedDict()
         self._len = 0
 
     def __len__(self) -> int:
@@ -57,20 +65,27 @@ class Inbox:
     def room(self) -> int:
         return self._limit - self._len
 
+    def put_unwatched(self, turn: PackedTurn) -> None:
+        """As `put`, for bulk loads: nobody waits for a receipt, so none is made. QueueFull."""
+        self._put(turn.tenant, turn)
+
     def put(self, turn: Turn | PackedTurn, traceparent: str | None = None) -> Ticket:
         """Queue a turn. QueueFull at the bound, InputError if it cannot be stored; then nothing is queued."""
         if isinstance(turn, Turn):
             turn = pack_turn(turn)
-        if self.room <= 0:
-            raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
         ticket = Ticket(turn, traceparent=traceparent)
-        self._lines.setdefault(turn.tenant, deque()).append(ticket)
-        self._len += 1
+        self._put(turn.tenant, ticket)
         return ticket
 
-    def take(self, count: int) -> list[Ticket]:
+    def _put(self, tenant: str, queued: Queued) -> None:
+        if self.room <= 0:
+            raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
+        self._lines.setdefault(tenant, deque()).append(queued)
+        self._len += 1
+
+    def take(self, count: int) -> list[Queued]:
         """Remove and return up to `count` turns: an equal share of each tenant's line, in its order."""
-        taken: list[Ticket] = []
+        taken: list[Queued] = []
         share = max(1, count // max(1, len(self._lines)))
         while self._lines and len(taken) < count:
             name, line = self._lines.popitem(last=False)
@@ -80,11 +95,11 @@ class Inbox:
         self._len -= len(taken)
         return taken
 
-    def put_back(self, tickets: Iterable[Ticket]) -> None:
+    def put_back(self, taken: Iterable[Queued]) -> None:
         """Undo the last `take`: lines and turns return to the front in their former order."""
-        lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
-        for ticket in tickets:
-            lines.setdefault(ticket.turn.tenant, deque()).append(ticket)
+        lines: OrderedDict[str, deque[Queued]] = OrderedDict()
+        for queued in taken:
+            lines.setdefault(packed_of(queued).tenant, deque()).append(queued)
             self._len += 1
         for name, line in self._lines.items():
             lines.setdefault(name, deque()).extend(line)
@@ -104,10 +119,10 @@ class Inbox:
         self._len = 0
 
     def drop(self, tenant: str) -> Sequence[Ticket]:
-        """Remove and return the waiting turns of a tenant."""
+        """Remove the waiting turns of a tenant, and return their tickets."""
         dropped = self._lines.pop(tenant, ())
         self._len -= len(dropped)
-        return dropped
+        return [queued for queued in dropped if isinstance(queued, Ticket)]
 
 
 @dataclass(slots=True)
@@ -123,10 +138,10 @@ class Admitted:
     fresh_turns: int
     tenants: Sequence[Tenant]
 
-    def receipts(self, names: Sequence[str]) -> list[Receipt]:
-        """`names`: the tenant of each turn."""
-        columns = zip(names, self.ids, self.seqs, strict=True)
-        return [Receipt(name, id, seq, duplicate=id is None) for name, id, seq in columns]
+    def receipt(self, place: int, tenant: str) -> Receipt:
+        """The receipt of the turn at a place of the batch; `tenant`: its name."""
+        id = self.ids[place]
+        return Receipt(tenant, id, self.seqs[place], duplicate=id is None)
 
 
 class Admission:
@@ -200,7 +215,7 @@ class Admission:
         control = Control("delete", tenant.next_seq, {**deletion, "replaced_by": place})
         tenant.add_control(control)
         admitted = self._append(new, vectors, [control_row(tenant.name, tenant.key, control)], 1)
-        return admitted.rows, admitted.receipts([tenant.name])[0]
+        return admitted.rows, admitted.receipt(0, tenant.name)
 
     def _reserve(self, segments: NDArray[np.int64], tenants: Iterable[Tenant]) -> None:
         """Reserve arena memory. ArenaFull: new tenants have nothing stored yet, so they are dropped."""

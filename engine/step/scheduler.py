@@ -22,7 +22,7 @@ from undertow.engine.llm.client import BadReply, Completions, ServerRefused
 from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGate
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
-from undertow.engine.step.admission import Admission, Inbox, Ticket
+from undertow.engine.step.admission import Admission, Inbox, Ticket, packed_of
 from undertow.engine.step.batch_size import BatchSizer, DecidingShare
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
@@ -47,6 +47,11 @@ class StepReport:
     duplicates: int = 0
     decisions: Counter[Decision] = field(default_factory=Counter)
     made: list[Memory] = field(default_factory=list)
+
+    @property
+    def stored(self) -> int:
+        """Turns that are stored by now, new or not."""
+        return self.admitted + self.duplicates
 
     @property
     def decided(self) -> int:
@@ -206,18 +211,18 @@ class Scheduler:
         JournalError: nothing of this step is stored or acknowledged; the engine must be reopened.
         """
         self._report = StepReport()
-        tickets, receipts = self._admit()
+        stored = self._admit()
         if not len(self.inbox):
             self._rows += self._shard_rows
             self._shard_rows.clear()
         self.deciding = True
-        more = len(self.inbox) > 0 and not self.admission_paused
-        self._resume_replied(0.0 if tickets or more or self.decisions.ready_count else wait_s)
+        busy = self._report.stored > 0 or (len(self.inbox) > 0 and not self.admission_paused)
+        self._resume_replied(0.0 if busy or self.decisions.ready_count else wait_s)
         if not storing or self.admission_paused or self._deciding_share.is_due:
             with self._deciding_share.measured():
                 self._decide()
         self._commit()
-        for ticket, receipt in zip(tickets, receipts, strict=True):
+        for ticket, receipt in stored:
             ticket.receipt = receipt
         self.llm_calls.submit()
         self.deciding = False
@@ -229,35 +234,39 @@ class Scheduler:
             self._journal.append(rows)
             self._redaction.delete_obsolete_rows()
 
-    def _admit(self) -> tuple[list[Ticket], list[Receipt]]:
-        """Store a batch of the inbox, if there is one and the arena has room for it."""
+    def _admit(self) -> list[tuple[Ticket, Receipt]]:
+        """Store a batch of the inbox, if there is one and the arena has room for it.
+
+        Returns the receipts to hand out once the batch is committed.
+        """
         if not len(self.inbox):
             self._resume_admission_at = None  # the waiting tenants may have been erased or moved away
         if not len(self.inbox) or self.admission_paused:
-            return [], []
-        tickets = self.inbox.take(self._batch_sizer.turns)
+            return []
+        batch = self.inbox.take(self._batch_sizer.turns)
+        tickets = [(place, queued) for place, queued in enumerate(batch) if isinstance(queued, Ticket)]
         try:
-            with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=len(tickets)):
-                new = self._admission.admit(TurnColumns.of([ticket.turn for ticket in tickets]))
+            with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=len(batch)):
+                new = self._admission.admit(TurnColumns.of([packed_of(queued) for queued in batch]))
                 admitted.fresh_turns = new.fresh_turns
-                self._trace.link(ticket.traceparent for ticket in tickets)
+                self._trace.link(ticket.traceparent for _, ticket in tickets)
         except ArenaFull:
             if not self.decisions.active_count:
                 self._drop_inbox()
                 raise
             # Half as many: few attempts, and room for more than a turn or two.
             self._resume_admission_at = self.decisions.active_count // 2
-            self.inbox.put_back(tickets)
-            return [], []
+            self.inbox.put_back(batch)
+            return []
         self._resume_admission_at = None
         self._rows += new.rows
         self._report.admitted = new.fresh_turns
-        self._report.duplicates = len(tickets) - new.fresh_turns
-        receipts = new.receipts([ticket.turn.tenant for ticket in tickets])
-        _note_arrivals(self.decisions.lag_tracker, tickets, receipts)
+        self._report.duplicates = len(batch) - new.fresh_turns
+        stored = [(ticket, new.receipt(place, ticket.turn.tenant)) for place, ticket in tickets]
+        _note_arrivals(self.decisions.lag_tracker, stored)
         for tenant in new.tenants:
             self.decisions.add(tenant)
-        return tickets, receipts
+        return stored
 
     def _drop_inbox(self) -> None:
         """Drop all waiting turns: a later turn of a tenant must not be stored without an earlier one."""
@@ -417,9 +426,9 @@ def _signed(run: DecisionRun, memory: Memory) -> Memory:
     return replace(memory, generation=run.tenant.making.number, model=model)
 
 
-def _note_arrivals(tracker: LagTracker, tickets: Sequence[Ticket], receipts: Sequence[Receipt]) -> None:
+def _note_arrivals(tracker: LagTracker, stored: Sequence[tuple[Ticket, Receipt]]) -> None:
     """Note each record's arrival if a request is traced; else `DecisionQueue.add` notes one a tenant."""
-    if any(ticket.traceparent is not None for ticket in tickets):
-        for ticket, receipt in zip(tickets, receipts, strict=True):
+    if any(ticket.traceparent is not None for ticket, _ in stored):
+        for ticket, receipt in stored:
             if receipt.seq is not None:
                 tracker.note(receipt.tenant, receipt.seq, ticket.traceparent)
