@@ -46,7 +46,7 @@ service is unavailable, or it is shutting down.
 STATUSES = {
     400: "The body ended before it was complete.",
     401: "No key, or none that is accepted.",
-    403: "The key may not do this here.",
+    403: "The key lacks the scope for this.",
     404: "This tenant, memory or job is not there.",
     408: "The body came too slowly.",
     409: "The first request with this Idempotency-Key is under way, or what is there stands against it.",

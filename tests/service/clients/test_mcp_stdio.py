@@ -49,7 +49,7 @@ async def test_a_remote_service_s_tools(running: Running, tmp_path: Path, mode: 
         found = await done(client, "search_memories", tenant="ann", query=BOAT, top_k=1)
         assert found["memories"][0]["memory"] == f"user: {BOAT}"
         memory = added["results"][0]["id"]
-        assert "may not do this" in await refused(client, "get_memory", tenant="eve", memory_id=memory)
+        assert "lacks the scope" in await refused(client, "get_memory", tenant="eve", memory_id=memory)
         assert "top_k:" in await refused(client, "search_memories", tenant="ann", query="x", top_k=0)
     assert told.read_text() == ""
 

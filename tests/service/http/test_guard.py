@@ -71,7 +71,7 @@ def test_every_route_needs_its_scope(running: Running) -> None:
         for tenant in ("ann", "nobody"):
             where = path.format(tenant=tenant, memory_id="m", job_id="j")
             refused = is_problem(lacking.request(method, where, content=b"not read"), 403, "forbidden")
-            assert f"the scope {access.scope.value}, for" in refused["detail"]
+            assert f"the scope {access.scope.value} for" in refused["detail"]
             if path != "/v1/tenants":
                 told = elsewhere.request(method, where, content=b"not read")
                 assert is_problem(told, 403, "forbidden") == refused
