@@ -12,6 +12,7 @@ import pytest
 
 from undertow.engine.base.model import Turn, UndertowError
 from undertow.engine.base.queries import AnswerQuery, FlushCommand, SearchQuery, StatsQuery
+from undertow.engine.base.results import Answer
 from undertow.engine.cluster.routing.in_process import InProcess
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard.supervisor import EngineParts
@@ -64,12 +65,18 @@ async def test_many_calls_wait_without_a_thread_each(tmp_path: Path) -> None:
         assert all(texts)
 
 
+async def asked_once(memories: AsyncMemories, held: Held) -> asyncio.Task[Answer]:
+    """A question whose prompt the LLM holds."""
+    await memories.add(some("ann", 1))
+    waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
+    await held.asked(1)
+    return waiting
+
+
 async def test_a_cancelled_call_ends_and_others_continue(tmp_path: Path) -> None:
     held = Held()
     async with opened(tmp_path / "store", held.parts) as memories:
-        await memories.add(some("ann", 1))
-        waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
-        await held.asked(1)
+        waiting = await asked_once(memories, held)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -120,9 +127,7 @@ async def test_a_full_queue_is_refused_at_once(tmp_path: Path) -> None:
 async def test_calls_under_way_at_closing_raise(tmp_path: Path) -> None:
     held = Held()
     async with opened(tmp_path / "store", held.parts) as memories:
-        await memories.add(some("ann", 1))
-        waiting = asyncio.create_task(memories.call(AnswerQuery("ann", "What of word1?")))
-        await held.asked(1)
+        waiting = await asked_once(memories, held)
     with pytest.raises(UndertowError, match="were closed"):
         await waiting
     with pytest.raises(UndertowError, match="was closed"):
