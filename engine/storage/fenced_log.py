@@ -5,6 +5,7 @@ The rules are in engine/storage/fencing.py. A folder also has a lock, which refu
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from undertow.engine.storage.fencing import MARK_LSN, FenceMark, Fences
-from undertow.engine.storage.journal_rows import Row, RowStream, to_table
+from undertow.engine.storage.journal_rows import SCHEMA, Row, RowStream, numbered, to_table
 from undertow.engine.storage.lance_log import LANCE_ERRORS, LanceLog
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import StoreError, StoreInfo, StoreLocked, WriterLock, read_info
+from undertow.engine.storage.wal import Damage, LogContent, WriteAheadLog
+
+log = logging.getLogger(__name__)
 
 ROWS_PER_SURVEY_BATCH = 262_144
 
@@ -32,6 +36,18 @@ class JournalError(StoreError):
 
 class Fenced(JournalError):
     """A later writer has taken the store over. This one must stop."""
+
+
+class DamagedLog(JournalError):
+    """Rows of the write-ahead log were acknowledged and cannot be read."""
+
+    def __init__(self, damages: Sequence[Damage]) -> None:
+        super().__init__(damages)
+        self.damages = damages
+
+    def __str__(self) -> str:
+        found = "; ".join(map(str, self.damages))
+        return f"{found}. Restore a backup, or run `undertow repair`, which gives up these rows and no others."
 
 
 class Displaced(JournalError):
@@ -51,7 +67,10 @@ class FencedLog:
         owner: str = "",
         writable: bool = False,
         durability: Durability = "commit",
+        wal: WriteAheadLog | None = None,
+        repair: bool = False,
     ) -> None:
+        """`wal`: the log of commits before Lance. `repair`: give up the rows of it that are damaged."""
         self.location = location
         self.info = info
         self.writable = writable
@@ -62,12 +81,18 @@ class FencedLog:
         self._durability = durability
         self._failure: JournalError | None = None
         self._where = location / info.journal
+        self._wal = wal
+        # The damaged parts of the log that were given up.
+        self.given_up: Sequence[Damage] = ()
+        self._repair = repair
         self._next_lsn = 0
         # The last version that was searched for claims; the following describe that version.
         self._seen = 0
         self._fences = Fences([])
         self._stale = ""
         self._ordered = True
+        # Of a reader, what was in the write-ahead log when it opened.
+        self._tail_view: LanceLog | None = None
         with self._opening():
             self._table = LanceLog(self._where, fsync=durability == "fsync")
 
@@ -97,15 +122,47 @@ class FencedLog:
             with self._putting():
                 self._table.append(mark_table([FenceMark(self.epoch, writer)]))
             contested = self._read_fences().contested(self.epoch, writer)
+        content = LogContent()
+        if self._wal is not None:
+            self._wal.claim(self.epoch, writer)
+            content = self._wal.read()
         self._table.reload()
-        self._look()
+        self._next_lsn = self._look()
         begin = FenceMark(self.epoch, writer, self._next_lsn, self._fences.in_force)
+        left = self._left_in(content)
+        rows = [numbered(entry.batch, entry.first_lsn, self.epoch) for entry in left.entries]
         with self._putting():
-            self._table.append(mark_table([begin]))
+            self._table.append(pa.concat_tables([pa.Table.from_batches(rows, SCHEMA), mark_table([begin])]))
             self._follow()
+        self._next_lsn = max([self._next_lsn, *(entry.end_lsn for entry in left.entries)])
         self._fences = self._read_fences()
         if read_info(self.location).journal != self.info.journal:
             raise StoreError(f"{self.location} was embedded again while it was opened. Open it once more.")
+        if self._wal is not None:
+            self._wal.remove_former()
+
+    def _begin_reading(self, content: LogContent) -> None:
+        """Survey the table, and add what was in the write-ahead log before it was opened. DamagedLog."""
+        self._next_lsn = self._survey()
+        if entries := self._left_in(content).entries:
+            batches = [numbered(e.batch, e.first_lsn, e.epoch) for e in entries]
+            self._tail_view = LanceLog.in_memory(pa.Table.from_batches(batches, SCHEMA))
+            self._next_lsn = entries[-1].end_lsn
+
+    def _left_in(self, content: LogContent) -> LogContent:
+        """What a log has beyond the table, of the writer in force. DamagedLog."""
+        left = content.after(self._fences.in_force, self._next_lsn)
+        if left.damages and not self._repair:
+            raise DamagedLog(left.damages)
+        self.given_up = left.damages
+        for place in left.torn:
+            log.warning("an append that was never acknowledged was cut off in %s; it is left out", place)
+        return left
+
+    @property
+    def _views(self) -> Sequence[LanceLog]:
+        """The tables that together have all rows, in order."""
+        return [self._table, *([self._tail_view] if self._tail_view is not None else [])]
 
     @property
     def former_epoch(self) -> int:
@@ -129,18 +186,19 @@ class FencedLog:
             self._look()
         self._seen = self._table.version
 
-    def _look(self) -> None:
-        """Fenced if the current version holds a higher claim."""
-        self._survey()
+    def _look(self) -> int:
+        """As `_survey`. Fenced if the current version holds a higher claim."""
+        next_lsn = self._survey()
         if self.writable and self._fences.claimed > self.epoch:
             self._failure = Fenced(
                 f"another writer has taken over {self._where} (epoch {self._fences.claimed} after "
                 f"{self.epoch}). Nothing of this step was acknowledged; leave it to that one, or open again."
             )
             raise self._failure
+        return next_lsn
 
-    def _survey(self) -> None:
-        """Read from the current version which rows are stale, and where the log ends."""
+    def _survey(self) -> int:
+        """Read from the current version which rows are stale. Returns the lsn after the last row."""
         self._fences = self._read_fences()
         self._ordered = True
         stale: set[int] = set()
@@ -158,8 +216,8 @@ class FencedLog:
             last = max(last, int(alive.max(initial=MARK_LSN)))
         ends = self._fences.end_of(stale)
         self._stale = " OR ".join(f"(epoch = {epoch} AND lsn >= {end})" for epoch, end in ends.items())
-        self._next_lsn = max(self._next_lsn, last + 1)
         self._seen = self._table.version
+        return last + 1
 
     def _check_writable(self) -> None:
         if self._failure is not None:
@@ -172,7 +230,9 @@ class FencedLog:
         """Around appends: a storage error ends all writing, an error of the rows' source does not."""
         try:
             yield
-        except LANCE_ERRORS as error:
+        except JournalError:
+            raise
+        except (*LANCE_ERRORS, StoreError) as error:
             if stream is not None and stream.error is not None:
                 raise stream.error from None
             self._failure = JournalError(

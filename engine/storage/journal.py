@@ -1,4 +1,7 @@
-"""The journal: one Lance dataset a shard, one atomic append a step. All other state derives from it.
+"""The journal of a shard: one atomic append a step. All other state derives from it.
+
+It is a Lance dataset. Small appends are in a write-ahead log first (engine/storage/wal.py), and many of them
+move to Lance as one version.
 
 Rows are never changed in place. A row's `kind` says what it is; `payload` is JSON whose fields depend on the
 kind (see engine/storage/row_codec.py). Vectors are little-endian fp16 bytes: a fixed-size list would spend a
@@ -10,7 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ from undertow.engine.storage.journal_rows import (
     any_of,
     in_batches,
     key_groups,
+    row_count,
     to_rows,
 )
 from undertow.engine.storage.journal_rows import SCHEMA as SCHEMA
@@ -36,12 +42,24 @@ from undertow.engine.storage.journal_rows import Row as Row
 from undertow.engine.storage.journal_rows import Rows as Rows
 from undertow.engine.storage.lance_log import LANCE_ERRORS, LanceLog
 from undertow.engine.storage.location import Location
-from undertow.engine.storage.store_info import DESCRIPTION, JOURNAL_NAME, StoreError, StoreInfo, read_info
+from undertow.engine.storage.store_info import (
+    DESCRIPTION,
+    FORMAT_VERSION,
+    JOURNAL_NAME,
+    StoreError,
+    StoreInfo,
+    read_info,
+    write_info,
+)
+from undertow.engine.storage.tail import Tail
 from undertow.engine.storage.version_cleanup import VersionCleaner
+from undertow.engine.storage.wal import LogContent, WriteAheadLog
 
 log = logging.getLogger(__name__)
 
 COMMITS_PER_COMPACTION = 16
+# A commit of so many rows goes to Lance at once: its rows need not be written twice.
+ROWS_PAST_LOG = 4_096
 NO_MARKS = "kind != 'epoch'"
 
 
@@ -90,6 +108,7 @@ class Journal(FencedLog):
         takeover: bool = False,
         owner: str = "",
         settled: bool = False,
+        repair: bool = False,
     ) -> Journal:
         """Open an existing store; a writer begins a new epoch, which stops any former writer for good.
 
@@ -99,13 +118,16 @@ class Journal(FencedLog):
         has taken the store over.
         `settled`, for a reader that acts on what it reads: JournalError while a writer is taking over,
         since rows that the former writer has not acknowledged may turn out stale.
+        `repair`, for a writer: give up the damaged rows of the write-ahead log, else DamagedLog.
         """
         location = Location.of(where)
         info = read_info(location)  # raises before anything is written if this is no store
+        wal = WriteAheadLog(location, fsync=durability == "fsync") if WriteAheadLog.suits(location) else None
         if not writable:
+            content = wal.read() if wal is not None else LogContent()
             journal = cls(location, info, durability=durability)
             with journal._opening():
-                journal._survey()
+                journal._begin_reading(content)
             if settled and journal._fences.claimed > journal._fences.in_force:
                 raise JournalError(
                     f"another writer is taking over {journal._where}. Try again when it is up."
@@ -121,7 +143,10 @@ class Journal(FencedLog):
                 owner=owner,
                 writable=True,
                 durability=durability,
+                wal=wal,
+                repair=repair,
             )
+            journal._upgrade()
             with journal._opening():
                 journal._begin()
             return journal
@@ -130,8 +155,25 @@ class Journal(FencedLog):
                 lock.close()
             raise
 
+    def _upgrade(self) -> None:
+        """Mark an older store as one that may have a write-ahead log, which older programs would not read."""
+        if self.info.format_version < FORMAT_VERSION:
+            self.info = replace(self.info, format_version=FORMAT_VERSION)
+            write_info(self.location, self.info)
+
+    @cached_property
+    def _tail(self) -> Tail | None:
+        return None if self._wal is None else Tail(self._wal, self._move)
+
     def close(self) -> None:
+        if self.writable and self._failure is None:
+            try:
+                self.settle()
+            except StoreError as error:
+                log.warning("%s The rows are safe in the write-ahead log.", error)
         self.writable = False
+        if self._tail is not None:
+            self._tail.close()
         self.finish_tidying()  # under the lock, so that the next writer is alone
         if self._lock is not None:
             self._lock.close()
@@ -153,13 +195,13 @@ class Journal(FencedLog):
             known = copy._read_fences().marks
             if marks := [mark for mark in self._fences.marks if mark not in known]:
                 copy._table.append(mark_table(marks))
-            copy._survey()
+            copy._next_lsn = copy._survey()
         return copy
 
     # ---- writing
 
     def append(self, rows: Sequence[Rows]) -> None:
-        """Write all rows as one atomic version. JournalError: none of them is acknowledged.
+        """Write all rows as one atomic commit. JournalError: none of them is acknowledged.
 
         After a failure every later append fails too: the state in memory is then ahead of the log, and only
         reopening the store reconciles them. Fenced: another writer has taken over.
@@ -167,10 +209,40 @@ class Journal(FencedLog):
         self._check_writable()
         if not rows:
             return
-        self.append_copies(RowStream(rows, self._next_lsn, self.epoch))
+        if self._tail is None or row_count(rows) >= ROWS_PAST_LOG:
+            self.append_copies(RowStream(rows, self._next_lsn, self.epoch))
+            return
+        with self._putting():
+            batch = pa.concat_batches(list(in_batches(rows)))
+            self._tail.append(self._next_lsn, batch, self.epoch)
+            self._check_claim()
+        self._next_lsn += batch.num_rows
+        self._tail.flush_if_due()
+
+    def _check_claim(self) -> None:
+        """After an entry was written to the log: Fenced if another writer may have read the log before it."""
+        assert self._wal is not None
+        while self._wal.is_claimed_by_another:
+            # Lance decides whether that claim counts. A writer that claims the store after we renew ours has
+            # yet to read the log.
+            self.settle()
+            self._wal.renew_claim()
+            self.check_in_force()
+
+    def settle(self) -> None:
+        """Move all rows to Lance: needed before it is read, changed, or appended to otherwise. JournalError."""
+        if self._tail is not None and self.writable:
+            with self._rewriting():
+                self._tail.settle()
+
+    def _move(self, batches: Sequence[pa.RecordBatch]) -> None:
+        self._table.append(pa.Table.from_batches(batches))
+        self._follow()
+        self._note_commit()
 
     def append_copies(self, rows: Iterable[Rows]) -> None:
         """Append rows of another journal with their lsn and epoch; for `reindex`. JournalError."""
+        self.settle()
         table = pa.Table.from_batches(in_batches(rows), SCHEMA)
         with self._putting():
             self._table.append(table)
@@ -183,6 +255,7 @@ class Journal(FencedLog):
         An exception of the iterator passes through; then nothing is written, and the journal stays usable.
         """
         self._check_writable()
+        self.settle()
         first, stream = self._next_lsn, RowStream(rows, self._next_lsn, self.epoch)
         reader = pa.RecordBatchReader.from_batches(SCHEMA, stream)
         with self._putting(stream):
@@ -195,6 +268,7 @@ class Journal(FencedLog):
 
         Call it before another machine acts on what is stored: a power failure then loses nothing of it.
         """
+        self.settle()
         with self._rewriting():
             self._table.sync()
 
@@ -203,6 +277,9 @@ class Journal(FencedLog):
         with self._putting():
             self._follow()
         self._next_lsn = next_lsn
+        self._note_commit()
+
+    def _note_commit(self) -> None:
         self._commits += 1
         if self._commits % COMMITS_PER_COMPACTION == 0:
             self._try_to_tidy()
@@ -236,21 +313,25 @@ class Journal(FencedLog):
         wanted = all_of(any_of("kind", kinds), any_of("id", ids), late)
         for keys in key_groups(tenant_keys):
             filter = self._counting(all_of(any_of("tenant_key", keys), wanted))
+            self.settle()
             for batch in self._scan(columns, filter):
                 yield from to_rows(batch)
 
     def columns(self, names: Sequence[str], *, kinds: Sequence[str] | None = None) -> pa.Table:
         """Some columns of all rows (of `kinds`), in append order: cheap even for millions of rows."""
+        self.settle()
         filter = self._counting(any_of("kind", kinds))
         if self._ordered:
-            return self._table.scanner(names, filter).to_table()
-        return self._table.scanner([*{*names, "lsn"}], filter).to_table().sort_by("lsn").select(list(names))
+            return pa.concat_tables(view.scanner(names, filter).to_table() for view in self._views)
+        tables = [view.scanner([*{*names, "lsn"}], filter).to_table() for view in self._views]
+        return pa.concat_tables(tables).sort_by("lsn").select(list(names))
 
     def _scan(self, columns: Sequence[str], filter: str | None) -> Iterator[pa.RecordBatch]:
-        scanner = self._table.scanner(columns, filter, batch_size=ROWS_PER_BATCH)
+        scanners = [view.scanner(columns, filter, batch_size=ROWS_PER_BATCH) for view in self._views]
         if self._ordered:
-            return iter(scanner.to_batches())
-        return iter(scanner.to_table().sort_by("lsn").to_batches(ROWS_PER_BATCH))
+            return chain.from_iterable(scanner.to_batches() for scanner in scanners)
+        tables = [scanner.to_table() for scanner in scanners]
+        return iter(pa.concat_tables(tables).sort_by("lsn").to_batches(ROWS_PER_BATCH))
 
     def _counting(self, filter: str | None) -> str | None:
         """`filter` without stale rows; without marks too if it is None."""
@@ -258,11 +339,15 @@ class Journal(FencedLog):
 
     def count(self, tenant_keys: Sequence[str]) -> int:
         """How many rows the tenants have."""
-        return self._table.count(self._counting(any_of("tenant_key", tenant_keys)))
+        return self._count(any_of("tenant_key", tenant_keys))
 
     @property
     def row_count(self) -> int:
-        return self._table.count(self._counting(None))
+        return self._count(None)
+
+    def _count(self, filter: str | None) -> int:
+        self.settle()
+        return sum(view.count(self._counting(filter)) for view in self._views)
 
     @property
     def next_lsn(self) -> int:
@@ -277,6 +362,7 @@ class Journal(FencedLog):
 
         None means all. Marks of writers stay.
         """
+        self.settle()
         old = f"lsn < {before_lsn} AND {any_of('kind', kinds) or NO_MARKS}"
         for keys in key_groups(tenant_keys):
             with self._rewriting():
@@ -286,6 +372,7 @@ class Journal(FencedLog):
     def delete_rows(self, lsns: Sequence[int]) -> None:
         """Delete single rows; bytes stay until `purge`."""
         if lsns:
+            self.settle()
             with self._rewriting():
                 self._table.delete(f"{NO_MARKS} AND lsn IN ({', '.join(map(str, lsns))})")
                 self._follow()
@@ -296,7 +383,10 @@ class Journal(FencedLog):
         Returns whether that is certain. With `takeover`, an append that was interrupted in the last ten
         minutes may still have files; a later purge removes them.
         """
+        self.settle()
         self.finish_tidying()
+        if self._wal is not None:
+            self._wal.remove_former()
         with self._rewriting():
             if self._stale:
                 self._table.delete(self._stale)
@@ -311,6 +401,7 @@ class Journal(FencedLog):
 
         Versions are dropped at most every few minutes: see engine/storage/version_cleanup.py.
         """
+        self.settle()
         self._take_free_lock()
         self._table.compact()
         self._look()

@@ -39,8 +39,10 @@ LANCE_ERRORS = (OSError, ValueError, RuntimeError)
 class LanceLog:
     """An open dataset. `version` is that of this handle; `reload` shows the commits of others."""
 
-    def __init__(self, location: Location, *, fsync: bool = False) -> None:
-        """Open the dataset at `location`. `fsync` has no effect on an object store: puts are durable."""
+    def __init__(
+        self, location: Location, *, fsync: bool = False, dataset: lance.LanceDataset | None = None
+    ) -> None:
+        """Open the dataset at `location`, unless it is given. `fsync` has no effect on an object store: puts are durable."""
         self._location = location
         self._folder = location.folder
         self._path = Path(location.uri)
@@ -48,10 +50,16 @@ class LanceLog:
         self._session = lance.Session(  # type: ignore[attr-defined]
             metadata_cache_size_bytes=METADATA_CACHE_BYTES, index_cache_size_bytes=INDEX_CACHE_BYTES
         )
-        self._dataset = lance.dataset(location.uri, session=self._session)
+        self._dataset = dataset or lance.dataset(location.uri, session=self._session)
 
     def __str__(self) -> str:
         return str(self._location)
+
+    @classmethod
+    def in_memory(cls, table: pa.Table) -> LanceLog:
+        """A dataset in this process alone, to be read."""
+        uri = "memory://tail"
+        return cls(Location(uri), dataset=lance.write_dataset(table, uri))
 
     @classmethod
     def make(cls, location: Location, schema: pa.Schema) -> None:

@@ -3,6 +3,7 @@
 store/store.json      format version, encoder fingerprint, key of the tenant hashes, journal in force
 store/writer.lock     only in a folder: held by the process that may append
 store/journal.lance   the journal (after a reindex journal-EPOCH.lance)
+store/wal             commits that are not in the journal yet, see engine/storage/wal.py
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from filelock import FileLock, Timeout
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.location import StoreError as StoreError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+# Version 2 has no write-ahead log; its first writer makes it version 3.
+READABLE_VERSIONS = (2, FORMAT_VERSION)
 DESCRIPTION = "store.json"
 
 HASH_KEY = re.compile(r"[0-9a-f]{64}")
@@ -88,9 +91,10 @@ def read_info(where: Location | Path | str) -> StoreInfo:
     if not isinstance(raw, dict):
         raise _no_description(location, "it is no JSON object")
     version = raw.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise StoreError(
-            f"{location} has format version {version}; this Undertow reads version {FORMAT_VERSION}. "
+            f"{location} has format version {version}; this Undertow reads versions "
+            f"{READABLE_VERSIONS[0]} to {FORMAT_VERSION}. "
             "Install the Undertow that wrote it, or export there and ingest here."
         )
     if flaw := _flaw(raw):

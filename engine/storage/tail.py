@@ -1,0 +1,99 @@
+"""The tail of the journal: rows that are in the write-ahead log and not yet in Lance."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pyarrow as pa
+
+from undertow.engine.storage.fenced_log import Fenced
+from undertow.engine.storage.journal_rows import numbered
+from undertow.engine.storage.lance_log import LANCE_ERRORS
+from undertow.engine.storage.location import StoreError
+from undertow.engine.storage.wal import WriteAheadLog
+
+log = logging.getLogger(__name__)
+
+# A flush is due at so many rows, which then fill a fragment, or entries, which cost a reader some time each.
+ROWS_PER_FLUSH = 32_768
+ENTRIES_PER_FLUSH = 512
+# Beyond so many times that, an append waits for the flush.
+MOST_FLUSHES = 4
+
+
+class Tail:
+    """Owns the log of a writer, the rows in it, and the thread that moves them to Lance in the background.
+
+    `move` appends batches to Lance as one version. While a flush is under way nobody else may use the table:
+    call `settle` first.
+    """
+
+    def __init__(self, wal: WriteAheadLog, move: Callable[[Sequence[pa.RecordBatch]], None]) -> None:
+        self._wal = wal
+        self._move = move
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_rows = 0
+        # what a flush is moving, or a failed one has left, and the segments that have it
+        self._moving: list[pa.RecordBatch] = []
+        self._segments: list[str] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._flush: Future[None] | None = None
+
+    def append(self, first_lsn: int, batch: pa.RecordBatch, epoch: int) -> None:
+        """Write a batch to the log, as rows from `first_lsn` on. OSError, StoreError."""
+        self._wal.append(first_lsn, batch)
+        self._waiting.append(numbered(batch, first_lsn, epoch))
+        self._waiting_rows += batch.num_rows
+
+    def flush_if_due(self) -> None:
+        """Begin a flush in the background once there is enough for one. Fenced."""
+        if self._waiting_rows < ROWS_PER_FLUSH and len(self._waiting) < ENTRIES_PER_FLUSH:
+            return
+        is_late = self._waiting_rows >= MOST_FLUSHES * ROWS_PER_FLUSH
+        if self._flush is not None and not (is_late or self._flush.done()):
+            return
+        self._end_flush()
+        self._begin_flush()
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="flush")
+        try:
+            self._flush = self._thread.submit(self._run)
+        except RuntimeError as error:  # no thread can be started; the next flush moves these rows too
+            log.warning("cannot move the log's rows in the background: %s", error)
+
+    def settle(self) -> None:
+        """Move everything to Lance now. Raises what `move` raises, and StoreError; the log then has it still."""
+        self._end_flush()
+        if self._waiting or self._moving or self._segments:
+            self._begin_flush()
+            self._run()
+
+    def close(self) -> None:
+        """End the thread. What could not be moved stays in the log."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._wal.close()
+
+    def _begin_flush(self) -> None:
+        self._segments += self._wal.end_segments()
+        self._moving += self._waiting
+        self._waiting, self._waiting_rows = [], 0
+
+    def _run(self) -> None:
+        if self._moving:
+            self._move(self._moving)
+            self._moving = []
+        self._wal.remove(self._segments)
+        self._segments = []
+
+    def _end_flush(self) -> None:
+        """Wait for a flush. What the disk has refused is told, and done again by the next one."""
+        flush, self._flush = self._flush, None
+        try:
+            if flush is not None:
+                flush.result()
+        except Fenced:
+            raise
+        except (*LANCE_ERRORS, StoreError) as error:
+            log.warning("the log waits to be moved to Lance: %s. Free some space.", error)

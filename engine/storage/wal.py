@@ -1,0 +1,296 @@
+"""The write-ahead log: commits of few rows, durable and readable before a flush moves them to Lance.
+
+wal/EPOCH-LSN.log   a segment: entries of one writer in order; its name holds the writer's epoch, the first lsn
+wal/claim           which writer opened the store last
+
+An entry is one commit: a header with its own checksum, then a record batch without lsns and epochs. In a
+folder a segment grows by entries; in a bucket each entry is an object. Who may append, and which segments
+count, is a part of the rules in engine/storage/fencing.py.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pyarrow as pa
+
+from undertow.engine.storage.journal_rows import SCHEMA
+from undertow.engine.storage.location import Location, fsync_path, make_folder, remove_drafts
+
+FOLDER = "wal"
+CLAIM = "claim"
+SUFFIX = ".log"
+# Elsewhere (NFS, FUSE) one machine may not see at once what another has written, so no claim is safe there.
+COHERENT_FILE_SYSTEMS = {
+    "apfs",
+    "bcachefs",
+    "btrfs",
+    "ext2",
+    "ext3",
+    "ext4",
+    "f2fs",
+    "overlay",
+    "ramfs",
+    "tmpfs",
+    "xfs",
+    "zfs",
+}
+
+MAGIC = b"UWL1"
+# magic, checksum of the rest of the header; epoch, first lsn, rows, bytes of the body, checksum of the body
+_HEADER = struct.Struct("<4sIQQIQI")
+_CHECKED = struct.Struct("<QQIQI")
+
+
+class Entry(NamedTuple):
+    """One commit. Its rows have the lsns from `first_lsn` on."""
+
+    epoch: int
+    first_lsn: int
+    batch: pa.RecordBatch
+
+    @property
+    def end_lsn(self) -> int:
+        return self.first_lsn + self.batch.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Rows of the log, acknowledged ones among them, that cannot be read.
+
+    `end_lsn` None: up to the end of the writer's log.
+    """
+
+    epoch: int
+    file: str
+    offset: int
+    first_lsn: int
+    end_lsn: int | None
+
+    def __str__(self) -> str:
+        last = "the last one" if self.end_lsn is None else str(self.end_lsn - 1)
+        return f"{self.file} is damaged at byte {self.offset}: rows {self.first_lsn} to {last} cannot be read"
+
+
+@dataclass(slots=True)
+class LogContent:
+    """What a log held when it was read. `torn`: where appends that nobody was told of were cut off."""
+
+    entries: list[Entry] = field(default_factory=list)
+    damages: list[Damage] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+
+    def after(self, epoch: int, next_lsn: int) -> LogContent:
+        """The part of one writer from an lsn on; rows that are missing between entries are damage."""
+        entries = [e for e in self.entries if e.epoch == epoch and e.end_lsn > next_lsn]
+        damages = [
+            d for d in self.damages if d.epoch == epoch and (d.end_lsn is None or d.end_lsn > next_lsn)
+        ]
+        for one, two in pairwise(entries):
+            known = any(d.end_lsn is None or d.end_lsn >= two.first_lsn > d.first_lsn for d in damages)
+            if two.first_lsn > one.end_lsn and not known:
+                damages.append(Damage(epoch, "a missing segment", 0, one.end_lsn, two.first_lsn))
+        return LogContent(entries, damages, self.torn)
+
+
+def packed(epoch: int, first_lsn: int, batch: pa.RecordBatch) -> bytes:
+    """The bytes of an entry."""
+    body = batch.serialize()
+    checked = _CHECKED.pack(epoch, first_lsn, batch.num_rows, len(body), zlib.crc32(body))
+    return b"".join((MAGIC, struct.pack("<I", zlib.crc32(checked)), checked, body))
+
+
+class WriteAheadLog:
+    """The log of one store. A writer calls `claim` first. Methods raise StoreError or OSError."""
+
+    def __init__(self, store: Location, *, fsync: bool = False) -> None:
+        self._location = store / FOLDER
+        self._fsync = fsync
+        self._claim = b""
+        self._epoch = 0
+        # of this writer: the segments that hold entries, oldest first, and the open one
+        self._segments: list[str] = []
+        self._descriptor: int | None = None
+
+    @staticmethod
+    def suits(store: Location) -> bool:
+        """Whether writers on several machines see each other's files at once, in the order of writing."""
+        if store.folder is None:
+            return True
+        mounts = {Path(m.mountpoint): m.fstype for m in psutil.disk_partitions(all=True)}
+        folder = store.folder.resolve()
+        return next((mounts[p] for p in (folder, *folder.parents) if p in mounts), "") in COHERENT_FILE_SYSTEMS
+
+    # ---- reading
+
+    def read(self) -> LogContent:
+        """Every entry of every writer. Segments that a flush removes meanwhile are passed over.
+
+        Read the log before Lance: what a flush has moved by then is found in Lance.
+        """
+        content = LogContent()
+        names = self._names()
+        for name, following in zip_longest(names, names[1:]):
+            if (data := self._location.read(name)) is not None:
+                epoch, first_lsn = _parts(name)
+                next_epoch, next_lsn = _parts(following) if following else (0, 0)
+                end_lsn = next_lsn if next_epoch == epoch else None
+                _Segment(str(self._location / name), epoch, data, end_lsn, content).read(first_lsn)
+        return content
+
+    def _names(self) -> list[str]:
+        return [name for name in self._location.children() if name.endswith(SUFFIX)]
+
+    # ---- writing
+
+    def claim(self, epoch: int, writer: str) -> None:
+        """Tell all former writers that this one has claimed the store; they may append, but not acknowledge.
+
+        The claim must be committed in Lance before.
+        """
+        self._epoch, self._claim = epoch, f"{epoch} {writer}".encode()
+        self.renew_claim()
+
+    def renew_claim(self) -> None:
+        self._location.write(CLAIM, self._claim)
+
+    @property
+    def is_claimed_by_another(self) -> bool:
+        """Whether another writer has opened the store, or has tried to."""
+        return self._location.read(CLAIM) != self._claim
+
+    def append(self, first_lsn: int, batch: pa.RecordBatch) -> None:
+        """Write one entry. It counts once the caller has found that the store `is_claimed_by` nobody else."""
+        data = packed(self._epoch, first_lsn, batch)
+        name = f"{self._epoch:012d}-{first_lsn:020d}{SUFFIX}"
+        if self._location.folder is None:
+            self._location.write(name, data)
+            self._segments.append(name)
+            return
+        if self._descriptor is None:
+            self._descriptor = self._open(self._location.folder / name)
+            self._segments.append(name)
+        written = 0
+        while written < len(data):
+            written += os.write(self._descriptor, data[written:] if written else data)
+        if self._fsync:
+            os.fsync(self._descriptor)
+
+    def _open(self, path: Path) -> int:
+        make_folder(path.parent)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+        if self._fsync:
+            fsync_path(path.parent)
+        return descriptor
+
+    def end_segments(self) -> Sequence[str]:
+        """Have the next entry begin a segment. Returns the segments of this writer up to here."""
+        self.close()
+        ended, self._segments = self._segments, []
+        return ended
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    # ---- removing
+
+    def remove(self, segments: Sequence[str]) -> None:
+        for name in segments:
+            self._location.remove(name)
+
+    def remove_former(self) -> None:
+        """Remove every segment of former writers, and what a kill has left of their claims."""
+        self.remove([name for name in self._names() if _parts(name)[0] < self._epoch])
+        if self._location.folder is not None:
+            remove_drafts(self._location.folder / CLAIM)
+
+
+def _parts(name: str) -> tuple[int, int]:
+    """Epoch and first lsn of a segment."""
+    epoch, _, lsn = name.removesuffix(SUFFIX).partition("-")
+    return int(epoch), int(lsn)
+
+
+class _Header(NamedTuple):
+    epoch: int
+    first_lsn: int
+    rows: int
+    size_bytes: int
+    checksum: int
+
+
+class _Segment:
+    """Reads the entries of one segment into `content`."""
+
+    def __init__(
+        self, file: str, epoch: int, data: bytes, end_lsn: int | None, content: LogContent
+    ) -> None:
+        """`end_lsn`: where the writer's next segment begins; None for its last one."""
+        self._file = file
+        self._epoch = epoch
+        self._data = data
+        self._end_lsn = end_lsn
+        self._content = content
+
+    def read(self, lsn: int) -> None:
+        """`lsn`: the first one of the segment."""
+        offset = 0
+        while offset < len(self._data):
+            header = self._header(offset)
+            if header is None:
+                offset, lsn = self._pass_over(offset, lsn)
+                continue
+            start = offset + _HEADER.size
+            body = memoryview(self._data)[start : start + header.size_bytes]
+            if len(body) < header.size_bytes:
+                self._note_cut(offset, header.first_lsn)
+                return
+            lsn = header.first_lsn + header.rows
+            if zlib.crc32(body) == header.checksum:
+                batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
+                self._content.entries.append(Entry(header.epoch, header.first_lsn, batch))
+            else:
+                self._note_damage(offset, header.first_lsn, lsn)
+            offset = start + header.size_bytes
+
+    def _header(self, offset: int) -> _Header | None:
+        """A whole and sound header; None for anything else."""
+        raw = self._data[offset : offset + _HEADER.size]
+        if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
+            return None
+        _, checksum, *fields = _HEADER.unpack(raw)
+        return _Header(*fields) if zlib.crc32(raw[-_CHECKED.size :]) == checksum else None
+
+    def _pass_over(self, offset: int, lsn: int) -> tuple[int, int]:
+        """Pass over bytes that are no header: where the next one stands, and its first lsn."""
+        # a system that loses its power may leave zeros where it has not written
+        if len(self._data) - offset < _HEADER.size or not any(self._data[offset:]):
+            self._note_cut(offset, lsn)
+            return len(self._data), lsn
+        found = offset
+        while (found := self._data.find(MAGIC, found + 1)) >= 0:
+            if (header := self._header(found)) is not None:
+                self._note_damage(offset, lsn, header.first_lsn)
+                return found, header.first_lsn
+        self._note_damage(offset, lsn, self._end_lsn)
+        return len(self._data), lsn
+
+    def _note_cut(self, offset: int, lsn: int) -> None:
+        """The segment ends within an entry: an append that was cut off, if it is the writer's last one."""
+        if self._end_lsn is None:
+            self._content.torn.append(f"{self._file} at byte {offset}")
+        else:
+            self._note_damage(offset, lsn, self._end_lsn)
+
+    def _note_damage(self, offset: int, first_lsn: int, end_lsn: int | None) -> None:
+        self._content.damages.append(Damage(self._epoch, self._file, offset, first_lsn, end_lsn))
