@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -157,6 +157,15 @@ class Location:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+    def remove_files(self, names: Sequence[str]) -> None:
+        """Remove files, those that exist, on an object store by one request."""
+        with _store_errors("remove", self):
+            if self.folder is not None:
+                for name in names:
+                    (self.folder / name).unlink(missing_ok=True)
+            elif names:
+                obstore.delete(self._at("")[0], [self._at(name)[1] for name in names])
 
     def _at(self, name: str) -> tuple[S3Store, str]:
         """The client of the bucket, and the key of a file in it."""

@@ -16,9 +16,8 @@ from undertow.engine.storage.wal import WriteAheadLog
 
 log = logging.getLogger(__name__)
 
-# A flush is due at so many rows, which then fill a fragment, or entries, which cost a reader some time each.
+# A flush is due at so many rows, which then fill a fragment.
 ROWS_PER_FLUSH = 32_768
-ENTRIES_PER_FLUSH = 512
 # Beyond so many times that, an append waits for the flush.
 MOST_FLUSHES = 4
 
@@ -49,7 +48,7 @@ class Tail:
 
     def flush_if_due(self) -> None:
         """Begin a flush in the background once there is enough for one. Fenced."""
-        if self._waiting_rows < ROWS_PER_FLUSH and len(self._waiting) < ENTRIES_PER_FLUSH:
+        if self._waiting_rows < ROWS_PER_FLUSH and len(self._waiting) < self._wal.most_entries:
             return
         is_late = self._waiting_rows >= MOST_FLUSHES * ROWS_PER_FLUSH
         if self._flush is not None and not (is_late or self._flush.done()):

@@ -44,6 +44,10 @@ COHERENT_FILE_SYSTEMS = {
     "zfs",
 }
 
+# A reader opens each segment, and in a bucket each entry is one.
+ENTRIES_PER_FLUSH = 512
+OBJECTS_PER_FLUSH = 32
+
 MAGIC = b"UWL1"
 # magic, checksum of the rest of the header; epoch, first lsn, rows, bytes of the body, checksum of the body
 _HEADER = struct.Struct("<4sIQQIQI")
@@ -119,6 +123,11 @@ class WriteAheadLog:
         # of this writer: the segments that hold entries, oldest first, and the open one
         self._segments: list[str] = []
         self._descriptor: int | None = None
+
+    @property
+    def most_entries(self) -> int:
+        """With so many entries a flush is due."""
+        return OBJECTS_PER_FLUSH if self._location.folder is None else ENTRIES_PER_FLUSH
 
     @staticmethod
     def suits(store: Location) -> bool:
@@ -205,8 +214,7 @@ class WriteAheadLog:
     # ---- removing
 
     def remove(self, segments: Sequence[str]) -> None:
-        for name in segments:
-            self._location.remove(name)
+        self._location.remove_files(segments)
 
     def remove_former(self) -> None:
         """Remove every segment of former writers, and what a kill has left of their claims."""

@@ -68,7 +68,7 @@ class Disk:
 def disk(tmp_path: Path) -> Iterator[Disk]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=288k", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=112k", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("a file system of limited size needs the right to mount a tmpfs (root)")
     try:

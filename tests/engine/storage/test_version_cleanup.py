@@ -21,8 +21,9 @@ SOON_S = 30
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
-    """One that is tidied after every second commit."""
+    """One that is tidied after every second commit; all commits go to Lance."""
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 2)
+    monkeypatch.setattr(journal_module, "ROWS_PAST_LOG", 1)
     monkeypatch.setattr(lance_log, "READER_GRACE", timedelta(0))
     Journal.create(tmp_path, 8, {"model": "none"})
     opened = Journal.open(tmp_path, writable=True)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,25 @@ from ....support.storage.journal import raw_texts, row, stored, taken_over, text
 # ---- a model: every interleaving of what writers do to a log that anyone may append to
 
 
+ModelRow = tuple[int, int, str]
+"""lsn, epoch, text"""
+
+
 @dataclass
 class Log:
-    """What Lance guarantees: commits are atomic and in one order; a late one goes on top of the others."""
+    """What Lance guarantees: commits are atomic and in one order; a late one goes on top of the others.
 
-    rows: list[tuple[str, FenceMark | tuple[int, int, str]]] = field(default_factory=list)
+    Beside it, what a file system guarantees of the write-ahead log: whoever reads `entries` or `claim` sees
+    what was written before.
+    """
+
+    rows: list[FenceMark | ModelRow] = field(default_factory=list)
     versions: list[int] = field(default_factory=lambda: [0])
+    entries: list[ModelRow] = field(default_factory=list)
+    claim: str = ""
 
-    def commit(self, kind: str, item: FenceMark | tuple[int, int, str]) -> int:
-        self.rows.append((kind, item))
+    def commit(self, *items: FenceMark | ModelRow) -> int:
+        self.rows += items
         self.versions.append(len(self.rows))
         return len(self.versions) - 1
 
@@ -47,15 +57,25 @@ class Log:
         return len(self.versions) - 1
 
     def fences(self, version: int) -> Fences:
-        return Fences(m for _, m in self.rows[: self.versions[version]] if isinstance(m, FenceMark))
+        return Fences(m for m in self.rows[: self.versions[version]] if isinstance(m, FenceMark))
 
-    def counting(self, version: int) -> list[tuple[int, int, str]]:
-        """(lsn, epoch, text) of the rows that count at a version, in the order of their commits."""
+    def counting(self, version: int) -> list[ModelRow]:
+        """The rows in Lance that count at a version, in the order of their commits."""
         fences = self.fences(version)
-        rows = [r for _, r in self.rows[: self.versions[version]] if not isinstance(r, FenceMark)]
+        rows = [r for r in self.rows[: self.versions[version]] if not isinstance(r, FenceMark)]
         epochs = np.array([r[1] for r in rows], np.int64)
         stale = fences.stale(epochs, np.array([r[0] for r in rows], np.int64))
         return [r for r, dead in zip(rows, stale, strict=True) if not dead]
+
+    def left(self, entries: list[ModelRow], version: int) -> list[ModelRow]:
+        """The entries that are not in Lance at a version, of the writer in force."""
+        fences = self.fences(version)
+        end = max([fences.first_lsn, *(r[0] + 1 for r in self.counting(version))])
+        return [e for e in entries if e[1] == fences.in_force and e[0] >= end]
+
+    def shown(self) -> list[ModelRow]:
+        """What a reader sees."""
+        return self.counting(self.newest) + self.left(self.entries, self.newest)
 
 
 @dataclass
@@ -65,46 +85,110 @@ class Outcome:
     state: list[str] | None = None
 
 
-def writer(log: Log, name: str, appends: int, outcome: Outcome) -> Iterator[None]:
-    """The protocol of Journal, with a pause wherever another writer may come between."""
-    while True:
-        base = log.newest
+class Writer:
+    """The protocol of Journal; its generators pause wherever another writer may come between."""
+
+    def __init__(self, log: Log, name: str, outcome: Outcome) -> None:
+        self.log = log
+        self.name = name
+        self.outcome = outcome
+        self.fenced = False
+        self.waiting: list[ModelRow] = []
+
+    def run(self, commits: str) -> Iterator[None]:
+        """`commits`: for each row a letter: into the log (l), the same and then a flush (f), or Lance (d)."""
+        yield from self.open()
+        for n, how in enumerate(commits):
+            if self.fenced:
+                return
+            yield
+            row = (self.lsn, self.epoch, f"{self.name}{n}")
+            self.lsn += 1
+            yield from self.past_log(row) if how == "d" else self.into_log(row)
+            if self.fenced:
+                return
+            self.outcome.acknowledged.add(row[2])
+            assert self.outcome.state is not None
+            self.outcome.state.append(row[2])
+            if how == "f":
+                yield
+                yield from self.flush()
+
+    def open(self) -> Iterator[None]:
+        log = self.log
+        while True:
+            base = log.newest
+            yield
+            self.epoch = log.fences(base).claimed + 1
+            version = log.commit(FenceMark(self.epoch, self.name))
+            yield
+            if not log.fences(version).contested(self.epoch, self.name):
+                break
+        log.claim = self.name
         yield
-        epoch = log.fences(base).claimed + 1
-        version = log.commit("claim", FenceMark(epoch, name))
+        entries = list(log.entries)
         yield
-        if not log.fences(version).contested(epoch, name):
-            break
-    seen = log.newest
-    yield
-    fences = log.fences(seen)
-    if fences.claimed > epoch:
-        return
-    counting = log.counting(seen)
-    lsn = max([fences.first_lsn, *(r[0] + 1 for r in counting)])
-    version = log.commit("begin", FenceMark(epoch, name, lsn, fences.in_force))
-    yield
-    if version > seen + 1 and log.fences(version).claimed > epoch:
-        return
-    outcome.state = [r[2] for r in counting]
-    seen = version
-    for n in range(appends):
+        self.seen = log.newest
         yield
-        text = f"{name}{n}"
-        version = log.commit("row", (lsn + n, epoch, text))
-        yield
-        if version > seen + 1 and log.fences(version).claimed > epoch:
+        fences = log.fences(self.seen)
+        self.fenced = fences.claimed > self.epoch
+        if self.fenced:
             return
-        seen = version
-        outcome.acknowledged.add(text)
-        outcome.state.append(text)
+        counting, left = log.counting(self.seen), log.left(entries, self.seen)
+        first = max([fences.first_lsn, *(r[0] + 1 for r in counting)])
+        begin = FenceMark(self.epoch, self.name, first, fences.in_force)
+        version = log.commit(*((lsn, self.epoch, text) for lsn, _, text in left), begin)
+        yield
+        self.follow(version)
+        if self.fenced:
+            return
+        self.outcome.state = [r[2] for r in counting + left]
+        self.lsn = first + len(left)
+        yield
+        log.entries = [e for e in log.entries if e[1] >= self.epoch]
+
+    def follow(self, version: int) -> None:
+        self.fenced |= version > self.seen + 1 and self.log.fences(version).claimed > self.epoch
+        self.seen = version
+
+    def past_log(self, row: ModelRow) -> Iterator[None]:
+        yield from self.flush()
+        if not self.fenced:
+            version = self.log.commit(row)
+            yield
+            self.follow(version)
+
+    def into_log(self, row: ModelRow) -> Iterator[None]:
+        self.log.entries.append(row)
+        self.waiting.append(row)
+        yield
+        while self.log.claim != self.name and not self.fenced:
+            yield from self.flush()
+            if self.fenced:
+                return
+            yield
+            self.log.claim = self.name
+            yield
+            self.seen = self.log.newest
+            self.fenced = self.log.fences(self.seen).claimed > self.epoch
+            yield
+
+    def flush(self) -> Iterator[None]:
+        if not self.waiting:
+            return
+        version = self.log.commit(*self.waiting)
+        yield
+        self.follow(version)
+        if not self.fenced:
+            moved, self.waiting = self.waiting, []
+            self.log.entries = [e for e in self.log.entries if e not in moved]
+            yield
 
 
 def check(log: Log, outcomes: list[Outcome]) -> None:
-    counting = log.counting(log.newest)
-    lsns = [r[0] for r in counting]
+    lsns = [r[0] for r in log.shown()]
     assert lsns == sorted(set(lsns)), "lsns are unique and in the order of the commits"
-    shown = [r[2] for r in counting]
+    shown = [r[2] for r in log.shown()]
     for outcome in outcomes:
         assert outcome.acknowledged <= set(shown), "an acknowledged row is lost"
         if outcome.state is not None:
@@ -119,10 +203,10 @@ def check(log: Log, outcomes: list[Outcome]) -> None:
             before = seen
 
 
-def run(schedule: list[int], appends: list[int]) -> None:
+def run(schedule: list[int], commits: Sequence[str]) -> None:
     log = Log()
-    outcomes = [Outcome() for _ in appends]
-    writers = [writer(log, "abc"[n], count, outcomes[n]) for n, count in enumerate(appends)]
+    outcomes = [Outcome() for _ in commits]
+    writers = [Writer(log, "abc"[n], outcomes[n]).run(how) for n, how in enumerate(commits)]
     for n in schedule:
         next(writers[n], None)
     check(log, outcomes)
@@ -138,27 +222,31 @@ def interleavings(counts: tuple[int, ...]) -> Iterator[list[int]]:
                 yield [n, *rest]
 
 
-def test_two_writers_in_every_interleaving() -> None:
+@pytest.mark.parametrize("commits", ["dd", "ll", "fl"])
+def test_a_second_writer_opens_beside_the_first_in_every_interleaving(commits: str) -> None:
+    """The first has opened by then: in nine steps. The second commits once."""
     count = 0
-    for schedule in interleavings((8, 8)):
-        if schedule[0] == 0:  # the writers are alike
-            run(schedule, [2, 2])
-            count += 1
-    assert count == 6_435
+    for schedule in interleavings((7, 9)):
+        run([0] * 9 + schedule + [1] * 9, [commits, "l"])
+        count += 1
+    assert count == 11_440
 
 
 def test_two_open_while_a_third_writes_in_every_interleaving() -> None:
     count = 0
-    for schedule in interleavings((2, 5, 4)):
-        run([0, 0, 0, 0, 0, *schedule, 1, 1, 2, 2], [3, 2, 2])
+    for schedule in interleavings((3, 5, 4)):
+        run([0] * 9 + schedule + [1] * 9 + [2] * 9, ["lfd", "ll", "ll"])
         count += 1
-    assert count == 6_930
+    assert count == 27_720
 
 
-@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 3), min_size=3, max_size=3))
-@settings(max_examples=500, deadline=None)
-def test_three_writers_in_any_interleaving(schedule: list[int], appends: list[int]) -> None:
-    run(schedule, appends)
+@given(
+    st.lists(st.integers(0, 2), max_size=90),
+    st.lists(st.text("ldf", max_size=4), min_size=3, max_size=3),
+)
+@settings(max_examples=1500, deadline=None)
+def test_three_writers_in_any_interleaving(schedule: list[int], commits: list[str]) -> None:
+    run(schedule, commits)
 
 
 # ---- real journals
@@ -219,6 +307,7 @@ def test_rows_that_land_before_the_begin_count_though_nobody_was_told(
     """Between claim and reading: the new writer has seen them. Between reading and begin: it has not."""
     old = Journal.open(store, writable=True)
     old.append([row("first")])
+    old.settle()
     other = LanceLog(Location.of(store) / "journal.lance")
 
     def late(text: str, lsn: int) -> None:
@@ -230,10 +319,11 @@ def test_rows_that_land_before_the_begin_count_though_nobody_was_told(
         late("seen", 1)
         reload(self)
 
-    def between_reading_and_begin(self: Journal) -> None:
-        look(self)
+    def between_reading_and_begin(self: Journal) -> int:
+        next_lsn = look(self)
         monkeypatch.setattr(Journal, "_look", look)
         late("unseen", 2)
+        return next_lsn
 
     monkeypatch.setattr(LanceLog, "reload", between_claim_and_reading)
     monkeypatch.setattr(Journal, "_look", between_reading_and_begin)
@@ -249,6 +339,7 @@ def test_a_begin_that_lands_late_changes_nothing(store: Path) -> None:
     """Of three writers the second is overtaken by the third between its reading and its begin."""
     first = Journal.open(store, writable=True)
     first.append([row("a")])
+    first.settle()
     table = LanceLog(Location.of(store) / "journal.lance")
 
     table.append(mark_table([FenceMark(2, "overtaken")]))

@@ -25,6 +25,12 @@ from undertow.engine.storage.location import Location
 from ....support.storage.journal import raw_texts, row, stored, taken_over, texts
 
 
+@pytest.fixture(autouse=True)
+def past_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every append goes to Lance."""
+    monkeypatch.setattr(journal_module, "ROWS_PAST_LOG", 1)
+
+
 def before_next_merge(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Act once, between the rewriting of the next merge's fragments and its commit."""
     commit = Compaction.commit

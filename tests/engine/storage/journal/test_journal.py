@@ -13,6 +13,7 @@ from pathlib import Path
 import lance
 import pytest
 
+from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage.journal import Journal, JournalError, Kind
 from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.location import Location
@@ -64,10 +65,14 @@ def test_an_append_that_raises_leaves_nothing(journal: Journal, store: Path) -> 
     assert [r.seq for r in Journal.open(store, writable=False).read()] == [0]
 
 
+@pytest.mark.parametrize(
+    ("past_log", "owner", "write"), [(1, lance.LanceDataset, "insert"), (1000, os, "write")]
+)
 def test_after_a_failed_write_nothing_is_taken_until_the_store_is_reopened(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, monkeypatch: pytest.MonkeyPatch, past_log: int, owner: object, write: str
 ) -> None:
     """Else a caller that goes on would be told that turns of the failed step are duplicates."""
+    monkeypatch.setattr(journal_module, "ROWS_PAST_LOG", past_log)
     journal = Journal.open(store, writable=True)
     journal.append([row()])
 
@@ -75,7 +80,7 @@ def test_after_a_failed_write_nothing_is_taken_until_the_store_is_reopened(
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(lance.LanceDataset, "insert", full)
+        patched.setattr(owner, write, full)
         with pytest.raises(JournalError, match=r"No space left.*free space"):
             journal.append([row(seq=1)])
     for rows in ([row(seq=2)], []):

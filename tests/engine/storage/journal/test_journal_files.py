@@ -32,6 +32,7 @@ def test_compaction_keeps_order_and_content_and_bounds_the_files(
 ) -> None:
     commits, between = (600, 50) if place.folder else (40, 10)
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", between)
+    monkeypatch.setattr(journal_module, "ROWS_PAST_LOG", 1)
     monkeypatch.setattr(lance_log, "READER_GRACE", timedelta(0))
     journal = Journal.open(place, writable=True)
     expected = []
@@ -124,6 +125,7 @@ def test_a_compaction_that_fails_does_not_undo_the_append(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(journal_module, "COMMITS_PER_COMPACTION", 2)
+    monkeypatch.setattr(journal_module, "ROWS_PAST_LOG", 1)
     with monkeypatch.context() as patched:
         patched.setattr(LanceLog, "tidy", full)
         for seq in range(3):
@@ -153,8 +155,9 @@ def test_purge_leaves_no_byte_of_deleted_text(journal: Journal, store: Path) -> 
     secret, kept = "zq7w-violin-9f3k", "b2mx-harbour-77aa"
     journal.append([row(secret, secret), row(kept, "bob")])
     journal.append([row(f"again {secret}", secret, seq=1)])
-    assert found_in(store, secret) == found_in(store, kept) == (True, True)
+    assert bytes_hold(store, secret), "in the log"
     assert journal.count([secret]) == 2
+    assert found_in(store, secret) == found_in(store, kept) == (True, True)
     journal.delete([secret], before_lsn=journal.next_lsn)
     assert journal.count([secret]) == 0
     assert [r.tenant for r in journal.read()] == ["bob"]
@@ -222,6 +225,7 @@ def fsync(descriptor):
     really(descriptor)
 os.fsync = fsync
 store, durability = Path(sys.argv[1]), sys.argv[2]
+module.ROWS_PAST_LOG = int(sys.argv[3])
 def now():
     return {str(p) for p in store.rglob("*")}
 Journal.create(store, 8, {})
@@ -236,9 +240,9 @@ print(json.dumps({"rows": [r.seq for r in journal.read()]}))
 """
 
 
-def appends(store: Path, durability: str) -> list[dict[str, Any]]:
+def appends(store: Path, durability: str, past_log: int) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-c", SYNC_RECORDER, str(store), durability],
+        [sys.executable, "-c", SYNC_RECORDER, str(store), durability, str(past_log)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -256,7 +260,7 @@ def needed_of(paths: list[str]) -> set[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of open files are read from /proc")
 def test_fsync_syncs_data_manifest_and_folders_before_append_returns(tmp_path: Path) -> None:
-    *steps, last = appends(tmp_path / "store", "fsync")
+    *steps, last = appends(tmp_path / "store", "fsync", past_log=1)
     assert last["rows"] == [0, 1, 2, 3]
     uri = tmp_path / "store" / "journal.lance"
     for step in steps:
@@ -267,10 +271,20 @@ def test_fsync_syncs_data_manifest_and_folders_before_append_returns(tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of open files are read from /proc")
-def test_commit_durability_leaves_syncing_to_the_system(tmp_path: Path) -> None:
-    *steps, last = appends(tmp_path / "store", "commit")
+def test_fsync_syncs_the_log_before_append_returns(tmp_path: Path) -> None:
+    first, *others, last = appends(tmp_path / "store", "fsync", past_log=1000)
     assert last["rows"] == [0, 1, 2, 3]
-    assert all(step["new"] and not step["synced"] for step in steps)
+    (segment,) = first["new"]
+    assert first["synced"] == [str(Path(segment).parent), segment]
+    assert [(step["new"], step["synced"]) for step in others] == 3 * [([], [segment])]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of open files are read from /proc")
+@pytest.mark.parametrize("past_log", [1, 1000])
+def test_commit_durability_leaves_syncing_to_the_system(tmp_path: Path, past_log: int) -> None:
+    *steps, last = appends(tmp_path / "store", "commit", past_log)
+    assert last["rows"] == [0, 1, 2, 3]
+    assert not any(step["synced"] for step in steps)
 
 
 def test_the_schema_has_no_column_that_the_rows_lack() -> None:
