@@ -47,7 +47,9 @@ class DamagedLog(JournalError):
 
     def __str__(self) -> str:
         found = "; ".join(map(str, self.damages))
-        return f"{found}. Restore a backup, or run `undertow repair`, which gives up these rows and no others."
+        return (
+            f"{found}. Restore a backup, or run `undertow repair`, which gives up these rows and no others."
+        )
 
 
 class Displaced(JournalError):

@@ -20,6 +20,16 @@ that it took over). So whatever the former commits later is at or above the new 
 late (its writer was overtaken between 2 and 3) is nobody's former, or is in force only until the higher claim
 begins; its writer has acknowledged nothing. None of this depends on the order of rows in the dataset.
 
+Small commits go to the write-ahead log first, and a flush moves them to Lance. There a writer opens so: after
+its claim is committed it writes the claim to the log's folder, then reads the log to its end, then does
+step 2. It commits what the log has beyond Lance together with its begin, under its own epoch, and the first
+lsn of the begin is that of the first such row. A writer acknowledges an entry if, after writing it, it finds
+its own claim in the folder; otherwise it flushes, which asks Lance. Either it finds the claim of the next
+writer, or that one finds the entry. Only the entries of the epoch in force count, and of these the ones
+beyond Lance: what a former writer adds after it was replaced is never read, and what it flushes then has lsns
+at or above the new first lsn. A claim may be overwritten by a writer that was overtaken before it wrote its
+own; the writer in force then writes its claim again, and asks Lance once more before it trusts it.
+
 A writer that restarts by itself may have an *owner*: one shard of one cluster, through all its restarts. An
 owner that was displaced by another owner never takes the log back; otherwise the two would displace each
 other for ever.

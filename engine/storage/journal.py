@@ -387,6 +387,7 @@ class Journal(FencedLog):
         self.finish_tidying()
         if self._wal is not None:
             self._wal.remove_former()
+        self.check_in_force()  # also to learn of rows that a former writer has added
         with self._rewriting():
             if self._stale:
                 self._table.delete(self._stale)

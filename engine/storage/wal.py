@@ -136,7 +136,9 @@ class WriteAheadLog:
             return True
         mounts = {Path(m.mountpoint): m.fstype for m in psutil.disk_partitions(all=True)}
         folder = store.folder.resolve()
-        return next((mounts[p] for p in (folder, *folder.parents) if p in mounts), "") in COHERENT_FILE_SYSTEMS
+        return (
+            next((mounts[p] for p in (folder, *folder.parents) if p in mounts), "") in COHERENT_FILE_SYSTEMS
+        )
 
     # ---- reading
 
@@ -240,9 +242,7 @@ class _Header(NamedTuple):
 class _Segment:
     """Reads the entries of one segment into `content`."""
 
-    def __init__(
-        self, file: str, epoch: int, data: bytes, end_lsn: int | None, content: LogContent
-    ) -> None:
+    def __init__(self, file: str, epoch: int, data: bytes, end_lsn: int | None, content: LogContent) -> None:
         """`end_lsn`: where the writer's next segment begins; None for its last one."""
         self._file = file
         self._epoch = epoch
