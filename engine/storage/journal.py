@@ -230,7 +230,7 @@ class Journal(FencedLog):
             self.check_in_force()
 
     def settle(self) -> None:
-        """Move all rows to Lance: needed before it is read, changed, or appended to otherwise. JournalError."""
+        """Move all rows to Lance, before it is read, changed, or appended to otherwise. JournalError."""
         if self._tail is not None and self.writable:
             with self._rewriting():
                 self._tail.settle()

@@ -42,7 +42,10 @@ class LanceLog:
     def __init__(
         self, location: Location, *, fsync: bool = False, dataset: lance.LanceDataset | None = None
     ) -> None:
-        """Open the dataset at `location`, unless it is given. `fsync` has no effect on an object store: puts are durable."""
+        """Open the dataset at `location`, unless it is given.
+
+        `fsync` has no effect on an object store: puts are durable.
+        """
         self._location = location
         self._folder = location.folder
         self._path = Path(location.uri)

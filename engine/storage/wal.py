@@ -1,6 +1,6 @@
 """The write-ahead log: commits of few rows, durable and readable before a flush moves them to Lance.
 
-wal/EPOCH-LSN.log   a segment: entries of one writer in order; its name holds the writer's epoch, the first lsn
+wal/EPOCH-LSN.log   a segment: entries of one writer in order, named by its epoch and the first lsn
 wal/claim           which writer opened the store last
 
 An entry is one commit: a header with its own checksum, then a record batch without lsns and epochs. In a
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
 
     @property
     def end_lsn(self) -> int:
-        return self.first_lsn + self.batch.num_rows
+        return self.first_lsn + int(self.batch.num_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ def test_two_open_while_a_third_writes_in_every_interleaving() -> None:
 
 
 def test_a_writer_whose_claim_was_overwritten_renews_it_while_another_opens_in_every_interleaving() -> None:
-    """Writer 0 pauses before it writes its claim; writer 1 opens, and finds that claim in place of its own."""
+    """Writer 0 pauses before it writes its claim; writer 1 opens, then finds that claim, not its own."""
     count = 0
     for schedule in interleavings((0, 6, 8)):
         run([0] * 2 + [1] * 8 + [0] + schedule + [1] * 9 + [2] * 9, ["l", "lll", "l"])
