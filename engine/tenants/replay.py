@@ -62,7 +62,10 @@ def _replay_log(tenant: Tenant, rows: Sequence[Row], arena: Arena) -> None:
             tenant.add_turn(None, key_hash(body["key"]), body["session"], body["timestamp"])
             vectors.append(zero)
         else:
-            raise JournalError(f"the log of tenant {tenant.name!r} misses record {seq}. Restore a backup.")
+            raise JournalError(
+                f"the log of tenant {tenant.name!r} misses record {seq}. Restore a backup, or have "
+                "`undertow repair` mark it as deleted."
+            )
     if vectors:
         segments = np.full(len(vectors), tenant.turns_segment, dtype=np.int64)
         arena.extend(segments, np.stack(vectors), live=True)

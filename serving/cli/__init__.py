@@ -51,6 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "flush": policy.flush,
     "jobs": edit.jobs,
     "reindex": edit.reindex,
+    "repair": edit.repair,
     "calibrate": check.calibrate,
     "estimate": estimate.estimate,
     "eval": evaluate,

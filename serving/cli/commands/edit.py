@@ -1,4 +1,4 @@
-"""The commands that change memories or their store: update, delete, jobs, import, reindex."""
+"""The commands that change memories or their store: update, delete, jobs, import, reindex, repair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import typer
 from undertow.serving.cli import options as opt
 from undertow.serving.cli.drain import drain
 from undertow.serving.cli.errors import Exit, WrongUsage
-from undertow.serving.cli.output import console, put_figures, put_records, put_result, say
+from undertow.serving.cli.output import (
+    console,
+    put_figures,
+    put_json,
+    put_records,
+    put_result,
+    put_text,
+    say,
+)
 from undertow.serving.cli.stores import all_reports, open_memory, refuse_root, stores_of
 
 if TYPE_CHECKING:
@@ -186,3 +194,34 @@ def _reindex(stores: Sequence[Location], settings: Settings) -> int:
 
 def _show_rows(status: Status, store: Location, done: int, total: int) -> None:
     status.update(f"{done:,} of {total:,} rows of {store}")
+
+
+def repair(
+    store: opt.Store,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Give up the rows of a damaged write-ahead log that cannot be read, and no others.
+
+    A store in which nothing is damaged stays as it is. In a cluster, name the store of the shard:
+    ROOT/shards/NAME.
+    """
+    from undertow.engine.api.repair import repair as give_up
+    from undertow.engine.policies.base import Thresholds
+
+    if as_json and not yes:
+        raise typer.BadParameter("--json cannot ask: add --yes")
+    refuse_root(store, "name the store of its shard, ROOT/shards/NAME")
+    if not yes:
+        typer.confirm(f"Give up the damaged rows of {store}, if there are any?", abort=True, err=True)
+    s = opt.settings_of(llm="off")
+    done = give_up(store, Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count))
+    if as_json:
+        put_json(asdict(done))
+        return
+    for damage in done.damages:
+        put_text(str(damage))
+    for tenant, seqs in done.lost.items():
+        put_text(f"{tenant}: {len(seqs)} records are gone and count as deleted turns")
+    if not (done.damages or done.lost):
+        put_text("Nothing is damaged.")

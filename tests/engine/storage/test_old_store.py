@@ -18,6 +18,7 @@ from undertow.bench.mock.llm import MockLLM, MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.config import Settings
 from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.storage.store_info import FORMAT_VERSION, read_info
 
 from ...support.cli import run
 
@@ -63,7 +64,9 @@ def test_every_reading_command_answers_as_before(folder: Path) -> None:
 
 
 def test_what_waited_is_decided_as_before(folder: Path) -> None:
+    """The first writer raises the version of the format; readers do not."""
     expected = json.loads((folder / "drained.json").read_text())
+    assert read_info(folder / "store").format_version == 2
     with Engine(folder / "store", Settings(), HashingEncoder(64), llm=MockLLM(MockReplies())) as engine:
         engine.resume()
         assert engine.drain()
@@ -72,3 +75,4 @@ def test_what_waited_is_decided_as_before(folder: Path) -> None:
         for query, hits in expected["hits"].items():
             found = [[hit.id, hit.score] for hit in engine.search("eve", query).ranked(10)]
             assert rounded(found) == rounded(hits)
+    assert read_info(folder / "store").format_version == FORMAT_VERSION
