@@ -62,7 +62,7 @@ class Tail:
             log.warning("cannot move the log's rows in the background: %s", error)
 
     def settle(self) -> None:
-        """Move everything to Lance now. StoreError, and what `move` raises; the log then has the rows still."""
+        """Move everything to Lance now. StoreError, and what `move` raises; the log then keeps the rows."""
         self._end_flush()
         if self._waiting or self._moving or self._segments:
             self._begin_flush()
