@@ -157,7 +157,7 @@ class FencedLog:
         if left.damages and not self._repair:
             raise DamagedLog(left.damages)
         self.given_up = left.damages
-        for place in left.torn:
+        for place in left.torn if self.writable else ():  # a reader may meet an append under way
             log.warning("an append that was never acknowledged was cut off in %s; it is left out", place)
         return left
 
@@ -232,7 +232,8 @@ class FencedLog:
         """Around appends: a storage error ends all writing, an error of the rows' source does not."""
         try:
             yield
-        except JournalError:
+        except JournalError as error:
+            self._failure = self._failure or error
             raise
         except (*LANCE_ERRORS, StoreError) as error:
             if stream is not None and stream.error is not None:

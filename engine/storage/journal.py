@@ -67,6 +67,8 @@ class Journal(FencedLog):
     """Append-only log of one shard. Open with `create` or `open`; one writer at a time."""
 
     _commits = 0
+    # Whether the last flush has failed, so that its rows may be in Lance all the same.
+    _unsure = False
 
     @cached_property
     def _cleaner(self) -> VersionCleaner:
@@ -217,7 +219,8 @@ class Journal(FencedLog):
             self._tail.append(self._next_lsn, batch, self.epoch)
             self._check_claim()
         self._next_lsn += batch.num_rows
-        self._tail.flush_if_due()
+        with self._rewriting():
+            self._tail.flush_if_due()
 
     def _check_claim(self) -> None:
         """After an entry was written to the log: Fenced if another writer may have read the log before it."""
@@ -236,8 +239,16 @@ class Journal(FencedLog):
                 self._tail.settle()
 
     def _move(self, batches: Sequence[pa.RecordBatch]) -> None:
-        self._table.append(pa.Table.from_batches(batches))
+        """Append batches to Lance, unless they landed there when an earlier attempt seemed to fail."""
+        if self._unsure:
+            self._table.reload()
+            next_lsn = self._look()
+            batches = [batch for batch in batches if batch["lsn"][0].as_py() >= next_lsn]
+        self._unsure = True
+        if batches:
+            self._table.append(pa.Table.from_batches(batches))
         self._follow()
+        self._unsure = False
         self._note_commit()
 
     def append_copies(self, rows: Iterable[Rows]) -> None:

@@ -47,13 +47,16 @@ class Tail:
         self._waiting_rows += batch.num_rows
 
     def flush_if_due(self) -> None:
-        """Begin a flush in the background once there is enough for one. Fenced."""
+        """Begin a flush in the background once there is enough for one. Fenced; else as `settle`."""
         if self._waiting_rows < ROWS_PER_FLUSH and len(self._waiting) < self._wal.most_entries:
             return
         is_late = self._waiting_rows >= MOST_FLUSHES * ROWS_PER_FLUSH
         if self._flush is not None and not (is_late or self._flush.done()):
             return
         self._end_flush()
+        if len(self._moving) > MOST_FLUSHES * self._wal.most_entries:  # flushes keep failing
+            self.settle()
+            return
         self._begin_flush()
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="flush")
         try:
