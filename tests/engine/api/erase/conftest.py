@@ -40,6 +40,7 @@ def built(marked: Marked, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                     word = marked.word if name == marked.name else ""
                     engine.add_batch(turns_of_topics(name, count, word)[n : n + count // 3])
                     engine.step()
+                    engine.journal.settle()
             assert engine.drain()
         assert KINDS[policy] <= end_state(store).kinds()
         return store
