@@ -209,8 +209,10 @@ class Journal(FencedLog):
         reopening the store reconciles them. Fenced: another writer has taken over.
         """
         self._check_writable()
-        if not rows:
-            return
+        if rows:
+            self._commit(rows)
+
+    def _commit(self, rows: Sequence[Rows]) -> None:
         if self._tail is None or row_count(rows) >= ROWS_PAST_LOG:
             self.append_copies(RowStream(rows, self._next_lsn, self.epoch))
             return

@@ -294,7 +294,7 @@ def test_a_process_killed_during_a_change(
     assert outcome.status == 0 and outcome.last("policy")["generation"] == 2
     begun_at = []
     for n, late in ((1, False), (1, True), (5, True), (4, False)):
-        kill = {"method": "append_copies", "n": n, "after": late}  # of commits that hold rows
+        kill = {"method": "_commit", "n": n, "after": late}  # of commits that hold rows
         outcome = driver.run(store=cut, kill=kill, **task)
         assert outcome.status == -signal.SIGKILL, outcome.lines
         begun_at.append(outcome.last("begun_at"))

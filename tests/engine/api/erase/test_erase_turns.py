@@ -128,7 +128,7 @@ def url() -> Iterator[str]:
         yield url
 
 
-BEGUN, DECIDED = ("append_copies", 2, True), ("delete_rows", 2, False)
+BEGUN, DECIDED = ("_commit", 2, True), ("delete_rows", 2, False)
 
 
 @pytest.mark.parametrize(
