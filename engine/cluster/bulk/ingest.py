@@ -186,7 +186,7 @@ class _Run:
     def _refuses(self, part: Part) -> bool:
         """Report the problems in a part; whether one of them ends the run."""
         for found in part.reports:
-            so_far = self._reports.setdefault(found.file, FileReport(found.file, found.after, found.after))
+            so_far = self._reports.setdefault(found.file, FileReport(found.file, 0))
             if not (so_far.errors or so_far.warnings) and (found.errors or found.warnings):
                 self._report.files.append((self._pieces[found.file].log, so_far))
             so_far.extend(found)

@@ -24,12 +24,11 @@ PART_BYTES = 16 << 20
 class FileReport:
     """How some records of one log were read: counts, and the first problems of each kind.
 
-    They are those after the position `after`, up to `position`. `ended`: none follows. `head`: how the file
-    began (`Log.head`).
+    `position`: the last of them, to resume after. `ended`: none follows. `head`: how the file began
+    (`Log.head`).
     """
 
     file: int
-    after: int
     position: int
     head: dict[str, Any] = field(default_factory=dict)
     turns: int = 0
@@ -142,7 +141,7 @@ class _PartBuilder:
     def begin(self, piece: Piece, position: int, head: dict[str, Any]) -> FileReport:
         """The records that follow are those of a log after a position."""
         self._piece = piece
-        self.reports.append(FileReport(piece.file, position, position, head))
+        self.reports.append(FileReport(piece.file, position, head))
         return self.reports[-1]
 
     def add(self, record: PackedRecord) -> None:

@@ -49,7 +49,7 @@ class FileProgress:
     def advance(self, report: FileReport, lost: Collection[str]) -> None:
         """The turns of more records are stored. `lost`: the shards that have failed, now or before."""
         for shard in lost:
-            self.behind.setdefault(shard, report.after)
+            self.behind.setdefault(shard, self.position)
         self.position = max(self.position, report.position)
         reached = {s: at if s in lost else max(at, report.position) for s, at in self.behind.items()}
         self.behind = {shard: at for shard, at in reached.items() if at < self.position}
