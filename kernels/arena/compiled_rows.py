@@ -1,9 +1,10 @@
 """Compiled access to slab rows by address: numba options, views, copies, checks, flags.
 
 numba has no fp16 on CPUs. Rows are arrays of uint16 here, the bits of fp16 values, and `to_float` turns one
-into fp32: by the CPU's own instruction (F16C on x86), which LLVM also uses for vectors of them, or by integer
-arithmetic where the CPU has none. Both are exact. numba compiles on first use and caches on disk: beside the source, or in the user's cache folder if that is
-read-only; NUMBA_CACHE_DIR overrides both. All functions release the GIL.
+into fp32: by the CPU's own instruction (F16C on x86), which LLVM also uses for whole vectors, or by integer
+arithmetic where the CPU has none. Both are exact. numba compiles on first use and caches on disk: beside the
+source, or in the user's cache folder if that is read-only; NUMBA_CACHE_DIR overrides both. All functions
+release the GIL.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def widen_row(rows: Halves, r: int, query: Float32s) -> None:
 def dots32(rows: Halves, picked: Int64s, count: int, query: Float32s, scores: Float32s) -> None:
     """scores[i] = the fp32 score of the query with row picked[i], for i below `count`."""
     for i in range(count):
-        # One row after the other: the processor reads ahead in one stream of fp16 rows, and loses track of four.
+        # One row after the other: the processor reads ahead in one stream of rows, and loses track of four.
         r = picked[i]
         prefetch_rows(rows, r + AHEAD, min(r + AHEAD + 1, rows.shape[0]))
         total = np.float32(0.0)

@@ -1,9 +1,9 @@
 """The search for the nearest rows of one segment on a device; `host_rows.py` is the one in host memory.
 
-FAISS's GPU part or torch finds candidates. FAISS's brute-force search on a GPU reads the slab in place. It needs rows without gaps;
-padded rows qualify if their zeros count as values. It ignores selectors, so filtered rows are gathered first.
-It returns at most 2,048 rows; beyond that, and without FAISS, a matrix product and torch's top-k do the same
-work. Everything runs on torch's current stream.
+FAISS's GPU part or torch finds candidates. FAISS's brute-force search on a GPU reads the slab in place. It
+needs rows without gaps; padded rows qualify if their zeros count as values. It ignores selectors, so filtered
+rows are gathered first. It returns at most 2,048 rows; beyond that, and without FAISS, a matrix product and
+torch's top-k do the same work. Everything runs on torch's current stream.
 """
 
 from __future__ import annotations
