@@ -35,8 +35,8 @@ Bytes = NDArray[np.uint8]
 _SHARES_PER_THREAD = 8
 # A task reads at least about this much, so that splitting is cheap compared with reading.
 _TASK_BYTES = 256 << 10
-# rows that are put to all queries of a segment before the next ones: few enough that the rows stay in
-# the core's cache
+# rows that are put to all queries of a segment before the next ones: a multiple of 4, and few
+# enough that the rows stay in the core's cache
 TILE = 64
 # how many rows ahead of their use rows are fetched: the processor's own prefetching stops at each page
 AHEAD = 8
@@ -50,16 +50,35 @@ def widen_row(rows: Halves, r: int, query: Float32s) -> None:
 
 
 @sums
-def dots32(rows: Halves, picked: Int64s, count: int, query: Float32s, scores: Float32s) -> None:
-    """scores[i] = the fp32 score of the query with row picked[i], for i below `count`."""
+def stream32(rows: Halves, picked: Int64s, count: int, query: Float32s, scores: Float32s) -> None:
+    """scores[i] = the fp32 score of the query with row picked[i], for i below `count`; rows from memory.
+
+    One row after the other: the processor reads ahead in one stream of rows, and loses track of four.
+    """
     for i in range(count):
-        # One row after the other: the processor reads ahead in one stream of rows, and loses track of four.
         r = picked[i]
         prefetch_rows(rows, r + AHEAD, min(r + AHEAD + 1, rows.shape[0]))
         total = np.float32(0.0)
         for c in range(rows.shape[1]):
             total += to_float(rows[r, c]) * query[c]
         scores[i] = total
+
+
+@sums
+def cached32(rows: Halves, picked: Int64s, count: int, query: Float32s, scores: Float32s) -> None:
+    """As `stream32`, for rows that the cache holds: four abreast keep more sums in flight."""
+    last = count - 1
+    for i in range(0, count, 4):
+        r0, r1 = picked[i], picked[min(i + 1, last)]
+        r2, r3 = picked[min(i + 2, last)], picked[min(i + 3, last)]
+        s0, s1, s2, s3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+        for c in range(rows.shape[1]):
+            value = query[c]
+            s0 += to_float(rows[r0, c]) * value
+            s1 += to_float(rows[r1, c]) * value
+            s2 += to_float(rows[r2, c]) * value
+            s3 += to_float(rows[r3, c]) * value
+        scores[i], scores[i + 1], scores[i + 2], scores[i + 3] = s0, s1, s2, s3
 
 
 @sums
@@ -208,7 +227,10 @@ def _ask(
         while seen > 0 and work.picked[seen - 1] >= limit:
             seen -= 1
         widen_row(asked, plan.probe_query[p], work.query)
-        dots32(rows, work.picked, seen, work.query, work.scores)
+        if p == plan.group_first[g]:
+            stream32(rows, work.picked, seen, work.query, work.scores)
+        else:
+            cached32(rows, work.picked, seen, work.query, work.scores)
         least = plan.probe_theta[p] - slack
         for i in range(seen):
             if np.float64(work.scores[i]) >= least and flags[work.picked[i]] & flag:
