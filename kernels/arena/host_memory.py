@@ -23,8 +23,10 @@ from undertow.kernels.arena.vector_checks import Float16s, Vectors
 Int64s = NDArray[np.int64]
 
 _MOST_ROWS = (1 << 32) - 1
-# A slab that is outgrown is replaced by one with room for this many times its rows.
-GROWTH = 1.25
+# An outgrown slab is replaced by one with room for this many times its rows. Small ones are many, move often,
+# and hold no page beyond their rows.
+SMALL_GROWTH, GROWTH = 1.5, 1.25
+SMALL_SLAB_BYTES = 256 << 10
 
 
 class HostMemory:
@@ -51,7 +53,8 @@ class HostMemory:
         if slab is None:
             return self._pool.take(self._nbytes(rows))
         if rows > length:  # it grows, and will again
-            rows = max(rows, int(self._capacity(slab) * GROWTH))
+            growth = SMALL_GROWTH if slab.nbytes < SMALL_SLAB_BYTES else GROWTH
+            rows = max(rows, int(self._capacity(slab) * growth))
         new = self._pool.take(self._nbytes(rows))
         new.bytes[:length] = slab.bytes[:length]
         new.bytes[self._rows_in(new, length)] = slab.bytes[self._rows_in(slab, length)]
