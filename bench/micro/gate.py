@@ -29,7 +29,7 @@ from undertow.kernels.gate.factory import make_gate
 
 
 @jit
-def sum_slabs(addresses: NDArray[np.int64], words: NDArray[np.int64], first: int, last: int) -> int:
+def sum_slabs(addresses: NDArray[np.int64], words: NDArray[np.int64], first: int, last: int) -> np.uint64:
     """Sum of all 64-bit words of slabs first..last - 1: nothing reads the same bytes with less work."""
     total = np.uint64(0)
     for s in range(first, last):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from undertow.kernels.arena.compiled_rows import to_float, widen_rows
 from undertow.kernels.topk.topk import top_k
@@ -15,17 +16,17 @@ from .gate_worlds import NUMBA, close_world, host_arena, questions, unit
 DIMS = (1, 7, 16, 33, 100, 384)
 
 
-def every_half() -> np.ndarray[Any, np.dtype[np.float16]]:
+def every_half() -> NDArray[np.float16]:
     """float16 [63488]: all finite values, subnormals and both zeros included."""
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     return halves[np.isfinite(halves)]
 
 
-def widened_halves() -> np.ndarray[Any, np.dtype[np.float32]]:
+def widened_halves() -> NDArray[np.float32]:
     halves = every_half()
-    wide = np.empty((1, len(halves)), np.float32)
+    wide = np.empty((len(halves), 1), np.float32)
     widen_rows(halves.ctypes.data, wide)
-    return wide[0]
+    return wide.ravel()
 
 
 def readings() -> list[bytes]:
@@ -45,7 +46,7 @@ def readings() -> list[bytes]:
 def machine_code() -> str:
     """What the compiler makes of a loop that converts an array."""
 
-    @njit  # type: ignore[untyped-decorator]
+    @njit
     def convert(halves: Any, singles: Any) -> None:
         for i in range(halves.shape[0]):
             singles[i] = to_float(halves[i])
