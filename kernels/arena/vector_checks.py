@@ -30,8 +30,9 @@ def check_form(
     vectors: NDArray[Any] | torch.Tensor, dim: int, *dtypes: type[np.floating[Any]]
 ) -> NDArray[Any]:
     """The vectors, if a NumPy array [n, dim] of one of the dtypes, by default float16. ValueError."""
-    names = [np.dtype(dtype).name for dtype in dtypes or (np.float16,)]
-    if not isinstance(vectors, np.ndarray) or vectors.dtype.name not in names:
+    wanted = dtypes or (np.float16,)
+    if not isinstance(vectors, np.ndarray) or vectors.dtype not in wanted:
+        names = [np.dtype(dtype).name for dtype in wanted]
         found = getattr(vectors, "dtype", type(vectors).__name__)
         raise ValueError(f"vectors must be an array of {' or '.join(names)}, not {found}")
     if vectors.ndim != 2 or vectors.shape[1] != dim:

@@ -243,6 +243,7 @@ def test_empty_segments_and_batches(make: Make) -> None:
     ("vectors", "message"),
     [
         (np.zeros((1, DIM), np.float32), "float16, not float32"),
+        (np.zeros((1, DIM), ">f2"), "float16, not >f2"),
         ([[0.0] * DIM], "float16, not list"),
         (np.zeros((1, DIM + 1), np.float16), r"\[n, 20\], not \[1, 21\]"),
         (np.zeros(DIM, np.float16), "shape"),
@@ -259,7 +260,7 @@ def test_bad_vectors_are_refused_and_change_nothing(
     segment = arena.new_segment()
     handle = arena.extend([segment], numbered(7, 1), live=True)
     forms: list[Any] = [vectors]
-    if make is not on_host and isinstance(vectors, np.ndarray):
+    if make is not on_host and isinstance(vectors, np.ndarray) and vectors.dtype.isnative:
         forms.append(torch.from_numpy(vectors).to(arena.device))
     for form in forms:
         with pytest.raises(ValueError, match=message):

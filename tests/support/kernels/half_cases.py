@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from numba import njit
 from numpy.typing import NDArray
 
+from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.compiled_rows import to_float, widen_rows
 from undertow.kernels.topk.topk import top_k
 
@@ -40,7 +42,17 @@ def readings() -> list[bytes]:
         arena = host_arena(dim)
         arena.extend(np.full(2000, arena.new_segment()), vectors, live=True)
         found += [value.tobytes() for value in top_k(arena, 0, vectors[:3].astype(np.float32), 20)]
+        found += [refusal(arena, value).encode() for value in (np.nan, np.inf, -np.inf, 4.004)]
     return found
+
+
+def refusal(arena: Arena, value: float) -> str:
+    """What the arena says to a vector with this value at its end."""
+    vector = np.zeros((1, arena.dim), np.float16)
+    vector[0, -1] = value
+    with pytest.raises(ValueError, match="vector 0") as caught:
+        arena.extend([0], vector, live=True)
+    return str(caught.value)
 
 
 def machine_code() -> str:
