@@ -221,14 +221,16 @@ def _ask(
     count: int,
 ) -> None:
     """Put every probe of group g to the first `count` picked rows."""
+    cached = 0
     for p in range(plan.group_first[g], plan.group_first[g + 1]):
         limit, flag = plan.probe_limit[p], plan.probe_flag[p]
         seen = count
         while seen > 0 and work.picked[seen - 1] >= limit:
             seen -= 1
         widen_row(asked, plan.probe_query[p], work.query)
-        if p == plan.group_first[g]:
+        if seen > cached:
             stream32(rows, work.picked, seen, work.query, work.scores)
+            cached = seen
         else:
             cached32(rows, work.picked, seen, work.query, work.scores)
         least = plan.probe_theta[p] - slack
