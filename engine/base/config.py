@@ -101,7 +101,7 @@ class Settings(BaseSettings):
     # The largest export to import: it is held in memory and committed at once.
     max_import_bytes: int = Field(default=256 << 20, ge=1)
     # Bound of an arena on the CPU (on a GPU its share is the bound): half of the machine's memory. A loaded
-    # turn also takes memory for its text, about a third of its vector, and as much again once it was
+    # turn also takes memory for its text, about two thirds of its vector, and as much again once it was
     # searched.
     arena_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 2, ge=1 << 20)
 

@@ -138,7 +138,7 @@ class Arena(SlabTable):
     def vectors(self, segment: int) -> Any:
         """A view of the rows, valid until the next extend, release or compact of any segment.
 
-        Host: float32 NumPy [n, dim], read-only. Device: float16 tensor [n, dim], rows `row_bytes` apart.
+        Host: float16 NumPy [n, dim], read-only. Device: float16 tensor [n, dim], rows `row_bytes` apart.
         """
         return self._memory.vectors(*self._slab_of(segment))
 

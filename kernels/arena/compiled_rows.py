@@ -1,7 +1,10 @@
-"""Compiled access to slab rows by address: numba options, views, copies, flags.
+"""Compiled access to slab rows by address: numba options, views, copies, checks, flags.
 
-numba compiles on first use and caches on disk: beside the source, or in the user's cache folder if that is
-read-only; NUMBA_CACHE_DIR overrides both. All functions release the GIL.
+numba has no fp16 on CPUs. Rows are arrays of uint16 here, the bits of fp16 values, and `to_float` turns one
+into fp32: by the CPU's own instruction (F16C on x86), which LLVM also uses for whole vectors, or by integer
+arithmetic where the CPU has none. Both are exact. numba compiles on first use and caches on disk: beside the
+source, or in the user's cache folder if that is read-only; NUMBA_CACHE_DIR overrides both. All functions
+release the GIL.
 """
 
 from __future__ import annotations
@@ -17,8 +20,13 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
+from undertow.kernels.arena.vector_checks import Float16s, Vectors, check_form, refusal
+from undertow.kernels.error_bounds import MAX_NORM
+
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
+# the bits of fp16 values
+Halves = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,10 +81,43 @@ def _prefetch_at(typingctx: Any, address: Any) -> Any:
 _prefetch: Any = intrinsic(_prefetch_at)
 
 
+def _to_float(typingctx: Any, half: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # what numba's cache on disk is keyed by, too
+        triple, _, features = context.codegen().magic_tuple()
+        if "+f16c" in features.split(",") or triple.startswith(("aarch64", "arm64")):
+            return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+        return _to_float_by_integers(builder, arguments[0])
+
+    return types.float32(types.uint16), codegen
+
+
+def _to_float_by_integers(builder: Any, half: Any) -> Any:
+    """The fp32 value of a finite fp16; LLVM would call a function that may be missing.
+
+    Infinity and NaN become numbers of at least 2**16 in magnitude.
+    """
+    word, single = ir.IntType(32), ir.FloatType()
+    wide = builder.zext(half, word)
+    bits = builder.shl(builder.and_(wide, word(0x7FFF)), word(13))
+    # the exponent's bias is 15 in fp16 and 127 in fp32
+    normal = builder.bitcast(builder.add(bits, word(112 << 23)), single)
+    # A subnormal fp16 is read as the fraction of 2**-14 * (1 + fraction), so that no fp32 is subnormal.
+    above = builder.bitcast(builder.add(bits, word(113 << 23)), single)
+    subnormal = builder.fsub(above, single(2.0**-14))
+    is_normal = builder.icmp_unsigned(">=", bits, word(0x0400 << 13))
+    magnitude = builder.bitcast(builder.select(is_normal, normal, subnormal), word)
+    sign = builder.shl(builder.and_(wide, word(0x8000)), word(16))
+    return builder.bitcast(builder.or_(magnitude, sign), single)
+
+
+to_float: Any = intrinsic(_to_float)
+
+
 @jit
-def floats_at(address: int, shape: tuple[int, ...]) -> Float32s:
-    """An array over the float32 values at an address. Unchecked; valid while the slab is allocated."""
-    return carray(_pointer(address), shape, np.float32)
+def halves_at(address: int, shape: tuple[int, ...]) -> Halves:
+    """An array over the fp16 values at an address. Unchecked; valid while the memory is allocated."""
+    return carray(_pointer(address), shape, np.uint16)
 
 
 @jit
@@ -85,23 +126,56 @@ def bytes_at(address: int, count: int) -> Bytes:
 
 
 @jit
-def write_rows(addresses: Int64s, vectors: Float32s) -> None:
-    """Copy vectors[i] to the row that starts at addresses[i]."""
-    dim = vectors.shape[1]
+def write_rows(addresses: Int64s, source: int, dim: int) -> None:
+    """Copy row i of the fp16 array [n, dim] at `source` to the row that starts at addresses[i]."""
+    rows = halves_at(source, (addresses.shape[0], dim))
     for i in range(addresses.shape[0]):
-        row = floats_at(addresses[i], (dim,))
-        for c in range(dim):
-            row[c] = vectors[i, c]
+        halves_at(addresses[i], (dim,))[:] = rows[i]
 
 
 @jit
-def read_rows(addresses: Int64s, vectors: Float32s) -> None:
-    """Copy the row that starts at addresses[i] to vectors[i]."""
-    dim = vectors.shape[1]
+def read_rows(addresses: Int64s, target: int, dim: int) -> None:
+    """Copy the row that starts at addresses[i] to row i of the fp16 array [n, dim] at `target`."""
+    rows = halves_at(target, (addresses.shape[0], dim))
     for i in range(addresses.shape[0]):
-        row = floats_at(addresses[i], (dim,))
-        for c in range(dim):
-            vectors[i, c] = row[c]
+        rows[i] = halves_at(addresses[i], (dim,))
+
+
+@sums
+def _square_sum(rows: Halves, r: int) -> np.float32:
+    total = np.float32(0.0)
+    for c in range(rows.shape[1]):
+        value = to_float(rows[r, c])
+        total += value * value
+    return total
+
+
+@jit
+def _first_unfit(address: int, count: int, dim: int) -> int:
+    """The first of `count` rows that is not finite or has a norm above MAX_NORM; -1 for none."""
+    rows = halves_at(address, (count, dim))
+    for i in range(count):
+        if not _square_sum(rows, i) <= MAX_NORM * MAX_NORM:  # NaN fails it, too
+            return i
+    return -1
+
+
+def fit_rows(vectors: Vectors, dim: int) -> Float16s:
+    """The vectors, NumPy float16 [n, dim], checked as by `check_array` and contiguous. ValueError."""
+    rows: Float16s = np.ascontiguousarray(check_form(vectors, dim))
+    bad = _first_unfit(rows.ctypes.data, len(rows), dim)
+    if bad >= 0:
+        raise ValueError(refusal(bad, rows[bad]))
+    return rows
+
+
+@jit
+def widen_rows(address: int, target: Float32s) -> None:
+    """Copy the fp16 array at `address` to `target`, which has the same shape."""
+    rows = halves_at(address, target.shape)
+    for i in range(target.shape[0]):
+        for c in range(target.shape[1]):
+            target[i, c] = to_float(rows[i, c])
 
 
 @jit
@@ -119,7 +193,7 @@ def read_flags(addresses: Int64s, flags: Bytes) -> None:
 
 
 @lean
-def prefetch_rows(rows: Float32s, begin: int, end: int) -> None:
+def prefetch_rows(rows: Halves, begin: int, end: int) -> None:
     """Prefetch rows [begin, end) into the cache."""
     row_bytes = rows.shape[1] * rows.itemsize
     for line in range(rows.ctypes.data + begin * row_bytes, rows.ctypes.data + end * row_bytes, CACHE_LINE):

@@ -1,7 +1,7 @@
 """Slabs in host memory, read and written by compiled loops.
 
-fp16 values are stored as fp32: decoding fp16 inside the scan costs a CPU far more than reading twice the
-bytes. A slab contains its rows, then its flags.
+A slab contains its flags, then its rows as fp16. So the part of a slab that is in use has no gap, and what
+lies behind it holds no memory.
 """
 
 from __future__ import annotations
@@ -9,17 +9,28 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.compiled_rows import change_flags, read_flags, read_rows, write_rows
+from undertow.kernels.arena.compiled_rows import (
+    CACHE_LINE,
+    change_flags,
+    fit_rows,
+    read_flags,
+    read_rows,
+    write_rows,
+)
 from undertow.kernels.arena.slab_pool import Slab, SlabPool, slab_bytes
-from undertow.kernels.arena.vector_checks import BLOCK_ROWS, Float16s, Vectors, check_array, to_float32
+from undertow.kernels.arena.vector_checks import Float16s, Vectors
 
 Int64s = NDArray[np.int64]
 
 _MOST_ROWS = (1 << 32) - 1
+# An outgrown slab is replaced by one with room for this many times its rows. Small ones are many, move often,
+# and hold no page beyond their rows.
+SMALL_GROWTH, GROWTH = 1.5, 1.25
+SMALL_SLAB_BYTES = 256 << 10
 
 
 class HostMemory:
-    """Rows of `dim` float32 in slabs that grow on demand, bounded only by the system.
+    """Rows of `dim` float16 in slabs that grow on demand, bounded only by the system.
 
     Its methods are those of `DeviceMemory`.
     """
@@ -29,7 +40,7 @@ class HostMemory:
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
-        self.row_bytes = dim * 4
+        self.row_bytes = dim * 2
         self._pool = SlabPool()
 
     @property
@@ -39,16 +50,19 @@ class HostMemory:
     # -- slabs
 
     def resize(self, slab: Slab | None, rows: int, length: int) -> Slab:
-        new = self._pool.take(rows * (self.row_bytes + 1))
-        if slab is not None:
-            end, start, target = length * self.row_bytes, self._flags_at(slab), self._flags_at(new)
-            new.bytes[:end] = slab.bytes[:end]
-            new.bytes[target : target + length] = slab.bytes[start : start + length]
-            self._pool.give(slab)
+        if slab is None:
+            return self._pool.take(self._nbytes(rows))
+        if rows > length:  # it grows, and will again
+            growth = SMALL_GROWTH if slab.nbytes < SMALL_SLAB_BYTES else GROWTH
+            rows = max(rows, int(self._capacity(slab) * growth))
+        new = self._pool.take(self._nbytes(rows))
+        new.bytes[:length] = slab.bytes[:length]
+        new.bytes[self._rows_in(new, length)] = slab.bytes[self._rows_in(slab, length)]
+        self._pool.give(slab)
         return new
 
     def spare(self, slab: Slab, rows: int) -> int:
-        return slab.nbytes - slab_bytes(rows * (self.row_bytes + 1))
+        return slab.nbytes - slab_bytes(self._nbytes(rows))
 
     def give(self, slab: Slab) -> None:
         self._pool.give(slab)
@@ -57,31 +71,35 @@ class HostMemory:
         return False  # free slots hold no memory, so there is nothing to gain
 
     def place(self, slab: Slab) -> tuple[int, int, int]:
-        return slab.address, slab.address + self._flags_at(slab), self._capacity(slab)
+        return slab.address + self._rows_in(slab, 0).start, slab.address, self._capacity(slab)
+
+    def _nbytes(self, rows: int) -> int:
+        """Enough for `rows` rows and flags; the rows start at a cache line."""
+        return rows * (self.row_bytes + 1) + CACHE_LINE - 1
 
     def _capacity(self, slab: Slab) -> int:
-        return min(slab.nbytes // (self.row_bytes + 1), _MOST_ROWS)
+        return min((slab.nbytes - CACHE_LINE + 1) // (self.row_bytes + 1), _MOST_ROWS)
 
-    def _flags_at(self, slab: Slab) -> int:
-        return self._capacity(slab) * self.row_bytes
+    def _rows_in(self, slab: Slab, length: int) -> slice:
+        """Where the first `length` rows lie among the bytes of a slab."""
+        start = -(-self._capacity(slab) // CACHE_LINE) * CACHE_LINE
+        return slice(start, start + length * self.row_bytes)
 
     # -- rows and flags
 
     def accept(self, vectors: Vectors) -> Float16s:
-        return check_array(vectors, self.dim)
+        return fit_rows(vectors, self.dim)
 
     def write(self, addresses: Int64s, held: Float16s) -> None:
-        for start in range(0, len(addresses), BLOCK_ROWS):
-            block = slice(start, start + BLOCK_ROWS)
-            write_rows(addresses[block], to_float32(held[block]))
+        write_rows(addresses, held.ctypes.data, self.dim)
 
     def wipe(self, addresses: Int64s) -> None:
-        write_rows(addresses, np.zeros((len(addresses), self.dim), np.float32))
+        self.write(addresses, np.zeros((len(addresses), self.dim), np.float16))
 
     def read(self, addresses: Int64s) -> Float16s:
-        vectors = np.empty((len(addresses), self.dim), np.float32)
-        read_rows(addresses, vectors)
-        return vectors.astype(np.float16)
+        vectors = np.empty((len(addresses), self.dim), np.float16)
+        read_rows(addresses, vectors.ctypes.data, self.dim)
+        return vectors
 
     take = read
 
@@ -93,18 +111,15 @@ class HostMemory:
         read_flags(addresses, flags)
         return flags
 
-    def vectors(self, slab: Slab | None, length: int) -> NDArray[np.float32]:
+    def vectors(self, slab: Slab | None, length: int) -> Float16s:
         if slab is None:
-            return np.zeros((0, self.dim), np.float32)
-        view = slab.bytes[: length * self.row_bytes].view(np.float32).reshape(length, self.dim)
+            return np.zeros((0, self.dim), np.float16)
+        view = slab.bytes[self._rows_in(slab, length)].view(np.float16).reshape(length, self.dim)
         view.flags.writeable = False
         return view
 
     def flags(self, slab: Slab | None, length: int) -> NDArray[np.uint8]:
-        if slab is None:
-            return np.zeros(0, np.uint8)
-        start = self._flags_at(slab)
-        view = slab.bytes[start : start + length]
+        view = np.zeros(0, np.uint8) if slab is None else slab.bytes[:length]
         view.flags.writeable = False
         return view
 

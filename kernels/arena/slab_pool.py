@@ -1,37 +1,26 @@
-"""Allocates slabs: page-aligned slots of size classes, carved from large anonymous mappings.
+"""Allocates slabs: slots of size classes, carved from large anonymous mappings.
 
-A chunk serves one size class. A freed slot returns its pages to the system at once. So free slots, and the
-unwritten part of a slot, use address space and no memory. Many segments that grow a row at a time, each
-freeing outgrown slabs, thus stay within the memory that their rows need, without moving other slabs.
+A chunk serves one size class. A freed slot returns its whole pages to the system at once, and the part of a
+slot that was never written holds no page of its own. So many segments that grow a row at a time, each freeing
+outgrown slabs, stay within the memory that their rows need, without moving other slabs.
 """
 
 from __future__ import annotations
 
 import mmap
 import sys
-from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK_BYTES = 32 << 20
-GROWTH = 1.25
-# Below this, slabs double: small segments are many and move often, and their slack is not resident.
-DOUBLING_PAGES = 64
+CHUNK_BYTES = 4 << 20
+# Slots are multiples of it, so that a segment of a few rows does not hold a whole page.
+STEP_BYTES = 1024
+# Size classes between a power of two and the next, where they are further apart than a step.
+CLASSES_PER_OCTAVE = 16
 LARGEST_SLAB_BYTES = 1 << 42
-
-
-def _class_sizes() -> list[int]:
-    """Slot sizes in bytes: whole pages; small ones double, larger ones grow by a quarter."""
-    pages, sizes = 1, []
-    while pages * mmap.PAGESIZE <= LARGEST_SLAB_BYTES:
-        sizes.append(pages * mmap.PAGESIZE)
-        pages = round(pages * (2 if pages < DOUBLING_PAGES else GROWTH))
-    return sizes
-
-
-CLASS_BYTES = _class_sizes()
 
 
 class Chunk:
@@ -45,6 +34,10 @@ class Chunk:
                 f"the arena cannot map {slot_bytes * slots} more bytes: {error}. "
                 "Release segments, lower the arena's budget, or raise the process's memory limit."
             ) from error
+        if sys.platform == "linux":
+            with suppress(OSError):  # a kernel without huge pages
+                # a huge page would also back the unused slots and tails around what is written
+                self._memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
@@ -52,12 +45,16 @@ class Chunk:
         self.free = list(range(slots - 1, -1, -1))
 
     def clear(self, slot: int) -> None:
-        """Zero a slot. On Linux its pages return to the system and read as zeros on the next access."""
+        """Zero a slot. On Linux its whole pages return to the system and read as zeros on the next access."""
         start = slot * self.slot_bytes
-        if sys.platform == "linux":
-            self._memory.madvise(mmap.MADV_DONTNEED, start, self.slot_bytes)
+        end = start + self.slot_bytes
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if sys.platform == "linux" and first < last:
+            self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+            self.bytes[start:first] = 0
+            self.bytes[last:end] = 0
         else:
-            self.bytes[start : start + self.slot_bytes] = 0
+            self.bytes[start:end] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class Slab:
 
 @dataclass(slots=True)
 class SlabPool:
-    """Allocates and frees slabs. `nbytes` counts allocated ones; free slots use no memory."""
+    """Allocates and frees slabs. `nbytes` counts allocated ones; free slots use almost no memory."""
 
     nbytes: int = 0
     # Chunks with a free slot, by class; full chunks are referenced by their slabs.
@@ -116,8 +113,9 @@ class SlabPool:
 
 
 def slab_bytes(nbytes: int) -> int:
-    """The size of the smallest class that holds `nbytes`. Raises MemoryError above the largest."""
-    index = bisect_left(CLASS_BYTES, nbytes)
-    if index == len(CLASS_BYTES):
+    """The size of the smallest class that holds `nbytes` > 0. Raises MemoryError above the largest."""
+    if nbytes > LARGEST_SLAB_BYTES:
         raise MemoryError(f"a segment of {nbytes} bytes is beyond the largest slab: split the tenant")
-    return CLASS_BYTES[index]
+    octave = 1 << nbytes.bit_length() - 1
+    step = max(octave // CLASSES_PER_OCTAVE, STEP_BYTES)
+    return -(-nbytes // step) * step

@@ -30,8 +30,9 @@ def check_form(
     vectors: NDArray[Any] | torch.Tensor, dim: int, *dtypes: type[np.floating[Any]]
 ) -> NDArray[Any]:
     """The vectors, if a NumPy array [n, dim] of one of the dtypes, by default float16. ValueError."""
-    names = [np.dtype(dtype).name for dtype in dtypes or (np.float16,)]
-    if not isinstance(vectors, np.ndarray) or vectors.dtype.name not in names:
+    wanted = dtypes or (np.float16,)
+    if not isinstance(vectors, np.ndarray) or vectors.dtype not in wanted:
+        names = [np.dtype(dtype).name for dtype in wanted]
         found = getattr(vectors, "dtype", type(vectors).__name__)
         raise ValueError(f"vectors must be an array of {' or '.join(names)}, not {found}")
     if vectors.ndim != 2 or vectors.shape[1] != dim:
@@ -51,14 +52,14 @@ def widened(
     # Written so that NaN fails it.
     bad = np.flatnonzero(~(np.einsum("nd,nd->n", wide, wide) <= MAX_NORM * MAX_NORM))
     if len(bad):
-        raise ValueError(_refusal(first + int(bad[0]), bool(np.isfinite(wide[bad[0]]).all())))
+        raise ValueError(refusal(first + int(bad[0]), wide[bad[0]]))
     return wide
 
 
 def check_array(vectors: Vectors, dim: int) -> Float16s:
     """The vectors, NumPy float16 [n, dim], checked as by `widened`."""
     checked = check_form(vectors, dim)
-    # Converted by blocks here, and again when written: a bulk load must not exist twice in fp32.
+    # Converted by blocks: a bulk load must not exist in fp32 as a whole.
     for start in range(0, len(checked), BLOCK_ROWS):
         widened(checked[start : start + BLOCK_ROWS], dim, first=start)
     return checked
@@ -81,11 +82,12 @@ def check_tensor(vectors: torch.Tensor, dim: int) -> None:
     bad = ~(norms <= MAX_NORM)
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])
-        raise ValueError(_refusal(row, bool(vectors[row].isfinite().all())))
+        raise ValueError(refusal(row, vectors[row].cpu().numpy()))
 
 
-def _refusal(row: int, finite: bool) -> str:
-    problem = "has a norm above 4" if finite else "is not finite"
+def refusal(row: int, vector: NDArray[Any]) -> str:
+    """The message for a bad vector, number `row` of its batch."""
+    problem = "has a norm above 4" if np.isfinite(vector).all() else "is not finite"
     return f"vector {row} {problem}: L2-normalise it first"
 
 

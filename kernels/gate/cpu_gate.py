@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.arena.compiled_rows import bytes_at, floats_at, jit, lean, prefetch_rows, sums
+from undertow.kernels.arena.compiled_rows import (
+    bytes_at,
+    fit_rows,
+    halves_at,
+    jit,
+    lean,
+    prefetch_rows,
+    sums,
+    to_float,
+)
+from undertow.kernels.arena.vector_checks import Float16s, Vectors
 from undertow.kernels.device import cpu_count
 from undertow.kernels.error_bounds import error_slack
 from undertow.kernels.gate.gate import GateReadings, PlannedGate, Probes
@@ -17,42 +28,64 @@ from undertow.kernels.gate.plan import Cells, GateHits, Plan, TaskLimits, shares
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
+# the bits of fp16 values
+Halves = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
 
 _SHARES_PER_THREAD = 8
 # A task reads at least about this much, so that splitting is cheap compared with reading.
 _TASK_BYTES = 256 << 10
-# rows that are put to all queries of a segment before the next ones: a multiple of 4, and few enough
-# that the rows stay in the core's cache
+# rows that are put to all queries of a segment before the next ones: a multiple of 4, and few
+# enough that the rows stay in the core's cache
 TILE = 64
 # how many rows ahead of their use rows are fetched: the processor's own prefetching stops at each page
 AHEAD = 8
 
 
+@lean
+def widen_row(rows: Halves, r: int, query: Float32s) -> None:
+    """query = row r."""
+    for c in range(query.shape[0]):
+        query[c] = to_float(rows[r, c])
+
+
 @sums
-def dots32(rows: Float32s, picked: Int64s, count: int, queries: Float32s, q: int, scores: Float32s) -> None:
-    """scores[i] = the fp32 score of query q with row picked[i], for i below `count`."""
+def stream32(rows: Halves, picked: Int64s, count: int, query: Float32s, scores: Float32s) -> None:
+    """scores[i] = the fp32 score of the query with row picked[i], for i below `count`; rows from memory.
+
+    One row after the other: the processor reads ahead in one stream of rows, and loses track of four.
+    """
+    for i in range(count):
+        r = picked[i]
+        prefetch_rows(rows, r + AHEAD, min(r + AHEAD + 1, rows.shape[0]))
+        total = np.float32(0.0)
+        for c in range(rows.shape[1]):
+            total += to_float(rows[r, c]) * query[c]
+        scores[i] = total
+
+
+@sums
+def cached32(rows: Halves, picked: Int64s, count: int, query: Float32s, scores: Float32s) -> None:
+    """As `stream32`, for rows that the cache holds: four abreast keep more sums in flight."""
+    last = count - 1
     for i in range(0, count, 4):
-        # four rows abreast keep more reads in flight than one row after the other
-        last = count - 1
         r0, r1 = picked[i], picked[min(i + 1, last)]
         r2, r3 = picked[min(i + 2, last)], picked[min(i + 3, last)]
-        prefetch_rows(rows, r0 + AHEAD, min(r0 + AHEAD + 4, rows.shape[0]))
         s0, s1, s2, s3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
         for c in range(rows.shape[1]):
-            value = queries[q, c]
-            s0 += rows[r0, c] * value
-            s1 += rows[r1, c] * value
-            s2 += rows[r2, c] * value
-            s3 += rows[r3, c] * value
+            value = query[c]
+            s0 += to_float(rows[r0, c]) * value
+            s1 += to_float(rows[r1, c]) * value
+            s2 += to_float(rows[r2, c]) * value
+            s3 += to_float(rows[r3, c]) * value
         scores[i], scores[i + 1], scores[i + 2], scores[i + 3] = s0, s1, s2, s3
 
 
 @sums
-def dot64(rows: Float32s, r: int, queries: Float32s, q: int) -> np.float64:
+def dot64(rows: Halves, r: int, query: Float32s) -> np.float64:
     total = np.float64(0.0)
     for c in range(rows.shape[1]):
-        total += np.float64(rows[r, c]) * np.float64(queries[q, c])
+        total += np.float64(to_float(rows[r, c])) * np.float64(query[c])
     return total
 
 
@@ -109,19 +142,39 @@ def sort_heap(scores: Float64s, rows: Int64s, base: int, size: int) -> None:
         _sift_down(scores, rows, base, last)
 
 
+class Work(NamedTuple):
+    """What a thread needs to put one query to a tile of rows."""
+
+    query: Float32s  # [dim]
+    picked: Int64s  # [TILE]: row numbers
+    scores: Float32s  # [TILE]
+
+
 @jit
-def scan(plan: Plan, cells: Cells, queries: Float32s, slack: float, first_task: int, last_task: int) -> None:
-    """Run tasks first_task..last_task - 1; writes every one of their cells."""
-    picked, scores = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
+def scan(
+    plan: Plan,
+    cells: Cells,
+    queries: int,
+    shape: tuple[int, int],
+    slack: float,
+    first_task: int,
+    last_task: int,
+) -> None:
+    """Run tasks first_task..last_task - 1; writes every one of their cells.
+
+    queries: the address of fp16 vectors [q, dim], and their shape.
+    """
+    asked = halves_at(queries, shape)
+    work = Work(np.empty(shape[1], np.float32), np.empty(TILE, np.int64), np.empty(TILE, np.float32))
     g = int(np.searchsorted(plan.group_task, first_task, side="right")) - 1
     for t in range(first_task, last_task):
         while t >= plan.group_task[g + 1]:
             g += 1
         place = t - plan.group_task[g]
         end = min((place + 1) * plan.group_stride[g], plan.group_rows[g])
-        rows = floats_at(plan.group_vectors[g], (end, queries.shape[1]))
+        rows = halves_at(plan.group_vectors[g], (end, shape[1]))
         flags = bytes_at(plan.group_flags[g], end)
-        _scan_task(plan, cells, g, place, rows, flags, queries, slack, picked, scores)
+        _scan_task(plan, cells, g, place, rows, flags, asked, slack, work)
 
 
 @lean
@@ -130,12 +183,11 @@ def _scan_task(
     cells: Cells,
     g: int,
     place: int,
-    rows: Float32s,
+    rows: Halves,
     flags: Bytes,
-    queries: Float32s,
+    asked: Halves,
     slack: float,
-    picked: Int64s,
-    scores: Float32s,
+    work: Work,
 ) -> None:
     """Put the probes of group g to the rows of its task number `place`, a tile at a time."""
     wanted = 0
@@ -148,11 +200,11 @@ def _scan_task(
         count = 0
         while row < end and count < TILE:
             if flags[row] & wanted:
-                picked[count] = row
+                work.picked[count] = row
                 count += 1
             row += 1
         if count:
-            _ask(plan, cells, g, place, rows, flags, queries, slack, picked, count, scores)
+            _ask(plan, cells, g, place, rows, flags, asked, slack, work, count)
 
 
 @lean
@@ -161,25 +213,32 @@ def _ask(
     cells: Cells,
     g: int,
     place: int,
-    rows: Float32s,
+    rows: Halves,
     flags: Bytes,
-    queries: Float32s,
+    asked: Halves,
     slack: float,
-    picked: Int64s,
+    work: Work,
     count: int,
-    scores: Float32s,
 ) -> None:
     """Put every probe of group g to the first `count` picked rows."""
+    cached = 0
     for p in range(plan.group_first[g], plan.group_first[g + 1]):
         limit, flag = plan.probe_limit[p], plan.probe_flag[p]
         seen = count
-        while seen > 0 and picked[seen - 1] >= limit:
+        while seen > 0 and work.picked[seen - 1] >= limit:
             seen -= 1
-        dots32(rows, picked, seen, queries, plan.probe_query[p], scores)
+        widen_row(asked, plan.probe_query[p], work.query)
+        if seen > cached:
+            stream32(rows, work.picked, seen, work.query, work.scores)
+            cached = seen
+        else:
+            cached32(rows, work.picked, seen, work.query, work.scores)
         least = plan.probe_theta[p] - slack
         for i in range(seen):
-            if np.float64(scores[i]) >= least and flags[picked[i]] & flag:
-                _weigh(plan, cells, p, place, rows, picked[i], queries, slack, np.float64(scores[i]))
+            if np.float64(work.scores[i]) >= least and flags[work.picked[i]] & flag:
+                _weigh(
+                    plan, cells, p, place, rows, work.picked[i], work.query, slack, np.float64(work.scores[i])
+                )
 
 
 @lean
@@ -188,9 +247,9 @@ def _weigh(
     cells: Cells,
     p: int,
     place: int,
-    rows: Float32s,
+    rows: Halves,
     r: int,
-    queries: Float32s,
+    query: Float32s,
     slack: float,
     score: float,
 ) -> None:
@@ -201,7 +260,7 @@ def _weigh(
     if not enters and score >= plan.probe_theta[p] + slack:
         cells.counts[cell] += 1
         return
-    exact = dot64(rows, r, queries, plan.probe_query[p])
+    exact = dot64(rows, r, query)
     if exact >= plan.probe_theta[p]:
         cells.counts[cell] += 1
         cells.sizes[cell] = offer(cells.scores, cells.rows, heap, size, room, exact, r)
@@ -250,6 +309,9 @@ class NumbaGate(PlannedGate):
         shares = self.threads * _SHARES_PER_THREAD
         return TaskLimits(tasks=shares, least_work=least, abreast=1, step_rows=1, enough=self.threads)
 
+    def _admit(self, queries: Vectors) -> Float16s:
+        return fit_rows(queries, self.arena.dim)
+
     def _run(self, probes: Probes, plan: Plan) -> GateReadings:
         cells = Cells(
             counts=np.empty(plan.probe_cell[-1], np.int64),
@@ -267,12 +329,10 @@ class NumbaGate(PlannedGate):
         merge(plan, cells, starts, scores, rows)
         return self._readings(probes, GateHits(count, starts, rows, scores))
 
-    def _scan(
-        self, plan: Plan, cells: Cells, queries: NDArray[np.float32], shares: NDArray[np.int64]
-    ) -> None:
+    def _scan(self, plan: Plan, cells: Cells, queries: Float16s, shares: Int64s) -> None:
         """Run the tasks [shares[i], shares[i + 1]) of every share, each share on one thread."""
-        slack = error_slack(self.arena.dim)
+        asked = (plan, cells, queries.ctypes.data, queries.shape, error_slack(self.arena.dim))
         if len(shares) == 2:
-            scan(plan, cells, queries, slack, 0, shares[1])
+            scan(*asked, 0, shares[1])
             return
-        list(self._workers.map(lambda a, b: scan(plan, cells, queries, slack, a, b), shares[:-1], shares[1:]))
+        list(self._workers.map(lambda a, b: scan(*asked, a, b), shares[:-1], shares[1:]))

@@ -220,7 +220,9 @@ def _unit(vectors: Float32s) -> Float32s:
     return scaled
 
 
-def _nearest(vectors: Float32s | torch.Tensor, centroids: Float32s) -> tuple[Int64s, Float32s]:
+def _nearest(
+    vectors: Float32s | NDArray[np.float16] | torch.Tensor, centroids: Float32s
+) -> tuple[Int64s, Float32s]:
     """The nearest centroid of each vector, and their scores; computed where the vectors are."""
     device = vectors.device if isinstance(vectors, torch.Tensor) else "cpu"
     columns = torch.from_numpy(centroids).to(device).T

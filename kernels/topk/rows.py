@@ -1,10 +1,9 @@
-"""The search for the nearest rows of one segment in the memory that holds them.
+"""The search for the nearest rows of one segment on a device; `host_rows.py` is the one in host memory.
 
-The host has float32 rows, and FAISS finds candidates. A device has float16 rows, and FAISS's GPU part or
-torch finds them. FAISS's brute-force search on a GPU reads the slab in place. It needs rows without gaps;
-padded rows qualify if their zeros count as values. It ignores selectors, so filtered rows are gathered first.
-It returns at most 2,048 rows; beyond that, and without FAISS, a matrix product and torch's top-k do the same
-work. Everything runs on torch's current stream.
+FAISS's GPU part or torch finds candidates. FAISS's brute-force search on a GPU reads the slab in place. It
+needs rows without gaps; padded rows qualify if their zeros count as values. It ignores selectors, so filtered
+rows are gathered first. It returns at most 2,048 rows; beyond that, and without FAISS, a matrix product and
+torch's top-k do the same work. Everything runs on torch's current stream.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from undertow.kernels.device import load_faiss, load_faiss_gpu
-from undertow.kernels.error_bounds import MAX_NORM, error_slack, tensor_core_slack
+from undertow.kernels.device import load_faiss_gpu
+from undertow.kernels.error_bounds import MAX_NORM, tensor_core_slack
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 
-# Rows searched at a time on the host; with a filter they are copied.
-_HOST_BLOCK_ROWS = 32_768
 # FAISS's limit of k on a GPU.
 MAX_FAISS_K = 2048
 # By default FAISS would reserve 1.5 GiB of GPU memory.
@@ -113,42 +110,6 @@ class DeviceRows:
 
     def _tensor(self, values: NDArray[np.float32] | Int64s) -> torch.Tensor:
         return torch.tensor(values, device=self._rows.device)
-
-
-class HostRows:
-    """Rows float32 [n, dim] of the host arena, with the methods of `DeviceRows`."""
-
-    def __init__(self, vectors: Float32s) -> None:
-        self._vectors = vectors
-
-    def __len__(self) -> int:
-        return len(self._vectors)
-
-    def block_rows(self, queries: int) -> int:
-        return _HOST_BLOCK_ROWS
-
-    def part(self, start: int, stop: int) -> Self:
-        return type(self)(self._vectors[start:stop])
-
-    def pick(self, rows: Int64s) -> Self:
-        return type(self)(self._vectors.take(rows, axis=0))
-
-    def slack(self, queries: Float32s) -> Float64s:
-        return np.full(len(queries), error_slack(self._vectors.shape[1]))
-
-    def nearest(self, queries: Float32s, take: int) -> tuple[Float32s, Int64s]:
-        faiss = load_faiss()
-        near, found = faiss.knn(queries, self._vectors, take, metric=faiss.METRIC_INNER_PRODUCT)
-        return near, found
-
-    def scores(self, queries: Float32s, rows: Int64s | None) -> Float64s:
-        if rows is None:
-            rows = np.broadcast_to(np.arange(len(self)), (len(queries), len(self)))
-        scores = np.empty(rows.shape)
-        # One query at a time: fp64 copies of all candidates could be large.
-        for i, query in enumerate(queries.astype(np.float64)):
-            scores[i] = self._vectors[rows[i]].astype(np.float64) @ query
-        return scores
 
 
 def search_by_torch(

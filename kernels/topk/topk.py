@@ -5,10 +5,12 @@ searches (float32 queries, k above the scan's limit) go through one segment bloc
 finds candidates, and fp64 orders them. The fast sums are fp32 in an order that depends on the machine and the
 number of queries, so near-equal scores may come in any order. The candidates are therefore scored again in
 fp64 (exact for fp16-valued vectors, see `kernels/error_bounds.py`), and more are fetched until no other row
-can belong to the k best. `rows.py` finds the candidates.
+can belong to the k best. `rows.py` and `host_rows.py` find the candidates.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -17,13 +19,16 @@ from numpy.typing import ArrayLike, NDArray
 from undertow.kernels.arena.arena import PRESENT, Arena
 from undertow.kernels.arena.vector_checks import widened
 from undertow.kernels.gate.gate import Gate
-from undertow.kernels.topk.rows import DeviceRows, HostRows
+from undertow.kernels.topk.rows import DeviceRows
+
+if TYPE_CHECKING:  # needs numba, which a machine with a GPU may lack
+    from undertow.kernels.topk.host_rows import HostRows
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 Queries = NDArray[np.float16] | Float32s
-Rows = DeviceRows | HostRows
+Rows: TypeAlias = "DeviceRows | HostRows"
 
 # A scan keeps its best rows by insertion, which for a large k costs more than reading.
 _SCAN_K = 256
@@ -108,7 +113,11 @@ def scanned(
 def rows_of(arena: Arena, segment: int) -> Rows:
     """A segment's rows, with the search for their memory."""
     vectors = arena.vectors(segment)
-    return DeviceRows.of(vectors) if isinstance(vectors, torch.Tensor) else HostRows(vectors)
+    if isinstance(vectors, torch.Tensor):
+        return DeviceRows.of(vectors)
+    from undertow.kernels.topk.host_rows import HostRows
+
+    return HostRows(vectors)
 
 
 def _padded(count: int, k: int) -> tuple[Float64s, Int64s]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from mmap import PAGESIZE
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from undertow.kernels.arena.arena import LIVE, PRESENT, Arena, make_arena
 from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.arena.segment_ids import SLOT_BITS, SegmentIds
-from undertow.kernels.arena.slab_pool import CLASS_BYTES, DOUBLING_PAGES
+from undertow.kernels.arena.slab_pool import LARGEST_SLAB_BYTES, STEP_BYTES, slab_bytes
 
 DIM = 20
 DEVICE_BYTES = 8 << 20
@@ -92,9 +91,17 @@ def test_growth_is_amortised_and_a_large_segment_reserves_at_most_a_third_more()
         moves += address != (address := int(arena.locate(segment)[0][0]))
     assert arena.nbytes <= 1.34 * arena.used_bytes
     assert moves < 25
-    small_pages = DOUBLING_PAGES * PAGESIZE
-    for small, large in pairwise(CLASS_BYTES):
-        assert small < large <= (2 if small < small_pages else 1.34) * small
+
+
+def test_a_slab_is_a_sixteenth_or_a_kilobyte_larger_than_its_rows_at_most() -> None:
+    sizes = sorted(
+        {size + more for bits in range(8, 42) for size in (1 << bits, 5 << bits - 3) for more in (-1, 0, 1)}
+    )
+    for small, large in pairwise(sizes):
+        assert small <= slab_bytes(small) <= slab_bytes(large) < max(large * 17 / 16, large + STEP_BYTES)
+        assert slab_bytes(small) == slab_bytes(slab_bytes(small))
+    with pytest.raises(MemoryError, match="split the tenant"):
+        slab_bytes(LARGEST_SLAB_BYTES + 1)
 
 
 def test_many_growing_segments_keep_the_process_within_its_memory_bound() -> None:
@@ -105,7 +112,7 @@ def test_many_growing_segments_keep_the_process_within_its_memory_bound() -> Non
     rng = np.random.default_rng(0)
     for step in range(60):
         arena.extend(rng.permutation(owners), numbered(step, 2000, 384), live=True)
-    assert arena.used_bytes == 2000 * 60 * (384 * 4 + 1)
+    assert arena.used_bytes == 2000 * 60 * (384 * 2 + 1)
     assert psutil.Process().memory_info().rss - before < 1.3 * arena.used_bytes + (64 << 20)
     assert {len(arena.vectors(s)) for s in owners} == {60}
 
@@ -236,6 +243,7 @@ def test_empty_segments_and_batches(make: Make) -> None:
     ("vectors", "message"),
     [
         (np.zeros((1, DIM), np.float32), "float16, not float32"),
+        (np.zeros((1, DIM), ">f2"), "float16, not >f2"),
         ([[0.0] * DIM], "float16, not list"),
         (np.zeros((1, DIM + 1), np.float16), r"\[n, 20\], not \[1, 21\]"),
         (np.zeros(DIM, np.float16), "shape"),
@@ -252,7 +260,7 @@ def test_bad_vectors_are_refused_and_change_nothing(
     segment = arena.new_segment()
     handle = arena.extend([segment], numbered(7, 1), live=True)
     forms: list[Any] = [vectors]
-    if make is not on_host and isinstance(vectors, np.ndarray):
+    if make is not on_host and isinstance(vectors, np.ndarray) and vectors.dtype.isnative:
         forms.append(torch.from_numpy(vectors).to(arena.device))
     for form in forms:
         with pytest.raises(ValueError, match=message):

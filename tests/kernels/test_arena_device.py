@@ -342,7 +342,7 @@ def test_rows_are_aligned_for_sixteen_byte_loads(dim: int, row_bytes: int) -> No
 
 def test_make_arena_keeps_its_promises() -> None:
     arena = make_arena(DIM, "cpu")
-    assert (arena.device, arena.row_bytes, arena.capacity_bytes) == ("cpu", 4 * DIM, None)
+    assert (arena.device, arena.row_bytes, arena.capacity_bytes) == ("cpu", 2 * DIM, None)
     if not HAS_CUDA:
         assert make_arena(DIM).device == "cpu"
         with pytest.raises(ValueError, match="'cuda' was asked for"):

@@ -78,6 +78,15 @@ def test_ties_and_last_bit_differences(
     check(top_k(arena, 0, queries.astype(dtype), k, allowed, scan_of(memory, arena)), expected)
 
 
+def searched_in(memory: str) -> Any:
+    """The class that finds candidates in this memory."""
+    if memory != "host":
+        return topk_rows.DeviceRows
+    from undertow.kernels.topk.host_rows import HostRows  # needs numba
+
+    return HostRows
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_distinct_rows_need_one_fetch_and_ties_more(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fetch where scores differ, repeated where the cut falls among equals."""
@@ -87,7 +96,7 @@ def test_distinct_rows_need_one_fetch_and_ties_more(memory: str, monkeypatch: py
     tied[::5] = distinct[0]
     arena, store = filled(distinct, tied, memory=memory)
     fetches: list[int] = []
-    searched: Any = topk_rows.HostRows if memory == "host" else topk_rows.DeviceRows
+    searched = searched_in(memory)
     nearest = searched.nearest
 
     def spy(rows: Any, queries: Any, take: int) -> Any:
@@ -103,7 +112,7 @@ def test_distinct_rows_need_one_fetch_and_ties_more(memory: str, monkeypatch: py
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_blocks_join_into_one_answer(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: Any = topk_rows.HostRows if memory == "host" else topk_rows.DeviceRows
+    searched = searched_in(memory)
     monkeypatch.setattr(searched, "block_rows", lambda self, queries: 90)
     rng = np.random.default_rng(2)
     vectors = unit(rng.standard_normal((500, 16)))
