@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +12,11 @@ import orjson
 
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine
 from undertow.engine.base.model import BadInput, PackedTurn
+from undertow.engine.base.results import IngestReport
 from undertow.engine.readers import Format, Log, PackedRecord, read_packed
 from undertow.engine.step.batch_size import MOST_TURNS
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
-
-
-@dataclass(slots=True)
-class IngestReport:
-    """What one run took in. `admit_s` runs from the first read to the last turn's commit."""
-
-    read_turns: int = 0
-    new_turns: int = 0
-    errors: int = 0
-    warnings: int = 0
-    admit_s: float = 0.0
-    interrupted: bool = False
-    stopped_by: BadInput | None = None
-
-    @property
-    def turns_per_s(self) -> float:
-        return self.new_turns / self.admit_s if self.admit_s > 0 else 0.0
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run is over, with logs left."""
-        return self.interrupted or self.stopped_by is not None
-
-    def interrupt_if(self, stop: Callable[[], bool]) -> bool:
-        """Whether the run is interrupted; `stop` is not asked again once it has said so."""
-        self.interrupted = self.interrupted or stop()
-        return self.interrupted
 
 
 class Ingest:

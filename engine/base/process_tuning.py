@@ -46,7 +46,7 @@ class _NoPandas(MetaPathFinder):
 
 @contextmanager
 def without_pandas() -> Iterator[None]:
-    """Hide pandas from imports inside the block: pyarrow.dataset would load it, which takes a second.
+    """Hide pandas from imports inside the block: pyarrow loads it with its first array, which takes a second.
 
     No effect if pyarrow.dataset is loaded already. Later imports find pandas; pyarrow and Lance do without it
     in this process.

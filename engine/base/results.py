@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from undertow.engine.base.model import Usage
+from undertow.engine.base.model import BadInput, Usage
 
 Report = dict[str, Any]
 """A record shown to users: made of str, int, float, list, dict and None, ready to be written as JSON."""
@@ -122,3 +122,30 @@ class Certificate:
     episodes_removed: int
     facts_removed: int
     out_of_reach: tuple[str, ...] = OUT_OF_REACH
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What one run took in. `admit_s` runs from the first read to the last turn's commit."""
+
+    read_turns: int = 0
+    new_turns: int = 0
+    errors: int = 0
+    warnings: int = 0
+    admit_s: float = 0.0
+    interrupted: bool = False
+    stopped_by: BadInput | None = None
+
+    @property
+    def turns_per_s(self) -> float:
+        return self.new_turns / self.admit_s if self.admit_s > 0 else 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over, with logs left."""
+        return self.interrupted or self.stopped_by is not None
+
+    def interrupt_if(self, stop: Callable[[], bool]) -> bool:
+        """Whether the run is interrupted; `stop` is not asked again once it has said so."""
+        self.interrupted = self.interrupted or stop()
+        return self.interrupted

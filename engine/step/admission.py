@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn, Turn, UndertowError, as_embedded
 from undertow.engine.base.results import Receipt
-from undertow.engine.storage.journal import Row, Rows
+from undertow.engine.storage.journal_rows import Row, Rows
 from undertow.engine.storage.row_codec import Control, control_row, pack_turn, turn_id
 from undertow.engine.tenants.turn_columns import PlacedTurns, TurnColumns
 

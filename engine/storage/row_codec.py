@@ -22,7 +22,7 @@ from undertow.engine.base.model import (
     Usage,
     memory_id,
 )
-from undertow.engine.storage.journal import Row
+from undertow.engine.storage.journal_rows import Row
 
 ControlKind = Literal["settings", "flush", "delete", "update", "replay", "policy", "reconsolidate", "used"]
 

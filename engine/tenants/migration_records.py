@@ -13,7 +13,7 @@ from typing import Literal
 import orjson
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.journal import Row
+from undertow.engine.storage.journal_rows import Row
 
 
 class _LeavesShard(UndertowError):

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn
-from undertow.engine.storage.journal import SCHEMA
+from undertow.engine.storage.journal_rows import SCHEMA
 from undertow.engine.storage.row_codec import key_hash, stamped
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch

@@ -11,8 +11,8 @@ from rich import progress as bars
 from undertow.serving.cli.output import console, say
 
 if TYPE_CHECKING:
-    from undertow.engine.api.ingest_files import IngestReport
     from undertow.engine.base.model import BadInput
+    from undertow.engine.base.results import IngestReport
 
 REFRESH_S = 0.25
 # errors, and warnings, that are reported one by one

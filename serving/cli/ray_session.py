@@ -43,6 +43,7 @@ def open_cluster(
     `shards`: the number of shards of a new root. `grow_to`: how many shards a local Ray must have room for.
     `parts`: engine parts of the shards started now. WrongUsage, UndertowError.
     """
+    from undertow.engine.base.process_tuning import without_pandas
     from undertow.engine.cluster.settings import ClusterSettings
     from undertow.engine.cluster.shard_map import exists, load
     from undertow.engine.storage.store_info import is_store
@@ -56,7 +57,8 @@ def open_cluster(
         resources = ClusterSettings()
     room_for = max(shards or len(load(root).all_shards), grow_to)
     with on_ray(address, room_for, resources.num_cpus):
-        from undertow.engine.cluster.ray.cluster import Cluster
+        with without_pandas():
+            from undertow.engine.cluster.ray.cluster import Cluster
 
         before = actors(root) if exists(root) else {}
         opened = Cluster.open(root, settings, shards=shards, resources=resources, parts=parts)

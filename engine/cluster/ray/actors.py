@@ -25,7 +25,6 @@ from undertow.engine.cluster.routing.errors import ShardExited, ShardGone
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.wire import from_buffer, to_pieces
 from undertow.engine.step.admission import QueueFull
-from undertow.engine.storage.journal import Fenced
 from undertow.engine.storage.location import Location
 
 try:
@@ -62,6 +61,8 @@ class RayShard:
         except PendingCallsLimitExceeded:
             raise QueueFull(f"too many calls are pending at shard {self.shard}. Try again shortly.") from None
         except RayTaskError as error:
+            from undertow.engine.storage.journal import Fenced  # loads Lance
+
             if isinstance(error.cause, Fenced):
                 raise ShardExited(f"shard {self.shard}: {error.cause}") from None
             if isinstance(error.cause, UndertowError | ValueError):

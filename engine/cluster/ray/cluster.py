@@ -31,6 +31,8 @@ class Cluster(Router):
         agree_on_thresholds(root, settings)
         self._start = Starter(root, settings, resources, parts)
         self._start.check(shards)
+        for shard in shards:  # side by side, while the first turns are read
+            self._start(shard)
         super().__init__(root, lambda shard: RayShard(self._start, shard), resources)
 
     @classmethod

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.results import Certificate
-from undertow.engine.cluster.resharding.participant import DepartingTenant
 from undertow.engine.cluster.shard_map import STORES, ShardMap, load, publish
 from undertow.engine.storage.location import Location
 from undertow.engine.tenants.migration_records import NotYet
+
+if TYPE_CHECKING:  # a driver must not load torch
+    from undertow.engine.cluster.resharding.participant import DepartingTenant
 
 # bounds of a batch: its tenants can be neither read nor written while it moves
 ROWS_PER_BATCH = 16_384

@@ -135,7 +135,7 @@ class ShardBatch:
 def split(
     batch: ShardBatch, keys_of: Callable[[Sequence[str]], Sequence[Key]], most_turns: int
 ) -> list[tuple[Key, ShardBatch]]:
-    """Split a batch by the key of each tenant, into parts of `most_turns` turns or fewer; in order."""
+    """Split a batch by the key of each tenant, into even parts of at most `most_turns` turns; in order."""
     names = batch.tenants
     keys = keys_of(names)
     of_key: dict[Key, list[str]] = {key: [] for key in keys}
@@ -149,8 +149,8 @@ def split(
     parts = []
     for key, n in number.items():
         places = np.flatnonzero(of_turn == n)
-        for start in range(0, len(places), most_turns):
-            part = batch.part(places[start : start + most_turns])
+        for some in np.array_split(places, -(-len(places) // most_turns)):
+            part = batch.part(some)
             if len(part) == len(places):
                 part._tenants = of_key[key]
             parts.append((key, part))

@@ -232,14 +232,17 @@ class Router(MemoryApi):
 
         Waits while too many turns wait for one of the shards.
         """
+        return self.feed_table(table).result()
+
+    def feed_table(self, table: pa.Table) -> Future[pa.Table]:
+        """Like `add_table`, without waiting for the receipts. Stored in the order of these calls."""
         check_turns(table)
-        return self._begin(self._pool.send(table, wait=True)).result().result()
+        return self._begin(self._pool.send(table, wait=True)).result()
 
     def submit_table(self, table: pa.Table) -> Future[pa.Table]:
-        """Like `add_table`, without waiting for the receipts. QueueFull: too many turns wait for a shard.
+        """Like `feed_table`, without waiting for room. QueueFull: too many turns wait for a shard.
 
-        Turns of one tenant are stored in the order of these calls. If one fails, those behind it at the same
-        shard fail too.
+        If one of these calls fails, those behind it at the same shard fail too.
         """
         check_turns(table)
         return self._begin(self._pool.send(table, wait=False)).result()

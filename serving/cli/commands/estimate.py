@@ -16,9 +16,9 @@ from undertow.serving.cli.output import put_json, put_table, put_text
 from undertow.serving.cli.progress import Bar, Problems
 
 if TYPE_CHECKING:
-    from undertow.engine.api.ingest_files import IngestReport
     from undertow.engine.base.config import Settings
     from undertow.engine.base.model import Turn
+    from undertow.engine.base.results import IngestReport
     from undertow.engine.encoders.token_count import TokenCount
     from undertow.engine.estimate.estimate import Ranges
     from undertow.engine.estimate.stand_ins import TenantLog
@@ -120,7 +120,7 @@ def _turns(
     paths: list[str], format: opt.LogFormatName, settings: Settings
 ) -> tuple[dict[str, list[Turn]], IngestReport]:
     """Each tenant's turns in order of arrival without duplicates, as ingestion would store them."""
-    from undertow.engine.api.ingest_files import IngestReport
+    from undertow.engine.base.results import IngestReport
     from undertow.engine.estimate.estimate import dated
     from undertow.engine.readers import read
 

@@ -22,8 +22,9 @@ from undertow.serving.cli.stores import is_engine, open_memory, refuse_root
 
 if TYPE_CHECKING:
     from undertow.engine.api.engine import Engine
-    from undertow.engine.api.ingest_files import Ingest, IngestReport
+    from undertow.engine.api.ingest_files import Ingest
     from undertow.engine.base.config import Settings
+    from undertow.engine.base.results import IngestReport
     from undertow.engine.cluster.bulk.ingest import BulkIngest, BulkProgress, BulkReport
     from undertow.engine.readers import Format, Log
     from undertow.engine.step.scheduler import StepReport
@@ -126,12 +127,11 @@ def _run(
             settle: Callable[[], bool | None] = run.settle
             more: Callable[[], dict[str, Any]] = dict
         else:
-            from undertow.engine.cluster.bulk.feeding import router_to
             from undertow.engine.cluster.bulk.ingest import BulkIngest
 
             run = BulkIngest(
                 store,
-                partial(router_to, store, settings, memory.settings),
+                memory,
                 **options,
                 max_message_bytes=settings.max_message_bytes,
                 on_progress=partial(_show_bulk, bar),
@@ -173,8 +173,8 @@ def _step_progress(bar: Bar, engine: Engine) -> Callable[[StepReport], None]:
 
 
 def _show_bulk(bar: Bar, reached: BulkProgress) -> None:
-    done = f"{reached.stored_turns:,} stored, part {reached.wave} of {reached.waves}"
-    bar.show(f"{done}, {reached.groups_left:,} groups left in it", reached.wave - 1, reached.waves)
+    text = f"{reached.stored_turns:,} stored, {reached.logs_done:,} of {reached.logs:,} logs"
+    bar.show(text, reached.logs_done, reached.logs)
 
 
 def _summary(counts: dict[str, int], report: IngestReport, elapsed_s: float) -> dict[str, Any]:

@@ -1,24 +1,24 @@
-"""What the tests of bulk ingest share: logs of many tenants, and a stand-in for shards that keeps all."""
+"""What the tests of bulk ingest share: logs of many tenants, and a stand-in for a router that keeps all."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.cluster.bulk.reading import WaveReader
+from undertow.engine.cluster.bulk.reading import Part, PartReader, Piece
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
-from undertow.engine.cluster.wire import RECEIPTS, TURNS, Status, check_turns
+from undertow.engine.cluster.wire import Status, check_turns, receipts_table
 from undertow.engine.readers import Log, read
 from undertow.engine.storage.location import Location
 
@@ -55,79 +55,61 @@ def one_process_order(logs: Iterable[Log]) -> dict[str, list[str]]:
     return dict(order)
 
 
-def new_root(where: Path | str, shards: Sequence[str] = SHARDS) -> Location:
+def new_root(where: Path | str, hash_key: str = "") -> Location:
     root = Location.of(where)
-    publish(root, ShardMap.new(list(shards)))
+    publish(root, ShardMap(1, SHARDS, hash_key=hash_key))
     return root
 
 
-def reading(root: Location, buckets: int = 2, **changes: Any) -> WaveReader:
-    return replace(WaveReader(load(root), buckets, "auto", LIMIT), **changes)
+def reading(root: Location, **changes: Any) -> PartReader:
+    return replace(PartReader(load(root), "auto", LIMIT, 64), **changes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kept:
-    """Connects to shards that write each call they get into a folder; a turn is new the first time.
+    """Stands for a router: keeps each call, row by row; a turn is new the first time.
 
-    `broken`: tenants whose calls fail. `delay_s`: how long a call takes. `killed`: so many calls end
-    their worker instead, each once, before anything is stored or right after.
+    `broken`: tenants whose calls fail.
     """
 
-    folder: Path
     broken: frozenset[str] = frozenset()
-    delay_s: float = 0.0
-    killed: int = 0
+    calls: list[pa.Table] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
 
-    def __call__(self) -> Kept:
-        return self
-
-    def close(self) -> None:
-        pass
-
-    def add_table(self, table: pa.Table) -> pa.Table:
+    def feed_table(self, table: pa.Table) -> Future[pa.Table]:
         check_turns(table)
-        tenants = table.column("tenant").to_pylist()
-        if self.broken.intersection(tenants):
-            raise UndertowError("this shard is down")
-        time.sleep(self.delay_s)
-        self._die(after=False)
-        before = {key for keys in self.stored().values() for key in keys}
-        name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
-        draft = self.folder / f"{name}.draft"
-        with pa.OSFile(str(draft), "wb") as file, pa.ipc.new_file(file, TURNS) as writer:
-            writer.write_table(table)
-        draft.rename(self.folder / f"{name}.arrow")
-        self._die(after=True)
-        status = [
-            Status.DUPLICATE if key in before else Status.STORED for key in table.column("key").to_pylist()
-        ]
-        nothing = [None] * len(status)
-        columns = [status, nothing, nothing, nothing]
-        return pa.table(
-            [pa.array(c, f.type) for c, f in zip(columns, RECEIPTS, strict=True)], schema=RECEIPTS
-        )
-
-    def _die(self, *, after: bool) -> None:
-        """End this process, if it is its turn to."""
-        for number in range(int(after), self.killed, 2):
-            try:
-                (self.folder / f"death{number}").touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            os._exit(9)
-
-    def calls(self) -> list[pa.Table]:
-        """What came, call by call."""
-        return [
-            pa.ipc.open_file(path.read_bytes()).read_all() for path in sorted(self.folder.glob("*.arrow"))
-        ]
+        receipts: Future[pa.Table] = Future()
+        if self.broken.intersection(table.column("tenant").to_pylist()):
+            receipts.set_exception(UndertowError("this shard is down"))
+            return receipts
+        self.calls.append(table)
+        keys = table.column("key").to_pylist()
+        statuses = [Status.DUPLICATE if key in self._known else Status.STORED for key in keys]
+        self._known.update(keys)
+        receipts.set_result(receipts_table([(status, None, None, None) for status in statuses]))
+        return receipts
 
     def stored(self) -> dict[str, list[str]]:
-        """The dedupe keys of each tenant in the order in which they first came."""
-        order: dict[str, dict[str, None]] = defaultdict(dict)
-        for table in self.calls():
+        """The dedupe keys of each tenant as they came."""
+        order: dict[str, list[str]] = defaultdict(list)
+        for table in self.calls:
             for tenant, key in zip(
                 table.column("tenant").to_pylist(), table.column("key").to_pylist(), strict=True
             ):
-                order[tenant].setdefault(key)
-        return {tenant: list(keys) for tenant, keys in order.items()}
+                order[tenant].append(key)
+        return dict(order)
+
+
+@dataclass(frozen=True, slots=True)
+class DyingReader(PartReader):
+    """Ends its process before its first part and, when repeated, after its first and its second."""
+
+    folder: Path = Path()
+
+    def parts(self, pieces: Sequence[Piece]) -> Iterator[Part]:
+        for number, part in enumerate(PartReader.parts(self, pieces)):
+            if len(list(self.folder.iterdir())) == number < 3:
+                (self.folder / f"death{number}").touch()
+                time.sleep(0.5)  # until what was read before is there
+                os._exit(9)
+            yield part
