@@ -46,7 +46,7 @@ class _NoPandas(MetaPathFinder):
 
 @contextmanager
 def without_pandas() -> Iterator[None]:
-    """Hide pandas from imports inside the block: pyarrow loads it with its first array, which takes a second.
+    """Hide pandas from imports inside the block: pyarrow would load it, which takes a second.
 
     No effect if pyarrow.dataset is loaded already. Later imports find pandas; pyarrow and Lance do without it
     in this process.
@@ -57,6 +57,9 @@ def without_pandas() -> Iterator[None]:
     finder = _NoPandas()
     sys.meta_path.insert(0, finder)
     try:
+        import pyarrow
+
+        pyarrow.array([0])  # with its first array without a type pyarrow looks for pandas, once
         yield
     finally:
         sys.meta_path.remove(finder)

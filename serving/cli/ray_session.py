@@ -72,7 +72,7 @@ def open_cluster(
 
 @contextmanager
 def on_ray(address: str, shards: int, shard_cpus: float) -> Iterator[None]:
-    """Connect to Ray; "local" starts one with room for the shards and for their feeders. UndertowError."""
+    """Connect to Ray; "local" starts one with room for the shards and for readers. UndertowError."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", RESTARTED)  # read when Ray is imported
     import ray
     from ray.exceptions import RayError

@@ -185,7 +185,7 @@ def open_memory(
 
 
 def is_engine(memory: OpenMemory) -> TypeIs[Engine]:
-    """Whether it is an engine of this process, not a cluster."""
-    from undertow.engine.api.engine import Engine
+    """Whether it is an engine of this process, not a cluster, whose commands must not load torch."""
+    from undertow.engine.cluster.routing.router import Router
 
-    return isinstance(memory, Engine)
+    return not isinstance(memory, Router)

@@ -1,1 +1,1 @@
-"""Bulk ingest of many logs with Ray Data."""
+"""Bulk ingest of many logs: read on a Ray cluster, fed by one router."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pyarrow as pa
-
 from undertow.engine.base.model import UndertowError
 from undertow.engine.base.process_tuning import without_pandas
 from undertow.engine.cluster.bulk.reading import PART_BYTES, Part, PartReader, Piece
@@ -69,8 +67,8 @@ class ReadAhead:
 
     def _begin(self, pieces: list[Piece], ahead: int) -> Any:
         def read(reader: PartReader, pieces: list[Piece]) -> Iterator[Part]:
-            with without_pandas():  # pyarrow looks for it with the first array
-                pa.array([0])
+            with without_pandas():
+                pass
             yield from reader.parts(pieces)
 
         options = {"num_cpus": 1, "max_retries": 0, "_generator_backpressure_num_objects": ahead}
