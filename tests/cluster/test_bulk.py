@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from undertow.engine.cluster.bulk.reading import FileReport, Part, PartReader, P
 from undertow.engine.cluster.bulk.records import FileProgress, IngestRecords, pieces_left
 from undertow.engine.cluster.shard_map import ShardMap, load
 from undertow.engine.cluster.wire import from_buffer
-from undertow.engine.readers import Log, find_logs, read
+from undertow.engine.readers import Log, find_logs, read, read_packed
 from undertow.engine.storage.location import Location
 
 from ..support.cluster.bulk import (
@@ -102,8 +102,6 @@ def test_reports_add_up_whatever_the_parts(root: Location, tmp_path: Path, part_
 def test_a_reader_that_fails_ends_its_file_alone(
     root: Location, logs: list[Log], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_packed = bulk_reading.read_packed
-
     def fails(log: Log, *how: Any, **more: Any) -> Iterator[Any]:
         for record in read_packed(log, *how, **more):
             if log == logs[0] and record.position > 10:
@@ -198,8 +196,8 @@ class Here:
     pieces: Sequence[Piece]
     stop: Callable[[], bool] = field(default=lambda: False)
 
-    def __iter__(self) -> Iterator[Part]:
-        return self.reader.parts(self.pieces)
+    def parts(self) -> Generator[Part, None, None]:
+        yield from self.reader.parts(self.pieces)
 
 
 RUNS = st.lists(

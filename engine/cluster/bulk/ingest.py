@@ -166,7 +166,8 @@ class _Run:
         part_turns = ingest.part_turns or min(SHARD_TURNS * len(shards), MOST_PART_TURNS)
         reader = PartReader(self._shard_map, ingest.format, ingest.max_message_bytes, part_turns)
         try:
-            with closing(iter(ReadAhead(reader, list(self._pieces.values()), self._stopping))) as parts:
+            read = ReadAhead(reader, list(self._pieces.values()), self._stopping).parts()
+            with closing(read) as parts:
                 for part in parts:
                     if self._stopping() or len(self._failures) == len(shards) or self._refuses(part):
                         break

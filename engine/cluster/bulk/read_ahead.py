@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,9 +40,9 @@ class _Task:
 
 @dataclass
 class ReadAhead:
-    """The parts of some logs, in order. Use as an iterator; close it to end the tasks under way.
+    """The parts of some logs, in order.
 
-    `stop` is polled while nothing is there yet; once it is true, the iterator ends.
+    `stop` is polled; once it is true, there are no more parts.
     """
 
     reader: PartReader
@@ -50,16 +50,17 @@ class ReadAhead:
     stop: Callable[[], bool]
     _running: deque[_Task] = field(default_factory=deque, init=False)
 
-    def __iter__(self) -> Iterator[Part]:
+    def parts(self) -> Generator[Part, None, None]:
+        """The parts. Close the generator to end the tasks under way."""
         waiting = deque(tasks_of(self.pieces))
         readers = max(1, min(free_cpus(), len(waiting)))
         ahead = _parts_ahead(readers)
         try:
-            while waiting or self._running:
+            while (waiting or self._running) and not self.stop():
                 while waiting and len(self._running) < readers:
                     pieces = waiting.popleft()
                     self._running.append(_Task(pieces, self._begin(pieces, ahead)))
-                yield from self._parts(self._running[0], ahead)
+                yield from self._parts_of(self._running[0], ahead)
                 self._running.popleft()
         finally:
             for task in self._running:
@@ -74,31 +75,32 @@ class ReadAhead:
         options = {"num_cpus": 1, "max_retries": 0, "_generator_backpressure_num_objects": ahead}
         return ray.remote(read).options(num_returns="streaming", **options).remote(self.reader, pieces)
 
-    def _parts(self, task: _Task, ahead: int) -> Iterator[Part]:
+    def _parts_of(self, task: _Task, ahead: int) -> Iterator[Part]:
         """The parts of one task. If Ray loses it, or a part, another one reads what is left."""
         attempts = 0
-        while True:
+        while task.pieces:
             try:
-                while (ref := self._next(task.stream)) is not None:
-                    part: Part = ray.get(ref)
-                    task.pieces = _rest(task.pieces, part)
-                    attempts = 0
-                    yield part
-                return
+                if not self._wait(task.stream):
+                    return
+                part: Part = ray.get(next(task.stream))
+                task.pieces = _rest(task.pieces, part)
+                attempts = 0
+                yield part
             except RayTaskError as error:
                 raise UndertowError(f"the logs cannot be read: {error}") from error
             except RayError as error:
                 attempts += 1
                 if attempts == ATTEMPTS:
                     raise UndertowError(f"the logs cannot be read on the Ray cluster: {error}") from error
+                ray.cancel(task.stream, force=True)
                 task.stream = self._begin(task.pieces, ahead)
 
-    def _next(self, stream: Any) -> Any:
-        """The reference of a task's next part; None: there is none, or the run is to stop."""
+    def _wait(self, stream: Any) -> bool:
+        """Wait for a task's next part. False: the run is to stop."""
         while not ray.wait([stream], timeout=POLL_S)[0]:
             if self.stop():
-                return None
-        return next(stream, None)
+                return False
+        return True
 
 
 def tasks_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
