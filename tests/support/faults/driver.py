@@ -26,7 +26,6 @@ from undertow.engine.base.model import Message, Turn, UndertowError
 from undertow.engine.cluster.resharding import coordinator
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.storage import journal as journal_module
-from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import tail
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog
