@@ -147,6 +147,8 @@ def test_two_hundred_kills(driver: Driver, tmp_path: Path, capsys: pytest.Captur
         ("append", 1, False, True),
         ("append", 2, True, False),
         ("append", 20, False, True),
+        ("_move", 1, False, True),
+        ("_move", 2, True, False),
         ("_merge_fragments", 2, True, True),
         ("_tidy", 3, True, False),
         ("drop_old_versions", 1, True, True),

@@ -26,6 +26,7 @@ from undertow.engine.base.model import Message, Turn, UndertowError
 from undertow.engine.cluster.resharding import coordinator
 from undertow.engine.encoders.factory import make_encoder
 from undertow.engine.storage import journal as journal_module
+from undertow.engine.storage import tail
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.prompts.builders import ShownMemory, ShownTurn, episode_prompt, merge_prompt, refine_prompt
@@ -119,7 +120,13 @@ TASKS = {
 
 
 def arm(kill: dict[str, Any]) -> None:
-    """Die by SIGKILL right before or after the n-th call of a method of Journal, or of its table."""
+    """Die by SIGKILL right before or after the n-th call of a method of Journal, or of its table.
+
+    The table's methods are reached by commits past the log, the journal's `_move` by many small flushes.
+    """
+    tail.ROWS_PER_FLUSH = 8
+    if not hasattr(Journal, kill["method"]) or kill["method"] == "_tidy":
+        journal_module.ROWS_PAST_LOG = 1
     name, left = kill["method"], kill["n"]
     owner = Journal if hasattr(Journal, name) else LanceLog
     method = getattr(owner, name)

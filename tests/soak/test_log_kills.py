@@ -19,7 +19,7 @@ from ..support.soak.runs import report
 KILLS = int(os.environ.get("SOAK_KILLS", "1000"))
 # a new store after so many, so that the check reads no more than these have written
 KILLS_PER_STORE = 25
-COMMAND = "SOAK_OUT=docs/results pytest -m soak tests/soak/test_kills.py"
+COMMAND = "SOAK_OUT=docs/results pytest -m soak tests/soak/test_log_kills.py"
 
 
 @pytest.mark.soak
@@ -34,7 +34,7 @@ def test_a_thousand_kills_lose_nothing_acknowledged(
         counts += killed(tmp_path / f"store{counts['kills']}", counts["kills"], KILLS_PER_STORE)
         state.write_text(json.dumps(counts))
         assert not (counts["lost"] or counts["doubled"]), counts
-    report(capsys, "kills", COMMAND, **counts, lost=counts["lost"], doubled=counts["doubled"])
+    report(capsys, "log-kills", COMMAND, **counts, lost=counts["lost"], doubled=counts["doubled"])
 
 
 def test_a_few_kills_lose_nothing_acknowledged(tmp_path: Path) -> None:
