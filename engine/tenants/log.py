@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from undertow.engine.base.model import lines_of
 from undertow.engine.policies.base import Thresholds, TurnView
 from undertow.engine.storage.row_codec import Control, messages_of, without_text
 from undertow.engine.tenants.payload_file import PayloadFile, Payloads
-from undertow.kernels.key_table import KeyTable
+from undertow.kernels.key_table import KeyTable, add_keys
 
 NO_ROW = -1
 
@@ -34,11 +33,10 @@ class RecordLog:
         self._deletions: dict[int, Mapping[str, Any]] = {}
         self.row_by_seq = array("i")
         self.seq_by_row = array("i")
-        # The seqs of the turns' dedupe keys and, by session, the last effective timestamp; deleted turns are
-        # included. Both are read from the payloads of the first `_indexed` turns.
+        # The rows of the dedupe keys and, by session, the last effective timestamp, also of deleted turns. Of
+        # turns that were loaded, `_index` reads both from the payloads.
         self._keys = KeyTable()
         self._last_timestamp: dict[str, str] = {}
-        self._indexed = 0
         # (first seq, thresholds in force from there on), ascending.
         self.thresholds_from: list[tuple[int, Thresholds]] = []
 
@@ -85,27 +83,24 @@ class RecordLog:
     # ---- keys and sessions
 
     @property
+    def keys(self) -> KeyTable:
+        """The `key_hash` of the dedupe key of each row, also of deleted turns."""
+        self._index()
+        return self._keys
+
+    @property
     def last_timestamp(self) -> Mapping[str, str]:
         """By session: the last effective timestamp, also of deleted turns."""
         self._index()
         return self._last_timestamp
 
     def seq_of(self, key: str) -> int | None:
-        """The seq of the turn that came under a dedupe key, also of a deleted one."""
-        self._index()
-        return self._seq_of(key, self.key_hash(key))
+        """The seq of the turn that came under a dedupe key, also of a deleted one.
 
-    def are_known(self, keys: Sequence[str], hashes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which dedupe keys the log has, with their `key_hash`, int64 [n]: bool [n]."""
-        self._index()
-        known = self._keys.may_hold(hashes)
-        for at in np.flatnonzero(known).tolist():
-            known[at] = self._seq_of(keys[at], int(hashes[at])) is not None
-        return known
-
-    def _seq_of(self, key: str, hash: int) -> int | None:
-        """As `seq_of`. Different keys may have one hash, so the stored key decides."""
-        return next((seq for seq in self._keys.matches(hash) if self._kept_of(seq)["key"] == key), None)
+        Different keys may have one hash, so the stored key decides.
+        """
+        matches = (self.seq_by_row[row] for row in self.keys.matches(self.key_hash(key)))
+        return next((seq for seq in matches if self._kept_of(seq)["key"] == key), None)
 
     def _kept_of(self, seq: int) -> Mapping[str, Any]:
         """The key, session and timestamp of a turn: from its payload, or from its deletion."""
@@ -113,36 +108,31 @@ class RecordLog:
 
     def _index(self) -> None:
         """Read the keys and timestamps of turns that were loaded: searches need neither."""
-        if self._indexed == len(self.seq_by_row):
+        if len(self._keys) == len(self.seq_by_row):
             return
-        seqs, hashes = self.seq_by_row[self._indexed :], array("q")
-        for seq in seqs:
+        hashes = array("q")
+        for seq in self.seq_by_row[len(self._keys) :]:
             kept = self._kept_of(seq)
             hashes.append(self.key_hash(kept["key"]))
             if (timestamp := kept.get("timestamp")) is not None:
                 self._last_timestamp[kept["session"]] = timestamp
-        self._keys.add(np.frombuffer(hashes, np.int64), np.frombuffer(seqs, np.int32))
-        self._indexed += len(seqs)
+        add_keys([self._keys], np.zeros(len(hashes), np.int64), np.frombuffer(hashes, np.int64))
 
     # ---- changes
 
     def add_turns(
         self,
         payloads: Sequence[bytes],
-        hashes: NDArray[np.int64],
         sessions: Sequence[str],
         timestamps: Sequence[str | None],
     ) -> None:
-        """Append new turns; `hashes` are those of their keys, int64 [n].
+        """Append new turns to a log whose `keys` have been read.
 
-        The caller appends their vectors to `turns_segment`, in the same order.
+        The caller appends their vectors to `turns_segment`, and their hashes to `keys`, in the same order.
         """
-        if self._indexed == len(self.seq_by_row):
-            self._keys.add(hashes, np.arange(self.next_seq, self.next_seq + len(hashes), dtype=np.int32))
-            self._indexed += len(hashes)
-            for session, timestamp in zip(sessions, timestamps, strict=True):
-                if timestamp is not None:
-                    self._last_timestamp[session] = timestamp
+        for session, timestamp in zip(sessions, timestamps, strict=True):
+            if timestamp is not None:
+                self._last_timestamp[session] = timestamp
         self.load_turns(b"".join(payloads), list(map(len, payloads)))
 
     def load_turns(self, joined: bytes | memoryview, lengths: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ import os
 import sys
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
 
@@ -21,10 +20,10 @@ from undertow.engine.base.model import UndertowError
 # is larger gets a range of its own.
 SMALLEST_BYTES = 512
 LARGEST_BYTES = 1 << 20
-# A new segment has this size, or an eighth of all segments: few files, and little unused space.
-SEGMENT_BYTES = 4 << 20
+# Segments double in size from the first to the last of these: few files, and little unused space.
+SEGMENT_BYTES = (4 << 20, 64 << 20)
 # After so many bytes read and written, all pages are unmapped. They stay in the system's page cache.
-MAPPED_BYTES = 64 << 20
+MAPPED_BYTES = 256 << 20
 
 # A position is the number of a segment and a place in it.
 _PLACE_BITS = 40
@@ -114,9 +113,10 @@ class PayloadFile:
         newest = self.segments.get(self._newest)
         if newest is not None and newest.end + size <= newest.size:
             return newest
+        least, most = SEGMENT_BYTES
         total = sum(segment.size for segment in self.segments.values())
         try:
-            segment = Segment(self._folder, max(SEGMENT_BYTES, total >> 3 & -SEGMENT_BYTES, size))
+            segment = Segment(self._folder, max(least, min(total, most), size))
         except OSError as error:
             raise UndertowError(
                 f"cannot keep the texts of loaded tenants in {self._folder or gettempdir()}: {error}. "
@@ -166,10 +166,11 @@ class Payloads:
             self._held += self._room
         if total:
             self._file.write(self._end, joined)
-        self._positions.extend(list(accumulate(lengths, initial=self._end))[:-1])
+            self._room -= total
+        for length in lengths:
+            self._positions.append(self._end)
+            self._end += length
         self._lengths.extend(lengths)
-        self._end += total
-        self._room -= total
 
     def clear(self, seq: int) -> None:
         """Zero a payload; it is empty from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import PackedTurn
 from undertow.engine.storage.journal import SCHEMA
 from undertow.engine.storage.row_codec import stamped
+from undertow.kernels.key_table import add_keys, may_hold
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.encoders.base import Float16
@@ -63,13 +64,12 @@ class PlacedTurns:
         """
         count, number = len(turns.keys), {tenant.name: n for n, tenant in enumerate(tenants)}
         owners = np.fromiter(map(number.__getitem__, turns.tenants), np.int64, count)
-        hashes, fresh = np.empty(count, np.int64), np.ones(count, np.bool_)
-        for owner, mine in _by_owner(owners, len(tenants)):
-            tenant, keys = tenants[owner], [turns.keys[place] for place in mine.tolist()]
-            hashes[mine] = np.fromiter(map(tenant.key_hash, keys), np.int64, len(keys))
-            fresh[mine] = ~tenant.are_known(keys, hashes[mine])
-            if len(set(keys)) < len(keys):
-                fresh[mine] &= _are_first(keys)
+        hashes = np.fromiter(map(tenants[0].key_hash, turns.keys) if count else (), np.int64, count)
+        fresh = ~may_hold([tenant.keys for tenant in tenants], owners, hashes)
+        for place in np.flatnonzero(~fresh).tolist():
+            fresh[place] = tenants[owners[place]].seq_of(turns.keys[place]) is None
+        if len(set(zip(turns.tenants, turns.keys, strict=True))) < count:
+            fresh &= _are_first(zip(turns.tenants, turns.keys, strict=True))
         places = np.flatnonzero(fresh)
         owners, taken = owners[places], places.tolist()
         own, sessions = _taken(turns.timestamps, taken), _taken(turns.sessions, taken)
@@ -100,16 +100,20 @@ class PlacedTurns:
 
     def append(self) -> NDArray[np.int64]:
         """Append the turns to the logs of their tenants. Returns their seqs, int64 [n]."""
-        seqs = np.empty(len(self), np.int64)
-        for owner, mine in _by_owner(self.owners, len(self.tenants)):
-            tenant, places = self.tenants[owner], mine.tolist()
-            seqs[mine] = np.arange(tenant.next_seq, tenant.next_seq + len(mine))
+        seqs, keys = np.empty(len(self), np.int64), [tenant.keys for tenant in self.tenants]
+        order = np.argsort(self.owners, kind="stable")
+        ends = np.cumsum(np.bincount(self.owners, minlength=len(self.tenants)))
+        start = 0
+        for tenant, end in zip(self.tenants, ends.tolist(), strict=True):
+            if start == end:
+                continue
+            seqs[order[start:end]] = np.arange(tenant.next_seq, tenant.next_seq + end - start)
+            mine = order[start:end].tolist()
             tenant.add_turns(
-                _taken(self.payloads, places),
-                self.hashes[mine],
-                _taken(self.sessions, places),
-                _taken(self.timestamps, places),
+                _taken(self.payloads, mine), _taken(self.sessions, mine), _taken(self.timestamps, mine)
             )
+            start = end
+        add_keys(keys, self.owners, self.hashes)
         return seqs
 
     def rows(self, seqs: NDArray[np.int64], vectors: Float16) -> tuple[Sequence[str], pa.RecordBatch]:
@@ -148,21 +152,14 @@ def _taken(column: Sequence[V], places: Sequence[int]) -> Sequence[V]:
     return [column[place] for place in places]
 
 
-def _by_owner(owners: NDArray[np.int64], count: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Each of `count` owners that has turns, with the places of its turns, int64, ascending."""
-    order = np.argsort(owners, kind="stable")
-    start = 0
-    for owner, end in enumerate(np.cumsum(np.bincount(owners, minlength=count)).tolist()):
-        if start < end:
-            yield owner, order[start:end]
-        start = end
-
-
-def _are_first(keys: Sequence[str]) -> NDArray[np.bool_]:
+def _are_first(keys: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:
     """Which keys are none of those before them: bool [n]."""
-    first = np.zeros(len(keys), np.bool_)
-    first[list({key: at for at, key in reversed(list(enumerate(keys)))}.values())] = True
-    return first
+    seen: set[tuple[str, str]] = set()
+    first = []
+    for key in keys:
+        first.append(key not in seen)
+        seen.add(key)
+    return np.array(first, np.bool_)
 
 
 def _inherited(

@@ -80,6 +80,11 @@ def floats_at(address: int, shape: tuple[int, ...]) -> Float32s:
 
 
 @jit
+def words_at(address: int, count: int) -> NDArray[np.uint64]:
+    return carray(_pointer(address), (count,), np.uint64)
+
+
+@jit
 def bytes_at(address: int, count: int) -> Bytes:
     return carray(_pointer(address), (count,), np.uint8)
 
