@@ -75,7 +75,7 @@ def _places(tables: Sequence[KeyTable]) -> Int64s:
 
 
 @jit
-def _first_at(tag: np.uint64, size: int) -> int:
+def _first_at(tag: np.uint64, size: int) -> np.int64:
     return np.int64(tag * np.uint64(size) >> _HALF64)
 
 

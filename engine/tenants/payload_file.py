@@ -182,4 +182,6 @@ class Payloads:
         """Zero and free the ranges. The payloads are gone."""
         for at in range(0, len(self._ranges), 2):
             self._file.give(self._ranges[at], self._ranges[at + 1])
-        self.__init__(self._file)  # type: ignore[misc]
+        for column in (self._positions, self._lengths, self._ranges):
+            del column[:]
+        self._held = self._end = self._room = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 
 from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
-from undertow.engine.base.model import Message, Turn
+from undertow.engine.base.model import Message, Turn, UndertowError
 from undertow.engine.base.queries import TurnsByKeyQuery
+from undertow.engine.tenants import payload_file
 from undertow.engine.tenants.log import RecordLog
 from undertow.engine.tenants.payload_file import PayloadFile
 from undertow.engine.tenants.tenant import Tenant
@@ -26,7 +28,7 @@ from undertow.kernels.arena.arena import make_arena
 from undertow.kernels.key_table import add_keys
 
 from ...support.engine import NEVER, RecordingLLM, open_engine, read_back, turns_of
-from .test_payload_file import segment_bytes
+from .test_payload_file import full, segment_bytes
 
 TENANTS = ("ann", "bob")
 THETA: dict[str, Any] = {"theta_sim": 0.3, "theta_merge": 0.5, "theta_count": 3}
@@ -155,6 +157,24 @@ def test_no_byte_of_what_is_gone_stays_in_a_segment(tmp_path: Path, how: str) ->
         left = segment_bytes(engine.tenants.texts)
         assert b"xylophonist" not in left
         assert (b"ann:1" in left) == (how == "delete") and b"bob:1" in left
+
+
+def test_after_a_full_disk_the_engine_is_opened_again_and_has_what_it_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = turns_of("ann", 5), turns_of("ann", 1, 5, text="word " * 2_000)
+    monkeypatch.setattr(payload_file, "SEGMENT_BYTES", (1 << 13, 1 << 13))
+    with open_engine(tmp_path, **NEVER) as engine:
+        engine.add_batch(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(UndertowError, match=r"No space left.*Free some disk space"):
+                engine.add_batch(second)
+        with pytest.raises(UndertowError, match="must be opened again"):
+            engine.add_batch(second)
+    with open_engine(tmp_path, **NEVER) as engine:
+        receipts = engine.add_batch([*first, *second])
+        assert [receipt.duplicate for receipt in receipts] == [True] * 5 + [False]
 
 
 def test_a_turn_costs_few_bytes_of_the_heap() -> None:

@@ -27,6 +27,11 @@ def segment_bytes(file: PayloadFile) -> bytes:
     return b"".join(segment.map[:] for segment in file.segments.values())
 
 
+def full(*_: int) -> NoReturn:
+    """As os.posix_fallocate on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many small segments, whose pages are unmapped again and again."""
@@ -75,10 +80,6 @@ def test_the_files_have_no_name_and_a_full_disk_is_named(
     payloads = Payloads(file)
     payloads.extend(b"words", [5])
     assert not list(tmp_path.iterdir())
-
-    def full(*_: int) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UndertowError, match=f"{tmp_path}: .*No space left.*Free some disk space"):
         payloads.extend(bytes(5 << 20), [5 << 20])
