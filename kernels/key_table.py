@@ -22,7 +22,8 @@ GROWTH = 1.5
 _HALF = 32
 _LOW = (1 << _HALF) - 1
 # The compiled functions must not mix signed and unsigned numbers: their sum would be a float.
-_HALF64, _LOW64, _ONE, _EMPTY = (np.uint64(value) for value in (_HALF, _LOW, 1, 0))
+_HALF64, _LOW64, _EMPTY = (np.uint64(value) for value in (_HALF, _LOW, 0))
+_START = np.int64(0)
 
 
 class KeyTable:
@@ -87,7 +88,7 @@ def _find(places: Int64s, owners: Int64s, hashes: Int64s, found: NDArray[np.bool
         tag = np.uint64(hashes[i]) & _LOW64
         at = _first_at(tag, size)
         while slots[at] != _EMPTY and slots[at] >> _HALF64 != tag:
-            at = at + 1 if at + 1 < size else 0
+            at = at + 1 if at + 1 < size else _START
         found[i] = slots[at] != _EMPTY
 
 
@@ -96,7 +97,7 @@ def _put(slots: Slots, slot: np.uint64) -> None:
     size = slots.shape[0]
     at = _first_at(slot >> _HALF64, size)
     while slots[at] != _EMPTY:
-        at = at + 1 if at + 1 < size else 0
+        at = at + 1 if at + 1 < size else _START
     slots[at] = slot
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import PackedTurn
 from undertow.engine.storage.journal import SCHEMA
 from undertow.engine.storage.row_codec import stamped
-from undertow.kernels.key_table import add_keys, may_hold
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.encoders.base import Float16
@@ -62,6 +61,9 @@ class PlacedTurns:
 
         A turn without a timestamp inherits the previous one of its session.
         """
+        # Imported here, as in `append`: callers that only pack turns must not load numba.
+        from undertow.kernels.key_table import may_hold
+
         count, number = len(turns.keys), {tenant.name: n for n, tenant in enumerate(tenants)}
         owners = np.fromiter(map(number.__getitem__, turns.tenants), np.int64, count)
         hashes = np.fromiter(map(tenants[0].key_hash, turns.keys) if count else (), np.int64, count)
@@ -100,6 +102,8 @@ class PlacedTurns:
 
     def append(self) -> NDArray[np.int64]:
         """Append the turns to the logs of their tenants. Returns their seqs, int64 [n]."""
+        from undertow.kernels.key_table import add_keys
+
         seqs, keys = np.empty(len(self), np.int64), [tenant.keys for tenant in self.tenants]
         order = np.argsort(self.owners, kind="stable")
         ends = np.cumsum(np.bincount(self.owners, minlength=len(self.tenants)))
