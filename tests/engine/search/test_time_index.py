@@ -87,7 +87,7 @@ def test_times_are_read_once_and_follow_the_log(tmp_path: Path, monkeypatch: pyt
     reads = 0
     read = time_index._moment_of
 
-    def counted(record: object) -> int:
+    def counted(record: bytes) -> int:
         nonlocal reads
         reads += 1
         return read(record)
