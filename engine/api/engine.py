@@ -184,6 +184,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
         finally:
             # not left to the collector: tenants and indexes refer to it, and a card holds few pools
             self.arena.close()
+            self.tenants.texts.close()
             if self._llm is not None:
                 self._llm.close()
             self.journal.close()

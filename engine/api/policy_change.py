@@ -35,7 +35,7 @@ def check_edits(tenant: Tenant) -> None:
     while its turns stay may be made again.
     """
     since = tenant.changes[-1][0] if tenant.changes else -1
-    edited = {control.body["memory_id"] for control in tenant.controls_after(since) if _is_edit(control)}
+    edited = {control.body["memory_id"] for control in tenant.controls_from(since + 1) if _is_edit(control)}
     if edited:
         raise PolicyConflict(
             f"{len(edited)} memories of {tenant.name!r} were reworded or deleted by hand, and a change of "

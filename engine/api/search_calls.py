@@ -25,7 +25,7 @@ from undertow.engine.search.ranking import ANY_TIME, EVERYWHERE, Ranker, Window,
 from undertow.engine.step.answer_feedback import FeedbackQueue
 from undertow.engine.step.scheduler import Scheduler
 from undertow.engine.storage.journal import Journal, Row
-from undertow.engine.storage.row_codec import ControlKind, key_hash, turn_id
+from undertow.engine.storage.row_codec import ControlKind, turn_id
 from undertow.engine.tenants.registry import TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
 
@@ -168,15 +168,14 @@ def _turns_by_key(tenant: Tenant, keys: Collection[str]) -> dict[str, Report]:
     """
     found: dict[str, Report] = {}
     for key in keys:
-        seq = tenant.keys.get(key_hash(key))
+        seq = tenant.seq_of(key)
         if seq is None:
             continue
         place = {"id": turn_id(tenant.name, tenant.incarnation, seq), "seq": seq}
-        record = tenant.records[seq]
-        if not isinstance(record, bytes):  # deleted: its key is known by the hash alone
+        if not tenant.exists(seq):
             found[key] = place
             continue
-        body = orjson.loads(record)
-        if body.pop("key") == key:  # another's of the same hash is none of this key's
-            found[key] = {**place, "timestamp": None, "metadata": {}, **body}
+        body = orjson.loads(tenant.payload(seq))
+        del body["key"]
+        found[key] = {**place, "timestamp": None, "metadata": {}, **body}
     return found

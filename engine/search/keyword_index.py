@@ -75,15 +75,15 @@ class TurnWords:
         terms = Analyzer()
         stop = None if count is None else known + count
         for row, seq in enumerate(tenant.seq_by_row[known:stop], known):
-            self._put(row, tenant.records[seq], terms)
+            self._put(row, tenant.payload(seq), terms)
         if count is not None:
             self._index.sort_in()
 
-    def _put(self, row: int, record: object, terms: Analyzer) -> None:
-        if not isinstance(record, bytes):
+    def _put(self, row: int, payload: bytes, terms: Analyzer) -> None:
+        if not payload:  # deleted
             self._session.append(_NONE)
             return
-        turn = orjson.loads(record)
+        turn = orjson.loads(payload)
         text = spoken(messages_of(turn))
         if (timestamp := turn.get("timestamp")) is not None:
             text = f"{text}\n{day_in_words(timestamp)}"

@@ -96,7 +96,7 @@ class _Column:
     def follow(self, tenant: Tenant) -> None:
         """Add the turns that are new in the log."""
         for seq in tenant.seq_by_row[len(self._of_row) :]:
-            value = _metadata(tenant.records[seq]).get(self._key)
+            value = _metadata(tenant.payload(seq)).get(self._key)
             number = NO_VALUE
             if isinstance(value, Scalar):
                 number = self._numbers.setdefault(_typed(value), len(self._numbers))
@@ -107,9 +107,9 @@ class _Column:
         return np.isin(np.frombuffer(self._of_row, dtype=np.int32), wanted)
 
 
-def _metadata(record: object) -> Mapping[str, Any]:
+def _metadata(payload: bytes) -> Mapping[str, Any]:
     """The metadata of a turn's payload. Most have none, which shows without decoding."""
-    if not isinstance(record, bytes) or MARK not in record:
+    if MARK not in payload:
         return {}
-    found: Mapping[str, Any] = orjson.loads(record).get("metadata", {})
+    found: Mapping[str, Any] = orjson.loads(payload).get("metadata", {})
     return found

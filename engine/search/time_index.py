@@ -36,14 +36,12 @@ class TimeIndex:
     def _follow(self, tenant: Tenant) -> None:
         """Add the turns that are new in the log."""
         for seq in tenant.seq_by_row[len(self._moments) :]:
-            self._moments.append(_moment_of(tenant.records[seq]))
+            self._moments.append(_moment_of(tenant.payload(seq)))
 
 
-def _moment_of(record: object) -> int:
+def _moment_of(payload: bytes) -> int:
     """The timestamp in a turn's payload. A deleted turn has none."""
-    if not isinstance(record, bytes):
-        return UNDATED
-    timestamp = orjson.loads(record).get("timestamp")
+    timestamp = orjson.loads(payload).get("timestamp") if payload else None
     return UNDATED if timestamp is None else _microseconds(time_key(timestamp))
 
 

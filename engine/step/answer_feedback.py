@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from undertow.engine.base.trace_context import current_traceparent
-from undertow.engine.storage.row_codec import Control, ControlKind
+from undertow.engine.storage.row_codec import ControlKind
 from undertow.engine.tenants.generations import missed_of
 from undertow.engine.tenants.tenant import Tenant
 
@@ -73,8 +73,8 @@ def new_ones(of: Tenant, feedback: Iterable[Feedback]) -> Sequence[Feedback]:
     a change by one question would cause others to be paid for again, without end where notes are bounded
     and replace each other.
     """
-    undecided = (record for record in of.records[of.cursor :] if isinstance(record, Control))
-    asked = {record.body["question"] for record in undecided if record.kind == "reconsolidate"}
+    undecided = of.controls_from(of.cursor)
+    asked = {control.body["question"] for control in undecided if control.kind == "reconsolidate"}
     kept = []
     for one in feedback:
         if one.kind == "reconsolidate":

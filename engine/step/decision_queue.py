@@ -13,7 +13,6 @@ from undertow.engine.base.trace_context import current_traceparent
 from undertow.engine.llm.client import BadReply, Completion
 from undertow.engine.policies.base import Decide, Effect, PolicyResult, ReadGate
 from undertow.engine.step.lag import LagTracker
-from undertow.engine.storage.row_codec import Control
 from undertow.engine.tenants.tenant import Tenant
 
 # Gate queries of one step: enough to fill the kernel, few enough to keep the step short.
@@ -132,9 +131,7 @@ class DecisionQueue:
                 run = DecisionRun(tenant, seq, self._begin(tenant, seq))
                 effect = run.resume(None)
                 begun.append((run, effect))
-                if not isinstance(effect, ReadGate | PolicyResult) or isinstance(
-                    tenant.records[seq], Control
-                ):
+                if not isinstance(effect, ReadGate | PolicyResult) or tenant.control(seq) is not None:
                     break  # a control record may change what later records see
         return begun
 

@@ -29,18 +29,18 @@ from undertow.engine.tenants.view import View
 
 def begin(policies: Policies, tenant: Tenant, seq: int) -> Decide:
     """The coroutine that decides record `seq`: the policy's own wherever memories may be made."""
-    record = tenant.records[seq]
+    control = tenant.control(seq)
     policy = policies.named(tenant.making.policy)
     view = View(tenant, seq, tenant.making)
-    match record:
-        case bytes():
+    match control:
+        case None if tenant.exists(seq):
             return policy.decide(seq, view)
         case Control(kind="delete", body={"turn_seq": turn_seq}):
             return forget(policies, tenant, seq, turn_seq)
         case Control(kind="delete"):
-            return delete_memory(record, view)
+            return delete_memory(control, view)
         case Control(kind="update"):
-            return update_memory(record, view)
+            return update_memory(control, view)
         case Control(kind="replay", body={"job_id": job_id}) if job_id in tenant.jobs:
             return policy.replay(seq, tenant.jobs[job_id], view)
         case Control(kind="flush"):

@@ -394,8 +394,8 @@ class Scheduler:
 
     def _job_rows(self, run: DecisionRun, outcome: PolicyResult) -> list[Row]:
         """What a decision changes in the job ledger, and what a turn's deletion redacts."""
-        record = run.tenant.records[run.seq]
-        body = record.body if isinstance(record, Control) else {}
+        control = run.tenant.control(run.seq)
+        body = {} if control is None else control.body
         rows = job_ledger.record_replayed(run.tenant, body.get("job_id", ""))
         if "turn_seq" in body:
             remade = [d.memory for d in (*outcome.drafts, *outcome.earlier_deletions)]

@@ -321,14 +321,28 @@ class Journal(FencedLog):
 
         Streams: memory is bounded by one batch, plus one tenant filter's rows if keys are given.
         """
+        for batch in self.batches(
+            tenant_keys=tenant_keys, kinds=kinds, ids=ids, vectors=vectors, after_lsn=after_lsn
+        ):
+            yield from to_rows(batch)
+
+    def batches(
+        self,
+        *,
+        tenant_keys: Sequence[str] | None = None,
+        kinds: Sequence[str] | None = None,
+        ids: Sequence[str] | None = None,
+        vectors: bool = True,
+        after_lsn: int = -1,
+    ) -> Iterator[pa.RecordBatch]:
+        """As `read`, in batches with the columns of SCHEMA; without `vector` if so asked."""
         columns = [name for name in SCHEMA.names if vectors or name != "vector"]
         late = f"lsn > {after_lsn}" if after_lsn >= 0 else None
         wanted = all_of(any_of("kind", kinds), any_of("id", ids), late)
         for keys in key_groups(tenant_keys):
             filter = self._counting(all_of(any_of("tenant_key", keys), wanted))
             self.settle()
-            for batch in self._scan(columns, filter):
-                yield from to_rows(batch)
+            yield from self._scan(columns, filter)
 
     def columns(self, names: Sequence[str], *, kinds: Sequence[str] | None = None) -> pa.Table:
         """Some columns of all rows (of `kinds`), in append order: cheap even for millions of rows."""

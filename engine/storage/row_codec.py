@@ -140,7 +140,7 @@ def messages_of(body: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def key_hash(dedupe_key: str) -> int:
-    """The 64-bit hash of a dedupe key; small enough to keep all of a tenant's in memory."""
+    """The 64-bit hash of a dedupe key, the same in every process."""
     return int.from_bytes(hashlib.blake2b(dedupe_key.encode(errors="surrogatepass"), digest_size=8).digest())
 
 

@@ -141,10 +141,14 @@ class TenantCatalog:
         if self.departed:
             left = pa.array(list(self.departed), pa.string())
             table = table.filter(pc.invert(pc.is_in(table["tenant_key"], left)))
-        for key, tombstone in self.erased.items():
-            if tombstone["purged"]:
-                continue  # its rows are gone
-            erased = pc.and_(pc.equal(table["tenant_key"], key), pc.less(table["lsn"], tombstone["lsn"]))
+        unpurged = (key for key, tombstone in self.erased.items() if not tombstone["purged"])
+        return self.not_erased(table, unpurged)
+
+    def not_erased(self, table: pa.Table, keys: Iterable[str]) -> pa.Table:
+        """The rows without those of erased incarnations of these tenants, some of which were erased."""
+        for key in keys:
+            before = self.erased[key]["lsn"]
+            erased = pc.and_(pc.equal(table["tenant_key"], key), pc.less(table["lsn"], before))
             table = table.filter(pc.invert(erased))
         return table
 

@@ -96,14 +96,14 @@ class Generation:
             "fact": Tier(arena.new_segment()),
         }
 
-    def note(self, record: Control | bytes | None, body: Mapping[str, Any]) -> None:
-        """Note a decided record; `body` is its decision."""
-        match record:
+    def note(self, control: Control | None, body: Mapping[str, Any]) -> None:
+        """Note a decided record, a turn if `control` is None; `body` is its decision."""
+        match control:
             case Control(kind="used"):
-                self.uses.update(record.body["fact_ids"])
+                self.uses.update(control.body["fact_ids"])
             case Control(kind="reconsolidate"):
                 if body["decision"] == Decision.FIRED:
-                    self.learned.add(missed_of(record.body))
+                    self.learned.add(missed_of(control.body))
             case _ if body.get("episode_ids") or body.get("fact_ids"):
                 self.learned.clear()
 

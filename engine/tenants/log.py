@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import orjson
@@ -11,6 +13,8 @@ import orjson
 from undertow.engine.base.model import lines_of
 from undertow.engine.policies.base import Thresholds, TurnView
 from undertow.engine.storage.row_codec import Control, messages_of, without_text
+from undertow.engine.tenants.payload_file import PayloadFile, Payloads
+from undertow.kernels.key_table import KeyTable, add_keys
 
 NO_ROW = -1
 
@@ -18,87 +22,148 @@ NO_ROW = -1
 class RecordLog:
     """The records of one tenant, appended in seq order."""
 
-    def __init__(self) -> None:
-        # By seq: the payload of a turn (None once deleted), or the control record.
-        self.records: list[bytes | Control | None] = []
-        self.row_by_seq = array("q")
-        self.seq_by_row = array("q")
-        # By hash of a turn's dedupe key: its seq, also of a deleted turn. About 100 bytes a turn.
-        self.keys: dict[int, int] = {}
-        # By session: the last effective timestamp.
-        self.last_timestamp: dict[str, str] = {}
+    # The 64-bit hash of a dedupe key, in this process only.
+    key_hash = staticmethod(hash)
+
+    def __init__(self, texts: PayloadFile) -> None:
+        self._payloads = Payloads(texts)
+        # By seq, ascending.
+        self._controls: dict[int, Control] = {}
+        # By seq of a turn: the body of the control record that deletes it.
+        self._deletions: dict[int, Mapping[str, Any]] = {}
+        self.row_by_seq = array("i")
+        self.seq_by_row = array("i")
+        # The rows of the dedupe keys and, by session, the last effective timestamp, also of deleted turns. Of
+        # turns that were loaded, `_index` reads both from the payloads.
+        self._keys = KeyTable()
+        self._last_timestamp: dict[str, str] = {}
         # (first seq, thresholds in force from there on), ascending.
         self.thresholds_from: list[tuple[int, Thresholds]] = []
 
     @property
     def next_seq(self) -> int:
-        return len(self.records)
+        return len(self.row_by_seq)
 
     def thresholds_at(self, seq: int) -> Thresholds:
         return next(t for since, t in reversed(self.thresholds_from) if since <= seq)
 
-    def turn(self, seq: int) -> TurnView:
-        """The turn of record `seq`, empty once deleted. ValueError: the record is no turn."""
-        record = self.records[seq]
-        if record is None:
-            return TurnView(seq, "", None)
-        if isinstance(record, Control):
-            raise ValueError(f"record {seq} of the log is no turn")
-        body = orjson.loads(record)
-        lines = lines_of(messages_of(body))
-        return TurnView(seq, "\n".join(lines), body.get("timestamp"), lines, body["session"])
+    # ---- records
+
+    def payload(self, seq: int) -> bytes:
+        """The payload of a turn; empty for a deleted one, and for a control record."""
+        return self._payloads[seq]
 
     def exists(self, seq: int) -> bool:
         """Whether the record is a turn that was not deleted."""
-        return isinstance(self.records[seq], bytes)
+        return self._payloads.exists(seq)
 
-    def controls_after(self, seq: int) -> Iterator[Control]:
-        """The control records after record `seq`."""
-        return (record for record in self.records[seq + 1 :] if isinstance(record, Control))
+    def control(self, seq: int) -> Control | None:
+        """The control record `seq`; None if that is a turn."""
+        return self._controls.get(seq)
+
+    def controls_from(self, seq: int) -> list[Control]:
+        """The control records from `seq` on, oldest first."""
+        newest_first = takewhile(lambda control: control.seq >= seq, reversed(self._controls.values()))
+        return list(newest_first)[::-1]
+
+    def turn(self, seq: int) -> TurnView:
+        """The turn of record `seq`, empty once deleted. ValueError: the record is no turn."""
+        if seq in self._controls:
+            raise ValueError(f"record {seq} of the log is no turn")
+        if not self.exists(seq):
+            return TurnView(seq, "", None)
+        body = orjson.loads(self.payload(seq))
+        lines = lines_of(messages_of(body))
+        return TurnView(seq, "\n".join(lines), body.get("timestamp"), lines, body["session"])
 
     def rows_before(self, seq: int) -> int:
         """The number of turn rows before record `seq`: the causal mask of its gate."""
-        return int(np.searchsorted(np.frombuffer(self.seq_by_row, dtype=np.int64), seq))
+        return int(np.searchsorted(np.frombuffer(self.seq_by_row, dtype=np.int32), seq))
 
-    def add_turn(self, payload: bytes | None, key: int, session: str, timestamp: str | None) -> int:
-        """Append a turn (None: a deleted one). Returns its arena row.
+    # ---- keys and sessions
 
-        The caller appends the turn's vector to `turns_segment`, in the same order.
+    @property
+    def keys(self) -> KeyTable:
+        """The `key_hash` of the dedupe key of each row, also of deleted turns."""
+        self._index()
+        return self._keys
+
+    @property
+    def last_timestamp(self) -> Mapping[str, str]:
+        """By session: the last effective timestamp, also of deleted turns."""
+        self._index()
+        return self._last_timestamp
+
+    def seq_of(self, key: str) -> int | None:
+        """The seq of the turn that came under a dedupe key, also of a deleted one.
+
+        Different keys may have one hash, so the stored key decides.
         """
-        row = len(self.seq_by_row)
-        self.keys[key] = len(self.records)
-        self.row_by_seq.append(row)
-        self.seq_by_row.append(len(self.records))
-        self.records.append(payload)
-        if timestamp is not None:
-            self.last_timestamp[session] = timestamp
-        return row
+        matches = (self.seq_by_row[row] for row in self.keys.matches(self.key_hash(key)))
+        return next((seq for seq in matches if self._kept_of(seq)["key"] == key), None)
+
+    def _kept_of(self, seq: int) -> Mapping[str, Any]:
+        """The key, session and timestamp of a turn: from its payload, or from its deletion."""
+        return orjson.loads(self.payload(seq)) if self.exists(seq) else self._deletions[seq]
+
+    def _index(self) -> None:
+        """Read the keys and timestamps of turns that were loaded: searches need neither."""
+        if len(self._keys) == len(self.seq_by_row):
+            return
+        hashes = array("q")
+        for seq in self.seq_by_row[len(self._keys) :]:
+            kept = self._kept_of(seq)
+            hashes.append(self.key_hash(kept["key"]))
+            if (timestamp := kept.get("timestamp")) is not None:
+                self._last_timestamp[kept["session"]] = timestamp
+        add_keys([self._keys], np.zeros(len(hashes), np.int64), np.frombuffer(hashes, np.int64))
+
+    # ---- changes
 
     def add_turns(
         self,
         payloads: Sequence[bytes],
-        keys: Sequence[int],
         sessions: Sequence[str],
         timestamps: Sequence[str | None],
     ) -> None:
-        """As `add_turn` for each of several new turns."""
-        seq, row = len(self.records), len(self.seq_by_row)
-        seqs = range(seq, seq + len(payloads))
-        self.keys.update(zip(keys, seqs, strict=True))
-        self.row_by_seq.extend(range(row, row + len(payloads)))
-        self.seq_by_row.extend(seqs)
-        self.records.extend(payloads)
+        """Append new turns to a log whose `keys` have been read.
+
+        The caller appends their vectors to `turns_segment`, and their hashes to `keys`, in the same order.
+        """
         for session, timestamp in zip(sessions, timestamps, strict=True):
             if timestamp is not None:
-                self.last_timestamp[session] = timestamp
+                self._last_timestamp[session] = timestamp
+        self.load_turns(b"".join(payloads), list(map(len, payloads)))
+
+    def load_turns(self, joined: bytes | memoryview, lengths: Sequence[int]) -> None:
+        """Append turns whose payloads lie one after the other in `joined`; a length of 0: a deleted turn."""
+        seq, row, count = self.next_seq, len(self.seq_by_row), len(lengths)
+        self._payloads.extend(joined, lengths)
+        self.row_by_seq.extend(range(row, row + count))
+        self.seq_by_row.extend(range(seq, seq + count))
+
+    def append_control(self, control: Control) -> None:
+        self._payloads.extend(b"", [0])
+        self.row_by_seq.append(NO_ROW)
+        self._controls[control.seq] = control
+        if "turn_seq" in control.body:
+            self._deletions[control.body["turn_seq"]] = control.body
+
+    def clear_turn(self, seq: int) -> None:
+        """Remove the payload of a deleted turn. Its deletion is in the log."""
+        self._payloads.clear(seq)
+
+    def release_payloads(self) -> None:
+        """Zero and free the memory of the payloads. The log cannot be used any more."""
+        self._payloads.release()
 
     def redact_updates(self, before: int, memory_ids: Collection[str]) -> list[Control]:
         """Remove the text from these memories' updates before record `before`. Returns them redacted."""
         redacted = []
-        for seq, record in enumerate(self.records[:before]):
-            if not isinstance(record, Control) or record.kind != "update" or "text" not in record.body:
+        for seq, control in self._controls.items():
+            if seq >= before or control.kind != "update" or "text" not in control.body:
                 continue
-            if record.body["memory_id"] in memory_ids:
-                redacted.append(without_text(record))
-                self.records[seq] = redacted[-1]
+            if control.body["memory_id"] in memory_ids:
+                redacted.append(without_text(control))
+        self._controls.update((control.seq, control) for control in redacted)
         return redacted

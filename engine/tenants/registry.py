@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from undertow.engine.base.gpu_shares import SETTING as SHARES_SETTING
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.journal import Journal, Row
+from undertow.engine.storage.journal import SCHEMA, Journal, Row
+from undertow.engine.storage.journal_rows import key_groups, to_rows
 from undertow.engine.tenants.catalog import TenantCatalog
 from undertow.engine.tenants.catalog import UnknownTenant as UnknownTenant
-from undertow.engine.tenants.replay import replay
+from undertow.engine.tenants.payload_file import PayloadFile
+from undertow.engine.tenants.replay import StoredTurns, replay
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena
 
@@ -31,6 +36,8 @@ class TenantRegistry(TenantCatalog):
     def __init__(self, journal: Journal, arena: Arena) -> None:
         super().__init__(journal)
         self._arena = arena
+        # beside the journal: the folder for temporary files may lie in memory
+        self.texts = PayloadFile(journal.location.folder if journal.writable else None)
         self._loaded: dict[str, Tenant] = {}
         self._pinned: frozenset[str] = frozenset()
 
@@ -112,29 +119,42 @@ class TenantRegistry(TenantCatalog):
 
     def _new(self, name: str) -> Tenant:
         key = self._journal.info.tenant_key(name)
-        tenant = Tenant(name, key, self._arena)
+        tenant = Tenant(name, key, self._arena, self.texts)
         tenant.incarnation = self.incarnation_of(key)
         return tenant
 
     def _load(self, names: Sequence[str]) -> None:
-        if not names:
-            return
         by_key = {self._journal.info.tenant_key(n): n for n in names}
-        rows: dict[str, list[Row]] = {n: [] for n in names}
-        for row in self._journal.read(tenant_keys=list(by_key)):
-            if row.kind != "tombstone" and not self.is_erased(row):
-                rows[by_key[row.tenant_key]].append(row)
         loaded: dict[str, Tenant] = {}
         try:
-            for name, of_tenant in rows.items():
-                of_tenant.sort(key=lambda r: r.lsn)
-                loaded[name] = self._new(name)
-                replay(loaded[name], of_tenant, self._arena)
-        except MemoryError as error:
+            # in groups, to hold few tenants' rows beside their live state
+            for keys in key_groups(list(by_key)):
+                self._replay({key: by_key[key] for key in keys or ()}, loaded)
+        except BaseException as error:
             for tenant in loaded.values():
                 tenant.release()
+            if not isinstance(error, MemoryError):
+                raise
             what, cure = f"{len(names)} tenants from the journal", FEWER
             if len(names) == 1:
                 what, cure = f"tenant {names[0]!r} from the journal", LATER
             raise self._full(what, error, cure) from error
         self._loaded |= loaded
+
+    def _replay(self, names: Mapping[str, str], loaded: dict[str, Tenant]) -> None:
+        """Rebuild tenants, given by key, and add them to `loaded` by name."""
+        turns: list[pa.RecordBatch] = []
+        rows: dict[str, list[Row]] = {key: [] for key in names}
+        for batch in self._journal.batches(tenant_keys=list(names)):
+            is_turn = pc.equal(batch.column("kind"), "turn")
+            turns.append(batch.filter(is_turn))
+            for row in to_rows(batch.filter(pc.invert(is_turn))):
+                if row.kind != "tombstone" and not self.is_erased(row):
+                    rows[row.tenant_key].append(row)
+        table = self.not_erased(pa.Table.from_batches(turns, SCHEMA), self.erased.keys() & names)
+        del turns
+        for key, of_tenant in zip(
+            names, StoredTurns.by_tenant(table, list(names), self._arena.dim), strict=True
+        ):
+            loaded[names[key]] = tenant = self._new(names[key])
+            replay(tenant, of_tenant, sorted(rows[key], key=attrgetter("lsn")), self._arena)

@@ -19,6 +19,7 @@ from undertow.engine.policies.base import Thresholds
 from undertow.engine.storage.row_codec import Control, LlmJob, usage_from_json
 from undertow.engine.tenants.generations import Generation, Tier
 from undertow.engine.tenants.log import NO_ROW, RecordLog
+from undertow.engine.tenants.payload_file import PayloadFile
 from undertow.kernels.arena.arena import Arena
 
 # The entries of `counts` that belong to the generation that the cursor builds.
@@ -33,8 +34,8 @@ class Tenant(RecordLog):
     differ only while the log is read again after a change of policy.
     """
 
-    def __init__(self, name: str, key: str, arena: Arena) -> None:
-        super().__init__()
+    def __init__(self, name: str, key: str, arena: Arena, texts: PayloadFile) -> None:
+        super().__init__(texts)
         self.name = name
         self.key = key
         # 1, and higher with each earlier incarnation of the name that was erased
@@ -161,11 +162,10 @@ class Tenant(RecordLog):
 
     # ---- replay
 
-    def add_turn(self, payload: bytes | None, key: int, session: str, timestamp: str | None) -> int:
-        """As RecordLog.add_turn; counts deleted turns."""
-        if payload is None:
-            self.counts["deleted"] += 1
-        return super().add_turn(payload, key, session, timestamp)
+    def load_deleted_turn(self) -> None:
+        """Append a turn whose deletion is in the log."""
+        self.counts["deleted"] += 1
+        self.load_turns(b"", [0])
 
     def add_control(self, control: Control) -> None:
         """Append a control record. One with seq -1 stands before the log."""
@@ -180,13 +180,12 @@ class Tenant(RecordLog):
             return
         if "memory_id" in control.body:
             self._changes[control.body["memory_id"]] = control.seq
-        self.records.append(control)
-        self.row_by_seq.append(NO_ROW)
+        self.append_control(control)
 
     def redact_turn(self, seq: int) -> None:
         """Remove a deleted turn from every answer at once, before the cursor reaches the deletion."""
-        if self.records[seq] is not None:
-            self.records[seq] = None
+        if self.exists(seq):
+            self.clear_turn(seq)
             self.counts["deleted"] += 1
         self._arena.redact(self._turn_handles([seq]))
 
@@ -204,7 +203,7 @@ class Tenant(RecordLog):
             self._reread(target)
             return
         self.cursor = seq + 1
-        self.making.note(self.records[seq], body)
+        self.making.note(self.control(seq), body)
         if settled := body.get("settled"):
             self._arena.set_live(self._turn_handles(settled), False)
             self.making.settled_end = max(self.making.settled_end, max(settled) + 1)
@@ -267,6 +266,7 @@ class Tenant(RecordLog):
         return True
 
     def release(self) -> None:
-        """Release the tenant's arena segments."""
+        """Release the tenant's arena segments and payloads."""
         for segment in self.segments:
             self._arena.release(segment)
+        self.release_payloads()

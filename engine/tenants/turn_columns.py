@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn
 from undertow.engine.storage.journal_rows import SCHEMA
-from undertow.engine.storage.row_codec import key_hash, stamped
+from undertow.engine.storage.row_codec import stamped
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.encoders.base import Float16
@@ -42,14 +42,14 @@ class TurnColumns(NamedTuple):
 class PlacedTurns:
     """The new turns of a batch, duplicates left out, each with its tenant and place in that tenant's log.
 
-    `places`: their positions in the batch. `owners`: the tenant of each, as its position in `tenants`.
-    `timestamps`: the effective ones. `seqs` int64 [n].
+    `places`: their positions in the batch. `owners`, int64 [n]: the tenant of each, as its position in
+    `tenants`. `hashes`, int64 [n]: those of their keys. `timestamps`: the effective ones.
     """
 
     tenants: Sequence[Tenant]
     places: Sequence[int]
     owners: NDArray[np.int64]
-    hashes: Sequence[int]
+    hashes: NDArray[np.int64]
     timestamps: Sequence[str | None]
     texts: Sequence[str]
     sessions: Sequence[str]
@@ -61,45 +61,36 @@ class PlacedTurns:
 
         A turn without a timestamp inherits the previous one of its session.
         """
-        number = {tenant.name: n for n, tenant in enumerate(tenants)}
-        places, owners, hashes, timestamps = [], [], [], []
-        known = [tenant.keys for tenant in tenants]
-        seen: list[set[int]] = [set() for _ in tenants]
-        latest: dict[tuple[int, str], str] = {}
-        undated = None in turns.timestamps
-        for place, (name, key, session, timestamp) in enumerate(
-            zip(turns.tenants, turns.keys, turns.sessions, turns.timestamps, strict=True)
-        ):
-            owner, digest = number[name], key_hash(key)
-            if digest in known[owner] or digest in seen[owner]:
-                continue
-            seen[owner].add(digest)
-            if undated:
-                if timestamp is None:
-                    timestamp = latest.get((owner, session)) or tenants[owner].last_timestamp.get(session)
-                if timestamp is not None:
-                    latest[owner, session] = timestamp
-            places.append(place)
-            owners.append(owner)
-            hashes.append(digest)
-            timestamps.append(timestamp)
-        return cls(
-            tenants,
-            places,
-            np.array(owners, dtype=np.int64),
-            hashes,
-            timestamps,
-            _taken(turns.texts, places),
-            _taken(turns.sessions, places),
-            _payloads(turns, places, timestamps),
-        )
+        # Imported here, as in `append`: callers that only pack turns must not load numba.
+        from undertow.kernels.key_table import may_hold
+
+        count, number = len(turns.keys), {tenant.name: n for n, tenant in enumerate(tenants)}
+        owners = np.fromiter(map(number.__getitem__, turns.tenants), np.int64, count)
+        hashes = np.fromiter(map(tenants[0].key_hash, turns.keys) if count else (), np.int64, count)
+        fresh = ~may_hold([tenant.keys for tenant in tenants], owners, hashes)
+        for place in np.flatnonzero(~fresh).tolist():
+            fresh[place] = tenants[owners[place]].seq_of(turns.keys[place]) is None
+        if len(set(zip(turns.tenants, turns.keys, strict=True))) < count:
+            fresh &= _are_first(zip(turns.tenants, turns.keys, strict=True))
+        places = np.flatnonzero(fresh)
+        owners, taken = owners[places], places.tolist()
+        own, sessions = _taken(turns.timestamps, taken), _taken(turns.sessions, taken)
+        timestamps = own
+        if None in own:
+            timestamps = _inherited(own, sessions, [tenants[owner] for owner in owners.tolist()])
+        payloads = [
+            payload if given == effective else stamped(payload, effective)
+            for payload, given, effective in zip(_taken(turns.payloads, taken), own, timestamps, strict=True)
+        ]
+        texts = _taken(turns.texts, taken)
+        return cls(tenants, taken, owners, hashes[places], timestamps, texts, sessions, payloads)
 
     @classmethod
     def single(cls, turn: PackedTurn, tenant: Tenant) -> Self:
         """One turn. It keeps its own timestamp and inherits none."""
-        digest, owner = key_hash(turn.dedupe_key), np.zeros(1, np.int64)
+        hashes = np.array([tenant.key_hash(turn.dedupe_key)], np.int64)
         columns = ([turn.timestamp], [turn.text], [turn.session_id], [turn.payload])
-        return cls([tenant], [0], owner, [digest], *columns)
+        return cls([tenant], [0], np.zeros(1, np.int64), hashes, *columns)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -111,7 +102,9 @@ class PlacedTurns:
 
     def append(self) -> NDArray[np.int64]:
         """Append the turns to the logs of their tenants. Returns their seqs, int64 [n]."""
-        seqs = np.empty(len(self), np.int64)
+        from undertow.kernels.key_table import add_keys
+
+        seqs, keys = np.empty(len(self), np.int64), [tenant.keys for tenant in self.tenants]
         order = np.argsort(self.owners, kind="stable")
         ends = np.cumsum(np.bincount(self.owners, minlength=len(self.tenants)))
         start = 0
@@ -121,12 +114,10 @@ class PlacedTurns:
             seqs[order[start:end]] = np.arange(tenant.next_seq, tenant.next_seq + end - start)
             mine = order[start:end].tolist()
             tenant.add_turns(
-                _taken(self.payloads, mine),
-                _taken(self.hashes, mine),
-                _taken(self.sessions, mine),
-                _taken(self.timestamps, mine),
+                _taken(self.payloads, mine), _taken(self.sessions, mine), _taken(self.timestamps, mine)
             )
             start = end
+        add_keys(keys, self.owners, self.hashes)
         return seqs
 
     def rows(self, seqs: NDArray[np.int64], vectors: Float16) -> tuple[Sequence[str], pa.RecordBatch]:
@@ -165,14 +156,29 @@ def _taken(column: Sequence[V], places: Sequence[int]) -> Sequence[V]:
     return [column[place] for place in places]
 
 
-def _payloads(turns: TurnColumns, places: Sequence[int], timestamps: Sequence[str | None]) -> Sequence[bytes]:
-    """Each payload with the effective timestamp."""
-    payloads = _taken(turns.payloads, places)
-    own = _taken(turns.timestamps, places)
-    return [
-        payload if given == effective else stamped(payload, effective)
-        for payload, given, effective in zip(payloads, own, timestamps, strict=True)
-    ]
+def _are_first(keys: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:
+    """Which keys are none of those before them: bool [n]."""
+    seen: set[tuple[str, str]] = set()
+    first = []
+    for key in keys:
+        first.append(key not in seen)
+        seen.add(key)
+    return np.array(first, np.bool_)
+
+
+def _inherited(
+    timestamps: Sequence[str | None], sessions: Sequence[str], tenants: Sequence[Tenant]
+) -> Sequence[str | None]:
+    """The effective timestamp of each turn: its own, or the previous one of its session."""
+    latest: dict[tuple[str, str], str] = {}
+    effective = []
+    for timestamp, session, tenant in zip(timestamps, sessions, tenants, strict=True):
+        if timestamp is None:
+            timestamp = latest.get((tenant.name, session)) or tenant.last_timestamp.get(session)
+        if timestamp is not None:
+            latest[tenant.name, session] = timestamp
+        effective.append(timestamp)
+    return effective
 
 
 def _binary(vectors: Float16) -> pa.Array:

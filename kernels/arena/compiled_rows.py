@@ -121,6 +121,11 @@ def halves_at(address: int, shape: tuple[int, ...]) -> Halves:
 
 
 @jit
+def words_at(address: int, count: int) -> NDArray[np.uint64]:
+    return carray(_pointer(address), (count,), np.uint64)
+
+
+@jit
 def bytes_at(address: int, count: int) -> Bytes:
     return carray(_pointer(address), (count,), np.uint8)
 

@@ -119,7 +119,10 @@ def test_with_torch_and_numpy_alone_a_device_arena_works() -> None:
     )
     assert done.returncode == 0, done.stderr[-2_000:]
     assert done.stdout.splitlines() == [
-        *(f"{module} needs llvmlite" for module in ("compiled_rows", "host_memory", "cpu_gate", "host_rows")),
+        *(
+            f"{module} needs llvmlite"
+            for module in ("compiled_rows", "host_memory", "cpu_gate", "key_table", "host_rows")
+        ),
         "[[0, 4]] [[3]]",
         "[[1]]",
         "[0, 4] [1.0, 0.5]",

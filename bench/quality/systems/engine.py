@@ -16,7 +16,6 @@ from undertow.engine.llm.client import BadReply, ServerRefused
 from undertow.engine.policies.base import PromptBudget
 from undertow.engine.search.answer_modes import Question as Asked
 from undertow.engine.search.answer_modes import answering
-from undertow.engine.storage.row_codec import Control
 from undertow.prompts.builders import QUERY_OPERATIONS, ShownMemory
 
 
@@ -50,8 +49,9 @@ class EngineSystem(System):
 
     def _end(self, tenant: str) -> None:
         """Flush, unless that was done before: no turn of a conversation that is over waits for others."""
-        last = self._engine.tenants.existing(tenant).records[-1]
-        if not (isinstance(last, Control) and last.kind == "flush"):
+        log = self._engine.tenants.existing(tenant)
+        last = log.control(log.next_seq - 1)
+        if last is None or last.kind != "flush":
             self._engine.log_flush(tenant)
 
     def _settle(self, turns: int, on_progress: OnProgress) -> None:

@@ -78,14 +78,14 @@ def _turns(tenant: Tenant, start: Place, passing: Rows | None, within: Rows | No
     first = bisect_left(tenant.seq_by_row, start[0])
     for row in range(first, len(tenant.seq_by_row)):
         seq = tenant.seq_by_row[row]
-        payload = tenant.records[seq]
-        if (seq, rank, 0) <= start or not isinstance(payload, bytes):  # deleted
+        if (seq, rank, 0) <= start or not tenant.exists(seq):
             continue
         if all(rows is None or rows[row] for rows in (passing, within)):
-            yield (seq, rank, 0), partial(_turn, tenant, seq, payload)
+            yield (seq, rank, 0), partial(_turn, tenant, seq)
 
 
-def _turn(tenant: Tenant, seq: int, payload: bytes) -> Report:
+def _turn(tenant: Tenant, seq: int) -> Report:
+    payload = tenant.payload(seq)
     identity = turn_id(tenant.name, tenant.incarnation, seq)
     timestamp = orjson.loads(payload).get("timestamp")
     return turn_report(Row("turn", tenant.name, tenant.key, seq, payload, identity, timestamp))

@@ -182,7 +182,7 @@ def test_metadata_is_read_once_and_kept_within_bounds(
     reads = 0
     read = metadata_module._metadata
 
-    def counted(record: object) -> Mapping[str, Any]:
+    def counted(record: bytes) -> Mapping[str, Any]:
         nonlocal reads
         reads += 1
         return read(record)

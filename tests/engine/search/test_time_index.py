@@ -18,6 +18,7 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.search import time_index
 from undertow.engine.search.ranking import Ranker, Window
+from undertow.engine.tenants.payload_file import PayloadFile
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.gate.factory import make_gate
@@ -53,10 +54,13 @@ def test_the_index_passes_what_the_plain_filter_passes(
     steps: Sequence[str | int | None], windows: Sequence[Window]
 ) -> None:
     arena = make_arena(ENCODER.dim, "cpu")
-    tenant, retrieval = Tenant("ann", "key", arena), Ranker(arena, make_gate(arena), 10**6, 10**6)
+    tenant, retrieval = (
+        Tenant("ann", "key", arena, PayloadFile()),
+        Ranker(arena, make_gate(arena), 10**6, 10**6),
+    )
     for n, step in enumerate(steps):
         if isinstance(step, int):
-            if step < len(tenant.records):
+            if step < tenant.next_seq:
                 tenant.redact_turn(step)
         else:
             add(arena, tenant, n, step)
@@ -71,7 +75,8 @@ def test_the_index_passes_what_the_plain_filter_passes(
 def add(arena: Arena, tenant: Tenant, n: int, timestamp: str | None) -> None:
     arena.extend(np.array([tenant.turns_segment]), ENCODER.encode([f"turn {n}"]), live=True)
     body = {"messages": [{"role": "user", "content": f"turn {n}"}], "session": "s", "timestamp": timestamp}
-    tenant.add_turn(orjson.dumps({k: v for k, v in body.items() if v is not None}), n, "s", timestamp)
+    payload = orjson.dumps({k: v for k, v in body.items() if v is not None})
+    tenant.load_turns(payload, [len(payload)])
 
 
 def seqs(engine: Engine, **window: Any) -> list[int]:
@@ -82,7 +87,7 @@ def test_times_are_read_once_and_follow_the_log(tmp_path: Path, monkeypatch: pyt
     reads = 0
     read = time_index._moment_of
 
-    def counted(record: object) -> int:
+    def counted(record: bytes) -> int:
         nonlocal reads
         reads += 1
         return read(record)

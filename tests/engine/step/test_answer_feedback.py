@@ -12,7 +12,6 @@ from undertow.bench.mock.replies import Messages
 from undertow.engine.api.engine import Engine
 from undertow.engine.step.answer_feedback import Feedback, FeedbackQueue
 from undertow.engine.storage.journal import JournalError, Row
-from undertow.engine.storage.row_codec import Control
 
 from ...support.engine import RecordingLLM, open_engine
 from ...support.policies.himem import BEST, QUESTION, Judging, logged, sessions
@@ -44,8 +43,9 @@ def test_an_answer_waits_for_no_commit_of_what_it_teaches(end: str, tmp_path: Pa
             assert engine.flush("ann")
             (question,) = logged(tmp_path, "reconsolidate")
             assert question["question"] == QUESTION
-            last = engine.tenants.get("ann").records[-1]
-            assert isinstance(last, Control) and last.kind == "flush", "what was taught stands before it"
+            log = engine.tenants.get("ann")
+            last = log.control(log.next_seq - 1)
+            assert last is not None and last.kind == "flush", "what was taught stands before it"
     assert counts(tmp_path) == (1, 1)
 
 

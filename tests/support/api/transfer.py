@@ -82,7 +82,7 @@ def seen(engine: Engine, tenant: str) -> list[Any]:
     listed = engine.list(tenant, limit=1000)
     live = engine.tenants.get(tenant)
     jobs = [(job.seq, job.state, job.operation, job.cluster, job.reason) for job in live.jobs.values()]
-    gates = (live.cursor, live.next_seq, live.waiting_count, sorted(live.keys), live.last_timestamp)
+    gates = (live.cursor, live.next_seq, live.waiting_count, live.last_timestamp)
     some = [item["id"] for item in listed.items if item["kind"] != "turn"][:4]
     histories = [version for memory_id in some for version in engine.history(memory_id, tenant=tenant)]
     return [
