@@ -164,16 +164,23 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class BadInput:
-    """Why an input was rejected: its place, the problem, and the cure."""
+    """Why an input was rejected: its place, the problem, and the cure.
+
+    `line`: the line of a text file, or the row of a Parquet file or table, counted from 1. `row_group`: that
+    of the row in a Parquet file, counted from 0.
+    """
 
     source: str
     line: int | None
     field: str | None
     reason: str
     cure: str
+    row_group: int | None = None
 
     def __str__(self) -> str:
         where = self.source if self.line is None else f"{self.source}:{self.line}"
+        if self.row_group is not None:
+            where = f"{where} (row group {self.row_group})"
         what = f"field '{self.field}': {self.reason}" if self.field else self.reason
         return f"{where}: {what}. {self.cure}"
 

@@ -1,20 +1,34 @@
-"""JSON lines (`.jsonl`, `.ndjson`, optionally gzipped), one line in memory at a time."""
+"""JSON lines (`.jsonl`, `.ndjson`, optionally gzipped), a megabyte or one line in memory at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, Self
 
+import numpy as np
 import orjson
+import pyarrow as pa
+import pyarrow.json
+from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput
+from undertow.engine.readers.blocks import LEAST_ROWS, BlockBuilder, OddRows, block_of_error
 from undertow.engine.readers.messages import LineParser, Parse
-from undertow.engine.readers.record import PackedRecord, Record
+from undertow.engine.readers.record import PackedRecord, Record, TurnBlock
 from undertow.engine.readers.source import DAMAGED, Log
 
 MAX_LINE_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 20
 _SKIP_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
+_SPACE, _OPENS, _CLOSES = b" {}"
+# The fields of plain rows. Arrow infers others, and refuses other types of these.
+_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("tenant", "session", "timestamp", "idempotency_key")),
+        ("messages", pa.list_(pa.struct([(name, pa.string()) for name in ("role", "name", "content")]))),
+    ]
+)
 
 
 def read_jsonl(
@@ -25,19 +39,32 @@ def read_jsonl(
     A line over MAX_LINE_BYTES is skipped without being held in memory. If the file cannot be read to its end
     (a truncated gzip, a disk error), the last record has the error.
     """
-    source = str(log)
-    parser = LineParser(source, log.name, max_message_bytes)
+    parser = LineParser(str(log), log.name, max_message_bytes)
     parse = parser.packed if packed else parser.record
-    number = 0
-    try:
-        with log.unpacked() as file:
-            for number, line in _lines(file):
-                if number > after and (line is None or not line.isspace()):
-                    yield _record(parse, source, number, line)
-    except DAMAGED as problem:
-        reason = f"cannot be read beyond this line: {problem}"
-        cure = "Check the file and its permissions, then run again: what was taken is not taken twice."
-        yield Record(max(number, after), errors=(BadInput(source, number or None, None, reason, cure),))
+    file = _File(log, after)
+    for lines in file.pieces():
+        for number, line in lines:
+            yield _record(parse, str(log), number, line)
+    yield from (Record(file.line, errors=(error,)) for error in file.errors)
+
+
+def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[TurnBlock]:
+    """As `read_jsonl`, in blocks."""
+    source = str(log)
+    builder = BlockBuilder(source, log.name, max_message_bytes)
+
+    def odd_of(lines: _Lines) -> OddRows:
+        def odd(places: NDArray[np.int64]) -> Iterator[Record]:
+            for n in places.tolist():
+                yield _record(builder.parser.unwatched, source, int(lines.numbers[n]), lines.texts[n])
+
+        return odd
+
+    file = _File(log, after)
+    for lines in file.pieces():
+        for part, rows in _tables(lines):
+            yield builder.block(rows, part.numbers, odd_of(part))
+    yield from (block_of_error(file.line, error) for error in file.errors)
 
 
 def _record(parse: Parse, source: str, number: int, line: bytes | None) -> Record | PackedRecord:
@@ -53,14 +80,129 @@ def _record(parse: Parse, source: str, number: int, line: bytes | None) -> Recor
     return parse(number, raw)
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Line numbers from 1 with their bytes; None for a line over MAX_LINE_BYTES."""
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+class _Lines(NamedTuple):
+    """Lines without blank ones; None for one over MAX_LINE_BYTES. `numbers` int64 [lines], from 1 on."""
+
+    numbers: NDArray[np.int64]
+    texts: list[bytes | None]
+
+    @classmethod
+    def of(cls, first: int, piece: bytes, after: int) -> Self:
+        """The lines of a piece after line `after`. `first`: the number of its first line."""
+        texts: list[bytes | None] = list(piece.removesuffix(b"\n").split(b"\n")[max(0, after - first + 1) :])
+        first = max(first, after + 1)
+        kept = [n for n, text in enumerate(texts) if text and not (text[0] <= _SPACE and text.isspace())]
+        if len(kept) < len(texts):
+            texts = [texts[n] for n in kept]
+        if len(piece) > MAX_LINE_BYTES:
+            texts = [text if text is not None and len(text) <= MAX_LINE_BYTES else None for text in texts]
+        return cls(first + np.array(kept, np.int64), texts)
+
+    def part(self, start: int, stop: int) -> _Lines:
+        return _Lines(self.numbers[start:stop], self.texts[start:stop])
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | None]]:  # type: ignore[override]
+        return zip(self.numbers.tolist(), self.texts, strict=True)
+
+
+class _File:
+    """One file. `line`: the last that was read; `errors`: why no more were."""
+
+    def __init__(self, log: Log, after: int) -> None:
+        self.line = after
+        self.errors: list[BadInput] = []
+        self._log = log
+        self._after = after
+
+    def pieces(self) -> Iterator[_Lines]:
+        """Lines after line `after`, some at a time."""
+        number = 0
+        try:
+            with self._log.unpacked() as file:
+                for number, piece in _pieces(file):
+                    lines = (
+                        _Lines(np.array([number]), [None])
+                        if piece is None
+                        else _Lines.of(number, piece, self._after)
+                    )
+                    number += 0 if piece is None else piece.removesuffix(b"\n").count(b"\n")
+                    if lines.texts and lines.numbers[-1] > self._after:
+                        yield lines
+                    self.line = max(self.line, number)
+        except DAMAGED as problem:
+            reason = f"cannot be read beyond this line: {problem}"
+            cure = "Check the file and its permissions, then run again: what was taken is not taken twice."
+            self.errors.append(BadInput(str(self._log), number or None, None, reason, cure))
+
+
+def _pieces(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Whole lines, about _PIECE_BYTES of them, with the number of the first; None for one too long."""
+    number, held, damage = 1, bytearray(), None
+    more = True
+    while more and damage is None:
+        try:
+            more = _fill(file, held)
+        except DAMAGED as problem:
+            damage = problem
+        end = held.rfind(b"\n") + 1 if more or damage else len(held)
+        if end:
+            yield number, bytes(held[:end])
+            number += held.count(b"\n", 0, end)
+            del held[:end]
+        elif len(held) > MAX_LINE_BYTES:
             while (rest := file.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
                 pass
+            held.clear()
             yield number, None
-        else:
-            yield number, line
+            number += 1
+    if damage is not None:
+        raise damage
+
+
+def _fill(file: BinaryIO, held: bytearray) -> bool:
+    """Add at least _PIECE_BYTES to the bytes held. Returns whether there may be more."""
+    wanted = len(held) + _PIECE_BYTES
+    while len(held) < wanted:
+        # One raw read at a time, so that what stands before a damaged place is not lost.
+        read: bytes = file.read1(wanted - len(held))  # type: ignore[attr-defined]
+        if not read:
+            return False
+        held += read
+    return True
+
+
+def _tables(lines: _Lines) -> Iterator[tuple[_Lines, pa.Table | None]]:
+    """The lines in parts, each with a table of its rows; None where Arrow cannot read them as one."""
+    texts = [text if text and text[0] == _OPENS and _closes(text) else b"{}" for text in lines.texts]
+    count = len(texts)
+    try:
+        table = _table(b"\n".join(texts), count)
+    except (pa.ArrowException, ValueError):
+        if count <= LEAST_ROWS:
+            yield lines, None
+            return
+        yield from _tables(lines.part(0, count // 2))
+        yield from _tables(lines.part(count // 2, count))
+        return
+    yield lines, table
+
+
+def _closes(text: bytes) -> bool:
+    return text[-1] == _CLOSES or text.endswith(b"}\r")
+
+
+def _table(text: bytes, count: int) -> pa.Table:
+    """The rows of `count` lines. ArrowException, ValueError: they are not that many JSON objects.
+
+    As each line begins and ends with a brace, and no string holds a newline, each is then one object.
+    """
+    if not text.isascii():
+        text.decode()
+    table = pa.json.read_json(
+        pa.BufferReader(text),
+        pa.json.ReadOptions(use_threads=False, block_size=len(text) + 1),
+        pa.json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="infer"),
+    )
+    if table.num_rows != count:
+        raise ValueError(f"{table.num_rows} objects in {count} lines")
+    return table

@@ -13,6 +13,7 @@ call) as its name in brackets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -49,14 +50,18 @@ class LineParser:
 
     def record(self, line: int, raw: object) -> Record:
         """The record of one decoded line. Bad content becomes an error in the record."""
+        record = self.unwatched(line, raw)
+        if late := self._order.check(record.turns):
+            return replace(record, warnings=(*record.warnings, f"{self._source}:{line}: {late}"))
+        return record
+
+    def unwatched(self, line: int, raw: object) -> Record:
+        """As `record`, for a caller that watches the order of timestamps itself."""
         try:
             turns = self._turns(line, raw)
         except BadField as bad:
             return Record(line, errors=(bad.at(self._source, line),))
-        warnings = self._unknown_fields(raw)
-        if late := self._order.check(turns):
-            warnings = (*warnings, f"{self._source}:{line}: {late}")
-        return Record(line, turns, (), warnings)
+        return Record(line, turns, (), self._unknown_fields(raw))
 
     def packed(self, line: int, raw: object) -> PackedRecord:
         """As `record`. Most lines of a log take a short cut, which makes the same turns."""
@@ -139,6 +144,11 @@ class LineParser:
             if not MESSAGE_FIELDS.issuperset(message):
                 unknown += [f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS]
         return self._name_once(unknown) if unknown else ()
+
+    def knows(self, fields: Iterable[str], message_fields: Iterable[str]) -> bool:
+        """Whether no warning is due about these fields of lines and of their messages."""
+        unknown = {f"messages[].{name}" for name in set(message_fields) - MESSAGE_FIELDS}
+        return unknown | (set(fields) - LINE_FIELDS) <= self._named
 
     def _name_once(self, unknown: Iterable[str]) -> tuple[str, ...]:
         fresh = sorted(set(unknown) - self._named)[: MAX_NAMED_FIELDS - len(self._named)]

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 MOST_TURNS = 2_048
+# Of a bulk load, whose caller waits for no single turn: what is done once a tenant is shared by more turns.
+MOST_BULK_TURNS = 8_192
 LEAST_TURNS = 64
 ADMISSION_S = 0.5
 # After a second of deciding, so many seconds of storing, where more turns are about to be stored.
@@ -38,6 +40,11 @@ class BatchSizer:
         self._clock_s = clock_s
         self.turns = LEAST_TURNS if turns is None else turns
 
+    @property
+    def watched_turns(self) -> int:
+        """As `turns`, where somebody waits for each turn."""
+        return self.turns if self._fixed else min(self.turns, MOST_TURNS)
+
     @contextmanager
     def measured(self) -> Iterator[AdmissionSize]:
         """Measure an admission. A failed one is ignored."""
@@ -47,8 +54,8 @@ class BatchSizer:
             self._follow((self._clock_s() - began_s) / admitted.fresh_turns)
 
     def _follow(self, turn_s: float) -> None:
-        in_time = int(ADMISSION_S / turn_s) if turn_s > 0 else MOST_TURNS
-        self.turns = max(LEAST_TURNS, min(in_time, 2 * self.turns, MOST_TURNS))
+        in_time = int(ADMISSION_S / turn_s) if turn_s > 0 else MOST_BULK_TURNS
+        self.turns = max(LEAST_TURNS, min(in_time, 2 * self.turns, MOST_BULK_TURNS))
 
 
 class DecidingShare:
