@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import orjson
@@ -21,7 +22,7 @@ MAX_LINE_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _SKIP_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-_SPACE, _OPENS, _CLOSES = b" {}"
+_NEWLINE, _RETURN, _SPACE, _OPENS, _CLOSES = b"\n\r {}"
 # The fields of plain rows. Arrow infers others, and refuses other types of these.
 _SCHEMA = pa.schema(
     [
@@ -43,8 +44,8 @@ def read_jsonl(
     parse = parser.packed if packed else parser.record
     file = _File(log, after)
     for lines in file.pieces():
-        for number, line in lines:
-            yield _record(parse, str(log), number, line)
+        for n, number in enumerate(lines.numbers.tolist()):
+            yield _record(parse, str(log), number, lines.text(n))
     yield from (Record(file.line, errors=(error,)) for error in file.errors)
 
 
@@ -56,7 +57,7 @@ def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Tu
     def odd_of(lines: _Lines) -> OddRows:
         def odd(places: NDArray[np.int64]) -> Iterator[Record]:
             for n in places.tolist():
-                yield _record(builder.parser.unwatched, source, int(lines.numbers[n]), lines.texts[n])
+                yield _record(builder.parser.unwatched, source, int(lines.numbers[n]), lines.text(n))
 
         return odd
 
@@ -81,28 +82,52 @@ def _record(parse: Parse, source: str, number: int, line: bytes | None) -> Recor
 
 
 class _Lines(NamedTuple):
-    """Lines without blank ones; None for one over MAX_LINE_BYTES. `numbers` int64 [lines], from 1 on."""
+    """Lines of a piece of a file, without blank ones. All int64 [lines]: their `numbers`, from 1 on, and the
+    places in `piece` where each starts and ends, before its newline.
+    """
 
+    piece: bytes
     numbers: NDArray[np.int64]
-    texts: list[bytes | None]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
 
     @classmethod
     def of(cls, first: int, piece: bytes, after: int) -> Self:
         """The lines of a piece after line `after`. `first`: the number of its first line."""
-        texts: list[bytes | None] = list(piece.removesuffix(b"\n").split(b"\n")[max(0, after - first + 1) :])
-        first = max(first, after + 1)
-        kept = [n for n, text in enumerate(texts) if text and not (text[0] <= _SPACE and text.isspace())]
-        if len(kept) < len(texts):
-            texts = [texts[n] for n in kept]
-        if len(piece) > MAX_LINE_BYTES:
-            texts = [text if text is not None and len(text) <= MAX_LINE_BYTES else None for text in texts]
-        return cls(first + np.array(kept, np.int64), texts)
+        data = np.frombuffer(piece, np.uint8)
+        ends = np.flatnonzero(data == _NEWLINE)
+        if not piece.endswith(b"\n"):
+            ends = np.append(ends, len(piece))
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        kept = (first + np.arange(len(ends)) > after) & (starts < ends)
+        for n in np.flatnonzero(kept & (data[starts * kept] <= _SPACE)).tolist():
+            kept[n] = not piece[starts[n] : ends[n]].isspace()
+        return cls(piece, first + np.flatnonzero(kept), starts[kept], ends[kept])
+
+    @classmethod
+    def too_long(cls, number: int) -> Self:
+        """A line over MAX_LINE_BYTES, without its text."""
+        return cls(b"", np.array([number]), np.zeros(1, np.int64), np.full(1, MAX_LINE_BYTES + 1))
 
     def part(self, start: int, stop: int) -> _Lines:
-        return _Lines(self.numbers[start:stop], self.texts[start:stop])
+        return _Lines(self.piece, *(column[start:stop] for column in self[1:]))
 
-    def __iter__(self) -> Iterator[tuple[int, bytes | None]]:  # type: ignore[override]
-        return zip(self.numbers.tolist(), self.texts, strict=True)
+    def text(self, n: int) -> bytes | None:
+        """The n-th of the lines; None for one over MAX_LINE_BYTES."""
+        start, end = int(self.starts[n]), int(self.ends[n])
+        return self.piece[start:end] if end - start <= MAX_LINE_BYTES else None
+
+    def objects(self) -> Any:
+        """Bytes with one line for each of these: itself if it may be an object, else an empty object."""
+        data = np.frombuffer(self.piece, np.uint8)
+        last = data[self.ends - 1]
+        last = np.where(last == _RETURN, data[np.maximum(self.ends - 2, 0)], last)
+        short = self.ends - self.starts <= MAX_LINE_BYTES
+        good = (data[self.starts] == _OPENS) & (last == _CLOSES) & short
+        if good.all():
+            return memoryview(self.piece)[self.starts[0] : self.ends[-1]]
+        places = zip(good.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
+        return b"\n".join(self.piece[start:end] if is_good else b"{}" for is_good, start, end in places)
 
 
 class _File:
@@ -119,14 +144,10 @@ class _File:
         number = 0
         try:
             with self._log.unpacked() as file:
-                for number, piece in _pieces(file):
-                    lines = (
-                        _Lines(np.array([number]), [None])
-                        if piece is None
-                        else _Lines.of(number, piece, self._after)
-                    )
-                    number += 0 if piece is None else piece.removesuffix(b"\n").count(b"\n")
-                    if lines.texts and lines.numbers[-1] > self._after:
+                for first, piece in _pieces(file):
+                    lines = _Lines.too_long(first) if piece is None else _Lines.of(first, piece, self._after)
+                    number = first + (0 if piece is None else piece.count(b"\n", 0, -1))
+                    if len(lines.numbers) and lines.numbers[-1] > self._after:
                         yield lines
                     self.line = max(self.line, number)
         except DAMAGED as problem:
@@ -146,9 +167,11 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
             damage = problem
         end = held.rfind(b"\n") + 1 if more or damage else len(held)
         if end:
-            yield number, bytes(held[:end])
-            number += held.count(b"\n", 0, end)
+            with memoryview(held) as view:
+                piece = bytes(view[:end])
             del held[:end]
+            yield number, piece
+            number += piece.count(b"\n")
         elif len(held) > MAX_LINE_BYTES:
             while (rest := file.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
                 pass
@@ -173,10 +196,12 @@ def _fill(file: BinaryIO, held: bytearray) -> bool:
 
 def _tables(lines: _Lines) -> Iterator[tuple[_Lines, pa.Table | None]]:
     """The lines in parts, each with a table of its rows; None where Arrow cannot read them as one."""
-    texts = [text if text and text[0] == _OPENS and _closes(text) else b"{}" for text in lines.texts]
-    count = len(texts)
+    if not lines.piece:
+        yield lines, None
+        return
+    count = len(lines.numbers)
     try:
-        table = _table(b"\n".join(texts), count)
+        table = _table(lines.objects(), count)
     except (pa.ArrowException, ValueError):
         if count <= LEAST_ROWS:
             yield lines, None
@@ -187,19 +212,14 @@ def _tables(lines: _Lines) -> Iterator[tuple[_Lines, pa.Table | None]]:
     yield lines, table
 
 
-def _closes(text: bytes) -> bool:
-    return text[-1] == _CLOSES or text.endswith(b"}\r")
-
-
-def _table(text: bytes, count: int) -> pa.Table:
+def _table(text: memoryview | bytes, count: int) -> pa.Table:
     """The rows of `count` lines. ArrowException, ValueError: they are not that many JSON objects.
 
     As each line begins and ends with a brace, and no string holds a newline, each is then one object.
     """
-    if not text.isascii():
-        text.decode()
+    utf_8_decode(text, "strict", True)  # Arrow takes invalid UTF-8
     table = pa.json.read_json(
-        pa.BufferReader(text),
+        pa.BufferReader(pa.py_buffer(text)),
         pa.json.ReadOptions(use_threads=False, block_size=len(text) + 1),
         pa.json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="infer"),
     )

@@ -114,7 +114,7 @@ class OrderWatch:
         for turn in turns:
             if turn.timestamp is None:
                 continue
-            before = self._follow((turn.tenant, turn.session_id), turn.timestamp, turn.timestamp)
+            before = self._follow((turn.tenant, turn.session_id), turn.timestamp)
             if before is not None and warning is None and _is_earlier(turn.timestamp, before):
                 warning = _late(turn.timestamp, turn.session_id, turn.tenant)
         self._forget()
@@ -142,19 +142,24 @@ class OrderWatch:
         order = dated[np.argsort(groups[dated], kind="stable")]
         times, groups = times.take(pa.array(order)), groups[order]
         starts = np.flatnonzero(np.diff(groups, prepend=-1))
-        for start, end in zip(starts.tolist(), [*(starts[1:] - 1).tolist(), len(groups) - 1], strict=True):
-            tenant, session = divmod(int(groups[start]), len(sessions.dictionary))
-            key = tenants.dictionary[tenant].as_py(), sessions.dictionary[session].as_py()
-            first = times[start].as_py()
-            before = self._follow(key, first, times[end].as_py())
+        ends = np.append(starts[1:], len(groups)) - 1
+        owners, chats = np.divmod(groups[starts], len(sessions.dictionary))
+        keys = zip(
+            tenants.dictionary.take(owners).to_pylist(),
+            sessions.dictionary.take(chats).to_pylist(),
+            strict=True,
+        )
+        firsts, lasts = times.take(starts).to_pylist(), times.take(ends).to_pylist()
+        for place, key, first, last in zip(order[starts].tolist(), keys, firsts, lasts, strict=True):
+            before = self._follow(key, last)
             if before is not None and _is_earlier(first, before):
-                yield int(order[start])
+                yield place
         for n in _maybe_earlier(times, groups).tolist():
             if _is_earlier(times[n].as_py(), times[n - 1].as_py()):
                 yield int(order[n])
 
-    def _follow(self, key: tuple[str, str], first: str, last: str) -> str | None:
-        """Note the last timestamp of a session. Returns the one before `first`, if it is known."""
+    def _follow(self, key: tuple[str, str], last: str) -> str | None:
+        """Note the last timestamp of a session. Returns the one before, if it is known."""
         before = self._latest.get(key)
         self._latest[key] = last
         self._latest.move_to_end(key)

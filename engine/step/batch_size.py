@@ -50,7 +50,7 @@ class BatchSizer:
         """Measure an admission. A failed one is ignored."""
         admitted, began_s = AdmissionSize(), self._clock_s()
         yield admitted
-        if not self._fixed and 2 * admitted.fresh_turns >= self.turns:
+        if not self._fixed and 2 * admitted.fresh_turns >= self.watched_turns:
             self._follow((self._clock_s() - began_s) / admitted.fresh_turns)
 
     def _follow(self, turn_s: float) -> None:
