@@ -58,7 +58,7 @@ def test_it_at_most_doubles_and_shrinks_at_once() -> None:
     while batch_sizer.turns < MOST_BULK_TURNS:
         admit(batch_sizer, clock, 1e-6)
         seen.append(batch_sizer.turns)
-    assert seen == [64, 128, 256, 512, 1024, 2048]
+    assert seen == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
     admit(batch_sizer, clock, ADMISSION_S / 100)
     assert batch_sizer.turns == 100
 
