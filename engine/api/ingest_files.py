@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from undertow.engine.step.batch_size import MOST_BULK_TURNS
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
 from undertow.engine.tenants.turn_columns import TurnColumns
+
+# Blocks that are read while a step stores those before: about as many as one step takes.
+BLOCKS_AHEAD = 4
 
 
 @dataclass(slots=True)
@@ -121,7 +125,7 @@ class Ingest:
             max_message_bytes=self._engine.settings.max_message_bytes,
             encoder=self._engine.store_encoder,
         )
-        for block in blocks:
+        for block in _read_ahead(blocks):
             refused, stop = self._note_problems(block)
             self._feed_block(block, stop, {"source": source, **head})
             if self.report.ended:
@@ -200,6 +204,15 @@ class Ingest:
             self._engine.journal.read(kinds=["source_offset"], vectors=False), key=lambda row: row.lsn
         )
         return {body["source"]: body for body in (orjson.loads(row.payload) for row in rows)}
+
+
+def _read_ahead(blocks: Iterator[TurnBlock]) -> Iterator[TurnBlock]:
+    """The blocks, read by a thread of its own while those before them are stored."""
+    with ThreadPoolExecutor(1, "reading") as reading:
+        coming = deque(reading.submit(next, blocks, None) for _ in range(BLOCKS_AHEAD))
+        while (block := coming.popleft().result()) is not None:
+            coming.append(reading.submit(next, blocks, None))
+            yield block
 
 
 def _columns(batch: Sequence[tuple[pa.Table, Float16 | None]], dim: int) -> TurnColumns:

@@ -7,7 +7,7 @@ assistant message, timestamp) of equation 3; an *episode* and a *fact* are what 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -237,7 +237,11 @@ def dedupe_key(source: str, session_id: str, position: str, messages: Sequence[M
 
 
 def key_digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+    return key_digests([text.encode(errors="surrogatepass")])[0]
+
+
+def key_digests(texts: Iterable[bytes]) -> list[str]:
+    return [hashlib.blake2b(text, digest_size=12).hexdigest() for text in texts]
 
 
 def time_key(timestamp: str | None) -> datetime:

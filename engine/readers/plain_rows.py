@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import key_digest
+from undertow.engine.base.model import key_digests
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers.messages import MAX_NAME_CHARS, name_of
 from undertow.engine.readers.record import BadField
@@ -306,7 +306,7 @@ def _keys(columns: Columns, session: Any, said: list[tuple[Any, Any]], file_name
     (asker, question), (answerer, answer) = said
     place = _joined(f"{file_name}\x1f", session, "\x1f", columns["line"].cast(pa.string()), ":0\x1f")
     parts = (asker, "\x1e", question, "\x1eNone\x1f", answerer, "\x1e", answer, "\x1eNone")
-    made = pa.array(map(key_digest, _joined(place, *parts).to_pylist()), pa.string())
+    made = pa.array(key_digests(_joined(place, *parts).cast(pa.binary()).to_pylist()), pa.string())
     return made if given.null_count == len(given) else pc.coalesce(_joined(given, ":0"), made)
 
 
