@@ -15,24 +15,21 @@ from hypothesis import strategies as st
 
 from undertow.engine.base.model import InputError, Message, Turn, time_key
 from undertow.engine.base.timestamps import parse_timestamp
-from undertow.engine.cluster import wire
 from undertow.engine.readers import (
     Format,
     PackedRecord,
-    TurnBlock,
     jsonl,
     pair_chat,
     pair_dialogue,
     parse_messages,
     read,
-    read_blocks,
     read_packed,
 )
 from undertow.engine.readers import blocks as readers_blocks
 from undertow.engine.readers.messages import LineParser
-from undertow.engine.readers.record import OrderWatch, problems_of
+from undertow.engine.readers.record import OrderWatch
 
-from ...support.readers import GOOD, LIMIT, line, records, write
+from ...support.readers import GOOD, LIMIT, compare_blocks, line, records, write
 
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -312,21 +309,7 @@ def test_packed_turns_are_the_turns_as_they_are_stored(
     assert packed == [PackedRecord.of(r) for r in read(path, max_message_bytes=limit)]
 
 
-def compare_blocks(path: Path, limit: int, after: int = 0) -> list[TurnBlock]:
-    """The blocks of a file hold the turns, errors and warnings of its packed records, in their places."""
-    packed = list(read_packed(path, after=after, max_message_bytes=limit))
-    blocks = list(read_blocks(path, after=after, max_message_bytes=limit))
-    turns = [turn for block in blocks for turn in wire.unpack(block.turns)]
-    assert turns == [turn for record in packed for turn in record.turns]
-    positions = [n for block in blocks for n in block.positions.tolist()]
-    assert positions == [record.position for record in packed for _ in record.turns]
-    problems = [record for block in blocks for record in block.problems]
-    assert problems == list(problems_of(packed))
-    assert [b.position for b in blocks[-1:]] == [record.position for record in packed[-1:]]
-    return blocks
-
-
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     lines=st.lists(exchange.map(json.dumps) | some_line | st.just(""), min_size=1, max_size=6),
     limit=st.sampled_from([3, 30, LIMIT]),
