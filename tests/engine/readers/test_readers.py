@@ -9,6 +9,7 @@ from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from undertow.engine.readers import (
     pair_chat,
     pair_dialogue,
     parse_messages,
+    plain_rows,
     read,
     read_packed,
 )
@@ -354,6 +356,35 @@ times = (moment | st.dates(date(1970, 1, 1), date(1970, 1, 3))).map(
 def test_of_two_times_the_earlier_is_known(first: str, second: str) -> None:
     turns = [Turn("ann", (), "", timestamp=timestamp) for timestamp in (first, second)]
     assert (OrderWatch().check(turns) is not None) == (time_key(second) < time_key(first))
+
+
+forms = st.sampled_from(["{}", "{}Z", "{}+00:00", "{}+05:30", " {}", "{}:00", "T{}"])
+written = st.datetimes(datetime(1, 1, 1), datetime(9999, 12, 31)) | st.dates(
+    date(1899, 1, 1), date(2101, 1, 1)
+)
+some_day = st.builds(
+    "{}-{:02}-{:02}T{:02}:00:00".format,
+    st.sampled_from([1900, 2023, 2024]),
+    st.integers(0, 13),
+    st.integers(27, 32),
+    st.integers(22, 25),
+)
+time_text = st.builds(str.format, forms, written.map(lambda time: time.isoformat()) | some_day) | st.text(
+    max_size=4
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.none() | time_text, min_size=1, max_size=5))
+def test_a_column_of_times_is_parsed_as_each_alone(texts: list[str | None]) -> None:
+    def alone(text: str | None) -> tuple[str | None, bool]:
+        try:
+            return (text if text is None else parse_timestamp(text)), True
+        except ValueError:
+            return None, False
+
+    times, are_times = plain_rows._normal_times(pa.array(texts, pa.string()))
+    assert list(zip(times.to_pylist(), are_times.tolist(), strict=True)) == list(map(alone, texts))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
