@@ -30,7 +30,8 @@ def _slot_of(words: Bytes, start: int, end: int, slots: Int64s) -> int:
     value = _FNV_BASIS
     for i in range(start, end):
         value = (value ^ np.uint64(words[i])) * _FNV_PRIME
-    return np.int64(value & np.uint64(len(slots) - 1))
+    slot: int = np.int64(value & np.uint64(len(slots) - 1))  # type: ignore[assignment]
+    return slot
 
 
 @jit

@@ -329,8 +329,8 @@ def _joined(*parts: Any) -> Any:
 
 def _escaped(texts: Any) -> Any:
     """Strings as they stand in JSON, between the quotation marks."""
-    present = np.bincount(_bytes_of(texts), minlength=128)
+    data = _bytes_of(texts)
     for char, escape in _ESCAPES:
-        if present[ord(char)]:
+        if (data == ord(char)).any():
             texts = pc.replace_substring(texts, char, escape)
     return texts
