@@ -66,9 +66,9 @@ class TableCalls(SearchCalls):
     def _store(self, turns: TurnColumns) -> int:
         """Store turns. Returns how many were new."""
         inbox, new, start = self.scheduler.inbox, 0, 0
-        while start < turns.count or len(inbox):
+        while start < turns.size or len(inbox):
             if not len(inbox):
-                stop = min(turns.count, start + min(inbox.room, self.settings.batch_turns or MOST_BULK_TURNS))
+                stop = min(turns.size, start + min(inbox.room, self.settings.batch_turns or MOST_BULK_TURNS))
                 inbox.put_block(turns.part(start, stop))
                 start = stop
             new += self.step(WAIT_FOR_REPLY_S, storing=True).admitted

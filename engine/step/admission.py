@@ -72,7 +72,7 @@ class Inbox:
 
     @property
     def _block_len(self) -> int:
-        return self._block.count - self._taken
+        return self._block.size - self._taken
 
     @property
     def room(self) -> int:
@@ -86,7 +86,7 @@ class Inbox:
 
     def put_block(self, turns: TurnColumns) -> None:
         """Queue the turns of a bulk load, without tickets. QueueFull: a block is waiting, or at the bound."""
-        if turns.count > self.room:
+        if turns.size > self.room:
             raise QueueFull(f"{len(self)} turns are waiting to be stored. Try again after a step.")
         self._set_block(turns)
 
@@ -104,7 +104,7 @@ class Inbox:
     def take(self, count: int) -> Batch:
         """Remove and return up to `count` turns: an equal share of each tenant's line, in its order."""
         if self.serves_block:
-            start, self._taken = self._taken, min(self._taken + count, self._block.count)
+            start, self._taken = self._taken, min(self._taken + count, self._block.size)
             return Batch(self._block.part(start, self._taken))
         taken: list[Ticket] = []
         share = max(1, count // max(1, len(self._lines)))
@@ -119,7 +119,7 @@ class Inbox:
     def put_back(self, batch: Batch) -> None:
         """Undo the last `take`: lines and turns return to the front in their former order."""
         if not batch.tickets:
-            self._taken -= batch.turns.count
+            self._taken -= batch.turns.size
             return
         lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
         for _, ticket in batch.tickets:
@@ -143,7 +143,7 @@ class Inbox:
         dropped = self._lines.pop(tenant, deque())
         self._len -= len(dropped)
         if tenant in self._block_tenants:
-            self._set_block(self._block.part(self._taken, self._block.count).without(tenant))
+            self._set_block(self._block.part(self._taken, self._block.size).without(tenant))
         return list(dropped)
 
 

@@ -245,7 +245,7 @@ class Scheduler:
         limit = self._batch_sizer.turns if self.inbox.serves_block else self._batch_sizer.watched_turns
         batch = self.inbox.take(limit)
         try:
-            with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=batch.turns.count):
+            with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=batch.turns.size):
                 new = self._admission.admit(batch.turns)
                 admitted.fresh_turns = new.fresh_turns
                 self._trace.link(ticket.traceparent for _, ticket in batch.tickets)
@@ -260,7 +260,7 @@ class Scheduler:
         self._resume_admission_at = None
         self._rows += new.rows
         self._report.admitted = new.fresh_turns
-        self._report.duplicates = batch.turns.count - new.fresh_turns
+        self._report.duplicates = batch.turns.size - new.fresh_turns
         stored = [(ticket, new.receipt(place, ticket.turn.tenant)) for place, ticket in batch.tickets]
         _note_arrivals(self.decisions.lag_tracker, stored)
         for tenant in new.tenants:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -39,26 +39,30 @@ class TurnColumns(NamedTuple):
 
     @classmethod
     def of(cls, turns: Collection[PackedTurn]) -> Self:
-        return cls(*zip(*turns, strict=True)) if turns else cls((), (), (), (), (), ())
+        columns: list[Any] = list(zip(*turns, strict=True)) or [()] * len(TURNS)
+        return cls(*columns)
 
     @classmethod
     def of_table(cls, turns: pa.Table, vectors: Float16 | None = None) -> Self:
         """The turns of a table of TURNS."""
-        return cls(*(turns.column(name).to_pylist() for name in TURNS.names), vectors)
+        columns: list[Any] = [turns.column(name).to_pylist() for name in TURNS.names]
+        return cls(*columns, vectors=vectors)
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
+        """The number of turns."""
         return len(self.tenants)
 
     def part(self, start: int, stop: int) -> Self:
         """The turns from place `start` up to `stop`."""
-        return self._make(column if column is None else column[start:stop] for column in self)
+        columns: list[Any] = [column if column is None else column[start:stop] for column in self]
+        return type(self)(*columns)
 
     def without(self, tenant: str) -> Self:
         """All turns but those of a tenant."""
         kept = [place for place, name in enumerate(self.tenants) if name != tenant]
-        vectors = None if self.vectors is None else self.vectors[kept]
-        return type(self)(*(_taken(column, kept) for column in self[:-1]), vectors)
+        columns: list[Any] = [_taken(column, kept) for column in self[:-1]]
+        return type(self)(*columns, vectors=None if self.vectors is None else self.vectors[kept])
 
 
 @dataclass(slots=True)
