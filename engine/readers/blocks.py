@@ -18,7 +18,7 @@ from undertow.engine.readers.vectors import GivenVectors
 from undertow.engine.storage.row_codec import TURNS, turns_table
 
 Int64s = NDArray[np.int64]
-OddRows = Callable[[Int64s], Iterable[Record]]
+OddRows = Callable[[Int64s], Iterable[Record | PackedRecord]]
 """The records of rows that are not plain, by their places in the batch."""
 
 # Below this many rows, LineParser is faster than the columns.

@@ -55,7 +55,7 @@ def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Tu
     builder = BlockBuilder(source, log.name, max_message_bytes)
 
     def odd_of(lines: _Lines) -> OddRows:
-        def odd(places: NDArray[np.int64]) -> Iterator[Record]:
+        def odd(places: NDArray[np.int64]) -> Iterator[Record | PackedRecord]:
             for n in places.tolist():
                 yield _record(builder.parser.unwatched, source, int(lines.numbers[n]), lines.text(n))
 

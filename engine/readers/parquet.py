@@ -78,7 +78,7 @@ class TableBlocks:
         lines = np.arange(first, first + rows.num_rows)
         columns = rows.select([name for name in rows.column_names if name in LINE_FIELDS])
 
-        def odd(places: NDArray[np.int64]) -> Iterator[Record]:
+        def odd(places: NDArray[np.int64]) -> Iterator[Record | PackedRecord]:
             values = _values(columns.take(pa.array(places)) if len(places) < len(lines) else columns)
             for row, raw in zip(lines[places].tolist(), values, strict=True):
                 yield _record(self._builder.parser.unwatched, self._source, row, raw)
@@ -139,8 +139,9 @@ class _File:
         return tuple(replace(e, row_group=self._group(e.line)) for e in errors)
 
     def _group(self, row: int | None) -> int | None:
-        known = row is not None and len(self._ends) > 0 and row <= self._ends[-1]
-        return int(np.searchsorted(self._ends, row)) if known else None
+        if row is None or not len(self._ends) or row > self._ends[-1]:
+            return None
+        return int(np.searchsorted(self._ends, row))
 
     def warned(self, warnings: tuple[str, ...]) -> tuple[str, ...]:
         """The warnings, behind those about the file the first time."""

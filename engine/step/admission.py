@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,11 @@ class Inbox:
             lines.setdefault(name, deque()).extend(line)
         self._lines = lines
 
+    @property
+    def tenants(self) -> Collection[str]:
+        """The tenants with waiting turns."""
+        return self._lines.keys() | self._block_tenants if self._block_len else self._lines.keys()
+
     def holds(self, tenant: str) -> bool:
         return tenant in self._lines or (self._block_len > 0 and tenant in self._block_tenants)
 
@@ -204,7 +209,7 @@ class Admission:
 
     def _encode(self, new: PlacedTurns, given: Float16 | None = None) -> Encoded:
         """The vectors of the new turns. `given`: vectors that the batch brings along, see TurnColumns."""
-        missing = range(len(new))
+        missing: Sequence[int] = range(len(new))
         if given is not None:
             vectors = given[new.places]
             missing = np.flatnonzero(~vectors.any(axis=1)).tolist()
