@@ -50,29 +50,34 @@ class LineParser:
 
     def record(self, line: int, raw: object) -> Record:
         """The record of one decoded line. Bad content becomes an error in the record."""
-        record = self.unwatched(line, raw)
-        if late := self._order.check(record.turns):
-            return replace(record, warnings=(*record.warnings, f"{self._source}:{line}: {late}"))
-        return record
+        record = self._parsed(line, raw)
+        late = self._late(record)
+        return replace(record, warnings=(*record.warnings, *late)) if late else record
 
-    def unwatched(self, line: int, raw: object) -> Record:
-        """As `record`, for a caller that watches the order of timestamps itself."""
+    def packed(self, line: int, raw: object) -> PackedRecord:
+        """As `record`. Most lines of a log take a short cut, which makes the same turns."""
+        record = self.unwatched(line, raw)
+        late = self._late(record)
+        return replace(record, warnings=(*record.warnings, *late)) if late else record
+
+    def unwatched(self, line: int, raw: object) -> PackedRecord:
+        """As `packed`, for a caller that watches the order of timestamps itself."""
+        try:
+            turn = self._plain_exchange(line, raw)
+        except (KeyError, TypeError, ValueError):
+            turn = None
+        return PackedRecord.of(self._parsed(line, raw)) if turn is None else PackedRecord(line, (turn,))
+
+    def _parsed(self, line: int, raw: object) -> Record:
         try:
             turns = self._turns(line, raw)
         except BadField as bad:
             return Record(line, errors=(bad.at(self._source, line),))
         return Record(line, turns, (), self._unknown_fields(raw))
 
-    def packed(self, line: int, raw: object) -> PackedRecord:
-        """As `record`. Most lines of a log take a short cut, which makes the same turns."""
-        try:
-            turn = self._plain_exchange(line, raw)
-        except (KeyError, TypeError, ValueError):
-            turn = None
-        if turn is None:
-            return PackedRecord.of(self.record(line, raw))
-        late = self._order.check((turn,))
-        return PackedRecord(line, (turn,), (), (f"{self._source}:{line}: {late}",) if late else ())
+    def _late(self, record: Record | PackedRecord) -> tuple[str, ...]:
+        late = self._order.check(record.turns)
+        return (f"{self._source}:{record.position}: {late}",) if late else ()
 
     def _plain_exchange(self, line: int, raw: Any) -> PackedTurn | None:
         """The turn of a line with a question and its answer in plain text, if there is nothing to refuse.

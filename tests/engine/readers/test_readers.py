@@ -336,7 +336,7 @@ def test_blocks_are_the_packed_records(
 def test_a_plain_exchange_takes_the_short_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = LineParser("log", "log", LIMIT)
     expected = PackedRecord.of(parser.record(1, GOOD))
-    monkeypatch.setattr(LineParser, "record", None)
+    monkeypatch.setattr(LineParser, "_parsed", None)
     whole = {**GOOD, "messages": GOOD["messages"], "idempotency_key": "k", "metadata": {"a": 1}}
     assert parser.packed(1, GOOD) == expected
     assert parser.packed(2, whole).turns[0].dedupe_key == "k:0"
