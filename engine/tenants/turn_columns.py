@@ -45,8 +45,8 @@ class TurnColumns(NamedTuple):
     @classmethod
     def of_table(cls, turns: pa.Table, vectors: Float16 | None = None) -> Self:
         """The turns of a table of TURNS."""
-        columns: list[Any] = [turns.column(name).to_pylist() for name in TURNS.names]
-        return cls(*columns, vectors=vectors)
+        columns: list[Any] = [*(turns.column(name).to_pylist() for name in TURNS.names), vectors]
+        return cls(*columns)
 
     @property
     def size(self) -> int:
@@ -61,8 +61,9 @@ class TurnColumns(NamedTuple):
     def without(self, tenant: str) -> Self:
         """All turns but those of a tenant."""
         kept = [place for place, name in enumerate(self.tenants) if name != tenant]
-        columns: list[Any] = [_taken(column, kept) for column in self[:-1]]
-        return type(self)(*columns, vectors=None if self.vectors is None else self.vectors[kept])
+        vectors = None if self.vectors is None else self.vectors[kept]
+        columns: list[Any] = [*(_taken(column, kept) for column in self[:-1]), vectors]
+        return type(self)(*columns)
 
 
 @dataclass(slots=True)
