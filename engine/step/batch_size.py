@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 MOST_TURNS = 2_048
-# Of a bulk load, whose caller waits for no single turn: what is done once a tenant is shared by more turns.
-MOST_BULK_TURNS = 8_192
+# A step of a bulk load takes so many times the turns: nobody waits for it, and it does less a turn.
+BULK_FACTOR = 4
+MOST_BULK_TURNS = BULK_FACTOR * MOST_TURNS
 LEAST_TURNS = 64
 ADMISSION_S = 0.5
 # After a second of deciding, so many seconds of storing, where more turns are about to be stored.
@@ -41,21 +42,21 @@ class BatchSizer:
         self.turns = LEAST_TURNS if turns is None else turns
 
     @property
-    def watched_turns(self) -> int:
-        """As `turns`, where somebody waits for each turn."""
-        return self.turns if self._fixed else min(self.turns, MOST_TURNS)
+    def bulk_turns(self) -> int:
+        """The number of turns of a step of a bulk load."""
+        return self.turns if self._fixed else BULK_FACTOR * self.turns
 
     @contextmanager
     def measured(self) -> Iterator[AdmissionSize]:
         """Measure an admission. A failed one is ignored."""
         admitted, began_s = AdmissionSize(), self._clock_s()
         yield admitted
-        if not self._fixed and 2 * admitted.fresh_turns >= self.watched_turns:
+        if not self._fixed and 2 * admitted.fresh_turns >= self.turns:
             self._follow((self._clock_s() - began_s) / admitted.fresh_turns)
 
     def _follow(self, turn_s: float) -> None:
-        in_time = int(ADMISSION_S / turn_s) if turn_s > 0 else MOST_BULK_TURNS
-        self.turns = max(LEAST_TURNS, min(in_time, 2 * self.turns, MOST_BULK_TURNS))
+        in_time = int(ADMISSION_S / turn_s) if turn_s > 0 else MOST_TURNS
+        self.turns = max(LEAST_TURNS, min(in_time, 2 * self.turns, MOST_TURNS))
 
 
 class DecidingShare:

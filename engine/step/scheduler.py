@@ -242,8 +242,8 @@ class Scheduler:
             self._resume_admission_at = None  # the waiting tenants may have been erased or moved away
         if not len(self.inbox) or self.admission_paused:
             return []
-        limit = self._batch_sizer.turns if self.inbox.serves_block else self._batch_sizer.watched_turns
-        batch = self.inbox.take(limit)
+        sizer = self._batch_sizer
+        batch = self.inbox.take(sizer.bulk_turns if self.inbox.serves_block else sizer.turns)
         try:
             with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=batch.turns.size):
                 new = self._admission.admit(batch.turns)
