@@ -13,6 +13,8 @@ from undertow.engine.api.answer_calls import AnswerCalls
 from undertow.engine.api.edit_calls import EditCalls
 from undertow.engine.api.erasure import bury, left_behind, purge
 from undertow.engine.api.message_turns import turns_of
+from undertow.engine.api.search_calls import WAIT_FOR_REPLY_S as WAIT_FOR_REPLY_S
+from undertow.engine.api.table_calls import TableCalls
 from undertow.engine.api.tenant_calls import TenantCalls
 from undertow.engine.api.views.listing import names_page
 from undertow.engine.api.views.reports import Reports
@@ -46,10 +48,8 @@ from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.device import nvtx_ranges
 from undertow.kernels.gate.factory import make_gate
 
-WAIT_FOR_REPLY_S = 0.05
 
-
-class Engine(MemoryApi, EditCalls, AnswerCalls, TenantCalls):
+class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
     """Many tenants' memories in one store. Use as a context manager, from one thread.
 
     Opening makes it the store's one writer, unless `writable=False`, where only reading calls work.

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
+import pyarrow as pa
 
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine
-from undertow.engine.base.model import BadInput, PackedTurn
+from undertow.engine.base.model import BadInput
 from undertow.engine.base.results import IngestReport
-from undertow.engine.readers import Format, Log, PackedRecord, read_packed
-from undertow.engine.step.batch_size import MOST_TURNS
+from undertow.engine.encoders.base import Float16
+from undertow.engine.readers import Format, Log, TurnBlock, read_blocks
+from undertow.engine.step.batch_size import MOST_BULK_TURNS
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
+from undertow.engine.tenants.turn_columns import TurnColumns
+
+# Blocks that are read while a step stores those before: about as many as one step takes.
+BLOCKS_AHEAD = 4
 
 
 class Ingest:
@@ -48,8 +56,9 @@ class Ingest:
         self._resume = resume
         self._strict = strict
         self._on_error, self._on_warning, self._on_step, self._stop = on_error, on_warning, on_step, stop
-        self._batch_turns = min(engine.settings.batch_turns or MOST_TURNS, engine.settings.queue_turns)
-        self._batch: list[PackedTurn] = []
+        self._batch_turns = min(engine.settings.batch_turns or MOST_BULK_TURNS, engine.settings.queue_turns)
+        self._batch: list[tuple[pa.Table, Float16 | None]] = []
+        self._count = 0
         self._reached: dict[str, dict[str, Any]] = {}
         self._stored = self._stored_offsets() if resume else {}
 
@@ -62,6 +71,7 @@ class Ingest:
         if not self.report.ended:
             self._flush()
         self._batch.clear()
+        self._count = 0
         self._reached.clear()
         self.report.admit_s += time.perf_counter() - began_s
 
@@ -81,41 +91,66 @@ class Ingest:
     def _feed_file(self, log: Log) -> None:
         source = self._engine.journal.info.tenant_key(log.uri)
         head = log.head()
-        after = self._start(log, source)
-        bound = self._engine.settings.max_message_bytes
-        for record in read_packed(log, self._format, after=after, max_message_bytes=bound):
-            self._note_problems(record)
-            for turn in record.turns:
-                if len(self._batch) == self._batch_turns:
-                    self._flush()
+        blocks = read_blocks(
+            log,
+            self._format,
+            after=self._start(log, source),
+            max_message_bytes=self._engine.settings.max_message_bytes,
+            encoder=self._engine.store_encoder,
+        )
+        for block in _read_ahead(blocks):
+            refused, stop = self._note_problems(block)
+            self._feed_block(block, stop, {"source": source, **head})
+            if self.report.ended:
+                return
+            if refused is not None:
+                self.report.stopped_by = refused
+                return
+            if self._stopping():
+                return
+            self._reached[source] = {"source": source, "position": block.position, **head}
+
+    def _note_problems(self, block: TurnBlock) -> tuple[BadInput | None, int]:
+        """Tell the problems of a block. Returns the one that ends the run, and how many turns to feed."""
+        for record in block.problems:
+            self.report.warnings += len(record.warnings)
+            for warning in record.warnings:
+                self._on_warning(warning)
+            for error in record.errors:
+                self.report.errors += 1
+                self._on_error(error)
+                if self._strict:
+                    return error, int(np.searchsorted(block.positions, record.position))
+        return None, len(block.positions)
+
+    def _feed_block(self, block: TurnBlock, stop: int, reached: dict[str, Any]) -> None:
+        """Add the first `stop` turns to the batch; store a full batch before the next turn."""
+        start = 0
+        while start < stop:
+            if self._count == self._batch_turns:
+                if start:  # the records before that of the next turn are complete
+                    position = int(block.positions[start]) - 1
+                    self._reached[reached["source"]] = {**reached, "position": position}
+                self._flush()
                 if self.report.ended:
                     return
-                self._batch.append(turn)
-            if self.report.ended or self._stopping():
-                return
-            self._reached[source] = {"source": source, "position": record.position, **head}
-
-    def _note_problems(self, record: PackedRecord) -> None:
-        self.report.warnings += len(record.warnings)
-        self.report.errors += len(record.errors)
-        for warning in record.warnings:
-            self._on_warning(warning)
-        for error in record.errors:
-            self._on_error(error)
-            if self._strict:
-                self.report.stopped_by = error
-                return
+            end = min(stop, start + self._batch_turns - self._count)
+            vectors = None if block.vectors is None else block.vectors[start:end]
+            self._batch.append((block.turns.slice(start, end - start), vectors))
+            self._count += end - start
+            start = end
 
     def _flush(self) -> None:
         """One step: the batch and the positions that it completes, in one commit."""
         batch, self._batch = self._batch, []
+        count, self._count = self._count, 0
         reached, self._reached = self._reached, {}
         if not batch and not reached:
             return
         for body in reached.values():
             self._engine.note(Row("source_offset", "", "", -1, orjson.dumps(body)))
-        for turn in batch:
-            self._engine.scheduler.inbox.put_unwatched(turn)
+        if batch:
+            self._engine.scheduler.inbox.put_block(_columns(batch, self._engine.arena.dim))
         stored = False
         while not stored:  # where the arena is full, the batch waits for decisions
             step = self._engine.step(WAIT_FOR_REPLY_S, storing=True)
@@ -124,7 +159,7 @@ class Ingest:
             self._on_step(step)
             if self._stopping():
                 break
-        self.report.read_turns += len(batch) if stored else 0
+        self.report.read_turns += count if stored else 0
 
     def _start(self, log: Log, source: str) -> int:
         """After which position to read: the stored one where the file still begins as it did."""
@@ -142,6 +177,25 @@ class Ingest:
             self._engine.journal.read(kinds=["source_offset"], vectors=False), key=lambda row: row.lsn
         )
         return {body["source"]: body for body in (orjson.loads(row.payload) for row in rows)}
+
+
+def _read_ahead(blocks: Iterator[TurnBlock]) -> Iterator[TurnBlock]:
+    """The blocks, read by a thread of its own while those before them are stored."""
+    with ThreadPoolExecutor(1, "reading") as reading:
+        coming = deque(reading.submit(next, blocks, None) for _ in range(BLOCKS_AHEAD))
+        while (block := coming.popleft().result()) is not None:
+            coming.append(reading.submit(next, blocks, None))
+            yield block
+
+
+def _columns(batch: Sequence[tuple[pa.Table, Float16 | None]], dim: int) -> TurnColumns:
+    """The turns of some tables as one, with their vectors, float16 [n, dim]."""
+    turns = pa.concat_tables([table for table, _ in batch])
+    if all(vectors is None for _, vectors in batch):
+        return TurnColumns.of_table(turns)
+    none = [np.zeros((table.num_rows, dim), np.float16) for table, _ in batch]
+    given = [zeros if vectors is None else vectors for (_, vectors), zeros in zip(batch, none, strict=True)]
+    return TurnColumns.of_table(turns, np.concatenate(given))
 
 
 def obstacles(engine: Engine) -> list[str]:

@@ -23,11 +23,14 @@ from undertow.engine.policies.registry import Policies
 from undertow.engine.search.metadata_index import Where
 from undertow.engine.search.ranking import ANY_TIME, EVERYWHERE, Ranker, Window, with_words
 from undertow.engine.step.answer_feedback import FeedbackQueue
-from undertow.engine.step.scheduler import Scheduler
+from undertow.engine.step.scheduler import Scheduler, StepReport
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.row_codec import ControlKind, turn_id
 from undertow.engine.tenants.registry import TenantRegistry
 from undertow.engine.tenants.tenant import Tenant
+
+# How long a step waits for a reply where there is nothing else to do.
+WAIT_FOR_REPLY_S = 0.05
 
 
 class SearchCalls(ABC):
@@ -56,6 +59,9 @@ class SearchCalls(ABC):
 
     @abstractmethod
     def _log(self, name: str, kind: ControlKind, bodies: Sequence[Mapping[str, Any]]) -> Tenant | None: ...
+
+    @abstractmethod
+    def step(self, wait_s: float = 0.0, *, storing: bool = False) -> StepReport: ...
 
     @abstractmethod
     def take_up(self, tenants: Sequence[str]) -> None: ...

@@ -7,7 +7,7 @@ assistant message, timestamp) of equation 3; an *episode* and a *fact* are what 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -164,16 +164,23 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class BadInput:
-    """Why an input was rejected: its place, the problem, and the cure."""
+    """Why an input was rejected: its place, the problem, and the cure.
+
+    `line`: the line of a text file, or the row of a Parquet file or table, counted from 1. `row_group`: that
+    of the row in a Parquet file, counted from 0.
+    """
 
     source: str
     line: int | None
     field: str | None
     reason: str
     cure: str
+    row_group: int | None = None
 
     def __str__(self) -> str:
         where = self.source if self.line is None else f"{self.source}:{self.line}"
+        if self.row_group is not None:
+            where = f"{where} (row group {self.row_group})"
         what = f"field '{self.field}': {self.reason}" if self.field else self.reason
         return f"{where}: {what}. {self.cure}"
 
@@ -230,7 +237,11 @@ def dedupe_key(source: str, session_id: str, position: str, messages: Sequence[M
 
 
 def key_digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+    return key_digests([text.encode(errors="surrogatepass")])[0]
+
+
+def key_digests(texts: Iterable[bytes]) -> list[str]:
+    return [hashlib.blake2b(text, digest_size=12).hexdigest() for text in texts]
 
 
 def time_key(timestamp: str | None) -> datetime:

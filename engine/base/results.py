@@ -101,6 +101,14 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True)
+class TableReport:
+    """What `Engine.add_table` has stored: all turns of the table, and those that were not stored before."""
+
+    turns: int
+    new_turns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ImportReport:
     """What an import has stored: turns that were not deleted, and every version of episodes and facts."""
 

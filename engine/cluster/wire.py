@@ -14,18 +14,8 @@ import pyarrow.compute as pc
 
 from undertow.engine.base.model import PackedTurn, Turn
 from undertow.engine.base.results import Receipt
-from undertow.engine.storage.row_codec import pack_turn
-
-TURNS = pa.schema(
-    [
-        pa.field("tenant", pa.string(), nullable=False),
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("session", pa.string(), nullable=False),
-        pa.field("timestamp", pa.string()),
-        pa.field("text", pa.string(), nullable=False),
-        pa.field("payload", pa.binary(), nullable=False),
-    ]
-)
+from undertow.engine.storage.row_codec import TURNS as TURNS
+from undertow.engine.storage.row_codec import pack_turn, turns_table
 
 RECEIPTS = pa.schema(
     [
@@ -62,9 +52,7 @@ RETURNED = (Status.MOVED, Status.IN_TRANSIT)
 
 def pack(turns: Iterable[Turn | PackedTurn]) -> pa.Table:
     """Turns as a table of schema TURNS, in their order. InputError names the field that cannot be sent."""
-    rows = [pack_turn(turn) if isinstance(turn, Turn) else turn for turn in turns]
-    columns = list(zip(*rows, strict=True)) if rows else [()] * len(TURNS)
-    return pa.table([pa.array(c, f.type) for c, f in zip(columns, TURNS, strict=True)], schema=TURNS)
+    return turns_table(pack_turn(turn) if isinstance(turn, Turn) else turn for turn in turns)
 
 
 def unpack(table: pa.Table) -> list[PackedTurn]:

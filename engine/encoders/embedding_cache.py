@@ -42,12 +42,15 @@ class EmbeddingCache:
         if len(tenants) != len(texts):
             raise ValueError(f"{len(tenants)} tenants for {len(texts)} texts; give one tenant a text")
         keys = list(zip(tenants, texts, strict=True))
-        known = self._recall(keys)
+        # A larger call would replace all of the cache, and is hardly in it.
+        cached = len(keys) <= self._capacity
+        known = self._recall(keys) if cached else {}
         # The first of each unknown text. Dicts and maps, because ingest runs this for every text.
         missing = dict.fromkeys(keys if not known else (k for i, k in enumerate(keys) if i not in known))
         fresh = self._embed([text for _, text in missing]) if missing else None
         if fresh is not None:
-            self._remember(list(missing), fresh.host)
+            if cached:
+                self._remember(list(missing), fresh.host)
             if len(missing) == len(texts):
                 return fresh
         number = dict(zip(missing, range(len(missing)), strict=True))

@@ -6,12 +6,16 @@ import hashlib
 import re
 import threading
 from collections.abc import Sequence
-from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.engine.encoders.base import TEXT_FORMAT, Fingerprint, Float16, unit
+from undertow.engine.encoders.base import TEXT_FORMAT, Fingerprint, Float16
+from undertow.kernels.hashed_words import fill_slots, find_words, sum_features
+
+Int64s = NDArray[np.int64]
+T = TypeVar("T", np.uint8, np.int16, np.int64)
 
 
 class HashingEncoder:
@@ -41,39 +45,74 @@ class HashingEncoder:
         out = np.empty((len(texts), self.dim), np.float16)
         for start in range(0, len(texts), self._CHUNK):
             part = texts[start : start + self._CHUNK]
-            out[start : start + len(part)] = self._encode(part, self._words)
+            rows, counts, bins = self._words.look_up(part)
+            sums = np.empty((len(part), self.dim))
+            sum_features(rows, counts, bins, sums)
+            out[start : start + len(part)] = sums
         return out
 
-    def _encode(self, texts: Sequence[str], table: _WordTable) -> NDArray[np.float64]:
-        words = [_WORD.findall(text.lower()) or [""] for text in texts]
-        ids = list(map(table.__getitem__, chain.from_iterable(words)))
-        rows = np.repeat(np.arange(len(texts)), [len(text) for text in words])
-        bins = rows[:, None] * (2 * self.dim) + table.bins[ids]
-        sums = np.bincount(bins.ravel(), minlength=2 * self.dim * len(texts))
-        signed = sums.reshape(len(texts), 2, self.dim)
-        return unit((signed[:, 0] - signed[:, 1]).astype(np.float64))
 
-
-class _WordTable(dict[str, int]):
-    """Word -> its row of `bins` [rows, hits]: a place below dim counts +1, place + dim counts -1."""
+class _WordTable:
+    """The words seen so far, each with its features: see kernels/hashed_words.py. Thread-safe."""
 
     def __init__(self, dim: int, hits: int) -> None:
         self._dim = dim
         self._hits = hits
         self._lock = threading.Lock()
-        self.bins = np.zeros((1024, hits), np.int64)
+        self._rows: dict[bytes, int] = {}
+        self._words = np.empty(1 << 14, np.uint8)
+        self._ends = np.empty(1 << 11, np.int64)
+        self._bins = np.empty((1 << 11, hits), np.int16)
+        self._slots = np.full(1 << 12, -1, np.int64)
+        self._add([b""])
 
-    def __missing__(self, word: str) -> int:
-        digest = hashlib.blake2b(word.encode(errors="surrogatepass"), digest_size=2 * self._hits).digest()
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def look_up(self, texts: Sequence[str]) -> tuple[Int64s, Int64s, NDArray[np.int16]]:
+        """The rows of all words of the texts, the number of words of each text, and the features by row."""
+        parts = [text if text.isascii() else " ".join(_WORD.findall(text.lower())) for text in texts]
+        encoded = [part.encode(errors="surrogatepass") for part in parts]
+        ends = np.cumsum([len(part) for part in encoded], dtype=np.int64)
+        data = np.frombuffer(bytearray(b"".join(encoded)), np.uint8)
+        counts = np.empty(len(texts), np.int64)
+        found = np.empty((3, len(data) // 2 + len(texts) + 1), np.int64)
         with self._lock:
-            row = self.get(word)
-            if row is None:
-                row = len(self)
-                if row == len(self.bins):
-                    self.bins = np.concatenate([self.bins, np.zeros_like(self.bins)])
-                self.bins[row] = np.frombuffer(digest, "<u2").astype(np.int64) % (2 * self._dim)
-                self[word] = row
-        return row
+            count = find_words(data, ends, self._slots, self._words, self._ends, found, counts)
+            rows, starts, stops = found[:, :count]
+            new = np.flatnonzero(rows < 0)
+            if len(new):
+                places = zip(starts[new].tolist(), stops[new].tolist(), strict=True)
+                words = [data[start:stop].tobytes() for start, stop in places]
+                self._add([word for word in dict.fromkeys(words) if word not in self._rows])
+                rows[new] = [self._rows[word] for word in words]
+            return rows, counts, self._bins
+
+    def _add(self, words: Sequence[bytes]) -> None:
+        first, count = len(self._rows), len(self._rows) + len(words)
+        begin = int(self._ends[first - 1]) if first else 0
+        text = np.frombuffer(b"".join(words), np.uint8)
+        self._words = _room(self._words, begin + len(text))
+        self._ends, self._bins = _room(self._ends, count), _room(self._bins, count)
+        self._words[begin : begin + len(text)] = text
+        self._ends[first:count] = begin + np.cumsum([len(word) for word in words])
+        for row, word in enumerate(words, first):
+            digest = hashlib.blake2b(word, digest_size=2 * self._hits).digest()
+            self._bins[row] = np.frombuffer(digest, "<u2").astype(np.int64) % (2 * self._dim)
+            self._rows[word] = row
+        if 2 * count > len(self._slots):
+            self._slots = np.full(1 << (4 * count).bit_length(), -1, np.int64)
+            first = 0
+        fill_slots(self._slots, self._words, self._ends, first, count)
+
+
+def _room(held: NDArray[T], count: int) -> NDArray[T]:
+    """An array with the same rows, and room for `count`; a new one if it has to grow."""
+    if count <= len(held):
+        return held
+    grown = np.empty((2 * count, *held.shape[1:]), held.dtype)
+    grown[: len(held)] = held
+    return grown
 
 
 _WORD = re.compile(r"\w+")

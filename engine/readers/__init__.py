@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from undertow.engine.base.model import InputError
+from undertow.engine.readers.blocks import block_of_error, blocks_of
 from undertow.engine.readers.datasets import locomo, longmemeval, read_samples
 from undertow.engine.readers.files import Format, LogFormat, detect_format, find_logs
-from undertow.engine.readers.jsonl import read_jsonl
+from undertow.engine.readers.jsonl import jsonl_blocks, read_jsonl
 from undertow.engine.readers.messages import parse_messages
 from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue
-from undertow.engine.readers.parquet import read_parquet
-from undertow.engine.readers.record import PackedRecord, Record
+from undertow.engine.readers.parquet import TableBlocks, parquet_blocks, read_parquet
+from undertow.engine.readers.record import PackedRecord, Record, TurnBlock
 from undertow.engine.readers.source import Log
+from undertow.engine.readers.vectors import StoreEncoder
 
 __all__ = [
     "Format",
@@ -28,6 +30,9 @@ __all__ = [
     "LogFormat",
     "PackedRecord",
     "Record",
+    "StoreEncoder",
+    "TableBlocks",
+    "TurnBlock",
     "detect_format",
     "find_logs",
     "own_time",
@@ -35,6 +40,7 @@ __all__ = [
     "pair_dialogue",
     "parse_messages",
     "read",
+    "read_blocks",
     "read_packed",
 ]
 
@@ -74,3 +80,30 @@ def _read(path: Log | Path, format: Format, *, after: int, **how: Any) -> Iterat
         yield Record(after, errors=(refusal.problem,))
         return
     yield from _READERS[found](log, after=after, **how)
+
+
+def read_blocks(
+    path: Log | Path,
+    format: Format = "auto",
+    *,
+    after: int = 0,
+    max_message_bytes: int,
+    encoder: StoreEncoder | None = None,
+) -> Iterator[TurnBlock]:
+    """As `read_packed`, in blocks: the turns as columns.
+
+    `encoder`: that of the store, which given vectors must be of. None: they are not read.
+    """
+    log = Log.of(path)
+    try:
+        found: LogFormat = detect_format(log) if format == "auto" else format
+    except InputError as refusal:
+        yield block_of_error(after, refusal.problem)
+        return
+    if found == "messages":
+        yield from jsonl_blocks(log, after=after, max_message_bytes=max_message_bytes)
+    elif found == "parquet":
+        yield from parquet_blocks(log, after=after, max_message_bytes=max_message_bytes, encoder=encoder)
+    else:
+        reader = cast(Callable[..., Iterator[Record]], _READERS[found])
+        yield from blocks_of(reader(log, after=after, max_message_bytes=max_message_bytes))

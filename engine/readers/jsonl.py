@@ -1,20 +1,35 @@
-"""JSON lines (`.jsonl`, `.ndjson`, optionally gzipped), one line in memory at a time."""
+"""JSON lines (`.jsonl`, `.ndjson`, optionally gzipped), a megabyte or one line in memory at a time."""
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Self
 
+import numpy as np
 import orjson
+import pyarrow as pa
+import pyarrow.json
+from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput
+from undertow.engine.readers.blocks import LEAST_ROWS, BlockBuilder, OddRows, block_of_error
 from undertow.engine.readers.messages import LineParser, Parse
-from undertow.engine.readers.record import PackedRecord, Record
+from undertow.engine.readers.record import PackedRecord, Record, TurnBlock
 from undertow.engine.readers.source import DAMAGED, Log
 
 MAX_LINE_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 20
 _SKIP_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
+_NEWLINE, _RETURN, _SPACE, _OPENS, _CLOSES = b"\n\r {}"
+# The fields of plain rows. Arrow infers others, and refuses other types of these.
+_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("tenant", "session", "timestamp", "idempotency_key")),
+        ("messages", pa.list_(pa.struct([(name, pa.string()) for name in ("role", "name", "content")]))),
+    ]
+)
 
 
 def read_jsonl(
@@ -25,19 +40,32 @@ def read_jsonl(
     A line over MAX_LINE_BYTES is skipped without being held in memory. If the file cannot be read to its end
     (a truncated gzip, a disk error), the last record has the error.
     """
-    source = str(log)
-    parser = LineParser(source, log.name, max_message_bytes)
+    parser = LineParser(str(log), log.name, max_message_bytes)
     parse = parser.packed if packed else parser.record
-    number = 0
-    try:
-        with log.unpacked() as file:
-            for number, line in _lines(file):
-                if number > after and (line is None or not line.isspace()):
-                    yield _record(parse, source, number, line)
-    except DAMAGED as problem:
-        reason = f"cannot be read beyond this line: {problem}"
-        cure = "Check the file and its permissions, then run again: what was taken is not taken twice."
-        yield Record(max(number, after), errors=(BadInput(source, number or None, None, reason, cure),))
+    file = _File(log, after)
+    for lines in file.pieces():
+        for n, number in enumerate(lines.numbers.tolist()):
+            yield _record(parse, str(log), number, lines.text(n))
+    yield from (Record(file.line, errors=(error,)) for error in file.errors)
+
+
+def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[TurnBlock]:
+    """As `read_jsonl`, in blocks."""
+    source = str(log)
+    builder = BlockBuilder(source, log.name, max_message_bytes)
+
+    def odd_of(lines: _Lines) -> OddRows:
+        def odd(places: NDArray[np.int64]) -> Iterator[Record | PackedRecord]:
+            for n in places.tolist():
+                yield _record(builder.parser.unwatched, source, int(lines.numbers[n]), lines.text(n))
+
+        return odd
+
+    file = _File(log, after)
+    for lines in file.pieces():
+        for part, rows in _tables(lines):
+            yield builder.block(rows, part.numbers, odd_of(part))
+    yield from (block_of_error(file.line, error) for error in file.errors)
 
 
 def _record(parse: Parse, source: str, number: int, line: bytes | None) -> Record | PackedRecord:
@@ -53,14 +81,148 @@ def _record(parse: Parse, source: str, number: int, line: bytes | None) -> Recor
     return parse(number, raw)
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Line numbers from 1 with their bytes; None for a line over MAX_LINE_BYTES."""
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+class _Lines(NamedTuple):
+    """Lines of a piece of a file, without blank ones. All int64 [lines]: their `numbers`, from 1 on, and the
+    places in `piece` where each starts and ends, before its newline.
+    """
+
+    piece: bytes
+    numbers: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, first: int, piece: bytes, after: int) -> Self:
+        """The lines of a piece after line `after`. `first`: the number of its first line."""
+        data = np.frombuffer(piece, np.uint8)
+        ends = np.flatnonzero(data == _NEWLINE)
+        if not piece.endswith(b"\n"):
+            ends = np.append(ends, len(piece))
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        kept = (first + np.arange(len(ends)) > after) & (starts < ends)
+        for n in np.flatnonzero(kept & (data[starts * kept] <= _SPACE)).tolist():
+            kept[n] = not piece[starts[n] : ends[n]].isspace()
+        return cls(piece, first + np.flatnonzero(kept), starts[kept], ends[kept])
+
+    @classmethod
+    def too_long(cls, number: int) -> Self:
+        """A line over MAX_LINE_BYTES, without its text."""
+        return cls(b"", np.array([number]), np.zeros(1, np.int64), np.full(1, MAX_LINE_BYTES + 1))
+
+    def part(self, start: int, stop: int) -> _Lines:
+        return _Lines(self.piece, *(column[start:stop] for column in self[1:]))
+
+    def text(self, n: int) -> bytes | None:
+        """The n-th of the lines; None for one over MAX_LINE_BYTES."""
+        start, end = int(self.starts[n]), int(self.ends[n])
+        return self.piece[start:end] if end - start <= MAX_LINE_BYTES else None
+
+    def objects(self) -> Any:
+        """Bytes with one line for each of these: itself if it may be an object, else an empty object."""
+        data = np.frombuffer(self.piece, np.uint8)
+        last = data[self.ends - 1]
+        last = np.where(last == _RETURN, data[np.maximum(self.ends - 2, 0)], last)
+        short = self.ends - self.starts <= MAX_LINE_BYTES
+        good = (data[self.starts] == _OPENS) & (last == _CLOSES) & short
+        if good.all():
+            return memoryview(self.piece)[self.starts[0] : self.ends[-1]]
+        places = zip(good.tolist(), self.starts.tolist(), self.ends.tolist(), strict=True)
+        return b"\n".join(self.piece[start:end] if is_good else b"{}" for is_good, start, end in places)
+
+
+class _File:
+    """One file. `line`: the last that was read; `errors`: why no more were."""
+
+    def __init__(self, log: Log, after: int) -> None:
+        self.line = after
+        self.errors: list[BadInput] = []
+        self._log = log
+        self._after = after
+
+    def pieces(self) -> Iterator[_Lines]:
+        """Lines after line `after`, some at a time."""
+        number = 0
+        try:
+            with self._log.unpacked() as file:
+                for first, piece in _pieces(file):
+                    lines = _Lines.too_long(first) if piece is None else _Lines.of(first, piece, self._after)
+                    number = first + (0 if piece is None else piece.count(b"\n", 0, -1))
+                    if len(lines.numbers) and lines.numbers[-1] > self._after:
+                        yield lines
+                    self.line = max(self.line, number)
+        except DAMAGED as problem:
+            reason = f"cannot be read beyond this line: {problem}"
+            cure = "Check the file and its permissions, then run again: what was taken is not taken twice."
+            self.errors.append(BadInput(str(self._log), number or None, None, reason, cure))
+
+
+def _pieces(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Whole lines, about _PIECE_BYTES of them, with the number of the first; None for one too long."""
+    number, held, damage = 1, bytearray(), None
+    more = True
+    while more and damage is None:
+        try:
+            more = _fill(file, held)
+        except DAMAGED as problem:
+            damage = problem
+        end = held.rfind(b"\n") + 1 if more or damage else len(held)
+        if end:
+            with memoryview(held) as view:
+                piece = bytes(view[:end])
+            del held[:end]
+            yield number, piece
+            number += piece.count(b"\n")
+        elif len(held) > MAX_LINE_BYTES:
             while (rest := file.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
                 pass
+            held.clear()
             yield number, None
-        else:
-            yield number, line
+            number += 1
+    if damage is not None:
+        raise damage
+
+
+def _fill(file: BinaryIO, held: bytearray) -> bool:
+    """Add at least _PIECE_BYTES to the bytes held. Returns whether there may be more."""
+    wanted = len(held) + _PIECE_BYTES
+    while len(held) < wanted:
+        # One raw read at a time, so that what stands before a damaged place is not lost.
+        read: bytes = file.read1(wanted - len(held))  # type: ignore[attr-defined]
+        if not read:
+            return False
+        held += read
+    return True
+
+
+def _tables(lines: _Lines) -> Iterator[tuple[_Lines, pa.Table | None]]:
+    """The lines in parts, each with a table of its rows; None where Arrow cannot read them as one."""
+    if not lines.piece:
+        yield lines, None
+        return
+    count = len(lines.numbers)
+    try:
+        table = _table(lines.objects(), count)
+    except (pa.ArrowException, ValueError):
+        if count <= LEAST_ROWS:
+            yield lines, None
+            return
+        yield from _tables(lines.part(0, count // 2))
+        yield from _tables(lines.part(count // 2, count))
+        return
+    yield lines, table
+
+
+def _table(text: memoryview | bytes, count: int) -> pa.Table:
+    """The rows of `count` lines. ArrowException, ValueError: they are not that many JSON objects.
+
+    As each line begins and ends with a brace, and no string holds a newline, each is then one object.
+    """
+    utf_8_decode(text, "strict", True)  # Arrow takes invalid UTF-8
+    table = pa.json.read_json(
+        pa.BufferReader(pa.py_buffer(text)),
+        pa.json.ReadOptions(use_threads=False, block_size=len(text) + 1),
+        pa.json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="infer"),
+    )
+    if table.num_rows != count:
+        raise ValueError(f"{table.num_rows} objects in {count} lines")
+    return table

@@ -13,6 +13,7 @@ call) as its name in brackets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -49,25 +50,34 @@ class LineParser:
 
     def record(self, line: int, raw: object) -> Record:
         """The record of one decoded line. Bad content becomes an error in the record."""
-        try:
-            turns = self._turns(line, raw)
-        except BadField as bad:
-            return Record(line, errors=(bad.at(self._source, line),))
-        warnings = self._unknown_fields(raw)
-        if late := self._order.check(turns):
-            warnings = (*warnings, f"{self._source}:{line}: {late}")
-        return Record(line, turns, (), warnings)
+        record = self._parsed(line, raw)
+        late = self._late(record)
+        return replace(record, warnings=(*record.warnings, *late)) if late else record
 
     def packed(self, line: int, raw: object) -> PackedRecord:
         """As `record`. Most lines of a log take a short cut, which makes the same turns."""
+        record = self.unwatched(line, raw)
+        late = self._late(record)
+        return replace(record, warnings=(*record.warnings, *late)) if late else record
+
+    def unwatched(self, line: int, raw: object) -> PackedRecord:
+        """As `packed`, for a caller that watches the order of timestamps itself."""
         try:
             turn = self._plain_exchange(line, raw)
         except (KeyError, TypeError, ValueError):
             turn = None
-        if turn is None:
-            return PackedRecord.of(self.record(line, raw))
-        late = self._order.check((turn,))
-        return PackedRecord(line, (turn,), (), (f"{self._source}:{line}: {late}",) if late else ())
+        return PackedRecord.of(self._parsed(line, raw)) if turn is None else PackedRecord(line, (turn,))
+
+    def _parsed(self, line: int, raw: object) -> Record:
+        try:
+            turns = self._turns(line, raw)
+        except BadField as bad:
+            return Record(line, errors=(bad.at(self._source, line),))
+        return Record(line, turns, (), self._unknown_fields(raw))
+
+    def _late(self, record: Record | PackedRecord) -> tuple[str, ...]:
+        late = self._order.check(record.turns)
+        return (f"{self._source}:{record.position}: {late}",) if late else ()
 
     def _plain_exchange(self, line: int, raw: Any) -> PackedTurn | None:
         """The turn of a line with a question and its answer in plain text, if there is nothing to refuse.
@@ -139,6 +149,11 @@ class LineParser:
             if not MESSAGE_FIELDS.issuperset(message):
                 unknown += [f"messages[].{name}" for name in message if name not in MESSAGE_FIELDS]
         return self._name_once(unknown) if unknown else ()
+
+    def knows(self, fields: Iterable[str], message_fields: Iterable[str]) -> bool:
+        """Whether no warning is due about these fields of lines and of their messages."""
+        unknown = {f"messages[].{name}" for name in set(message_fields) - MESSAGE_FIELDS}
+        return unknown | (set(fields) - LINE_FIELDS) <= self._named
 
     def _name_once(self, unknown: Iterable[str]) -> tuple[str, ...]:
         fresh = sorted(set(unknown) - self._named)[: MAX_NAMED_FIELDS - len(self._named)]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput
+from undertow.engine.readers.blocks import BlockBuilder, block_of_error
 from undertow.engine.readers.messages import LINE_FIELDS, LineParser, Parse
-from undertow.engine.readers.record import PackedRecord, Record
+from undertow.engine.readers.record import PackedRecord, Record, TurnBlock
 from undertow.engine.readers.source import Log
+from undertow.engine.readers.vectors import COLUMN, StoreEncoder
 
 _REQUIRED = ("tenant", "messages")
-_BATCH_ROWS = 1_024
+_BATCH_ROWS = 4_096
 _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
 
@@ -30,29 +34,119 @@ def read_parquet(
     `metadata` a struct or JSON text; timestamps are text, numbers or Arrow timestamps. Unknown columns are
     not read; the first record names them.
     """
-    source = str(log)
-    row = after
-    try:
-        with pq.ParquetFile(log.seekable()) as table:
-            names = table.schema_arrow.names
-            missing = [name for name in _REQUIRED if name not in names]
-            if missing:
-                yield Record(after, errors=(_missing(source, missing, names),))
-                return
-            parser = LineParser(source, log.name, max_message_bytes)
-            parse = parser.packed if packed else parser.record
-            warnings = tuple(
-                f"{source}: column {n!r} is not known and is ignored" for n in names if n not in LINE_FIELDS
-            )
-            for row, raw in _rows(table, [n for n in names if n in LINE_FIELDS], after):
-                record = _record(parse, source, row, raw)
-                if warnings:
-                    record = replace(record, warnings=(*warnings, *record.warnings))
-                    warnings = ()
-                yield record
-    except (pa.ArrowException, OSError) as problem:
-        cure = "Check that it is a complete Parquet file and that it may be read."
-        yield Record(row, errors=(BadInput(source, row or None, None, f"cannot be read: {problem}", cure),))
+    parser = LineParser(str(log), log.name, max_message_bytes)
+    parse = parser.packed if packed else parser.record
+    file = _File(log, LINE_FIELDS)
+    for first, rows in file.batches(after):
+        for row, raw in enumerate(_values(rows), first):
+            record = _record(parse, str(log), row, raw)
+            yield replace(record, errors=file.placed(record.errors), warnings=file.warned(record.warnings))
+    yield from (Record(file.row, errors=(error,)) for error in file.errors)
+
+
+def parquet_blocks(
+    log: Log, *, after: int, max_message_bytes: int, encoder: StoreEncoder | None = None
+) -> Iterator[TurnBlock]:
+    """As `read_parquet`, in blocks, with the vectors of the column `vectors`.
+
+    `encoder`: that of the store, which the vectors must be of. None: they are not read.
+    """
+    file = _File(log, LINE_FIELDS | {COLUMN} if encoder else LINE_FIELDS, encoder)
+    builder = TableBlocks(str(log), log.name, max_message_bytes, encoder)
+    for first, rows in file.batches(after):
+        block = builder.block(rows, first)
+        problems = [replace(r, errors=file.placed(r.errors)) for r in block.problems]
+        if warnings := file.warned(()):
+            problems.insert(0, PackedRecord(first, warnings=warnings))
+        yield replace(block, problems=tuple(problems))
+    yield from (block_of_error(file.row, error) for error in file.errors)
+
+
+class TableBlocks:
+    """Makes blocks of Arrow tables with the columns of the `messages` format."""
+
+    def __init__(
+        self, source: str, name: str, max_message_bytes: int, encoder: StoreEncoder | None = None
+    ) -> None:
+        """`name`: of the file, for dedupe keys. `encoder`: see `parquet_blocks`."""
+        self._source = source
+        self._builder = BlockBuilder(source, name, max_message_bytes)
+        self._encoder = encoder
+
+    def block(self, rows: pa.Table, first: int) -> TurnBlock:
+        """The block of some rows, at least one, the first of which has the number `first`."""
+        lines = np.arange(first, first + rows.num_rows)
+        columns = rows.select([name for name in rows.column_names if name in LINE_FIELDS])
+
+        def odd(places: NDArray[np.int64]) -> Iterator[Record | PackedRecord]:
+            values = _values(columns.take(pa.array(places)) if len(places) < len(lines) else columns)
+            for row, raw in zip(lines[places].tolist(), values, strict=True):
+                yield _record(self._builder.parser.unwatched, self._source, row, raw)
+
+        vectors = None
+        if self._encoder is not None and COLUMN in rows.column_names:
+            vectors = self._encoder.read(rows.column(COLUMN).combine_chunks())
+        return self._builder.block(columns, lines, odd, vectors)
+
+
+class _File:
+    """One Parquet file. `row`: the last that was read; `errors`: why no more were."""
+
+    def __init__(self, log: Log, known: Collection[str], encoder: StoreEncoder | None = None) -> None:
+        """`known`: the columns to read."""
+        self.row = 0
+        self.errors: list[BadInput] = []
+        self._log = log
+        self._known = known
+        self._encoder = encoder
+        self._ends: NDArray[np.int64] = np.empty(0, np.int64)
+        self._warnings: tuple[str, ...] = ()
+
+    def batches(self, after: int) -> Iterator[tuple[int, pa.Table]]:
+        """Rows after row `after`, at least one at a time, with the number of the first, from 1 on."""
+        self.row = after
+        try:
+            with pq.ParquetFile(self._log.seekable()) as table:
+                if refusal := self._refusal(table.schema_arrow):
+                    self.errors.append(refusal)
+                    return
+                names = table.schema_arrow.names
+                self._warnings = tuple(
+                    f"{self._log}: column {n!r} is not known and is ignored"
+                    for n in names
+                    if n not in self._known
+                )
+                sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
+                self._ends = np.cumsum(sizes, dtype=np.int64)
+                for rows in _rows(table, [n for n in names if n in self._known], sizes, after):
+                    first, self.row = self.row + 1, self.row + rows.num_rows
+                    yield first, rows
+        except (pa.ArrowException, OSError) as problem:
+            cure = "Check that it is a complete Parquet file and that it may be read."
+            reason = f"cannot be read: {problem}"
+            problem_at = BadInput(str(self._log), self.row or None, None, reason, cure)
+            self.errors.append(replace(problem_at, row_group=self._group(self.row + 1)))
+
+    def _refusal(self, schema: pa.Schema) -> BadInput | None:
+        """Why nothing of a file with this schema can be read."""
+        source, names = str(self._log), schema.names
+        if missing := [name for name in _REQUIRED if name not in names]:
+            return _missing(source, missing, names)
+        return self._encoder.refusal(schema, source) if self._encoder is not None else None
+
+    def placed(self, errors: Iterable[BadInput]) -> tuple[BadInput, ...]:
+        """The errors of rows, with their row groups."""
+        return tuple(replace(e, row_group=self._group(e.line)) for e in errors)
+
+    def _group(self, row: int | None) -> int | None:
+        if row is None or not len(self._ends) or row > self._ends[-1]:
+            return None
+        return int(np.searchsorted(self._ends, row))
+
+    def warned(self, warnings: tuple[str, ...]) -> tuple[str, ...]:
+        """The warnings, behind those about the file the first time."""
+        first, self._warnings = self._warnings, ()
+        return (*first, *warnings)
 
 
 def _missing(source: str, missing: list[str], names: list[str]) -> BadInput:
@@ -60,9 +154,8 @@ def _missing(source: str, missing: list[str], names: list[str]) -> BadInput:
     return BadInput(source, None, missing[0], reason, f"Name the columns {', '.join(sorted(LINE_FIELDS))}.")
 
 
-def _rows(table: pq.ParquetFile, columns: list[str], after: int) -> Iterator[tuple[int, _Row]]:
-    """Row numbers from 1 with their values, starting after row `after`."""
-    sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
+def _rows(table: pq.ParquetFile, columns: list[str], sizes: list[int], after: int) -> Iterator[pa.Table]:
+    """The rows after row `after`, some at a time. `sizes`: the rows of each row group."""
     row, first = 0, 0
     while first < len(sizes) and row + sizes[first] <= after:
         row += sizes[first]
@@ -74,11 +167,10 @@ def _rows(table: pq.ParquetFile, columns: list[str], after: int) -> Iterator[tup
     for batch in table.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns):
         taken = min(max(after - row, 0), batch.num_rows)
         rows = pa.Table.from_batches([batch]).select(columns).cast(schema, safe=False)
-        row += taken
+        row += batch.num_rows
         # Sliced after the cast: Arrow miscasts a slice of structs with a null-typed field.
-        for raw in _values(rows.slice(taken)):
-            row += 1
-            yield row, raw
+        if taken < batch.num_rows:
+            yield rows.slice(taken)
 
 
 def _values(rows: pa.Table) -> Iterator[_Row]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput, PackedTurn, Turn, time_key
-from undertow.engine.storage.row_codec import pack_turn
+from undertow.engine.storage.row_codec import pack_turn, turns_table
 
 # Sessions whose latest timestamp is kept. Evicted sessions get no warnings.
 WATCHED_SESSIONS = 4_096
@@ -42,6 +48,34 @@ class PackedRecord:
         if isinstance(record, PackedRecord):
             return record
         return cls(record.position, tuple(map(pack_turn, record.turns)), record.errors, record.warnings)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBlock:
+    """Consecutive records of one file, their turns as columns.
+
+    `position`: that of the last record. `turns`: a table of TURNS, in order. `positions` int64 [turns]: the
+    record of each turn, ascending. `problems`: the records with errors or warnings, without their turns.
+    `vectors` float16 [turns, dim]: given vectors, a row of zeros where a turn has none; None: no turn has.
+    """
+
+    position: int
+    turns: pa.Table
+    positions: NDArray[np.int64]
+    problems: tuple[PackedRecord, ...] = ()
+    vectors: NDArray[np.float16] | None = None
+
+    @classmethod
+    def of(cls, records: Sequence[PackedRecord]) -> TurnBlock:
+        """The block of some records, at least one."""
+        positions = np.repeat([r.position for r in records], [len(r.turns) for r in records])
+        turns = turns_table(turn for r in records for turn in r.turns)
+        return cls(records[-1].position, turns, positions.astype(np.int64), problems_of(records))
+
+
+def problems_of(records: Iterable[PackedRecord]) -> tuple[PackedRecord, ...]:
+    """The records with errors or warnings, without their turns."""
+    return tuple(replace(r, turns=()) for r in records if r.errors or r.warnings)
 
 
 # The default cure: the other lines of the file are read anyway.
@@ -80,18 +114,78 @@ class OrderWatch:
         for turn in turns:
             if turn.timestamp is None:
                 continue
-            key = (turn.tenant, turn.session_id)
-            before = self._latest.get(key)
+            before = self._follow((turn.tenant, turn.session_id), turn.timestamp)
             if before is not None and warning is None and _is_earlier(turn.timestamp, before):
-                warning = (
-                    f"timestamp {turn.timestamp} in session {turn.session_id!r} of tenant "
-                    f"{turn.tenant!r} is earlier than the one before it; order of arrival is kept"
-                )
-            self._latest[key] = turn.timestamp
-            self._latest.move_to_end(key)
+                warning = _late(turn.timestamp, turn.session_id, turn.tenant)
+        self._forget()
+        return warning
+
+    def check_block(self, turns: pa.Table, positions: NDArray[np.int64]) -> Iterator[tuple[int, str]]:
+        """As `check` for each record of a block, [turns] each: its position with its warning, ascending."""
+        last = -1
+        for n in sorted(self._late_turns(turns)):
+            if positions[n] != last:
+                last = int(positions[n])
+                yield last, _late(*(turns.column(c)[n].as_py() for c in ("timestamp", "session", "tenant")))
+        self._forget()
+
+    def _late_turns(self, turns: pa.Table) -> Iterator[int]:
+        """The turns that are earlier than their predecessors, in no order."""
+        tenants, sessions, times = (
+            turns.column(n).combine_chunks() for n in ("tenant", "session", "timestamp")
+        )
+        tenants, sessions = tenants.dictionary_encode(), sessions.dictionary_encode()
+        groups = tenants.indices.to_numpy() * np.int64(len(sessions.dictionary)) + sessions.indices.to_numpy()
+        dated = np.flatnonzero(times.is_valid().to_numpy(zero_copy_only=False))
+        if not len(dated):
+            return
+        order = dated[np.argsort(groups[dated], kind="stable")]
+        times, groups = times.take(pa.array(order)), groups[order]
+        starts = np.flatnonzero(np.diff(groups, prepend=-1))
+        ends = np.append(starts[1:], len(groups)) - 1
+        owners, chats = np.divmod(groups[starts], len(sessions.dictionary))
+        keys = zip(
+            tenants.dictionary.take(owners).to_pylist(),
+            sessions.dictionary.take(chats).to_pylist(),
+            strict=True,
+        )
+        firsts, lasts = times.take(starts).to_pylist(), times.take(ends).to_pylist()
+        for place, key, first, last in zip(order[starts].tolist(), keys, firsts, lasts, strict=True):
+            before = self._follow(key, last)
+            if before is not None and _is_earlier(first, before):
+                yield place
+        for n in _maybe_earlier(times, groups).tolist():
+            if _is_earlier(times[n].as_py(), times[n - 1].as_py()):
+                yield int(order[n])
+
+    def _follow(self, key: tuple[str, str], last: str) -> str | None:
+        """Note the last timestamp of a session. Returns the one before, if it is known."""
+        before = self._latest.get(key)
+        self._latest[key] = last
+        self._latest.move_to_end(key)
+        return before
+
+    def _forget(self) -> None:
         while len(self._latest) > self._capacity:
             self._latest.popitem(last=False)
-        return warning
+
+
+def _late(timestamp: str, session: str, tenant: str) -> str:
+    return (
+        f"timestamp {timestamp} in session {session!r} of tenant {tenant!r} is earlier than the one before "
+        "it; order of arrival is kept"
+    )
+
+
+def _maybe_earlier(times: Any, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The places of timestamps that may be earlier than the ones before them in their group."""
+    later, earlier = times[1:], times[:-1]
+    zones = [pc.utf8_slice_codeunits(part, -6) for part in (later, earlier)]
+    length = pc.binary_length(later)
+    zoneless = pc.less(length, len("2026-03-01T09:00:00+00:00"))
+    alike = pc.and_(pc.equal(length, pc.binary_length(earlier)), pc.or_(zoneless, pc.equal(*zones)))
+    ordered = pc.and_(alike, pc.greater_equal(later, earlier)).to_numpy(zero_copy_only=False)
+    return 1 + np.flatnonzero((groups[1:] == groups[:-1]) & ~ordered)
 
 
 def _is_earlier(timestamp: str, other: str) -> bool:

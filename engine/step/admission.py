@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn, Turn, UndertowError, as_embedded
 from undertow.engine.base.results import Receipt
+from undertow.engine.encoders.base import Encoded
 from undertow.engine.storage.journal_rows import Row, Rows
 from undertow.engine.storage.row_codec import Control, control_row, pack_turn, turn_id
 from undertow.engine.tenants.turn_columns import PlacedTurns, TurnColumns
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.base.trace import Trace
-    from undertow.engine.encoders.base import Encoded
+    from undertow.engine.encoders.base import Float16
     from undertow.engine.encoders.embedding_cache import EmbeddingCache
     from undertow.engine.policies.base import Thresholds
     from undertow.engine.tenants.registry import TenantRegistry
@@ -42,50 +43,70 @@ class Ticket:
     traceparent: str | None = None
 
 
-Queued: TypeAlias = Ticket | PackedTurn
-"""A turn in the queue, with a ticket if somebody waits for its receipt."""
+@dataclass(slots=True)
+class Batch:
+    """Turns taken from the queue, and the tickets of those that somebody waits for, by place."""
 
-
-def packed_of(queued: Queued) -> PackedTurn:
-    return queued.turn if isinstance(queued, Ticket) else queued
+    turns: TurnColumns
+    tickets: Sequence[tuple[int, Ticket]] = ()
 
 
 class Inbox:
-    """Owns the incoming turns: a bounded queue with one line per tenant, served round-robin."""
+    """Owns the incoming turns: a bounded queue with one line per tenant, served round-robin.
+
+    A bulk load brings its turns as a block of columns, which is served once the lines are empty.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lines: OrderedDict[str, deque[Queued]] = OrderedDict()
+        self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
         self._len = 0
+        self._set_block(TurnColumns.of(()))
+
+    def _set_block(self, turns: TurnColumns) -> None:
+        self._block, self._taken = turns, 0
+        self._block_tenants = frozenset(turns.tenants)
 
     def __len__(self) -> int:
-        return self._len
+        return self._len + self._block_len
+
+    @property
+    def _block_len(self) -> int:
+        return self._block.size - self._taken
 
     @property
     def room(self) -> int:
-        return self._limit - self._len
+        """How many turns `put` can queue now: none while a block waits, whose turns must not be overtaken."""
+        return 0 if self._block_len else self._limit - self._len
 
-    def put_unwatched(self, turn: PackedTurn) -> None:
-        """As `put`, for bulk loads: nobody waits for a receipt, so none is made. QueueFull."""
-        self._put(turn.tenant, turn)
+    @property
+    def serves_block(self) -> bool:
+        """Whether the next turns to be taken are those of a bulk load."""
+        return not self._len and self._block_len > 0
+
+    def put_block(self, turns: TurnColumns) -> None:
+        """Queue the turns of a bulk load, without tickets. QueueFull: a block is waiting, or at the bound."""
+        if turns.size > self.room:
+            raise QueueFull(f"{len(self)} turns are waiting to be stored. Try again after a step.")
+        self._set_block(turns)
 
     def put(self, turn: Turn | PackedTurn, traceparent: str | None = None) -> Ticket:
         """Queue a turn. QueueFull at the bound, InputError if it cannot be stored; then nothing is queued."""
         if isinstance(turn, Turn):
             turn = pack_turn(turn)
-        ticket = Ticket(turn, traceparent=traceparent)
-        self._put(turn.tenant, ticket)
-        return ticket
-
-    def _put(self, tenant: str, queued: Queued) -> None:
         if self.room <= 0:
             raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
-        self._lines.setdefault(tenant, deque()).append(queued)
+        ticket = Ticket(turn, traceparent=traceparent)
+        self._lines.setdefault(turn.tenant, deque()).append(ticket)
         self._len += 1
+        return ticket
 
-    def take(self, count: int) -> list[Queued]:
+    def take(self, count: int) -> Batch:
         """Remove and return up to `count` turns: an equal share of each tenant's line, in its order."""
-        taken: list[Queued] = []
+        if self.serves_block:
+            start, self._taken = self._taken, min(self._taken + count, self._block.size)
+            return Batch(self._block.part(start, self._taken))
+        taken: list[Ticket] = []
         share = max(1, count // max(1, len(self._lines)))
         while self._lines and len(taken) < count:
             name, line = self._lines.popitem(last=False)
@@ -93,13 +114,16 @@ class Inbox:
             if line:
                 self._lines[name] = line  # to the back of the round
         self._len -= len(taken)
-        return taken
+        return Batch(TurnColumns.of([ticket.turn for ticket in taken]), list(enumerate(taken)))
 
-    def put_back(self, taken: Iterable[Queued]) -> None:
+    def put_back(self, batch: Batch) -> None:
         """Undo the last `take`: lines and turns return to the front in their former order."""
-        lines: OrderedDict[str, deque[Queued]] = OrderedDict()
-        for queued in taken:
-            lines.setdefault(packed_of(queued).tenant, deque()).append(queued)
+        if not batch.tickets:
+            self._taken -= batch.turns.size
+            return
+        lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
+        for _, ticket in batch.tickets:
+            lines.setdefault(ticket.turn.tenant, deque()).append(ticket)
             self._len += 1
         for name, line in self._lines.items():
             lines.setdefault(name, deque()).extend(line)
@@ -108,21 +132,24 @@ class Inbox:
     @property
     def tenants(self) -> Collection[str]:
         """The tenants with waiting turns."""
-        return self._lines.keys()
+        return self._lines.keys() | self._block_tenants if self._block_len else self._lines.keys()
 
     def holds(self, tenant: str) -> bool:
-        return tenant in self._lines
+        return tenant in self._lines or (self._block_len > 0 and tenant in self._block_tenants)
 
     def clear(self) -> None:
         """Drop all waiting turns."""
         self._lines.clear()
         self._len = 0
+        self._set_block(TurnColumns.of(()))
 
     def drop(self, tenant: str) -> Sequence[Ticket]:
         """Remove the waiting turns of a tenant, and return their tickets."""
-        dropped = self._lines.pop(tenant, ())
+        dropped = self._lines.pop(tenant, deque())
         self._len -= len(dropped)
-        return [queued for queued in dropped if isinstance(queued, Ticket)]
+        if tenant in self._block_tenants:
+            self._set_block(self._block.part(self._taken, self._block.size).without(tenant))
+        return list(dropped)
 
 
 @dataclass(slots=True)
@@ -176,17 +203,29 @@ class Admission:
         new = PlacedTurns.plan(turns, tenants)
         # Everything that can fail comes before any tenant changes: first arena memory, then the encoder.
         self._reserve(new.segments, tenants)
-        vectors = self._encode(new)
+        vectors = self._encode(new, turns.vectors)
         rows: list[Rows] = [row for tenant in tenants for row in self.settle_thresholds(tenant)]
         return self._append(new, vectors, rows, len(turns.tenants))
 
-    def _encode(self, new: PlacedTurns) -> Encoded:
-        names = [new.tenants[owner].name for owner in new.owners.tolist()]
-        texts = new.texts
+    def _encode(self, new: PlacedTurns, given: Float16 | None = None) -> Encoded:
+        """The vectors of the new turns. `given`: vectors that the batch brings along, see TurnColumns."""
+        missing: Sequence[int] = range(len(new))
+        if given is not None:
+            vectors = given[new.places]
+            missing = np.flatnonzero(~vectors.any(axis=1)).tolist()
+            if not missing:
+                return Encoded(vectors)
+        names = [new.tenants[owner].name for owner in new.owners[missing].tolist()]
+        texts = [new.texts[n] for n in missing]
         if self._embed_timestamp:
-            texts = [as_embedded(text, at, True) for text, at in zip(texts, new.timestamps, strict=True)]
+            times = [new.timestamps[n] for n in missing]
+            texts = [as_embedded(text, at, True) for text, at in zip(texts, times, strict=True)]
         with self._trace.span("encode", texts=len(texts)):
-            return self._encoder.embed(names, texts)
+            encoded = self._encoder.embed(names, texts)
+        if given is None:
+            return encoded
+        vectors[missing] = encoded.host
+        return Encoded(vectors)
 
     def _append(self, new: PlacedTurns, vectors: Encoded, rows: list[Rows], count: int) -> Admitted:
         """Append the new ones of `count` turns to the logs and the arena, and their rows to `rows`."""

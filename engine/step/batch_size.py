@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 MOST_TURNS = 2_048
+# A step of a bulk load takes so many times the turns: nobody waits for it, and it does less a turn.
+BULK_FACTOR = 4
+MOST_BULK_TURNS = BULK_FACTOR * MOST_TURNS
 LEAST_TURNS = 64
 ADMISSION_S = 0.5
 # After a second of deciding, so many seconds of storing, where more turns are about to be stored.
@@ -37,6 +40,11 @@ class BatchSizer:
         self._fixed = turns is not None
         self._clock_s = clock_s
         self.turns = LEAST_TURNS if turns is None else turns
+
+    @property
+    def bulk_turns(self) -> int:
+        """The number of turns of a step of a bulk load."""
+        return self.turns if self._fixed else BULK_FACTOR * self.turns
 
     @contextmanager
     def measured(self) -> Iterator[AdmissionSize]:

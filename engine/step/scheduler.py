@@ -22,7 +22,7 @@ from undertow.engine.llm.client import BadReply, Completions, ServerRefused
 from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGate
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
-from undertow.engine.step.admission import Admission, Inbox, Ticket, packed_of
+from undertow.engine.step.admission import Admission, Inbox, Ticket
 from undertow.engine.step.batch_size import BatchSizer, DecidingShare
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
@@ -36,7 +36,6 @@ from undertow.engine.storage.row_codec import Control, ControlKind, control_row,
 from undertow.engine.tenants.generations import BEFORE_LOG
 from undertow.engine.tenants.registry import ArenaFull
 from undertow.engine.tenants.tenant import Tenant
-from undertow.engine.tenants.turn_columns import TurnColumns
 
 
 @dataclass(slots=True)
@@ -243,13 +242,13 @@ class Scheduler:
             self._resume_admission_at = None  # the waiting tenants may have been erased or moved away
         if not len(self.inbox) or self.admission_paused:
             return []
-        batch = self.inbox.take(self._batch_sizer.turns)
-        tickets = [(place, queued) for place, queued in enumerate(batch) if isinstance(queued, Ticket)]
+        sizer = self._batch_sizer
+        batch = self.inbox.take(sizer.bulk_turns if self.inbox.serves_block else sizer.turns)
         try:
-            with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=len(batch)):
-                new = self._admission.admit(TurnColumns.of([packed_of(queued) for queued in batch]))
+            with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=batch.turns.size):
+                new = self._admission.admit(batch.turns)
                 admitted.fresh_turns = new.fresh_turns
-                self._trace.link(ticket.traceparent for _, ticket in tickets)
+                self._trace.link(ticket.traceparent for _, ticket in batch.tickets)
         except ArenaFull:
             if not self.decisions.active_count:
                 self._drop_inbox()
@@ -261,8 +260,8 @@ class Scheduler:
         self._resume_admission_at = None
         self._rows += new.rows
         self._report.admitted = new.fresh_turns
-        self._report.duplicates = len(batch) - new.fresh_turns
-        stored = [(ticket, new.receipt(place, ticket.turn.tenant)) for place, ticket in tickets]
+        self._report.duplicates = batch.turns.size - new.fresh_turns
+        stored = [(ticket, new.receipt(place, ticket.turn.tenant)) for place, ticket in batch.tickets]
         _note_arrivals(self.decisions.lag_tracker, stored)
         for tenant in new.tenants:
             self.decisions.add(tenant)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 import orjson
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import (
@@ -25,6 +26,18 @@ from undertow.engine.base.model import (
 from undertow.engine.storage.journal_rows import Row
 
 ControlKind = Literal["settings", "flush", "delete", "update", "replay", "policy", "reconsolidate", "used"]
+
+TURNS = pa.schema(
+    [
+        pa.field("tenant", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("session", pa.string(), nullable=False),
+        pa.field("timestamp", pa.string()),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("payload", pa.binary(), nullable=False),
+    ]
+)
+"""The columns of packed turns: the fields of PackedTurn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +100,12 @@ def pack_turn(turn: Turn) -> PackedTurn:
     except orjson.JSONEncodeError as error:
         _refuse("messages", f"cannot be written as JSON ({error})", "Send valid Unicode.")
     return PackedTurn(turn.tenant, turn.dedupe_key, turn.session_id, turn.timestamp, turn.text, payload)
+
+
+def turns_table(turns: Iterable[PackedTurn]) -> pa.Table:
+    """Packed turns as a table of schema TURNS, in their order."""
+    columns = list(zip(*turns, strict=True)) or [()] * len(TURNS)
+    return pa.table([pa.array(c, f.type) for c, f in zip(columns, TURNS, strict=True)], schema=TURNS)
 
 
 def _refuse(name: str, reason: str, cure: str) -> NoReturn:

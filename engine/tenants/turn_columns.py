@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn
 from undertow.engine.storage.journal_rows import SCHEMA
-from undertow.engine.storage.row_codec import stamped
+from undertow.engine.storage.row_codec import TURNS, stamped
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.encoders.base import Float16
@@ -24,7 +24,10 @@ V = TypeVar("V")
 
 
 class TurnColumns(NamedTuple):
-    """Turns in order of arrival, one entry a turn in each column; the fields of PackedTurn."""
+    """Turns in order of arrival, one entry a turn in each column; the fields of PackedTurn.
+
+    `vectors` float16 [n, dim]: given ones, a row of zeros for a turn without; None: no turn has one.
+    """
 
     tenants: Sequence[str]
     keys: Sequence[str]
@@ -32,10 +35,35 @@ class TurnColumns(NamedTuple):
     timestamps: Sequence[str | None]
     texts: Sequence[str]
     payloads: Sequence[bytes]
+    vectors: Float16 | None = None
 
     @classmethod
     def of(cls, turns: Collection[PackedTurn]) -> Self:
-        return cls(*zip(*turns, strict=True)) if turns else cls((), (), (), (), (), ())
+        columns: list[Any] = list(zip(*turns, strict=True)) or [()] * len(TURNS)
+        return cls(*columns)
+
+    @classmethod
+    def of_table(cls, turns: pa.Table, vectors: Float16 | None = None) -> Self:
+        """The turns of a table of TURNS."""
+        columns: list[Any] = [*(turns.column(name).to_pylist() for name in TURNS.names), vectors]
+        return cls(*columns)
+
+    @property
+    def size(self) -> int:
+        """The number of turns."""
+        return len(self.tenants)
+
+    def part(self, start: int, stop: int) -> Self:
+        """The turns from place `start` up to `stop`."""
+        columns: list[Any] = [column if column is None else column[start:stop] for column in self]
+        return type(self)(*columns)
+
+    def without(self, tenant: str) -> Self:
+        """All turns but those of a tenant."""
+        kept = [place for place, name in enumerate(self.tenants) if name != tenant]
+        vectors = None if self.vectors is None else self.vectors[kept]
+        columns: list[Any] = [*(_taken(column, kept) for column in self[:-1]), vectors]
+        return type(self)(*columns)
 
 
 @dataclass(slots=True)

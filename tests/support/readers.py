@@ -9,11 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from undertow.engine.readers import (
-    Format,
-    Record,
-    read,
-)
+from undertow.engine.cluster import wire
+from undertow.engine.readers import Format, Record, read, read_blocks, read_packed
+from undertow.engine.readers.record import problems_of
 
 LIMIT = 1_000_000
 
@@ -44,3 +42,16 @@ def parquet(folder: Path, columns: dict[str, Any], **options: Any) -> Path:
     path = folder / "log.parquet"
     pq.write_table(pa.table(columns), path, **options)
     return path
+
+
+def compare_blocks(path: Path, limit: int = LIMIT, after: int = 0) -> None:
+    """The blocks of a file hold the turns, errors and warnings of its packed records, in their places."""
+    packed = list(read_packed(path, after=after, max_message_bytes=limit))
+    blocks = list(read_blocks(path, after=after, max_message_bytes=limit))
+    turns = [turn for block in blocks for turn in wire.unpack(block.turns)]
+    assert turns == [turn for record in packed for turn in record.turns]
+    positions = [n for block in blocks for n in block.positions.tolist()]
+    assert positions == [record.position for record in packed for _ in record.turns]
+    problems = [record for block in blocks for record in block.problems]
+    assert problems == list(problems_of(packed))
+    assert [b.position for b in blocks[-1:]] == [record.position for record in packed[-1:]]

@@ -12,7 +12,7 @@ import pytest
 from obstore.store import S3Store
 
 from undertow.engine.base.model import InputError
-from undertow.engine.readers import Log, detect_format, find_logs, read, source
+from undertow.engine.readers import Log, detect_format, find_logs, jsonl, read, source
 
 from ...support.readers import GOOD, LIMIT, line, parquet, records, write
 
@@ -135,6 +135,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_an_error(
     bucket: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "_REQUEST_BYTES", 1 << 10)
+    monkeypatch.setattr(jsonl, "_PIECE_BYTES", 1 << 10)
     obstore.put(bucket, "changing.jsonl", "\n".join([line()] * 100).encode())
     records = read(Log.of(f"s3://{BUCKET}/changing.jsonl"), max_message_bytes=LIMIT)
     next(records)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from undertow.engine.readers import detect_format
+from undertow.engine.readers import blocks, detect_format
 
-from ...support.readers import GOOD, parquet, records
+from ...support.readers import GOOD, compare_blocks, parquet, records
 
 
 def test_parquet_rows_are_lines(tmp_path: Path) -> None:
@@ -69,3 +73,64 @@ def test_parquet_rows_that_cannot_be_decoded_leave_the_others(tmp_path: Path) ->
     assert [len(r.turns) for r in found] == [1, 0, 0]
     assert "cannot be decoded" in found[1].errors[0].reason
     assert found[2].errors[0].field == "metadata"
+
+
+TIMES = (
+    pa.timestamp("us"),
+    pa.timestamp("ns", "UTC"),
+    pa.timestamp("s", "+05:30"),
+    pa.date32(),
+    pa.float64(),
+)
+SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("tenant", "session", "idempotency_key")),
+        ("timestamp", pa.timestamp("us")),
+        ("messages", pa.list_(pa.struct([(name, pa.string()) for name in ("role", "content", "name")]))),
+        ("metadata", pa.struct([("app", pa.string())])),
+    ]
+)
+NAMES = st.sampled_from(["ann", "Zoë", "", None, " ", "x\ty", "n" * 1_025])
+TEXTS = st.sampled_from(['a "b"\n', "\\ é\r\t", "\x01", "", " ", None, "a\x00", "x"])
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "user", "assistant", "system", None]), "content": TEXTS, "name": NAMES}
+)
+MESSAGES = st.lists(st.none() | MESSAGE, max_size=3) | st.tuples(TEXTS, TEXTS, NAMES).map(
+    lambda said: [
+        {"role": "user", "content": said[0], "name": said[2]},
+        {"role": "assistant", "content": said[1], "name": None},
+    ]
+)
+ROW = st.fixed_dictionaries(
+    {
+        "tenant": st.just("ann") | NAMES,
+        "session": NAMES,
+        "idempotency_key": st.none() | NAMES,
+        "timestamp": st.none() | st.datetimes(datetime(1969, 1, 1), datetime(2027, 1, 1)),
+        "messages": st.none() | MESSAGES,
+        "metadata": st.none() | st.just({"app": "x"}),
+    }
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=6),
+    kind=st.sampled_from(TIMES),
+    after=st.integers(0, 3),
+    group=st.sampled_from([2, 10]),
+)
+def test_blocks_of_columns_are_the_packed_records(
+    tmp_path: Path, rows: list[dict[str, Any]], kind: pa.DataType, after: int, group: int
+) -> None:
+    whole = pa.Table.from_pylist(rows, schema=SCHEMA)
+    times = whole.column("timestamp")
+    if kind == pa.float64():
+        times = times.cast(pa.int64())
+    elif kind == pa.timestamp("s", "+05:30"):
+        times = times.cast(pa.timestamp("s"), safe=False)
+    columns = dict(zip(whole.column_names, whole.columns, strict=True))
+    path = parquet(tmp_path, {**columns, "timestamp": times.cast(kind, safe=False)}, row_group_size=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "LEAST_ROWS", 1)
+        compare_blocks(path, after=after)

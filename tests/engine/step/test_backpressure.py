@@ -18,10 +18,11 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
-from undertow.engine.step.admission import Inbox, packed_of
+from undertow.engine.step.admission import Inbox, QueueFull
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import pack_turn
+from undertow.engine.tenants.turn_columns import TurnColumns
 
 from ...support.cli import turn_line, write_log
 from ...support.engine import (
@@ -249,20 +250,38 @@ def test_what_is_put_back_stands_as_it_stood(seed: int, count: int) -> None:
     names = [f"t{rng.randrange(5)}" for _ in range(rng.randrange(1, 25))]
     turns = [turn for n, name in enumerate(names) for turn in turns_of(name, 1, start=n)]
     one, two = Inbox(100), Inbox(100)
-    for n, turn in enumerate(turns):
+    if seed % 3 == 0:
         for inbox in (one, two):
-            if n % 3:
-                inbox.put(turn)
-            else:
-                inbox.put_unwatched(pack_turn(turn))
+            inbox.put_block(TurnColumns.of(list(map(pack_turn, turns))))
+    else:
+        for turn in turns:
+            one.put(turn)
+            two.put(turn)
     one.put_back(one.take(count))
     later = turns_of("t0", 2, start=90)
     while len(two):
         assert len(one) == len(two)
         size = rng.randrange(1, 6)
-        assert list(map(packed_of, one.take(size))) == list(map(packed_of, two.take(size)))
-        if later and rng.random() < 0.3:
+        assert one.take(size).turns == two.take(size).turns
+        if later and one.room and rng.random() < 0.3:
             turn = later.pop()
             one.put(turn)
             two.put(turn)
     assert len(one) == 0
+
+
+def test_a_block_is_not_overtaken_and_loses_an_erased_tenant() -> None:
+    first, late = turns_of("t0", 2), turns_of("t1", 1)
+    block = TurnColumns.of([pack_turn(turn) for n in (1, 2, 1) for turn in turns_of(f"t{n}", 2)])
+    inbox = Inbox(10)
+    for turn in first:
+        inbox.put(turn)
+    inbox.put_block(block)
+    assert (len(inbox), inbox.room, set(inbox.tenants)) == (8, 0, {"t0", "t1", "t2"})
+    with pytest.raises(QueueFull):
+        inbox.put(late[0])
+    assert inbox.take(5).turns.tenants == ("t0", "t0"), "single calls come first"
+    assert list(inbox.take(1).turns.tenants) == ["t1"]
+    assert inbox.drop("t1") == [] and not inbox.holds("t1") and inbox.holds("t2")
+    assert list(inbox.take(9).turns.tenants) == ["t2", "t2"]
+    assert (len(inbox), inbox.room, inbox.holds("t2")) == (0, 10, False)

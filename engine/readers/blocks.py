@@ -1,0 +1,99 @@
+"""Blocks of a file's rows: plain rows as columns, all others by LineParser, in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from undertow.engine.base.model import BadInput
+from undertow.engine.readers.messages import LineParser
+from undertow.engine.readers.plain_rows import PlainRows, plain_turns
+from undertow.engine.readers.record import OrderWatch, PackedRecord, Record, TurnBlock, problems_of
+from undertow.engine.readers.vectors import GivenVectors
+from undertow.engine.storage.row_codec import TURNS, turns_table
+
+Int64s = NDArray[np.int64]
+OddRows = Callable[[Int64s], Iterable[Record | PackedRecord]]
+"""The records of rows that are not plain, by their places in the batch."""
+
+# Below this many rows, LineParser is faster than the columns.
+LEAST_ROWS = 48
+_NO_ROWS = PlainRows(np.empty(0, np.int64), TURNS.empty_table())
+
+
+class BlockBuilder:
+    """Makes the blocks of one file, and issues its warnings once."""
+
+    def __init__(self, source: str, file_name: str, max_message_bytes: int) -> None:
+        self.parser = LineParser(source, file_name, max_message_bytes)
+        self._source = source
+        self._file_name = file_name
+        self._max_message_bytes = max_message_bytes
+        self._order = OrderWatch()
+
+    def block(
+        self, rows: pa.Table | None, lines: Int64s, odd: OddRows, vectors: GivenVectors | None = None
+    ) -> TurnBlock:
+        """The block of some rows, at least one; `lines` int64 [rows]: their numbers, ascending.
+
+        `rows` has the columns of the `messages` format. None: no row is plain.
+        """
+        plain = _NO_ROWS
+        if rows is not None and len(lines) >= LEAST_ROWS and self._knows(rows):
+            plain = plain_turns(rows, lines, self._file_name, self._max_message_bytes)
+        is_odd = np.ones(len(lines), bool)
+        is_odd[plain.rows] = False
+        records = [PackedRecord.of(record) for record in odd(np.flatnonzero(is_odd))]
+        if vectors is not None:
+            plain, records = vectors.checked(plain, records, lines, self._source)
+        places = np.concatenate(
+            [lines[plain.rows], np.repeat(_positions(records), [len(r.turns) for r in records])]
+        ).astype(np.int64)
+        turns = plain.turns
+        if records:
+            turns = pa.concat_tables([turns, turns_table(turn for r in records for turn in r.turns)])
+        order = np.argsort(places, kind="stable")
+        if records and len(plain.rows):
+            turns = turns.take(pa.array(order))
+        places = places[order]
+        problems = self._with_order_warnings(problems_of(records), turns, places)
+        given = None if vectors is None else vectors.of_rows(np.searchsorted(lines, places))
+        return TurnBlock(int(lines[-1]), turns, places, problems, given)
+
+    def _knows(self, rows: pa.Table) -> bool:
+        """Whether no warning about unknown fields is due; LineParser issues them."""
+        messages = rows.schema.field("messages").type
+        fields = messages.value_type if pa.types.is_list(messages) else ()
+        names = [field.name for field in fields] if pa.types.is_struct(fields) else []
+        return self.parser.knows(rows.column_names, names)
+
+    def _with_order_warnings(
+        self, problems: Sequence[PackedRecord], turns: pa.Table, places: Int64s
+    ) -> tuple[PackedRecord, ...]:
+        by_position = {record.position: record for record in problems}
+        for position, late in self._order.check_block(turns, places):
+            record = by_position.get(position, PackedRecord(position))
+            warnings = (*record.warnings, f"{self._source}:{position}: {late}")
+            by_position[position] = replace(record, warnings=warnings)
+        return tuple(by_position[position] for position in sorted(by_position))
+
+
+def _positions(records: Sequence[PackedRecord]) -> Int64s:
+    return np.array([record.position for record in records], np.int64)
+
+
+def block_of_error(position: int, problem: BadInput) -> TurnBlock:
+    """The block of an error of a whole file, at the position reached."""
+    return TurnBlock.of([PackedRecord(position, errors=(problem,))])
+
+
+def blocks_of(records: Iterable[Record], most: int = 1_024) -> Iterator[TurnBlock]:
+    """The blocks of a reader that has no columns, of at most so many records."""
+    packed = map(PackedRecord.of, records)
+    while batch := list(islice(packed, most)):
+        yield TurnBlock.of(batch)
