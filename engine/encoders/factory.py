@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from undertow.engine.encoders.base import Encoder
-from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.kernels.device import resolve
 
 if TYPE_CHECKING:
@@ -22,6 +21,9 @@ def make_encoder(settings: Settings) -> Encoder:
     if kind == "hash":
         if not (size.isascii() and size.isdigit()):
             raise ValueError(f"encoder {settings.encoder!r}: write the size after the colon, as in hash:384")
+        # Imported here: it needs numba, and callers that only name an encoder do without.
+        from undertow.engine.encoders.hashing import HashingEncoder
+
         return HashingEncoder(int(size))
     if resolve(settings.device) == "cuda":
         from undertow.engine.encoders.cuda import CudaSentenceEncoder

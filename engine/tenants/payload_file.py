@@ -12,9 +12,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryFile, gettempdir
-
-from undertow.engine.base.model import UndertowError
+from tempfile import TemporaryFile
 
 # Ranges have sizes of powers of two from this up. Those of a tenant double up to LARGEST_BYTES; a batch that
 # is larger gets a range of its own.
@@ -31,23 +29,31 @@ _PLACE = (1 << _PLACE_BITS) - 1
 
 
 class Segment:
-    """A mapped file of `size` zero bytes. Its blocks are reserved, as a mapped write cannot fail cleanly."""
+    """A mapped file of `size` zero bytes, or memory if the disk has no room for it."""
 
     def __init__(self, folder: Path | None, size: int) -> None:
-        with TemporaryFile(dir=folder, buffering=0) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                file.truncate(size)
-            self.map = mmap.mmap(file.fileno(), size)
+        try:
+            self.map, self.is_file = _mapped_file(folder, size), True
+        except OSError:
+            self.map, self.is_file = mmap.mmap(-1, size), False
         self.size = size
         # Ranges are handed out up to `end`; `held` bytes of them are in use.
         self.end = self.held = 0
 
     def unmap_pages(self) -> None:
         """Take the pages out of this process's memory; the page cache keeps them."""
-        if sys.platform == "linux":
+        if self.is_file and sys.platform == "linux":
             self.map.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapped_file(folder: Path | None, size: int) -> mmap.mmap:
+    """OSError. The blocks are reserved: a write to mapped memory cannot fail cleanly."""
+    with TemporaryFile(dir=folder, buffering=0) as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        return mmap.mmap(file.fileno(), size)
 
 
 class PayloadFile:
@@ -63,7 +69,7 @@ class PayloadFile:
         self._touched = 0
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """A range of at least `nbytes` zero bytes: its position and size. UndertowError: the disk is full."""
+        """A range of at least `nbytes` zero bytes: its position and size."""
         size = max(SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())
         if free := self._free.get(size):
             position = free.pop()
@@ -115,13 +121,7 @@ class PayloadFile:
             return newest
         least, most = SEGMENT_BYTES
         total = sum(segment.size for segment in self.segments.values())
-        try:
-            segment = Segment(self._folder, max(least, min(total, most), size))
-        except OSError as error:
-            raise UndertowError(
-                f"cannot keep the texts of loaded tenants in {self._folder or gettempdir()}: {error}. "
-                "Free some disk space there, or lower UNDERTOW_ARENA_BYTES, so that fewer tenants are loaded."
-            ) from error
+        segment = Segment(self._folder, max(least, min(total, most), size))
         self._newest += 1
         self.segments[self._newest] = segment
         return segment

@@ -121,7 +121,14 @@ def test_with_torch_and_numpy_alone_a_device_arena_works() -> None:
     assert done.stdout.splitlines() == [
         *(
             f"{module} needs llvmlite"
-            for module in ("compiled_rows", "host_memory", "cpu_gate", "key_table", "host_rows")
+            for module in (
+                "compiled_rows",
+                "host_memory",
+                "cpu_gate",
+                "hashed_words",
+                "key_table",
+                "host_rows",
+            )
         ),
         "[[0, 4]] [[3]]",
         "[[1]]",

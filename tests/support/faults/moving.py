@@ -22,6 +22,7 @@ from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.llm.client import LLMClient
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
+from undertow.engine.storage.wal import WriteAheadLog
 from undertow.engine.tenants.migration_records import InTransit
 
 from ..engine import settings_of
@@ -148,6 +149,7 @@ def alone(folder: Path, turns: Sequence[Turn], policy: PolicyName = "recmem") ->
 # ---- kills
 
 COMMITS = (
+    (WriteAheadLog, "append"),
     (LanceLog, "append"),
     (LanceLog, "append_stream"),
     (LanceLog, "delete"),
