@@ -183,8 +183,15 @@ class FencedLog:
             self._look()
 
     def _follow(self, versions: int = 1) -> None:
-        """After this many own commits: if others came between, look for a claim. Fenced."""
-        if self._table.version > self._seen + versions:
+        """After this many own commits: if others came between, look for a claim. Fenced.
+
+        The numbers of versions do not tell all: where a purge has removed versions, a writer that was paused
+        within its commit may have made one of their number. Its claim in the folder was replaced before.
+        """
+        if self._wal is not None and self._wal.is_claimed_by_another:
+            self._table.reload()
+            self._look()
+        elif self._table.version > self._seen + versions:
             self._look()
         self._seen = self._table.version
 

@@ -15,7 +15,7 @@ import pytest
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import tail, wal
 from undertow.engine.storage.fenced_log import DamagedLog
-from undertow.engine.storage.journal import Journal, JournalError
+from undertow.engine.storage.journal import Fenced, Journal, JournalError
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.wal import WriteAheadLog
@@ -324,3 +324,16 @@ def test_what_an_overtaken_writer_left_in_the_log_goes_with_a_purge(store: Path)
     assert bytes_hold(store, SECRET)
     new.purge()
     assert not bytes_hold(store, SECRET) and stored(store) == ["first"]
+
+
+def test_a_commit_to_lance_is_not_acknowledged_once_another_has_claimed_the_store(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the number of its version seems to follow, as after a purge of the versions between."""
+    monkeypatch.setattr(journal_module, "ROWS_PAST_LOG", 1)
+    old = Journal.open(store, writable=True)
+    taken_over(store).append([row("second")])
+    old._seen = 1_000  # any version seems to follow
+    with pytest.raises(Fenced):
+        old.append([row("late")])
+    assert stored(store) == ["second"]
