@@ -70,18 +70,19 @@ class Entry(NamedTuple):
 class Damage:
     """Rows of the log, acknowledged ones among them, that cannot be read.
 
-    `end_lsn` None: up to the end of the writer's log.
+    `offset` None: the file is missing. `end_lsn` None: up to the end of the writer's log.
     """
 
     epoch: int
     file: str
-    offset: int
+    offset: int | None
     first_lsn: int
     end_lsn: int | None
 
     def __str__(self) -> str:
+        what = "is missing" if self.offset is None else f"is damaged at byte {self.offset}"
         last = "the last one" if self.end_lsn is None else str(self.end_lsn - 1)
-        return f"{self.file} is damaged at byte {self.offset}: rows {self.first_lsn} to {last} cannot be read"
+        return f"{self.file} {what}: rows {self.first_lsn} to {last} cannot be read"
 
 
 @dataclass(slots=True)
@@ -101,7 +102,8 @@ class LogContent:
         for one, two in pairwise(entries):
             known = any(d.end_lsn is None or d.end_lsn >= two.first_lsn > d.first_lsn for d in damages)
             if two.first_lsn > one.end_lsn and not known:
-                damages.append(Damage(epoch, "a missing segment", 0, one.end_lsn, two.first_lsn))
+                name = f"{FOLDER}/{segment_name(epoch, one.end_lsn)}"
+                damages.append(Damage(epoch, name, None, one.end_lsn, two.first_lsn))
         return LogContent(entries, damages, self.torn)
 
 
@@ -181,7 +183,7 @@ class WriteAheadLog:
     def append(self, first_lsn: int, batch: pa.RecordBatch) -> None:
         """Write one entry. It counts once the caller has found that the store `is_claimed_by` nobody else."""
         data = packed(self._epoch, first_lsn, batch)
-        name = f"{self._epoch:012d}-{first_lsn:020d}{SUFFIX}"
+        name = segment_name(self._epoch, first_lsn)
         if self._location.folder is None:
             self._location.write(name, data)
             self._segments.append(name)
@@ -223,6 +225,10 @@ class WriteAheadLog:
         self.remove([name for name in self._names() if _parts(name)[0] < self._epoch])
         if self._location.folder is not None:
             remove_drafts(self._location.folder / CLAIM)
+
+
+def segment_name(epoch: int, first_lsn: int) -> str:
+    return f"{epoch:012d}-{first_lsn:020d}{SUFFIX}"
 
 
 def _parts(name: str) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ..support.soak.runs import report
 KILLS = int(os.environ.get("SOAK_KILLS", "1000"))
 # a new store after so many, so that the check reads no more than these have written
 KILLS_PER_STORE = 25
-COMMAND = "SOAK_OUT=docs/results pytest -m soak tests/soak/test_log_kills.py"
+COMMAND = f"SOAK_KILLS={KILLS} SOAK_OUT=docs/results pytest -m soak tests/soak/test_log_kills.py"
 
 
 @pytest.mark.soak
