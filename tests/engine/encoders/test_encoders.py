@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
@@ -297,6 +300,23 @@ def test_hashing_encoder_bits_are_fixed() -> None:
     """The same on every machine: a change of these numbers is a change of format."""
     vectors = HashingEncoder().encode(TEXTS)
     assert hashlib.blake2b(vectors.tobytes(), digest_size=8).hexdigest() == "0ca158d52abbb42e"
+
+
+SHARED = HashingEncoder(64)
+WORDY = st.text(st.sampled_from("aAbZ09_ -'.\n\x00éÉßİıΣς北\u0307\u2019\U0001f600\ud800"), max_size=24)
+
+
+@given(st.lists(WORDY, max_size=6))
+def test_hashing_encoder_is_what_it_says(texts: list[str]) -> None:
+    """Word by word in Python, for letters of all kinds, texts without words, and words across calls."""
+    expected = np.zeros((len(texts), 64))
+    for row, text in zip(expected, texts, strict=True):
+        for word in re.findall(r"\w+", text.lower()) or [""]:
+            digest = hashlib.blake2b(word.encode(errors="surrogatepass"), digest_size=32).digest()
+            for place in np.frombuffer(digest, "<u2") % 128:
+                row[place % 64] += 1 if place < 64 else -1
+        row /= np.sqrt((row * row).sum()) or 1.0
+    assert SHARED.encode(texts).tobytes() == expected.astype(np.float16).tobytes()
 
 
 def test_hashing_encoder_is_invariant_and_shared_words_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
