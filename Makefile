@@ -54,7 +54,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 # images of containers often set it; each of the tests' many processes would compile anew all that it imports
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup setup-vllm setup-gpu setup-peers model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
+.PHONY: help setup setup-vllm setup-gpu setup-peers kernels model demo test lint bench gpu gpu-tests gpu-sanitize gpu-bench client soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,11 +69,15 @@ setup-peers: $(SETUP_PEERS) ## make .venv-peers, the environment of mem0ai and l
 
 model: $(MODEL)/config.json ## make the small instruct model (1.1 GB to download, 2.3 GB on disk)
 
-demo: $(SETUP) $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## run the demo; UNDERTOW_LLM_URL names a server to use
+kernels: $(SETUP) ## compile the kernels for this CPU, if they are not in the cache
+	$(call say,kernels)
+	@$(VENV)/bin/python -m undertow.engine.step.warm_up
+
+demo: kernels $(if $(UNDERTOW_LLM_URL),,$(SETUP_VLLM) $(MODEL)/config.json) ## run the demo; UNDERTOW_LLM_URL names a server to use
 	$(call say,demo)
 	@$(VENV)/bin/undertow demo
 
-test: $(SETUP) $(SETUP_VLLM) ## set up, then run all tests but the soak
+test: kernels $(SETUP_VLLM) ## set up, then run all tests but the soak
 	$(call say,tests)
 	@$(VENV)/bin/pytest -m "not soak" -n $(TEST_WORKERS) --dist loadfile
 

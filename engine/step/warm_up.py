@@ -1,4 +1,9 @@
-"""Warm-up before the first call: compiles the kernels and runs the model once."""
+"""Warm-up before the first call: compiles the kernels and runs the model once.
+
+    python -m undertow.engine.step.warm_up
+
+compiles the CPU's kernels into numba's cache, so that no process has to do it later.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,10 @@ import numpy as np
 
 from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.base import Encoder, Float16
-from undertow.kernels.arena.arena import Arena
+from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.kernels.arena.arena import Arena, make_arena
 from undertow.kernels.gate.factory import make_gate
+from undertow.kernels.key_table import KeyTable, add_keys, may_hold
 from undertow.kernels.topk.topk import top_k_many
 
 TEXTS = ("Nobody has said this.", "Nor has anybody said that, at any other time or in any other place.")
@@ -28,6 +35,7 @@ def warm_up(encoder: Encoder, arena: Arena) -> None:
         vectors = encoder.encode(TEXTS)
         at = "the kernels"
         _read(vectors, arena)
+        _find_keys()
     except Exception as error:
         raise WarmUpFailed(
             f"{at} cannot be used: {type(error).__name__}: {error}. `undertow doctor` checks this machine."
@@ -52,3 +60,14 @@ def _read(vectors: Float16, arena: Arena) -> None:
     finally:
         arena.release(turns)
         arena.release(episodes)
+
+
+def _find_keys() -> None:
+    """Run the kernels of a turn's dedupe key."""
+    tables, owners = [KeyTable()], np.zeros(2, np.int64)
+    add_keys(tables, owners, np.arange(2))
+    may_hold(tables, owners, np.arange(2))
+
+
+if __name__ == "__main__":
+    warm_up(HashingEncoder(16), make_arena(16, "cpu"))

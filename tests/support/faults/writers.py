@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -67,8 +68,8 @@ class Kills:
         writer.start()
         theirs.close()
         try:
-            if not ours.poll(SOON_S):
-                raise AssertionError(f"writer {name} wrote nothing")
+            assert ours.poll(SOON_S), f"writer {name} wrote nothing"
+            self._hear(ours.recv())  # EOFError: it has ended by itself
             time.sleep(self.rng.expovariate(1 / 0.06))
             pid = writer.pid
             assert pid is not None
@@ -82,23 +83,27 @@ class Kills:
             writer.kill()
             writer.join()
             self.kills += 1
-            self._hear(ours)
+            with suppress(EOFError):
+                while True:
+                    self._hear(ours.recv())
         finally:
             if writer.is_alive():
                 writer.kill()
 
-    def _hear(self, ours: Any) -> None:
-        try:
-            while (texts := ours.recv()) is not None:
-                self.acknowledged += texts
-        except EOFError:
-            pass
+    def _hear(self, texts: list[str] | None) -> None:
+        """Note what was acknowledged; None: the writer was fenced."""
+        self.acknowledged += texts or ()
 
     def check(self) -> dict[str, int]:
-        """Every acknowledged row is there once, in the order of its writer; nothing is there twice."""
-        shown = Counter(row.payload.decode() for row in Journal.open(self.store, writable=False).read())
+        """How many rows were acknowledged, are lost, are there twice, or stand before their writer's last."""
+        texts = [row.payload.decode() for row in Journal.open(self.store, writable=False).read()]
+        shown, last, disordered = Counter(texts), Counter[str](), 0
+        for writer, _, number in (text.partition("/") for text in texts):
+            disordered += int(number) < last[writer]
+            last[writer] = int(number)
         return {
             "acknowledged": len(self.acknowledged),
             "lost": sum(text not in shown for text in self.acknowledged),
             "doubled": sum(count > 1 for count in shown.values()),
+            "disordered": disordered,
         }
