@@ -179,7 +179,8 @@ def test_each_byte_of_the_last_kilobyte_cut_or_flipped(store: Path, change: str)
         else:
             (damage,) = content.damages
             ends = len(said) if damage.end_lsn is None else damage.end_lsn
-            assert missing == set(range(damage.first_lsn, ends)) and damage.offset <= place
+            assert missing == set(range(damage.first_lsn, ends))
+            assert damage.offset is not None and damage.offset <= place
     file.write_bytes(data)
     assert stored(store) == said
 
