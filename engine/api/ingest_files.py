@@ -16,7 +16,6 @@ import pyarrow as pa
 from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine
 from undertow.engine.base.model import BadInput
 from undertow.engine.base.results import IngestReport
-from undertow.engine.encoders.base import Float16
 from undertow.engine.readers import Format, Log, TurnBlock, read_blocks
 from undertow.engine.step.batch_size import MOST_BULK_TURNS
 from undertow.engine.step.scheduler import StepReport
@@ -57,7 +56,7 @@ class Ingest:
         self._strict = strict
         self._on_error, self._on_warning, self._on_step, self._stop = on_error, on_warning, on_step, stop
         self._batch_turns = min(engine.settings.batch_turns or MOST_BULK_TURNS, engine.settings.queue_turns)
-        self._batch: list[tuple[pa.Table, Float16 | None]] = []
+        self._batch: list[pa.Table] = []
         self._count = 0
         self._reached: dict[str, dict[str, Any]] = {}
         self._stored = self._stored_offsets() if resume else {}
@@ -135,8 +134,7 @@ class Ingest:
                 if self.report.ended:
                     return
             end = min(stop, start + self._batch_turns - self._count)
-            vectors = None if block.vectors is None else block.vectors[start:end]
-            self._batch.append((block.turns.slice(start, end - start), vectors))
+            self._batch.append(block.turns.slice(start, end - start))
             self._count += end - start
             start = end
 
@@ -150,7 +148,7 @@ class Ingest:
         for body in reached.values():
             self._engine.note(Row("source_offset", "", "", -1, orjson.dumps(body)))
         if batch:
-            self._engine.scheduler.inbox.put_block(_columns(batch, self._engine.arena.dim))
+            self._engine.scheduler.inbox.put_block(TurnColumns.of_table(pa.concat_tables(batch)))
         stored = False
         while not stored:  # where the arena is full, the batch waits for decisions
             step = self._engine.step(WAIT_FOR_REPLY_S, storing=True)
@@ -186,16 +184,6 @@ def _read_ahead(blocks: Iterator[TurnBlock]) -> Iterator[TurnBlock]:
         while (block := coming.popleft().result()) is not None:
             coming.append(reading.submit(next, blocks, None))
             yield block
-
-
-def _columns(batch: Sequence[tuple[pa.Table, Float16 | None]], dim: int) -> TurnColumns:
-    """The turns of some tables as one, with their vectors, float16 [n, dim]."""
-    turns = pa.concat_tables([table for table, _ in batch])
-    if all(vectors is None for _, vectors in batch):
-        return TurnColumns.of_table(turns)
-    none = [np.zeros((table.num_rows, dim), np.float16) for table, _ in batch]
-    given = [zeros if vectors is None else vectors for (_, vectors), zeros in zip(batch, none, strict=True)]
-    return TurnColumns.of_table(turns, np.concatenate(given))
 
 
 def obstacles(engine: Engine) -> list[str]:

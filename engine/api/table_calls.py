@@ -22,7 +22,7 @@ class TableCalls(SearchCalls):
     @property
     def store_encoder(self) -> StoreEncoder:
         """What vectors must be of that come with turns."""
-        return StoreEncoder(self.journal.info.dim, self.journal.info.encoder["digest"])
+        return StoreEncoder.of(self.journal.info)
 
     def add_table(self, table: pa.Table | pa.RecordBatchReader, *, source: str | None = None) -> TableReport:
         """Store the turns of a table; durable and searchable on return. Decisions follow in later steps.
@@ -42,7 +42,7 @@ class TableCalls(SearchCalls):
                 if record.errors:
                     raise InputError(record.errors[0])
             self.tenants.require_here(pc.unique(block.turns.column("tenant")).to_pylist())
-            new += self._store(TurnColumns.of_table(block.turns, block.vectors))
+            new += self._store(TurnColumns.of_table(block.turns))
             stored += block.turns.num_rows
         return TableReport(stored, new)
 

@@ -71,7 +71,8 @@ class Turn:
 class PackedTurn(NamedTuple):
     """A checked turn with its journal `payload` and the `text` to embed.
 
-    A tuple, because a shard creates one for each turn that it receives.
+    `vector`: the text's embedding, little-endian fp16 [dim]; None: it is yet to be made. A tuple, because a
+    shard creates one for each turn that it receives.
     """
 
     tenant: str
@@ -80,6 +81,7 @@ class PackedTurn(NamedTuple):
     timestamp: str | None
     text: str
     payload: bytes
+    vector: bytes | None = None
 
 
 INSTRUCTIONS = frozenset({"system", "developer"})

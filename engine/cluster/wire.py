@@ -61,8 +61,11 @@ def unpack(table: pa.Table) -> list[PackedTurn]:
     return list(map(PackedTurn._make, zip(*columns, strict=True)))
 
 
-def check_turns(table: pa.Table) -> None:
-    """ValueError unless the table holds turns: sound columns of TURNS, tenants, no gaps."""
+def check_turns(table: pa.Table, dim: int | None = None) -> None:
+    """ValueError unless the table holds turns: sound columns of TURNS, tenants, no gaps.
+
+    `dim`: how many values a given vector has; None: any number, but all the same.
+    """
     if not table.schema.equals(TURNS):
         raise ValueError(
             f"a table of turns has the columns {TURNS.names}, not {table.schema.names}: use pack()."
@@ -74,6 +77,11 @@ def check_turns(table: pa.Table) -> None:
     names = pc.unique(table.column("tenant"))
     if pc.any(pc.or_(pc.equal(names, ""), pc.match_substring(names, "\0"))).as_py():
         raise ValueError("a turn's tenant is empty or holds a NUL. Name the owner of the memory.")
+    sizes = pc.unique(pc.binary_length(table.column("vector").drop_null())).to_pylist()
+    if len(sizes) > 1 or (sizes and (sizes[0] == 0 or sizes[0] % 2 or dim not in (None, sizes[0] // 2))):
+        raise ValueError(
+            f"the turns' vectors have {sizes} bytes: each needs 2 for each of {dim or 'its'} values."
+        )
 
 
 def to_buffer(table: pa.Table) -> pa.Buffer:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 from undertow.engine.base.model import InputError
 from undertow.engine.readers.blocks import block_of_error, blocks_of
 from undertow.engine.readers.datasets import locomo, longmemeval, read_samples
-from undertow.engine.readers.files import Format, LogFormat, detect_format, find_logs
+from undertow.engine.readers.files import JSON_LINES, Format, LogFormat, detect_format, find_logs
 from undertow.engine.readers.jsonl import jsonl_blocks, read_jsonl
 from undertow.engine.readers.messages import parse_messages
 from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue
@@ -25,6 +24,7 @@ from undertow.engine.readers.source import Log
 from undertow.engine.readers.vectors import StoreEncoder
 
 __all__ = [
+    "JSON_LINES",
     "Format",
     "Log",
     "LogFormat",
@@ -33,6 +33,7 @@ __all__ = [
     "StoreEncoder",
     "TableBlocks",
     "TurnBlock",
+    "block_of_error",
     "detect_format",
     "find_logs",
     "own_time",
@@ -41,10 +42,9 @@ __all__ = [
     "parse_messages",
     "read",
     "read_blocks",
-    "read_packed",
 ]
 
-_READERS: Mapping[LogFormat, Callable[..., Iterator[Record | PackedRecord]]] = {
+_READERS: Mapping[LogFormat, Callable[..., Iterator[Record]]] = {
     "messages": read_jsonl,
     "parquet": read_parquet,
     "locomo": partial(read_samples, locomo),
@@ -61,25 +61,13 @@ def read(
     sample. A file that cannot be opened or recognised yields one record with the error and no turns. Warnings
     issued once per file (unknown fields, order of timestamps) cover only what was read after `after`.
     """
-    yield from cast(Iterator[Record], _read(path, format, after=after, max_message_bytes=max_message_bytes))
-
-
-def read_packed(
-    path: Log | Path, format: Format = "auto", *, after: int = 0, max_message_bytes: int
-) -> Iterator[PackedRecord]:
-    """As `read`, with the turns as they are stored."""
-    records = _read(path, format, after=after, max_message_bytes=max_message_bytes, packed=True)
-    yield from map(PackedRecord.of, records)
-
-
-def _read(path: Log | Path, format: Format, *, after: int, **how: Any) -> Iterator[Record | PackedRecord]:
     log = Log.of(path)
     try:
         found: LogFormat = detect_format(log) if format == "auto" else format
     except InputError as refusal:
         yield Record(after, errors=(refusal.problem,))
         return
-    yield from _READERS[found](log, after=after, **how)
+    yield from _READERS[found](log, after=after, max_message_bytes=max_message_bytes)
 
 
 def read_blocks(
@@ -90,7 +78,7 @@ def read_blocks(
     max_message_bytes: int,
     encoder: StoreEncoder | None = None,
 ) -> Iterator[TurnBlock]:
-    """As `read_packed`, in blocks: the turns as columns.
+    """As `read`, in blocks: the turns as columns, in the form in which they are stored.
 
     `encoder`: that of the store, which given vectors must be of. None: they are not read.
     """
@@ -105,5 +93,4 @@ def read_blocks(
     elif found == "parquet":
         yield from parquet_blocks(log, after=after, max_message_bytes=max_message_bytes, encoder=encoder)
     else:
-        reader = cast(Callable[..., Iterator[Record]], _READERS[found])
-        yield from blocks_of(reader(log, after=after, max_message_bytes=max_message_bytes))
+        yield from blocks_of(_READERS[found](log, after=after, max_message_bytes=max_message_bytes))

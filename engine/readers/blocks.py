@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -62,8 +61,10 @@ class BlockBuilder:
             turns = turns.take(pa.array(order))
         places = places[order]
         problems = self._with_order_warnings(problems_of(records), turns, places)
-        given = None if vectors is None else vectors.of_rows(np.searchsorted(lines, places))
-        return TurnBlock(int(lines[-1]), turns, places, problems, given)
+        if vectors is not None:
+            given = vectors.of_rows(np.searchsorted(lines, places))
+            turns = turns.set_column(TURNS.get_field_index("vector"), TURNS.field("vector"), given)
+        return TurnBlock(int(lines[-1]), turns, places, problems)
 
     def _knows(self, rows: pa.Table) -> bool:
         """Whether no warning about unknown fields is due; LineParser issues them."""
@@ -93,7 +94,14 @@ def block_of_error(position: int, problem: BadInput) -> TurnBlock:
 
 
 def blocks_of(records: Iterable[Record], most: int = 1_024) -> Iterator[TurnBlock]:
-    """The blocks of a reader that has no columns, of at most so many records."""
-    packed = map(PackedRecord.of, records)
-    while batch := list(islice(packed, most)):
+    """The blocks of a reader that has no columns: of so many turns or errors, but for the last record's."""
+    batch: list[PackedRecord] = []
+    count = 0
+    for record in map(PackedRecord.of, records):
+        batch.append(record)
+        count += len(record.turns) + len(record.errors)
+        if count >= most:
+            yield TurnBlock.of(batch)
+            batch, count = [], 0
+    if batch:
         yield TurnBlock.of(batch)

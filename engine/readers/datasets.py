@@ -39,12 +39,7 @@ _Sample = tuple[str, list[_Session], list[BadField]]
 
 
 def read_samples(
-    parse: Callable[[Any, int], _Sample],
-    log: Log,
-    *,
-    after: int,
-    max_message_bytes: int,
-    packed: bool = False,
+    parse: Callable[[Any, int], _Sample], log: Log, *, after: int, max_message_bytes: int
 ) -> Iterator[Record]:
     """One record per sample; `parse` is `locomo` or `longmemeval`.
 

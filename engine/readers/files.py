@@ -17,7 +17,9 @@ from undertow.engine.storage.store_info import is_store
 LogFormat = Literal["messages", "parquet", "locomo", "longmemeval"]
 Format = Literal["auto"] | LogFormat
 
-SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet", ".json")
+# A file of this name is read as JSON lines.
+JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+SUFFIXES = (*JSON_LINES, ".parquet", ".json")
 
 # A listing with one of these contains a store or a cluster's root.
 _OURS_ON_S3 = ("/store.json", "/map/00000001.json")
@@ -106,7 +108,7 @@ def detect_format(path: Log | Path) -> LogFormat:
     InputError if the format is unknown, or the file cannot be read.
     """
     log = Log.of(path)
-    if log.name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")):
+    if log.name.endswith(JSON_LINES):
         return "messages"
     try:
         with log.unpacked() as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput
 from undertow.engine.readers.blocks import LEAST_ROWS, BlockBuilder, OddRows, block_of_error
-from undertow.engine.readers.messages import LineParser, Parse
-from undertow.engine.readers.record import PackedRecord, Record, TurnBlock
+from undertow.engine.readers.messages import LineParser
+from undertow.engine.readers.record import PackedRecord, R, Record, TurnBlock
 from undertow.engine.readers.source import DAMAGED, Log
 
 MAX_LINE_BYTES = 64 << 20
@@ -32,20 +32,17 @@ _SCHEMA = pa.schema(
 )
 
 
-def read_jsonl(
-    log: Log, *, after: int, max_message_bytes: int, packed: bool = False
-) -> Iterator[Record | PackedRecord]:
+def read_jsonl(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
     """The records of a `messages` file after line `after`, without blank lines.
 
     A line over MAX_LINE_BYTES is skipped without being held in memory. If the file cannot be read to its end
     (a truncated gzip, a disk error), the last record has the error.
     """
     parser = LineParser(str(log), log.name, max_message_bytes)
-    parse = parser.packed if packed else parser.record
     file = _File(log, after)
     for lines in file.pieces():
         for n, number in enumerate(lines.numbers.tolist()):
-            yield _record(parse, str(log), number, lines.text(n))
+            yield _record(parser.record, str(log), number, lines.text(n))
     yield from (Record(file.line, errors=(error,)) for error in file.errors)
 
 
@@ -68,7 +65,7 @@ def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Tu
     yield from (block_of_error(file.line, error) for error in file.errors)
 
 
-def _record(parse: Parse, source: str, number: int, line: bytes | None) -> Record | PackedRecord:
+def _record(parse: Callable[[int, object], R], source: str, number: int, line: bytes | None) -> R | Record:
     if line is None:
         reason = f"line is longer than {MAX_LINE_BYTES:,} bytes"
         problem = BadInput(source, number, None, reason, "Split the session over several lines.")

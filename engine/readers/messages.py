@@ -12,7 +12,7 @@ call) as its name in brackets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,6 @@ MAX_NAME_CHARS = 1_024
 MAX_NAMED_FIELDS = 64
 
 
-Parse = Callable[[int, object], Record | PackedRecord]
-"""A method of LineParser that makes the record of a decoded line."""
-
-
 class LineParser:
     """Turns the decoded lines of one file into records, and issues each warning once."""
 
@@ -51,17 +47,15 @@ class LineParser:
     def record(self, line: int, raw: object) -> Record:
         """The record of one decoded line. Bad content becomes an error in the record."""
         record = self._parsed(line, raw)
-        late = self._late(record)
-        return replace(record, warnings=(*record.warnings, *late)) if late else record
-
-    def packed(self, line: int, raw: object) -> PackedRecord:
-        """As `record`. Most lines of a log take a short cut, which makes the same turns."""
-        record = self.unwatched(line, raw)
-        late = self._late(record)
-        return replace(record, warnings=(*record.warnings, *late)) if late else record
+        if late := self._order.check(record.turns):
+            return replace(record, warnings=(*record.warnings, f"{self._source}:{line}: {late}"))
+        return record
 
     def unwatched(self, line: int, raw: object) -> PackedRecord:
-        """As `packed`, for a caller that watches the order of timestamps itself."""
+        """As `record`, for a caller that watches the order of timestamps itself.
+
+        Most lines of a log take a short cut, which makes the same turns.
+        """
         try:
             turn = self._plain_exchange(line, raw)
         except (KeyError, TypeError, ValueError):
@@ -74,10 +68,6 @@ class LineParser:
         except BadField as bad:
             return Record(line, errors=(bad.at(self._source, line),))
         return Record(line, turns, (), self._unknown_fields(raw))
-
-    def _late(self, record: Record | PackedRecord) -> tuple[str, ...]:
-        late = self._order.check(record.turns)
-        return (f"{self._source}:{record.position}: {late}",) if late else ()
 
     def _plain_exchange(self, line: int, raw: Any) -> PackedTurn | None:
         """The turn of a line with a question and its answer in plain text, if there is nothing to refuse.

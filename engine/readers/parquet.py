@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput
 from undertow.engine.readers.blocks import BlockBuilder, block_of_error
-from undertow.engine.readers.messages import LINE_FIELDS, LineParser, Parse
-from undertow.engine.readers.record import PackedRecord, Record, TurnBlock
+from undertow.engine.readers.messages import LINE_FIELDS, LineParser
+from undertow.engine.readers.record import PackedRecord, R, Record, TurnBlock
 from undertow.engine.readers.source import Log
 from undertow.engine.readers.vectors import COLUMN, StoreEncoder
 
@@ -25,9 +25,7 @@ _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
 
 
-def read_parquet(
-    log: Log, *, after: int, max_message_bytes: int, packed: bool = False
-) -> Iterator[Record | PackedRecord]:
+def read_parquet(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
     """The records of a Parquet file after row `after`.
 
     The columns are the fields of the `messages` format. `messages` is a list of structs or JSON text,
@@ -35,11 +33,10 @@ def read_parquet(
     not read; the first record names them.
     """
     parser = LineParser(str(log), log.name, max_message_bytes)
-    parse = parser.packed if packed else parser.record
     file = _File(log, LINE_FIELDS)
     for first, rows in file.batches(after):
         for row, raw in enumerate(_values(rows), first):
-            record = _record(parse, str(log), row, raw)
+            record = _record(parser.record, str(log), row, raw)
             yield replace(record, errors=file.placed(record.errors), warnings=file.warned(record.warnings))
     yield from (Record(file.row, errors=(error,)) for error in file.errors)
 
@@ -200,7 +197,7 @@ def _microseconds(kind: Any) -> Any:
     return kind
 
 
-def _record(parse: Parse, source: str, row: int, raw: _Row) -> Record | PackedRecord:
+def _record(parse: Callable[[int, object], R], source: str, row: int, raw: _Row) -> R | Record:
     if not isinstance(raw, dict):
         problem = BadInput(source, row, None, f"cannot be decoded: {raw}", "Correct the row.")
         return Record(row, errors=(problem,))

@@ -290,8 +290,9 @@ def _turns(columns: Columns, file_name: str) -> pa.Table:
         "}",
     )
     text = _joined(said[0][0], ": ", said[0][1], "\n", said[1][0], ": ", said[1][1])
-    turns = (columns["tenant"], keys, session, times, text, payload.cast(pa.binary()))
-    return pa.table(list(turns), schema=TURNS)
+    unembedded = pa.nulls(len(keys), pa.binary())
+    turns = [columns["tenant"], keys, session, times, text, payload.cast(pa.binary()), unembedded]
+    return pa.table(turns, schema=TURNS)
 
 
 def _speaker(columns: Columns, n: int) -> Any:

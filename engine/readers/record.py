@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -50,20 +50,22 @@ class PackedRecord:
         return cls(record.position, tuple(map(pack_turn, record.turns)), record.errors, record.warnings)
 
 
+R = TypeVar("R", Record, PackedRecord)
+"""What a method of LineParser makes of a decoded line."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnBlock:
     """Consecutive records of one file, their turns as columns.
 
     `position`: that of the last record. `turns`: a table of TURNS, in order. `positions` int64 [turns]: the
     record of each turn, ascending. `problems`: the records with errors or warnings, without their turns.
-    `vectors` float16 [turns, dim]: given vectors, a row of zeros where a turn has none; None: no turn has.
     """
 
     position: int
     turns: pa.Table
     positions: NDArray[np.int64]
     problems: tuple[PackedRecord, ...] = ()
-    vectors: NDArray[np.float16] | None = None
 
     @classmethod
     def of(cls, records: Sequence[PackedRecord]) -> TurnBlock:
@@ -71,6 +73,16 @@ class TurnBlock:
         positions = np.repeat([r.position for r in records], [len(r.turns) for r in records])
         turns = turns_table(turn for r in records for turn in r.turns)
         return cls(records[-1].position, turns, positions.astype(np.int64), problems_of(records))
+
+    def before(self, position: int) -> int:
+        """How many of the turns are of records up to a position."""
+        return int(np.searchsorted(self.positions, position, side="right"))
+
+    def after(self, position: int) -> TurnBlock:
+        """The records behind a position."""
+        start = self.before(position)
+        problems = tuple(record for record in self.problems if record.position > position)
+        return TurnBlock(self.position, self.turns.slice(start), self.positions[start:], problems)
 
 
 def problems_of(records: Iterable[PackedRecord]) -> tuple[PackedRecord, ...]:
@@ -104,7 +116,7 @@ class OrderWatch:
         self._capacity = capacity
         self._latest: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def check(self, turns: Sequence[Turn | PackedTurn]) -> str | None:
+    def check(self, turns: Sequence[Turn]) -> str | None:
         """A warning about the first of `turns` that is earlier than its predecessor, if any.
 
         The comparison is with the previous timestamp, not the maximum, so that one stray date in the future

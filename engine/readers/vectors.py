@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import BadInput
 from undertow.engine.readers.plain_rows import PlainRows
 from undertow.engine.readers.record import PackedRecord
+from undertow.engine.storage.journal_rows import binary_vectors
+from undertow.engine.storage.store_info import StoreInfo
 
 COLUMN = "vectors"
 ENCODER_KEY = b"undertow.encoder"
@@ -32,6 +35,11 @@ class StoreEncoder:
 
     dim: int
     digest: str
+
+    @classmethod
+    def of(cls, info: StoreInfo) -> Self:
+        """The encoder that a store's description names."""
+        return cls(info.dim, info.encoder["digest"])
 
     def refusal(self, schema: pa.Schema, source: str) -> BadInput | None:
         """Why vectors with this schema cannot be used; None: they can, or there are none."""
@@ -95,9 +103,9 @@ class GivenVectors:
     given: NDArray[np.bool_]
     bad: dict[int, str]
 
-    def of_rows(self, rows: NDArray[np.int64]) -> Float16:
-        """float16 [n, dim] of these rows, int64 [n]."""
-        return self.vectors[rows]
+    def of_rows(self, rows: NDArray[np.int64]) -> pa.Array:
+        """The vectors of these rows, int64 [n], as a column of TURNS: binary [n]."""
+        return pc.if_else(pa.array(self.given[rows]), binary_vectors(self.vectors[rows]), None)
 
     def checked(
         self, plain: PlainRows, records: Sequence[PackedRecord], lines: NDArray[np.int64], source: str

@@ -35,6 +35,7 @@ TURNS = pa.schema(
         pa.field("timestamp", pa.string()),
         pa.field("text", pa.string(), nullable=False),
         pa.field("payload", pa.binary(), nullable=False),
+        pa.field("vector", pa.binary()),
     ]
 )
 """The columns of packed turns: the fields of PackedTurn."""
@@ -106,6 +107,20 @@ def turns_table(turns: Iterable[PackedTurn]) -> pa.Table:
     """Packed turns as a table of schema TURNS, in their order."""
     columns = list(zip(*turns, strict=True)) or [()] * len(TURNS)
     return pa.table([pa.array(c, f.type) for c, f in zip(columns, TURNS, strict=True)], schema=TURNS)
+
+
+def given_vectors(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float16] | None:
+    """The column `vector` of packed turns as float16 [n, dim], a row of zeros for null; None: all are null.
+
+    ValueError: they are of several lengths.
+    """
+    given = column.drop_null()
+    if not len(given):
+        return None
+    values = np.frombuffer(b"".join(given.to_pylist()), "<f2").reshape(len(given), -1)
+    vectors = np.zeros((len(column), values.shape[1]), np.float16)
+    vectors[column.is_valid().to_numpy(zero_copy_only=False)] = values
+    return vectors
 
 
 def _refuse(name: str, reason: str, cure: str) -> NoReturn:

@@ -12,8 +12,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import PackedTurn
-from undertow.engine.storage.journal_rows import SCHEMA
-from undertow.engine.storage.row_codec import TURNS, stamped
+from undertow.engine.storage.journal_rows import SCHEMA, binary_vectors
+from undertow.engine.storage.row_codec import TURNS, given_vectors, stamped
 
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.encoders.base import Float16
@@ -40,13 +40,14 @@ class TurnColumns(NamedTuple):
     @classmethod
     def of(cls, turns: Collection[PackedTurn]) -> Self:
         columns: list[Any] = list(zip(*turns, strict=True)) or [()] * len(TURNS)
+        columns[-1] = given_vectors(pa.array(columns[-1], pa.binary()))
         return cls(*columns)
 
     @classmethod
-    def of_table(cls, turns: pa.Table, vectors: Float16 | None = None) -> Self:
+    def of_table(cls, turns: pa.Table) -> Self:
         """The turns of a table of TURNS."""
-        columns: list[Any] = [*(turns.column(name).to_pylist() for name in TURNS.names), vectors]
-        return cls(*columns)
+        columns: list[Any] = [column.to_pylist() for column in turns.columns[:-1]]
+        return cls(*columns, given_vectors(turns.column("vector")))
 
     @property
     def size(self) -> int:
@@ -162,7 +163,7 @@ class PlacedTurns:
             "epoch": unset,
             "id": pa.array(ids, pa.string()),
             "timestamp": pa.array(self.timestamps, pa.string()),
-            "vector": _binary(vectors),
+            "vector": binary_vectors(vectors),
             "payload": pa.array(self.payloads, pa.binary()),
         }
         return ids, pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
@@ -207,11 +208,3 @@ def _inherited(
             latest[tenant.name, session] = timestamp
         effective.append(timestamp)
     return effective
-
-
-def _binary(vectors: Float16) -> pa.Array:
-    """One binary value a row of [n, dim], without a copy of the bytes."""
-    count, width = len(vectors), vectors.shape[1] * vectors.itemsize
-    offsets = np.arange(count + 1, dtype=np.int32) * np.int32(width)
-    data = np.ascontiguousarray(vectors, dtype="<f2")
-    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data)])

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from undertow.engine.cluster.bulk.reading import FileReport, Part, PartReader, P
 from undertow.engine.cluster.bulk.records import FileProgress, IngestRecords, pieces_left
 from undertow.engine.cluster.shard_map import ShardMap, load
 from undertow.engine.cluster.wire import from_buffer
-from undertow.engine.readers import Log, find_logs, read, read_packed
+from undertow.engine.readers import Log, find_logs, read, read_blocks
 from undertow.engine.storage.location import Location
 
 from ..support.cluster.bulk import (
@@ -103,12 +103,14 @@ def test_a_reader_that_fails_ends_its_file_alone(
     root: Location, logs: list[Log], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(log: Log, *how: Any, **more: Any) -> Iterator[Any]:
-        for record in read_packed(log, *how, **more):
-            if log == logs[0] and record.position > 10:
-                raise RuntimeError("a defect of the reader")
-            yield record
+        whole = next(read_blocks(log, *how, **more))
+        if log == logs[0]:
+            count = whole.before(10)
+            yield replace(whole, position=10, turns=whole.turns[:count], positions=whole.positions[:count])
+            raise RuntimeError("a defect of the reader")
+        yield whole
 
-    monkeypatch.setattr(bulk_reading, "read_packed", fails)
+    monkeypatch.setattr(bulk_reading, "read_blocks", fails)
     (part,) = reading(root, part_turns=10_000).parts(pieces_of(logs[:2]))
     first, second = part.reports
     assert (first.ended, first.errors, first.position) == (True, 1, 10)

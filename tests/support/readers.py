@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from undertow.engine.cluster import wire
-from undertow.engine.readers import Format, Record, read, read_blocks, read_packed
+from undertow.engine.readers import Format, PackedRecord, Record, read, read_blocks
 from undertow.engine.readers.record import problems_of
 
 LIMIT = 1_000_000
@@ -45,8 +45,8 @@ def parquet(folder: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 
 def compare_blocks(path: Path, limit: int = LIMIT, after: int = 0) -> None:
-    """The blocks of a file hold the turns, errors and warnings of its packed records, in their places."""
-    packed = list(read_packed(path, after=after, max_message_bytes=limit))
+    """The blocks of a file hold the turns, errors and warnings of its records, in their places."""
+    packed = [PackedRecord.of(r) for r in read(path, after=after, max_message_bytes=limit)]
     blocks = list(read_blocks(path, after=after, max_message_bytes=limit))
     turns = [turn for block in blocks for turn in wire.unpack(block.turns)]
     assert turns == [turn for record in packed for turn in record.turns]

@@ -25,7 +25,7 @@ from undertow.engine.cluster.bulk.reading import FileReport, Part, PartReader, P
 from undertow.engine.cluster.bulk.records import FileProgress, IngestRecords, pieces_left
 from undertow.engine.cluster.shard_map import ShardMap, load
 from undertow.engine.cluster.wire import Status, from_buffer
-from undertow.engine.readers import Format, Log
+from undertow.engine.readers import JSON_LINES, Format, Log, StoreEncoder
 from undertow.engine.storage.location import Location
 
 # of a part, for each shard: enough for a call that is worth it
@@ -39,6 +39,9 @@ RECORD_S = 5.0
 
 class Feeder(Protocol):
     """What takes turns in: a `Router`."""
+
+    @property
+    def store_encoder(self) -> StoreEncoder: ...
 
     def feed_table(self, table: pa.Table) -> Future[pa.Table]: ...
 
@@ -164,7 +167,9 @@ class _Run:
         """Send all parts, and wait for their receipts."""
         ingest, shards = self._ingest, self._shard_map.shards
         part_turns = ingest.part_turns or min(SHARD_TURNS * len(shards), MOST_PART_TURNS)
-        reader = PartReader(self._shard_map, ingest.format, ingest.max_message_bytes, part_turns)
+        reader = PartReader(
+            self._shard_map, ingest.format, ingest.max_message_bytes, part_turns, self._encoder()
+        )
         try:
             read = ReadAhead(reader, list(self._pieces.values()), self._stopping).parts()
             with closing(read) as parts:
@@ -180,6 +185,13 @@ class _Run:
             self._record()
         if self._failures:
             raise _failed(self._failures)
+
+    def _encoder(self) -> StoreEncoder | None:
+        """The shards' encoder, if a log may bring vectors along: only a shard with a store knows it."""
+        if self._ingest.format not in ("auto", "parquet"):
+            return None
+        lines = (piece.log.name.endswith(JSON_LINES) for piece in self._pieces.values())
+        return None if all(lines) else self._ingest.feeder.store_encoder
 
     def _stopping(self) -> bool:
         return self._report.interrupt_if(self._ingest.stop)

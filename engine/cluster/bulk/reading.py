@@ -6,17 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from undertow.engine.base.model import BadInput, PackedTurn
+from undertow.engine.base.model import BadInput
+from undertow.engine.cluster.routing.batch import ShardBatch, split
 from undertow.engine.cluster.routing.route_table import RouteTable
 from undertow.engine.cluster.shard_map import ShardMap
-from undertow.engine.cluster.wire import pack, to_buffer
-from undertow.engine.readers import Format, Log, PackedRecord, read_packed
+from undertow.engine.cluster.wire import TURNS, to_buffer
+from undertow.engine.readers import Format, Log, StoreEncoder, TurnBlock, block_of_error, read_blocks
 
 # of each file and kind, how many problems are reported word by word
 TOLD_PROBLEMS = 50
-# of the payloads of a part
+# of the payloads and vectors of a part
 PART_BYTES = 16 << 20
 
 
@@ -38,25 +42,27 @@ class FileReport:
     first_warnings: list[str] = field(default_factory=list)
     ended: bool = False
 
-    def note(self, record: PackedRecord) -> None:
-        """Count one more record."""
-        self.turns += len(record.turns)
-        self._count(record.position, len(record.errors), len(record.warnings), record.errors, record.warnings)
+    def note(self, block: TurnBlock, position: int) -> None:
+        """Count the records of a block up to a position."""
+        self.turns += block.before(position)
+        for record in block.problems:
+            if record.position <= position:
+                self._tell(record.errors, record.warnings)
+                self.errors += len(record.errors)
+                self.warnings += len(record.warnings)
+        self.position = position
 
     def extend(self, later: FileReport) -> None:
         """Add the report on the records that follow."""
+        self.position, self.head, self.ended = later.position, later.head, later.ended
         self.turns += later.turns
-        self.head, self.ended = later.head, later.ended
-        self._count(later.position, later.errors, later.warnings, later.first_errors, later.first_warnings)
+        self.errors += later.errors
+        self.warnings += later.warnings
+        self._tell(later.first_errors, later.first_warnings)
 
-    def _count(
-        self, position: int, errors: int, warnings: int, told: Sequence[BadInput], warned: Sequence[str]
-    ) -> None:
-        self.position = position
-        self.errors += errors
-        self.warnings += warnings
-        self.first_errors += told[: TOLD_PROBLEMS - len(self.first_errors)]
-        self.first_warnings += warned[: TOLD_PROBLEMS - len(self.first_warnings)]
+    def _tell(self, errors: Sequence[BadInput], warnings: Sequence[str]) -> None:
+        self.first_errors += errors[: TOLD_PROBLEMS - len(self.first_errors)]
+        self.first_warnings += warnings[: TOLD_PROBLEMS - len(self.first_warnings)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,56 +93,62 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartReader:
-    """How logs become parts of about `part_turns` turns. Travels to the workers."""
+    """How logs become parts of about `part_turns` turns. Travels to the workers.
+
+    `encoder`: that of the shards, which given vectors must be of. None: they are not read.
+    """
 
     shard_map: ShardMap
     format: Format
     max_message_bytes: int
     part_turns: int
+    encoder: StoreEncoder | None = None
 
     def parts(self, pieces: Sequence[Piece]) -> Iterator[Part]:
         """The records of the logs, in order, each whole in one part. Ends a log alone if its reader fails."""
-        part = _PartBuilder(self.shard_map)
+        part = _PartBuilder(self.shard_map, self.part_turns)
         for piece in pieces:
             head = piece.log.head()
             report = part.begin(piece, piece.after, head)
-            for record in self._records(piece):
-                part.add(record)
-                if len(part) >= self.part_turns or part.size_bytes >= PART_BYTES:
+            for block in self._blocks(piece):
+                left: TurnBlock | None = block
+                while left is not None and (left := part.add(left)) is not None:
                     yield part.build()
-                    report = part.begin(piece, record.position, head)
+                    report = part.begin(piece, report.position, head)
             report.ended = True
         if part.reports:
             yield part.build()
 
-    def _records(self, piece: Piece) -> Iterator[PackedRecord]:
+    def _blocks(self, piece: Piece) -> Iterator[TurnBlock]:
         position = piece.after
         try:
-            for record in read_packed(
-                piece.log, self.format, after=piece.after, max_message_bytes=self.max_message_bytes
+            for block in read_blocks(
+                piece.log,
+                self.format,
+                after=piece.after,
+                max_message_bytes=self.max_message_bytes,
+                encoder=self.encoder,
             ):
-                position = record.position
-                yield record
+                position = block.position
+                yield block
         except Exception as problem:  # noqa: BLE001 - a worker's boundary: other files are to be read
             reason = f"reading stopped after position {position}: {type(problem).__name__}: {problem}"
             cure = "Please report it, with what stands there; the next run reads on from there."
-            yield PackedRecord(position, errors=(BadInput(piece.log.shown, None, None, reason, cure),))
+            yield block_of_error(position, BadInput(piece.log.shown, None, None, reason, cure))
 
 
 class _PartBuilder:
-    """Collects the records of a part."""
+    """Collects the records of a part, up to `most_turns` turns or PART_BYTES and the last record's."""
 
-    def __init__(self, shard_map: ShardMap) -> None:
+    def __init__(self, shard_map: ShardMap, most_turns: int) -> None:
         self._routes = RouteTable(shard_map)
+        self._most_turns = most_turns
         self._clear()
 
     def _clear(self) -> None:
-        self._turns: list[PackedTurn] = []
+        self._tables: list[pa.Table] = [TURNS.empty_table()]
+        self._count = self._size_bytes = 0
         self.reports: list[FileReport] = []
-        self.size_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._turns)
 
     def begin(self, piece: Piece, position: int, head: dict[str, Any]) -> FileReport:
         """The records that follow are those of a log after a position."""
@@ -144,21 +156,42 @@ class _PartBuilder:
         self.reports.append(FileReport(piece.file, position, head))
         return self.reports[-1]
 
-    def add(self, record: PackedRecord) -> None:
-        self.reports[-1].note(record)
-        turns: Sequence[PackedTurn] = record.turns
-        if record.position <= self._piece.until:
-            reached, until = self._piece.behind, self._piece.until
-            turns = [t for t in turns if record.position > reached.get(self._routes.home_of(t.tenant), until)]
-        self._turns += turns
-        self.size_bytes += sum(len(turn.payload) for turn in turns)
+    def add(self, block: TurnBlock) -> TurnBlock | None:
+        """Add records until the part is full: those that are left. None: there is room for more."""
+        turns, positions = self._to_send(block)
+        sizes = _lengths(turns.column("payload")) + _lengths(turns.column("vector"))
+        counts = self._count + np.arange(1, len(positions) + 1)
+        sizes_bytes = self._size_bytes + np.cumsum(sizes)
+        full = np.flatnonzero((counts >= self._most_turns) | (sizes_bytes >= PART_BYTES))
+        position = int(positions[full[0]]) if len(full) else block.position
+        stop = int(np.searchsorted(positions, position, side="right"))
+        self._tables.append(turns.slice(0, stop))
+        self._count += stop
+        self._size_bytes += int(sizes[:stop].sum())
+        self.reports[-1].note(block, position)
+        return block.after(position) if len(full) else None
+
+    def _to_send(self, block: TurnBlock) -> tuple[pa.Table, NDArray[np.int64]]:
+        """The turns of a block that are not stored yet, and the record of each, int64 [turns]."""
+        piece, positions = self._piece, block.positions
+        if not len(positions) or positions[0] > piece.until:
+            return block.turns, positions
+        tenants = block.turns.column("tenant").combine_chunks().dictionary_encode()
+        routes = self._routes.routes_of(tenants.dictionary.to_pylist())
+        reached = np.array([piece.behind.get(route.shard, piece.until) for route in routes])
+        left = positions > reached[tenants.indices.to_numpy()]
+        return block.turns.filter(pa.array(left)), positions[left]
 
     def build(self) -> Part:
         """The part; the next one begins empty."""
-        of_shard: dict[str, list[PackedTurn]] = {}
-        routes = self._routes.routes_of([turn.tenant for turn in self._turns])
-        for route, turn in zip(routes, self._turns, strict=True):
-            of_shard.setdefault(route.shard, []).append(turn)
-        part = Part({shard: to_buffer(pack(turns)) for shard, turns in of_shard.items()}, self.reports)
+        batch = ShardBatch.of(pa.concat_tables(self._tables))
+        turns = split(batch, self._routes.routes_of, max(1, len(batch)))
+        part = Part({route.shard: to_buffer(mine.table) for route, mine in turns}, self.reports)
         self._clear()
         return part
+
+
+def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """The length in bytes of each value, 0 for null: int64 [n]."""
+    lengths: NDArray[np.int64] = pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
+    return lengths

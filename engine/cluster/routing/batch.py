@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -83,6 +83,11 @@ class ShardBatch:
     back_since_s: float | None = None
     _tenants: list[str] | None = field(default=None, init=False)
     _encoded: pa.DictionaryArray | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, table: pa.Table) -> Self:
+        """All turns of one call."""
+        return cls(PendingAdd(table.num_rows), np.arange(table.num_rows), table)
 
     def __len__(self) -> int:
         return len(self.rows)

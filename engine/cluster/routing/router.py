@@ -33,8 +33,10 @@ from undertow.engine.cluster.routing.shard_pool import ShardPool
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import Removed
 from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
+from undertow.engine.readers import StoreEncoder
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
+from undertow.engine.storage.store_info import DESCRIPTION, read_info
 from undertow.engine.tenants.migration_records import InTransit, Moved
 
 if TYPE_CHECKING:
@@ -224,18 +226,24 @@ class Router(MemoryApi):
         InputError: one of them is invalid, and none was sent. If the answer to a call got lost, the receipts
         of its turns say duplicate, without an id.
         """
-        receipts = self.add_table(pack(turns))
+        receipts = self.feed_table(pack(turns)).result()
         return unpack_receipts(receipts, [turn.tenant for turn in turns])
 
-    def add_table(self, table: pa.Table) -> pa.Table:
-        """Like `add_batch` for turns as wire.TURNS: wire.RECEIPTS, row for row.
+    @property
+    def store_encoder(self) -> StoreEncoder:
+        """What vectors must be of that come with turns. Waits for a shard if none has a store. ShardDown."""
+        shards = self._pool.routes.map.all_shards
+        made = (shard for shard in shards if self.root.store(shard).exists(DESCRIPTION))
+        if (shard := next(made, None)) is None:
+            shard = shards[0]
+            self.ask_shard(shard, "ready")
+        return StoreEncoder.of(read_info(self.root.store(shard)))
+
+    def feed_table(self, table: pa.Table) -> Future[pa.Table]:
+        """Begin to store turns as wire.TURNS, in the order of these calls: wire.RECEIPTS, row for row.
 
         Waits while too many turns wait for one of the shards.
         """
-        return self.feed_table(table).result()
-
-    def feed_table(self, table: pa.Table) -> Future[pa.Table]:
-        """Like `add_table`, without waiting for the receipts. Stored in the order of these calls."""
         check_turns(table)
         return self._begin(self._pool.send(table, wait=True)).result()
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 
-import numpy as np
 import pyarrow as pa
 
 from undertow.engine.cluster.root import SharedRoot
-from undertow.engine.cluster.routing.batch import PendingAdd, ShardBatch, split
+from undertow.engine.cluster.routing.batch import ShardBatch, split
 from undertow.engine.cluster.routing.errors import Backoff, ShardCalls
 from undertow.engine.cluster.routing.route_table import Route, RouteTable
 from undertow.engine.cluster.routing.shard_client import ShardClient
@@ -85,8 +84,7 @@ class ShardPool:
 
         While too many turns wait for one of the shards: waits, or raises QueueFull without `wait`.
         """
-        pending = PendingAdd(table.num_rows)
-        whole = ShardBatch(pending, np.arange(table.num_rows), table)
+        whole = ShardBatch.of(table)
         while table.num_rows:
             batches = split(whole, self.routes.routes_of, self._settings.call_turns)
             turns = Counter[Route]()
@@ -103,7 +101,7 @@ class ShardPool:
             room = self._client(full).room
             room.clear()
             await room.wait()
-        return pending.future
+        return whole.pending.future
 
     def _put(self, batches: Sequence[tuple[Route, ShardBatch]]) -> None:
         for route, batch in batches:

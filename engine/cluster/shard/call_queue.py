@@ -62,9 +62,9 @@ class StaleSession(UndertowError):
 class TurnCall:
     """The turns of one call, and their receipts."""
 
-    def __init__(self, table: pa.Table, map_version: int = 0) -> None:
-        """`map_version`: the shard must know this map or a newer one. ValueError: see check_turns."""
-        check_turns(table)
+    def __init__(self, table: pa.Table, map_version: int = 0, dim: int | None = None) -> None:
+        """`map_version`: the shard must know this map or a newer one. `dim`, ValueError: see check_turns."""
+        check_turns(table, dim)
         self.map_version = map_version
         # no other call is in the shard until this one is over
         self.alone = False

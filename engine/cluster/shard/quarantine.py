@@ -74,7 +74,7 @@ class Quarantine:
     def read(self, name: str) -> QuarantinedTurn:
         """One parked file, by its name in the root."""
         table = pa.ipc.open_file(pa.py_buffer(self._root.read(name) or b"")).read_all()
-        row = [table.column(column)[0].as_py() for column in TURNS.names]
+        row = [column[0].as_py() for column in table.columns]
         metadata = table.schema.metadata or {}
         texts = (metadata.get(name, b"").decode() for name in (REASON, ERROR, PARKED_AT))
         return QuarantinedTurn(PackedTurn._make(row), *texts)

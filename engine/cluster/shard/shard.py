@@ -87,7 +87,7 @@ class Shard:
         ValueError for another table; StaleSession, QueueFull: see CallQueues.accept.
         """
         try:
-            call = TurnCall(table, stamp.map_version)
+            call = TurnCall(table, stamp.map_version, self._supervisor.dim)
             self._engine_thread.offer(call, stamp)
         except (ValueError, UndertowError) as error:
             refused: Future[pa.Table] = Future()

@@ -94,6 +94,11 @@ class ShardSupervisor:
         self.opened_s = 0.0
 
     @property
+    def dim(self) -> int | None:
+        """How many values the encoder's vectors have; None: no engine was opened yet."""
+        return None if self._encoder is None else self._encoder.dim
+
+    @property
     def has_work(self) -> bool:
         return self.engine is not None and not self.engine.idle
 

@@ -19,10 +19,11 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.cluster.bulk.reading import Part, PartReader, Piece
 from undertow.engine.cluster.shard_map import ShardMap, load, publish
 from undertow.engine.cluster.wire import Status, check_turns, receipts_table
-from undertow.engine.readers import Log, read
+from undertow.engine.readers import Log, StoreEncoder, read
 from undertow.engine.storage.location import Location
 
 LIMIT = 1_000_000
+ENCODER = StoreEncoder(4, "digest")
 SHARDS = ("a", "b")
 
 
@@ -73,6 +74,7 @@ class Kept:
     """
 
     broken: frozenset[str] = frozenset()
+    store_encoder: StoreEncoder = ENCODER
     calls: list[pa.Table] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
 
