@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pyarrow as pa
 import pytest
 
 from undertow.bench.mock.server import spawn_server
@@ -21,6 +22,8 @@ from undertow.engine.base import queries
 from undertow.engine.base.memory_api import MemoryApi
 from undertow.engine.base.model import InputError, Turn, UnknownMemory
 from undertow.engine.base.results import Page, Report
+from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.readers.vectors import ENCODER_KEY
 from undertow.engine.tenants.registry import UnknownTenant
 
 from .support.api.contract import HANDLERS, IMPLEMENTATIONS, HttpApi, implementation
@@ -122,6 +125,35 @@ def filtering_by_metadata(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any
     assert [report["metadata"] for report in listed] == [{"n": 5}]
     assert not api.search(tenant, QUERY, where={"n": 99}).ranked()
     return plain(found), listed
+
+
+def adding_a_table(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:
+    """Plain and odd rows of several tenants, one known already, one with a vector; and a refused row."""
+    if isinstance(api, HttpApi):
+        pytest.skip("the service takes no tables")
+    add, names = cast(Any, api).add_table, [f"{tenant} {n % 3}" for n in range(60)]
+    messages: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": f"word{n}"}, {"role": "assistant", "content": "I see."}]
+        for n in range(60)
+    ]
+    messages[9][1] |= {"content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    messages[11] += messages[12]
+    vector = [1.0, *[0.0] * 383]
+    vectors = pa.array([vector if n == 5 else None for n in range(60)], pa.list_(pa.float32()))
+    keys = ["again" if n in (20, 23) else None for n in range(60)]
+    table = pa.table(
+        {"tenant": names, "messages": messages, "vectors": vectors, "idempotency_key": keys}
+    ).replace_schema_metadata({ENCODER_KEY: HashingEncoder(384).fingerprint.digest})
+    reports = [add(table, source="chats") for _ in range(2)]
+    assert [(report.turns, report.new_turns) for report in reports] == [(61, 60), (61, 0)]
+    with pytest.raises(InputError, match="add_table:2: field 'tenant'"):
+        add(pa.table({"tenant": [tenant, None], "messages": messages[:2]}))
+    with pytest.raises(InputError, match="holds vectors of the encoder other"):
+        add(table.replace_schema_metadata({ENCODER_KEY: "other"}))
+    exported = [r for name in names[:3] for r in api.export_page(name, vectors=True).items]
+    stored = [record for record in exported if record["kind"] == "turn"]
+    assert len(stored) == 60
+    return reports, stored
 
 
 def reading(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:
@@ -305,6 +337,7 @@ def the_whole_store(api: MemoryApi, tenant: str, turns: list[Turn]) -> Any:
 
 SCENARIOS: tuple[Scenario, ...] = (
     adding_and_searching,
+    adding_a_table,
     filtering_by_metadata,
     reading,
     answering,

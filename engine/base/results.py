@@ -102,10 +102,14 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class TableReport:
-    """What `Engine.add_table` has stored: all turns of the table, and those that were not stored before."""
+    """What `add_table` has stored: the turns of the table, and those of them that were not stored before.
+
+    `parked_turns`: those that a shard cannot store and has put aside; an Engine never does.
+    """
 
     turns: int
     new_turns: int
+    parked_turns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

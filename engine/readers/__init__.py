@@ -18,7 +18,7 @@ from undertow.engine.readers.files import JSON_LINES, Format, LogFormat, detect_
 from undertow.engine.readers.jsonl import jsonl_blocks, read_jsonl
 from undertow.engine.readers.messages import parse_messages
 from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue
-from undertow.engine.readers.parquet import TableBlocks, parquet_blocks, read_parquet
+from undertow.engine.readers.parquet import parquet_blocks, read_parquet, turns_of_rows
 from undertow.engine.readers.record import PackedRecord, Record, TurnBlock
 from undertow.engine.readers.source import Log
 from undertow.engine.readers.vectors import StoreEncoder
@@ -31,7 +31,6 @@ __all__ = [
     "PackedRecord",
     "Record",
     "StoreEncoder",
-    "TableBlocks",
     "TurnBlock",
     "block_of_error",
     "detect_format",
@@ -42,6 +41,7 @@ __all__ = [
     "parse_messages",
     "read",
     "read_blocks",
+    "turns_of_rows",
 ]
 
 _READERS: Mapping[LogFormat, Callable[..., Iterator[Record]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from undertow.engine.base.model import BadInput
+from undertow.engine.base.model import BadInput, InputError
 from undertow.engine.readers.blocks import BlockBuilder, block_of_error
 from undertow.engine.readers.messages import LINE_FIELDS, LineParser
 from undertow.engine.readers.record import PackedRecord, R, Record, TurnBlock
@@ -20,6 +21,8 @@ from undertow.engine.readers.source import Log
 from undertow.engine.readers.vectors import COLUMN, StoreEncoder
 
 _REQUIRED = ("tenant", "messages")
+# the source of the rows of an `add_table`
+_CALL = "add_table"
 _BATCH_ROWS = 4_096
 _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
@@ -49,7 +52,7 @@ def parquet_blocks(
     `encoder`: that of the store, which the vectors must be of. None: they are not read.
     """
     file = _File(log, LINE_FIELDS | {COLUMN} if encoder else LINE_FIELDS, encoder)
-    builder = TableBlocks(str(log), log.name, max_message_bytes, encoder)
+    builder = _TableBlocks(str(log), log.name, max_message_bytes, encoder)
     for first, rows in file.batches(after):
         block = builder.block(rows, first)
         problems = [replace(r, errors=file.placed(r.errors)) for r in block.problems]
@@ -59,7 +62,33 @@ def parquet_blocks(
     yield from (block_of_error(file.row, error) for error in file.errors)
 
 
-class TableBlocks:
+def turns_of_rows(
+    table: pa.Table | pa.RecordBatchReader,
+    source: str | None,
+    max_message_bytes: int,
+    encoder: StoreEncoder,
+    most_rows: int = 8_192,
+) -> Iterator[pa.Table]:
+    """The turns of rows of the `messages` format: a table of TURNS for each record batch.
+
+    `source`: where the rows are from, for their dedupe keys; None: all are new. A table comes in batches of
+    at most `most_rows` rows. InputError names the row that is refused; none of its batch and later ones come.
+    """
+    if refusal := _refusal(table.schema, _CALL, encoder):
+        raise InputError(refusal)
+    name = secrets.token_hex(12) if source is None else source
+    blocks = _TableBlocks(_CALL, name, max_message_bytes, encoder)
+    first = 1
+    for batch in table.to_batches(most_rows) if isinstance(table, pa.Table) else table:
+        if batch.num_rows:
+            block = blocks.block(pa.Table.from_batches([batch]), first)
+            if errors := [error for record in block.problems for error in record.errors]:
+                raise InputError(errors[0])
+            yield block.turns
+            first += batch.num_rows
+
+
+class _TableBlocks:
     """Makes blocks of Arrow tables with the columns of the `messages` format."""
 
     def __init__(
@@ -104,7 +133,7 @@ class _File:
         self.row = after
         try:
             with pq.ParquetFile(self._log.seekable()) as table:
-                if refusal := self._refusal(table.schema_arrow):
+                if refusal := _refusal(table.schema_arrow, str(self._log), self._encoder):
                     self.errors.append(refusal)
                     return
                 names = table.schema_arrow.names
@@ -124,13 +153,6 @@ class _File:
             problem_at = BadInput(str(self._log), self.row or None, None, reason, cure)
             self.errors.append(replace(problem_at, row_group=self._group(self.row + 1)))
 
-    def _refusal(self, schema: pa.Schema) -> BadInput | None:
-        """Why nothing of a file with this schema can be read."""
-        source, names = str(self._log), schema.names
-        if missing := [name for name in _REQUIRED if name not in names]:
-            return _missing(source, missing, names)
-        return self._encoder.refusal(schema, source) if self._encoder is not None else None
-
     def placed(self, errors: Iterable[BadInput]) -> tuple[BadInput, ...]:
         """The errors of rows, with their row groups."""
         return tuple(replace(e, row_group=self._group(e.line)) for e in errors)
@@ -146,9 +168,14 @@ class _File:
         return (*first, *warnings)
 
 
-def _missing(source: str, missing: list[str], names: list[str]) -> BadInput:
-    reason = f"column {', '.join(missing)} is missing, the file has {', '.join(names) or 'none'}"
-    return BadInput(source, None, missing[0], reason, f"Name the columns {', '.join(sorted(LINE_FIELDS))}.")
+def _refusal(schema: pa.Schema, source: str, encoder: StoreEncoder | None) -> BadInput | None:
+    """Why nothing of a file or table with this schema can be read."""
+    names = schema.names
+    if missing := [name for name in _REQUIRED if name not in names]:
+        reason = f"column {', '.join(missing)} is missing, given are {', '.join(names) or 'none'}"
+        cure = f"Name the columns {', '.join(sorted(LINE_FIELDS))}."
+        return BadInput(source, None, missing[0], reason, cure)
+    return encoder.refusal(schema, source) if encoder is not None else None
 
 
 def _rows(table: pq.ParquetFile, columns: list[str], sizes: list[int], after: int) -> Iterator[pa.Table]:

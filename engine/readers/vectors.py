@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +18,6 @@ from undertow.engine.base.model import BadInput
 from undertow.engine.readers.plain_rows import PlainRows
 from undertow.engine.readers.record import PackedRecord
 from undertow.engine.storage.journal_rows import binary_vectors
-from undertow.engine.storage.store_info import StoreInfo
 
 COLUMN = "vectors"
 ENCODER_KEY = b"undertow.encoder"
@@ -35,11 +33,6 @@ class StoreEncoder:
 
     dim: int
     digest: str
-
-    @classmethod
-    def of(cls, info: StoreInfo) -> Self:
-        """The encoder that a store's description names."""
-        return cls(info.dim, info.encoder["digest"])
 
     def refusal(self, schema: pa.Schema, source: str) -> BadInput | None:
         """Why vectors with this schema cannot be used; None: they can, or there are none."""

@@ -47,7 +47,8 @@ class TurnColumns(NamedTuple):
     def of_table(cls, turns: pa.Table) -> Self:
         """The turns of a table of TURNS."""
         columns: list[Any] = [column.to_pylist() for column in turns.columns[:-1]]
-        return cls(*columns, given_vectors(turns.column("vector")))
+        columns.append(given_vectors(turns.column("vector")))
+        return cls(*columns)
 
     @property
     def size(self) -> int:

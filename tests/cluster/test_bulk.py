@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import obstore
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +25,7 @@ from obstore.store import S3Store
 
 ray = pytest.importorskip("ray")
 
-from undertow.engine.base.model import UndertowError
+from undertow.engine.base.model import BadInput, UndertowError
 from undertow.engine.cluster.bulk import ingest as bulk
 from undertow.engine.cluster.bulk import read_ahead
 from undertow.engine.cluster.bulk import reading as bulk_reading
@@ -32,10 +35,12 @@ from undertow.engine.cluster.bulk.reading import FileReport, Part, PartReader, P
 from undertow.engine.cluster.bulk.records import FileProgress, IngestRecords, pieces_left
 from undertow.engine.cluster.shard_map import ShardMap, load
 from undertow.engine.cluster.wire import from_buffer
-from undertow.engine.readers import Log, find_logs, read, read_blocks
+from undertow.engine.readers import Log, find_logs, jsonl, read, read_blocks
+from undertow.engine.readers.vectors import ENCODER_KEY
 from undertow.engine.storage.location import Location
 
 from ..support.cluster.bulk import (
+    ENCODER,
     LIMIT,
     SHARDS,
     DyingReader,
@@ -118,6 +123,36 @@ def test_a_reader_that_fails_ends_its_file_alone(
     turns = [len(record.turns) for record in read(logs[0], max_message_bytes=LIMIT)]
     assert first.turns == sum(turns[:10])
     assert (second.ended, second.errors, second.position) == (True, 0, 60)
+
+
+def test_given_vectors_travel_and_those_of_another_encoder_are_refused(
+    root: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "ReadAhead", Here)
+    monkeypatch.setattr(bulk, "free_cpus", lambda: 1)
+    lines = [line(f"t{n}", f"word{n}") for n in range(9)]
+    vectors: list[list[float] | None] = [[0, 1, 0, 0] if n % 2 else None for n in range(9)]
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for name, column, digest in (
+        ("a", vectors, ENCODER.digest),
+        ("b", [[2, 0, 0, 0], *vectors[1:]], ENCODER.digest),
+        ("c", vectors, "other"),
+    ):
+        table = pa.Table.from_pylist(lines).append_column("vectors", pa.array(column, pa.list_(pa.float32())))
+        pq.write_table(table.replace_schema_metadata({ENCODER_KEY: digest}), folder / f"{name}.parquet")
+    (folder / "d.jsonl").write_text(json.dumps(lines[0]))
+    kept, told = Kept(), list[BadInput]()
+    ingest(root, kept, list(find_logs([folder])), part_turns=4, on_error=told.append)
+    stored = pa.concat_tables(kept.calls).sort_by("text").select(["tenant", "vector"]).to_pylist()
+    one = np.array([0, 1, 0, 0], "<f2").tobytes()
+    expected = [{"tenant": f"t{n}", "vector": one if n % 2 else None} for n in range(9) for _ in range(2)]
+    assert stored == expected
+    assert [(Path(p.source).name, p.line, p.field) for p in told] == [
+        ("b.parquet", 1, "vectors"),
+        ("c.parquet", None, "vectors"),
+    ]
+    assert "has the length 2" in told[0].reason and "leave the column out" in told[1].cure
 
 
 def test_tasks_are_bounded_and_keep_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +248,7 @@ def test_runs_cut_off_anywhere_send_each_turn_once(runs: list[tuple[set[str], in
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bulk, "ReadAhead", Here)
         patch.setattr(bulk, "free_cpus", lambda: 1)
+        patch.setattr(jsonl, "_PIECE_BYTES", 700)  # so that a log has several blocks
         root = new_root(f"{folder}/root", hash_key="07")
         logs = list(find_logs([write_logs(Path(folder) / "logs", files=files, lines=20, tenants=9)]))
         expected = one_process_order(logs)

@@ -168,7 +168,7 @@ class _Run:
         ingest, shards = self._ingest, self._shard_map.shards
         part_turns = ingest.part_turns or min(SHARD_TURNS * len(shards), MOST_PART_TURNS)
         reader = PartReader(
-            self._shard_map, ingest.format, ingest.max_message_bytes, part_turns, self._encoder()
+            self._shard_map, ingest.format, ingest.max_message_bytes, part_turns, self._encoder
         )
         try:
             read = ReadAhead(reader, list(self._pieces.values()), self._stopping).parts()
@@ -186,10 +186,9 @@ class _Run:
         if self._failures:
             raise _failed(self._failures)
 
+    @property
     def _encoder(self) -> StoreEncoder | None:
         """The shards' encoder, if a log may bring vectors along: only a shard with a store knows it."""
-        if self._ingest.format not in ("auto", "parquet"):
-            return None
         lines = (piece.log.name.endswith(JSON_LINES) for piece in self._pieces.values())
         return None if all(lines) else self._ingest.feeder.store_encoder
 

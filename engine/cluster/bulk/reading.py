@@ -44,13 +44,11 @@ class FileReport:
 
     def note(self, block: TurnBlock, position: int) -> None:
         """Count the records of a block up to a position."""
-        self.turns += block.before(position)
-        for record in block.problems:
-            if record.position <= position:
-                self._tell(record.errors, record.warnings)
-                self.errors += len(record.errors)
-                self.warnings += len(record.warnings)
-        self.position = position
+        found = [record for record in block.problems if record.position <= position]
+        errors = [error for record in found for error in record.errors]
+        warnings = [warning for record in found for warning in record.warnings]
+        counts = (block.before(position), len(errors), len(warnings))
+        self.extend(FileReport(self.file, position, self.head, *counts, errors, warnings))
 
     def extend(self, later: FileReport) -> None:
         """Add the report on the records that follow."""
@@ -58,11 +56,8 @@ class FileReport:
         self.turns += later.turns
         self.errors += later.errors
         self.warnings += later.warnings
-        self._tell(later.first_errors, later.first_warnings)
-
-    def _tell(self, errors: Sequence[BadInput], warnings: Sequence[str]) -> None:
-        self.first_errors += errors[: TOLD_PROBLEMS - len(self.first_errors)]
-        self.first_warnings += warnings[: TOLD_PROBLEMS - len(self.first_warnings)]
+        self.first_errors += later.first_errors[: TOLD_PROBLEMS - len(self.first_errors)]
+        self.first_warnings += later.first_warnings[: TOLD_PROBLEMS - len(self.first_warnings)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ class Cluster(Router):
         self._start.check(shards)
         for shard in shards:  # side by side, while the first turns are read
             self._start(shard)
-        super().__init__(root, lambda shard: RayShard(self._start, shard), resources)
+        bound = settings.max_message_bytes
+        super().__init__(root, lambda shard: RayShard(self._start, shard), resources, bound)
 
     @classmethod
     def open(

@@ -75,7 +75,7 @@ class InProcess(Router):
         self._local = LocalShard(lambda: Shard(root, SINGLE, settings, parts))
         try:
             self._local.ready()
-            super().__init__(root, lambda _: self._local, cluster)
+            super().__init__(root, lambda _: self._local, cluster, settings.max_message_bytes)
         except BaseException:
             self._local.close()
             raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,14 +27,14 @@ from undertow.engine.base.queries import (
     StoreCall,
     TenantCall,
 )
-from undertow.engine.base.results import Receipt
+from undertow.engine.base.results import Receipt, TableReport
 from undertow.engine.cluster.root import SharedRoot
 from undertow.engine.cluster.routing.errors import Backoff, ShardCalls, ShardDown, ShardGone
 from undertow.engine.cluster.routing.shard_pool import ShardPool
 from undertow.engine.cluster.settings import ClusterSettings
 from undertow.engine.cluster.shard_map import Removed
-from undertow.engine.cluster.wire import check_turns, pack, unpack_receipts
-from undertow.engine.readers import StoreEncoder
+from undertow.engine.cluster.wire import Status, check_turns, pack, unpack_receipts
+from undertow.engine.readers import StoreEncoder, turns_of_rows
 from undertow.engine.step.admission import QueueFull
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.store_info import DESCRIPTION, read_info
@@ -63,8 +64,13 @@ class Router(MemoryApi):
         where: SharedRoot | Location,
         connect: Callable[[str], ShardCalls],
         settings: ClusterSettings | None = None,
+        max_message_bytes: int = 1_000_000,
     ) -> None:
-        """`connect`: the calls of a shard, by its id. StoreError if a root has no map."""
+        """`connect`: the calls of a shard, by its id. `max_message_bytes`: of a message of `add_table`.
+
+        StoreError if a root has no map.
+        """
+        self._max_message_bytes = max_message_bytes
         self.root = SharedRoot.of(where)
         self.settings = settings or ClusterSettings()
         self._pool = ShardPool(self.root, connect, self.settings)
@@ -237,7 +243,19 @@ class Router(MemoryApi):
         if (shard := next(made, None)) is None:
             shard = shards[0]
             self.ask_shard(shard, "ready")
-        return StoreEncoder.of(read_info(self.root.store(shard)))
+        info = read_info(self.root.store(shard))
+        return StoreEncoder(info.dim, info.encoder["digest"])
+
+    def add_table(self, table: pa.Table | pa.RecordBatchReader, *, source: str | None = None) -> TableReport:
+        """Like Engine.add_table. If the answer to a call got lost, its turns do not count as new.
+
+        ShardDown: turns of this record batch and those before it may have been stored.
+        """
+        counts = Counter[str]()
+        for turns in turns_of_rows(table, source, self._max_message_bytes, self.store_encoder):
+            counts.update(self.feed_table(turns).result().column("status").to_pylist())
+        parked = counts[Status.PARKED]
+        return TableReport(counts.total() - parked, counts[Status.STORED], parked)
 
     def feed_table(self, table: pa.Table) -> Future[pa.Table]:
         """Begin to store turns as wire.TURNS, in the order of these calls: wire.RECEIPTS, row for row.
