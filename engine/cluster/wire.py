@@ -16,6 +16,7 @@ from undertow.engine.base.model import PackedTurn, Turn
 from undertow.engine.base.results import Receipt
 from undertow.engine.storage.row_codec import TURNS as TURNS
 from undertow.engine.storage.row_codec import pack_turn, turns_table
+from undertow.engine.storage.row_codec import unpack as unpack
 
 RECEIPTS = pa.schema(
     [
@@ -53,12 +54,6 @@ RETURNED = (Status.MOVED, Status.IN_TRANSIT)
 def pack(turns: Iterable[Turn | PackedTurn]) -> pa.Table:
     """Turns as a table of schema TURNS, in their order. InputError names the field that cannot be sent."""
     return turns_table(pack_turn(turn) if isinstance(turn, Turn) else turn for turn in turns)
-
-
-def unpack(table: pa.Table) -> list[PackedTurn]:
-    """The turns of a table of `check_turns`, in its order."""
-    columns = [table.column(name).to_pylist() for name in TURNS.names]
-    return list(map(PackedTurn._make, zip(*columns, strict=True)))
 
 
 def check_turns(table: pa.Table, dim: int | None = None) -> None:

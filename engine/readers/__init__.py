@@ -7,18 +7,17 @@ half a turn would be worse than none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 from undertow.engine.base.model import InputError
 from undertow.engine.readers.blocks import block_of_error, blocks_of
 from undertow.engine.readers.datasets import locomo, longmemeval, read_samples
 from undertow.engine.readers.files import JSON_LINES, Format, LogFormat, detect_format, find_logs
-from undertow.engine.readers.jsonl import jsonl_blocks, read_jsonl
+from undertow.engine.readers.jsonl import jsonl_blocks
 from undertow.engine.readers.messages import parse_messages
 from undertow.engine.readers.pairing import own_time, pair_chat, pair_dialogue
-from undertow.engine.readers.parquet import parquet_blocks, read_parquet, turns_of_rows
+from undertow.engine.readers.parquet import parquet_blocks, turns_of_rows
 from undertow.engine.readers.record import PackedRecord, Record, TurnBlock
 from undertow.engine.readers.source import Log
 from undertow.engine.readers.vectors import StoreEncoder
@@ -44,12 +43,7 @@ __all__ = [
     "turns_of_rows",
 ]
 
-_READERS: Mapping[LogFormat, Callable[..., Iterator[Record]]] = {
-    "messages": read_jsonl,
-    "parquet": read_parquet,
-    "locomo": partial(read_samples, locomo),
-    "longmemeval": partial(read_samples, longmemeval),
-}
+_SAMPLES = {"locomo": locomo, "longmemeval": longmemeval}
 
 
 def read(
@@ -57,17 +51,13 @@ def read(
 ) -> Iterator[Record]:
     """The records of one file, in file order, at positions greater than `after`.
 
-    `max_message_bytes` bounds the UTF-8 length of one message. Memory is bounded by one line, record batch or
-    sample. A file that cannot be opened or recognised yields one record with the error and no turns. Warnings
-    issued once per file (unknown fields, order of timestamps) cover only what was read after `after`.
+    `max_message_bytes` bounds the UTF-8 length of one message. Memory is bounded by a megabyte of lines, one
+    record batch or sample. A file that cannot be opened or recognised yields one record with the error and no
+    turns. Warnings issued once per file (unknown fields, order of timestamps) cover only what was read after
+    `after`.
     """
-    log = Log.of(path)
-    try:
-        found: LogFormat = detect_format(log) if format == "auto" else format
-    except InputError as refusal:
-        yield Record(after, errors=(refusal.problem,))
-        return
-    yield from _READERS[found](log, after=after, max_message_bytes=max_message_bytes)
+    for block in read_blocks(path, format, after=after, max_message_bytes=max_message_bytes):
+        yield from block.records()
 
 
 def read_blocks(
@@ -93,4 +83,5 @@ def read_blocks(
     elif found == "parquet":
         yield from parquet_blocks(log, after=after, max_message_bytes=max_message_bytes, encoder=encoder)
     else:
-        yield from blocks_of(_READERS[found](log, after=after, max_message_bytes=max_message_bytes))
+        samples = read_samples(_SAMPLES[found], log, after=after, max_message_bytes=max_message_bytes)
+        yield from blocks_of(samples)

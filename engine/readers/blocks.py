@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import BadInput
 from undertow.engine.readers.messages import LineParser
 from undertow.engine.readers.plain_rows import PlainRows, plain_turns
-from undertow.engine.readers.record import OrderWatch, PackedRecord, Record, TurnBlock, problems_of
+from undertow.engine.readers.record import OrderWatch, PackedRecord, TurnBlock, problems_of
 from undertow.engine.readers.vectors import GivenVectors
 from undertow.engine.storage.row_codec import TURNS, turns_table
 
 Int64s = NDArray[np.int64]
-OddRows = Callable[[Int64s], Iterable[Record | PackedRecord]]
+OddRows = Callable[[Int64s], Iterable[PackedRecord]]
 """The records of rows that are not plain, by their places in the batch."""
 
 # Below this many rows, LineParser is faster than the columns.
@@ -30,9 +30,6 @@ class BlockBuilder:
 
     def __init__(self, source: str, file_name: str, max_message_bytes: int) -> None:
         self.parser = LineParser(source, file_name, max_message_bytes)
-        self._source = source
-        self._file_name = file_name
-        self._max_message_bytes = max_message_bytes
         self._order = OrderWatch()
 
     def block(
@@ -44,12 +41,12 @@ class BlockBuilder:
         """
         plain = _NO_ROWS
         if rows is not None and len(lines) >= LEAST_ROWS and self._knows(rows):
-            plain = plain_turns(rows, lines, self._file_name, self._max_message_bytes)
+            plain = plain_turns(rows, lines, self.parser.file_name, self.parser.max_message_bytes)
         is_odd = np.ones(len(lines), bool)
         is_odd[plain.rows] = False
-        records = [PackedRecord.of(record) for record in odd(np.flatnonzero(is_odd))]
+        records = list(odd(np.flatnonzero(is_odd)))
         if vectors is not None:
-            plain, records = vectors.checked(plain, records, lines, self._source)
+            plain, records = vectors.checked(plain, records, lines, self.parser.source)
         places = np.concatenate(
             [lines[plain.rows], np.repeat(_positions(records), [len(r.turns) for r in records])]
         ).astype(np.int64)
@@ -68,9 +65,10 @@ class BlockBuilder:
 
     def _knows(self, rows: pa.Table) -> bool:
         """Whether no warning about unknown fields is due; LineParser issues them."""
-        messages = rows.schema.field("messages").type
-        fields = messages.value_type if pa.types.is_list(messages) else ()
-        names = [field.name for field in fields] if pa.types.is_struct(fields) else []
+        kind = rows.schema.field("messages").type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        fields = kind.value_type if is_list and pa.types.is_struct(kind.value_type) else ()
+        names = [field.name for field in fields]
         return self.parser.knows(rows.column_names, names)
 
     def _with_order_warnings(
@@ -79,7 +77,7 @@ class BlockBuilder:
         by_position = {record.position: record for record in problems}
         for position, late in self._order.check_block(turns, places):
             record = by_position.get(position, PackedRecord(position))
-            warnings = (*record.warnings, f"{self._source}:{position}: {late}")
+            warnings = (*record.warnings, f"{self.parser.source}:{position}: {late}")
             by_position[position] = replace(record, warnings=warnings)
         return tuple(by_position[position] for position in sorted(by_position))
 
@@ -93,11 +91,11 @@ def block_of_error(position: int, problem: BadInput) -> TurnBlock:
     return TurnBlock.of([PackedRecord(position, errors=(problem,))])
 
 
-def blocks_of(records: Iterable[Record], most: int = 1_024) -> Iterator[TurnBlock]:
+def blocks_of(records: Iterable[PackedRecord], most: int = 1_024) -> Iterator[TurnBlock]:
     """The blocks of a reader that has no columns: of so many turns or errors, but for the last record's."""
     batch: list[PackedRecord] = []
     count = 0
-    for record in map(PackedRecord.of, records):
+    for record in records:
         batch.append(record)
         count += len(record.turns) + len(record.errors)
         if count >= most:

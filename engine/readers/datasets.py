@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ijson
+import numpy as np
 
 from undertow.engine.base.model import BadInput, Message, Turn, dedupe_key, time_key
 from undertow.engine.readers.messages import check_text, messages_of, name_of, text_of, time_of
 from undertow.engine.readers.pairing import pair_chat, pair_dialogue
-from undertow.engine.readers.record import BadField, OrderWatch, Record
+from undertow.engine.readers.record import BadField, OrderWatch, PackedRecord
 from undertow.engine.readers.source import DAMAGED, Log
+from undertow.engine.storage.row_codec import pack_turn, turns_table
 
 _SESSION_KEY = re.compile(r"session_([0-9]{1,9})")
 _SCHEMA = "Compare with the published schema of the data set."
@@ -40,7 +42,7 @@ _Sample = tuple[str, list[_Session], list[BadField]]
 
 def read_samples(
     parse: Callable[[Any, int], _Sample], log: Log, *, after: int, max_message_bytes: int
-) -> Iterator[Record]:
+) -> Iterator[PackedRecord]:
     """One record per sample; `parse` is `locomo` or `longmemeval`.
 
     A bad message or date rejects only its session.
@@ -56,25 +58,25 @@ def read_samples(
     except (ijson.JSONError, UnicodeDecodeError, *DAMAGED) as problem:
         reason = f"cannot be read after {position} samples: {problem}"
         cure = "Mend the file from there on; the samples before it were taken."
-        yield Record(max(position, after), errors=(BadInput(str(log), None, None, reason, cure),))
+        yield PackedRecord(max(position, after), errors=(BadInput(str(log), None, None, reason, cure),))
 
 
 def _record(
     log: Log, position: int, raw: Any, parse: Callable[[Any, int], _Sample], max_message_bytes: int
-) -> Record:
+) -> PackedRecord:
     source = str(log)
     try:
         tenant, sessions, errors = parse(raw, max_message_bytes)
     except BadField as bad:
-        return Record(position, errors=(bad.at(source, position),))
+        return PackedRecord(position, errors=(bad.at(source, position),))
     turns = tuple(
-        Turn(tenant, pair, dedupe_key(log.name, s.id, where, pair), s.id, s.timestamp)
+        pack_turn(Turn(tenant, pair, dedupe_key(log.name, s.id, where, pair), s.id, s.timestamp))
         for s in sessions
         for pair, where in zip(s.pairs, s.positions, strict=True)
     )
-    late = OrderWatch().check(turns)
-    warnings = (f"{source}:{position}: {late}",) if late else ()
-    return Record(position, turns, tuple(bad.at(source, position) for bad in errors), warnings)
+    late = OrderWatch().check_block(turns_table(turns), np.full(len(turns), position))
+    warnings = tuple(f"{source}:{position}: {warning}" for _, warning in late)
+    return PackedRecord(position, turns, tuple(bad.at(source, position) for bad in errors), warnings)
 
 
 def locomo(raw: Any, max_bytes: int) -> _Sample:

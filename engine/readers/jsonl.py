@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import BadInput
 from undertow.engine.readers.blocks import LEAST_ROWS, BlockBuilder, OddRows, block_of_error
 from undertow.engine.readers.messages import LineParser
-from undertow.engine.readers.record import PackedRecord, R, Record, TurnBlock
+from undertow.engine.readers.record import PackedRecord, TurnBlock
 from undertow.engine.readers.source import DAMAGED, Log
 
 MAX_LINE_BYTES = 64 << 20
@@ -32,29 +32,18 @@ _SCHEMA = pa.schema(
 )
 
 
-def read_jsonl(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
+def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[TurnBlock]:
     """The records of a `messages` file after line `after`, without blank lines.
 
     A line over MAX_LINE_BYTES is skipped without being held in memory. If the file cannot be read to its end
-    (a truncated gzip, a disk error), the last record has the error.
+    (a truncated gzip, a disk error), the last block has the error.
     """
-    parser = LineParser(str(log), log.name, max_message_bytes)
-    file = _File(log, after)
-    for lines in file.pieces():
-        for n, number in enumerate(lines.numbers.tolist()):
-            yield _record(parser.record, str(log), number, lines.text(n))
-    yield from (Record(file.line, errors=(error,)) for error in file.errors)
-
-
-def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[TurnBlock]:
-    """As `read_jsonl`, in blocks."""
-    source = str(log)
-    builder = BlockBuilder(source, log.name, max_message_bytes)
+    builder = BlockBuilder(str(log), log.name, max_message_bytes)
 
     def odd_of(lines: _Lines) -> OddRows:
-        def odd(places: NDArray[np.int64]) -> Iterator[Record | PackedRecord]:
+        def odd(places: NDArray[np.int64]) -> Iterator[PackedRecord]:
             for n in places.tolist():
-                yield _record(builder.parser.unwatched, source, int(lines.numbers[n]), lines.text(n))
+                yield _record(builder.parser, int(lines.numbers[n]), lines.text(n))
 
         return odd
 
@@ -65,17 +54,18 @@ def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Tu
     yield from (block_of_error(file.line, error) for error in file.errors)
 
 
-def _record(parse: Callable[[int, object], R], source: str, number: int, line: bytes | None) -> R | Record:
+def _record(parser: LineParser, number: int, line: bytes | None) -> PackedRecord:
     if line is None:
         reason = f"line is longer than {MAX_LINE_BYTES:,} bytes"
-        problem = BadInput(source, number, None, reason, "Split the session over several lines.")
-        return Record(number, errors=(problem,))
+        problem = BadInput(parser.source, number, None, reason, "Split the session over several lines.")
+        return PackedRecord(number, errors=(problem,))
     try:
         raw = orjson.loads(line.removeprefix(_BOM) if number == 1 else line)
     except orjson.JSONDecodeError as broken:
         cure = "Write one JSON object a line, in UTF-8."
-        return Record(number, errors=(BadInput(source, number, None, f"is not JSON: {broken}", cure),))
-    return parse(number, raw)
+        problem = BadInput(parser.source, number, None, f"is not JSON: {broken}", cure)
+        return PackedRecord(number, errors=(problem,))
+    return parser.record(number, raw)
 
 
 class _Lines(NamedTuple):

@@ -13,7 +13,6 @@ call) as its name in brackets.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -21,8 +20,8 @@ import orjson
 from undertow.engine.base.model import InputError, Message, PackedTurn, Turn, dedupe_key, key_digest
 from undertow.engine.base.timestamps import parse_timestamp
 from undertow.engine.readers.pairing import own_time, pair_chat
-from undertow.engine.readers.record import BadField, OrderWatch, PackedRecord, Record
-from undertow.engine.storage.row_codec import payload_of
+from undertow.engine.readers.record import BadField, PackedRecord
+from undertow.engine.storage.row_codec import pack_turn, payload_of
 
 LINE_FIELDS = frozenset({"tenant", "session", "timestamp", "messages", "idempotency_key", "metadata"})
 # The fields of a message that is nothing but text.
@@ -38,21 +37,13 @@ class LineParser:
     """Turns the decoded lines of one file into records, and issues each warning once."""
 
     def __init__(self, source: str, file_name: str, max_message_bytes: int) -> None:
-        self._source = source
-        self._file_name = file_name
-        self._max_message_bytes = max_message_bytes
+        self.source = source
+        self.file_name = file_name
+        self.max_message_bytes = max_message_bytes
         self._named: set[str] = set()
-        self._order = OrderWatch()
 
-    def record(self, line: int, raw: object) -> Record:
-        """The record of one decoded line. Bad content becomes an error in the record."""
-        record = self._parsed(line, raw)
-        if late := self._order.check(record.turns):
-            return replace(record, warnings=(*record.warnings, f"{self._source}:{line}: {late}"))
-        return record
-
-    def unwatched(self, line: int, raw: object) -> PackedRecord:
-        """As `record`, for a caller that watches the order of timestamps itself.
+    def record(self, line: int, raw: object) -> PackedRecord:
+        """The record of one decoded line. Bad content becomes an error in the record.
 
         Most lines of a log take a short cut, which makes the same turns.
         """
@@ -60,14 +51,14 @@ class LineParser:
             turn = self._plain_exchange(line, raw)
         except (KeyError, TypeError, ValueError):
             turn = None
-        return PackedRecord.of(self._parsed(line, raw)) if turn is None else PackedRecord(line, (turn,))
+        return self._parsed(line, raw) if turn is None else PackedRecord(line, (turn,))
 
-    def _parsed(self, line: int, raw: object) -> Record:
+    def _parsed(self, line: int, raw: object) -> PackedRecord:
         try:
-            turns = self._turns(line, raw)
+            turns = tuple(map(pack_turn, self._turns(line, raw)))
         except BadField as bad:
-            return Record(line, errors=(bad.at(self._source, line),))
-        return Record(line, turns, (), self._unknown_fields(raw))
+            return PackedRecord(line, errors=(bad.at(self.source, line),))
+        return PackedRecord(line, turns, (), self._unknown_fields(raw))
 
     def _plain_exchange(self, line: int, raw: Any) -> PackedTurn | None:
         """The turn of a line with a question and its answer in plain text, if there is nothing to refuse.
@@ -93,7 +84,7 @@ class LineParser:
             timestamp = parse_timestamp(timestamp)
         if key is None:
             said = f"user\x1e{question}\x1eNone\x1fassistant\x1e{answer}\x1eNone"
-            turn_key = key_digest(f"{self._file_name}\x1f{session}\x1f{line}:0\x1f{said}")
+            turn_key = key_digest(f"{self.file_name}\x1f{session}\x1f{line}:0\x1f{said}")
         else:
             turn_key = f"{key}:0"
         body = {"key": turn_key, "session": session, "messages": messages}
@@ -105,7 +96,7 @@ class LineParser:
         return PackedTurn(tenant, turn_key, session, timestamp, text, payload_of(body))
 
     def _is_plain_text(self, text: object) -> bool:
-        if type(text) is not str or not text or 4 * len(text) > self._max_message_bytes:
+        if type(text) is not str or not text or 4 * len(text) > self.max_message_bytes:
             return False
         return not text.isspace() and "\x00" not in text
 
@@ -123,10 +114,10 @@ class LineParser:
             _check_metadata(metadata)
         line_time = time_of(raw, "timestamp")
         turns = []
-        messages = messages_of(raw.get("messages"), "messages", self._max_message_bytes)
+        messages = messages_of(raw.get("messages"), "messages", self.max_message_bytes)
         for ordinal, pair in enumerate(pair_chat(messages)):
             position = f"{line}:{ordinal}"
-            turn_key = f"{key}:{ordinal}" if key else dedupe_key(self._file_name, session, position, pair)
+            turn_key = f"{key}:{ordinal}" if key else dedupe_key(self.file_name, session, position, pair)
             turns.append(Turn(tenant, pair, turn_key, session, own_time(pair) or line_time, metadata or {}))
         return tuple(turns)
 
@@ -148,7 +139,7 @@ class LineParser:
     def _name_once(self, unknown: Iterable[str]) -> tuple[str, ...]:
         fresh = sorted(set(unknown) - self._named)[: MAX_NAMED_FIELDS - len(self._named)]
         self._named.update(fresh)
-        return tuple(f"{self._source}: field {name!r:.80} is not known and is ignored" for name in fresh)
+        return tuple(f"{self.source}: field {name!r:.80} is not known and is ignored" for name in fresh)
 
 
 def _is_plain_name(name: object) -> bool:

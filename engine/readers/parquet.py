@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import BadInput, InputError
 from undertow.engine.readers.blocks import BlockBuilder, block_of_error
 from undertow.engine.readers.messages import LINE_FIELDS, LineParser
-from undertow.engine.readers.record import PackedRecord, R, Record, TurnBlock
+from undertow.engine.readers.record import PackedRecord, TurnBlock
 from undertow.engine.readers.source import Log
 from undertow.engine.readers.vectors import COLUMN, StoreEncoder
 
@@ -28,37 +28,25 @@ _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
 
 
-def read_parquet(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Record]:
-    """The records of a Parquet file after row `after`.
-
-    The columns are the fields of the `messages` format. `messages` is a list of structs or JSON text,
-    `metadata` a struct or JSON text; timestamps are text, numbers or Arrow timestamps. Unknown columns are
-    not read; the first record names them.
-    """
-    parser = LineParser(str(log), log.name, max_message_bytes)
-    file = _File(log, LINE_FIELDS)
-    for first, rows in file.batches(after):
-        for row, raw in enumerate(_values(rows), first):
-            record = _record(parser.record, str(log), row, raw)
-            yield replace(record, errors=file.placed(record.errors), warnings=file.warned(record.warnings))
-    yield from (Record(file.row, errors=(error,)) for error in file.errors)
-
-
 def parquet_blocks(
     log: Log, *, after: int, max_message_bytes: int, encoder: StoreEncoder | None = None
 ) -> Iterator[TurnBlock]:
-    """As `read_parquet`, in blocks, with the vectors of the column `vectors`.
+    """The records of a Parquet file after row `after`.
 
-    `encoder`: that of the store, which the vectors must be of. None: they are not read.
+    The columns are the fields of the `messages` format. `messages` is a list of structs or JSON text,
+    `metadata` a struct or JSON text; timestamps are text, numbers or Arrow timestamps; `vectors` is read for
+    `encoder`, that of the store, which they must be of. Unknown columns are not read; the first block names
+    them.
     """
     file = _File(log, LINE_FIELDS | {COLUMN} if encoder else LINE_FIELDS, encoder)
-    builder = _TableBlocks(str(log), log.name, max_message_bytes, encoder)
+    builder = BlockBuilder(str(log), log.name, max_message_bytes)
     for first, rows in file.batches(after):
-        block = builder.block(rows, first)
-        problems = [replace(r, errors=file.placed(r.errors)) for r in block.problems]
-        if warnings := file.warned(()):
-            problems.insert(0, PackedRecord(first, warnings=warnings))
-        yield replace(block, problems=tuple(problems))
+        block = _block(builder, rows, first, encoder)
+        problems = tuple(replace(r, errors=file.placed(r.errors)) for r in block.problems)
+        if file.warnings:
+            problems = (PackedRecord(first, warnings=file.warnings), *problems)
+            file.warnings = ()
+        yield replace(block, problems=problems)
     yield from (block_of_error(file.row, error) for error in file.errors)
 
 
@@ -77,46 +65,35 @@ def turns_of_rows(
     if refusal := _refusal(table.schema, _CALL, encoder):
         raise InputError(refusal)
     name = secrets.token_hex(12) if source is None else source
-    blocks = _TableBlocks(_CALL, name, max_message_bytes, encoder)
+    builder = BlockBuilder(_CALL, name, max_message_bytes)
     first = 1
     for batch in table.to_batches(most_rows) if isinstance(table, pa.Table) else table:
         if batch.num_rows:
-            block = blocks.block(pa.Table.from_batches([batch]), first)
+            block = _block(builder, pa.Table.from_batches([batch]), first, encoder)
             if errors := [error for record in block.problems for error in record.errors]:
                 raise InputError(errors[0])
             yield block.turns
             first += batch.num_rows
 
 
-class _TableBlocks:
-    """Makes blocks of Arrow tables with the columns of the `messages` format."""
+def _block(builder: BlockBuilder, rows: pa.Table, first: int, encoder: StoreEncoder | None) -> TurnBlock:
+    """The block of some rows, at least one, the first of which has the number `first`."""
+    lines = np.arange(first, first + rows.num_rows)
+    columns = rows.select([name for name in rows.column_names if name in LINE_FIELDS])
 
-    def __init__(
-        self, source: str, name: str, max_message_bytes: int, encoder: StoreEncoder | None = None
-    ) -> None:
-        """`name`: of the file, for dedupe keys. `encoder`: see `parquet_blocks`."""
-        self._source = source
-        self._builder = BlockBuilder(source, name, max_message_bytes)
-        self._encoder = encoder
+    def odd(places: NDArray[np.int64]) -> Iterator[PackedRecord]:
+        values = _values(columns.take(pa.array(places)) if len(places) < len(lines) else columns)
+        for row, raw in zip(lines[places].tolist(), values, strict=True):
+            yield _record(builder.parser, row, raw)
 
-    def block(self, rows: pa.Table, first: int) -> TurnBlock:
-        """The block of some rows, at least one, the first of which has the number `first`."""
-        lines = np.arange(first, first + rows.num_rows)
-        columns = rows.select([name for name in rows.column_names if name in LINE_FIELDS])
-
-        def odd(places: NDArray[np.int64]) -> Iterator[Record | PackedRecord]:
-            values = _values(columns.take(pa.array(places)) if len(places) < len(lines) else columns)
-            for row, raw in zip(lines[places].tolist(), values, strict=True):
-                yield _record(self._builder.parser.unwatched, self._source, row, raw)
-
-        vectors = None
-        if self._encoder is not None and COLUMN in rows.column_names:
-            vectors = self._encoder.read(rows.column(COLUMN).combine_chunks())
-        return self._builder.block(columns, lines, odd, vectors)
+    vectors = None
+    if encoder is not None and COLUMN in rows.column_names:
+        vectors = encoder.read(rows.column(COLUMN).combine_chunks())
+    return builder.block(columns, lines, odd, vectors)
 
 
 class _File:
-    """One Parquet file. `row`: the last that was read; `errors`: why no more were."""
+    """One Parquet file. `row`: the last that was read; `errors`: why no more were; `warnings`: of it all."""
 
     def __init__(self, log: Log, known: Collection[str], encoder: StoreEncoder | None = None) -> None:
         """`known`: the columns to read."""
@@ -126,7 +103,7 @@ class _File:
         self._known = known
         self._encoder = encoder
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)
-        self._warnings: tuple[str, ...] = ()
+        self.warnings: tuple[str, ...] = ()
 
     def batches(self, after: int) -> Iterator[tuple[int, pa.Table]]:
         """Rows after row `after`, at least one at a time, with the number of the first, from 1 on."""
@@ -137,7 +114,7 @@ class _File:
                     self.errors.append(refusal)
                     return
                 names = table.schema_arrow.names
-                self._warnings = tuple(
+                self.warnings = tuple(
                     f"{self._log}: column {n!r} is not known and is ignored"
                     for n in names
                     if n not in self._known
@@ -161,11 +138,6 @@ class _File:
         if row is None or not len(self._ends) or row > self._ends[-1]:
             return None
         return int(np.searchsorted(self._ends, row))
-
-    def warned(self, warnings: tuple[str, ...]) -> tuple[str, ...]:
-        """The warnings, behind those about the file the first time."""
-        first, self._warnings = self._warnings, ()
-        return (*first, *warnings)
 
 
 def _refusal(schema: pa.Schema, source: str, encoder: StoreEncoder | None) -> BadInput | None:
@@ -224,10 +196,10 @@ def _microseconds(kind: Any) -> Any:
     return kind
 
 
-def _record(parse: Callable[[int, object], R], source: str, row: int, raw: _Row) -> R | Record:
+def _record(parser: LineParser, row: int, raw: _Row) -> PackedRecord:
     if not isinstance(raw, dict):
-        problem = BadInput(source, row, None, f"cannot be decoded: {raw}", "Correct the row.")
-        return Record(row, errors=(problem,))
+        problem = BadInput(parser.source, row, None, f"cannot be decoded: {raw}", "Correct the row.")
+        return PackedRecord(row, errors=(problem,))
     try:
         for name in _JSON_COLUMNS:
             if isinstance(raw.get(name), str):
@@ -236,14 +208,14 @@ def _record(parse: Callable[[int, object], R], source: str, row: int, raw: _Row)
         name = "metadata"
         raw[name] = orjson.loads(orjson.dumps(raw.get(name)))
     except (orjson.JSONDecodeError, orjson.JSONEncodeError) as broken:
-        problem = BadInput(source, row, name, f"is not JSON: {broken}", "Correct the row's JSON.")
-        return Record(row, errors=(problem,))
+        problem = BadInput(parser.source, row, name, f"is not JSON: {broken}", "Correct the row's JSON.")
+        return PackedRecord(row, errors=(problem,))
     raw["timestamp"] = _time_text(raw.get("timestamp"))
     messages = raw["messages"]
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and "timestamp" in message:
             message["timestamp"] = _time_text(message["timestamp"])
-    return parse(row, raw)
+    return parser.record(row, raw)
 
 
 def _time_text(value: Any) -> Any:

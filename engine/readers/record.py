@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from undertow.engine.base.model import BadInput, PackedTurn, Turn, time_key
-from undertow.engine.storage.row_codec import pack_turn, turns_table
+from undertow.engine.storage.row_codec import turns_table, unpack, unpack_turn
 
 # Sessions whose latest timestamp is kept. Evicted sessions get no warnings.
 WATCHED_SESSIONS = 4_096
@@ -43,16 +43,6 @@ class PackedRecord:
     errors: tuple[BadInput, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, record: Record | PackedRecord) -> PackedRecord:
-        if isinstance(record, PackedRecord):
-            return record
-        return cls(record.position, tuple(map(pack_turn, record.turns)), record.errors, record.warnings)
-
-
-R = TypeVar("R", Record, PackedRecord)
-"""What a method of LineParser makes of a decoded line."""
-
 
 @dataclass(frozen=True, slots=True)
 class TurnBlock:
@@ -73,6 +63,20 @@ class TurnBlock:
         positions = np.repeat([r.position for r in records], [len(r.turns) for r in records])
         turns = turns_table(turn for r in records for turn in r.turns)
         return cls(records[-1].position, turns, positions.astype(np.int64), problems_of(records))
+
+    def records(self) -> Iterator[Record]:
+        """Its records with turns, errors or warnings, one by one."""
+        turns: defaultdict[int, list[Turn]] = defaultdict(list)
+        problems: defaultdict[int, list[PackedRecord]] = defaultdict(list)
+        for position, packed in zip(self.positions.tolist(), unpack(self.turns), strict=True):
+            turns[position].append(unpack_turn(packed))
+        for problem in self.problems:
+            problems[problem.position].append(problem)
+        for position in sorted({*turns, *problems}):
+            found = problems[position]
+            errors = tuple(error for problem in found for error in problem.errors)
+            warnings = tuple(warning for problem in found for warning in problem.warnings)
+            yield Record(position, tuple(turns[position]), errors, warnings)
 
     def before(self, position: int) -> int:
         """How many of the turns are of records up to a position."""
@@ -116,24 +120,13 @@ class OrderWatch:
         self._capacity = capacity
         self._latest: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def check(self, turns: Sequence[Turn]) -> str | None:
-        """A warning about the first of `turns` that is earlier than its predecessor, if any.
-
-        The comparison is with the previous timestamp, not the maximum, so that one stray date in the future
-        causes a single warning.
-        """
-        warning = None
-        for turn in turns:
-            if turn.timestamp is None:
-                continue
-            before = self._follow((turn.tenant, turn.session_id), turn.timestamp)
-            if before is not None and warning is None and _is_earlier(turn.timestamp, before):
-                warning = _late(turn.timestamp, turn.session_id, turn.tenant)
-        self._forget()
-        return warning
-
     def check_block(self, turns: pa.Table, positions: NDArray[np.int64]) -> Iterator[tuple[int, str]]:
-        """As `check` for each record of a block, [turns] each: its position with its warning, ascending."""
+        """The records that have a turn which is earlier than the one before it in its session.
+
+        `positions` int64 [turns]: the record of each turn, ascending. Yields the position of each such record
+        with a warning. The comparison is with the previous timestamp, not the maximum, so that one stray date
+        in the future causes a single warning.
+        """
         last = -1
         for n in sorted(self._late_turns(turns)):
             if positions[n] != last:

@@ -109,6 +109,18 @@ def turns_table(turns: Iterable[PackedTurn]) -> pa.Table:
     return pa.table([pa.array(c, f.type) for c, f in zip(columns, TURNS, strict=True)], schema=TURNS)
 
 
+def unpack(table: pa.Table) -> list[PackedTurn]:
+    """The turns of a table of TURNS, in its order."""
+    columns = [table.column(name).to_pylist() for name in TURNS.names]
+    return list(map(PackedTurn._make, zip(*columns, strict=True)))
+
+
+def unpack_turn(turn: PackedTurn) -> Turn:
+    """The turn that `pack_turn` has packed."""
+    body = orjson.loads(turn.payload)
+    return Turn(turn.tenant, messages_of(body), *turn[1:4], body.get("metadata", {}))
+
+
 def given_vectors(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float16] | None:
     """The column `vector` of packed turns as float16 [n, dim], a row of zeros for null; None: all are null.
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from undertow.engine.base.model import PackedTurn, time_key
 from undertow.engine.cluster import wire
-from undertow.engine.readers import Format, PackedRecord, Record, read, read_blocks
-from undertow.engine.readers.record import problems_of
+from undertow.engine.readers import Format, Record, blocks, read, read_blocks
+from undertow.engine.readers.messages import LineParser
 
 LIMIT = 1_000_000
 
@@ -45,13 +48,31 @@ def parquet(folder: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 
 def compare_blocks(path: Path, limit: int = LIMIT, after: int = 0) -> None:
-    """The blocks of a file hold the turns, errors and warnings of its records, in their places."""
-    packed = [PackedRecord.of(r) for r in read(path, after=after, max_message_bytes=limit)]
-    blocks = list(read_blocks(path, after=after, max_message_bytes=limit))
-    turns = [turn for block in blocks for turn in wire.unpack(block.turns)]
-    assert turns == [turn for record in packed for turn in record.turns]
-    positions = [n for block in blocks for n in block.positions.tolist()]
-    assert positions == [record.position for record in packed for _ in record.turns]
-    problems = [record for block in blocks for record in block.problems]
-    assert problems == list(problems_of(packed))
-    assert [b.position for b in blocks[-1:]] == [record.position for record in packed[-1:]]
+    """The blocks of a file hold what LineParser makes of it without columns and short cut, in its place."""
+
+    def content() -> tuple[Any, ...]:
+        found = list(read_blocks(path, after=after, max_message_bytes=limit))
+        turns = [turn for block in found for turn in wire.unpack(block.turns)]
+        positions = [n for block in found for n in block.positions.tolist()]
+        return turns, positions, [r for b in found for r in b.problems], [b.position for b in found[-1:]]
+
+    turns, positions, problems, last = content()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "LEAST_ROWS", 1 << 30)
+        patch.setattr(LineParser, "_plain_exchange", lambda *_: None)
+        assert (turns, positions, problems, last) == content()
+    warned = [r.position for r in problems if any("is earlier than the one before" in w for w in r.warnings)]
+    assert warned == late(turns, positions)
+
+
+def late(turns: Sequence[PackedTurn], positions: Sequence[int]) -> list[int]:
+    """The records with a turn that is earlier than the one before it in its session."""
+    latest: dict[tuple[str, str], str] = {}
+    found = []
+    for turn, position in zip(turns, positions, strict=True):
+        if turn.timestamp is not None:
+            session = (turn.tenant, turn.session_id)
+            if time_key(turn.timestamp) < time_key(latest.get(session, turn.timestamp)):
+                found.append(position)
+            latest[session] = turn.timestamp
+    return sorted(set(found))

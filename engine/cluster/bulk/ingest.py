@@ -167,9 +167,10 @@ class _Run:
         """Send all parts, and wait for their receipts."""
         ingest, shards = self._ingest, self._shard_map.shards
         part_turns = ingest.part_turns or min(SHARD_TURNS * len(shards), MOST_PART_TURNS)
-        reader = PartReader(
-            self._shard_map, ingest.format, ingest.max_message_bytes, part_turns, self._encoder
-        )
+        lines = all(piece.log.name.endswith(JSON_LINES) for piece in self._pieces.values())
+        # others may bring vectors; only a shard that has a store knows its encoder
+        encoder = None if lines else ingest.feeder.store_encoder
+        reader = PartReader(self._shard_map, ingest.format, ingest.max_message_bytes, part_turns, encoder)
         try:
             read = ReadAhead(reader, list(self._pieces.values()), self._stopping).parts()
             with closing(read) as parts:
@@ -185,12 +186,6 @@ class _Run:
             self._record()
         if self._failures:
             raise _failed(self._failures)
-
-    @property
-    def _encoder(self) -> StoreEncoder | None:
-        """The shards' encoder, if a log may bring vectors along: only a shard with a store knows it."""
-        lines = (piece.log.name.endswith(JSON_LINES) for piece in self._pieces.values())
-        return None if all(lines) else self._ingest.feeder.store_encoder
 
     def _stopping(self) -> bool:
         return self._report.interrupt_if(self._ingest.stop)

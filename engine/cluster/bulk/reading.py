@@ -154,7 +154,8 @@ class _PartBuilder:
     def add(self, block: TurnBlock) -> TurnBlock | None:
         """Add records until the part is full: those that are left. None: there is room for more."""
         turns, positions = self._to_send(block)
-        sizes = _lengths(turns.column("payload")) + _lengths(turns.column("vector"))
+        vector_sizes = pc.fill_null(pc.binary_length(turns.column("vector")), 0)
+        sizes = pc.add(pc.binary_length(turns.column("payload")), vector_sizes).to_numpy()
         counts = self._count + np.arange(1, len(positions) + 1)
         sizes_bytes = self._size_bytes + np.cumsum(sizes)
         full = np.flatnonzero((counts >= self._most_turns) | (sizes_bytes >= PART_BYTES))
@@ -184,9 +185,3 @@ class _PartBuilder:
         part = Part({route.shard: to_buffer(mine.table) for route, mine in turns}, self.reports)
         self._clear()
         return part
-
-
-def _lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """The length in bytes of each value, 0 for null: int64 [n]."""
-    lengths: NDArray[np.int64] = pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
-    return lengths

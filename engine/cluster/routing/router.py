@@ -276,11 +276,12 @@ class Router(MemoryApi):
     def begin_add(self, table: pa.Table) -> Future[pa.Table]:
         """Like `submit_table`, but QueueFull is set on the future. Cancelling it does not undo anything."""
         check_turns(table)
-        return self._begin(self._stored(table))
 
-    async def _stored(self, table: pa.Table) -> pa.Table:
-        sent = await self._pool.send(table, wait=False)
-        return await asyncio.shield(asyncio.wrap_future(sent))
+        async def stored() -> pa.Table:
+            sent = await self._pool.send(table, wait=False)
+            return await asyncio.shield(asyncio.wrap_future(sent))
+
+        return self._begin(stored())
 
     # ---- shards
 

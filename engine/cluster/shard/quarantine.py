@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from undertow.engine.base.model import PackedTurn
-from undertow.engine.cluster.wire import TURNS
+from undertow.engine.cluster.wire import pack
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.parked_turns import FOLDER, forget
 from undertow.engine.storage.row_codec import key_hash
@@ -62,11 +62,11 @@ class Quarantine:
             ERROR: "" if error is None else "".join(traceback.format_exception(error, chain=False)),
             PARKED_AT: datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        schema = TURNS.with_metadata({name: text.encode(errors="replace") for name, text in texts.items()})
-        columns = [pa.array([value], field.type) for value, field in zip(turn, TURNS, strict=True)]
+        metadata = {name: text.encode(errors="replace") for name, text in texts.items()}
+        table = pack([turn]).replace_schema_metadata(metadata)
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, schema) as writer:
-            writer.write_table(pa.table(columns, schema=schema))
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
         name = self._name(turn)
         self._root.write(name, sink.getvalue().to_pybytes())
         self._reasons[name] = reason

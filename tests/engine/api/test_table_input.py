@@ -315,7 +315,7 @@ def test_good_rows_of_a_file_need_no_python(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that LineParser must not see: plain exchanges, with and without names, in all forms of times."""
-    monkeypatch.setattr("undertow.engine.readers.messages.LineParser.unwatched", None)
+    monkeypatch.setattr("undertow.engine.readers.messages.LineParser.record", None)
     lines = [
         {**GOOD, "session": None},
         {**GOOD, "timestamp": "2026-03-01 09:00"},

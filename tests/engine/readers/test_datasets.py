@@ -127,9 +127,8 @@ def test_broken_array_keeps_the_samples_before_the_break(tmp_path: Path) -> None
     sample = {"sample_id": "c", "conversation": {"session_1": [{"speaker": "A", "text": "hi"}]}}
     path = tmp_path / "x.json"
     path.write_text("[" + json.dumps(sample) + ", {broken")
-    first, last = records(path)
-    assert len(first.turns) == 1
-    assert last.turns == () and last.position == 1 and "after 1 samples" in last.errors[0].reason
+    (record,) = records(path)
+    assert len(record.turns) == record.position == 1 and "after 1 samples" in record.errors[0].reason
 
 
 def test_the_shipped_conversation_is_well_formed() -> None:

@@ -9,6 +9,7 @@ from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 
 from undertow.engine.base.model import InputError, Message, Turn, time_key
 from undertow.engine.base.timestamps import parse_timestamp
+from undertow.engine.cluster.wire import pack
 from undertow.engine.readers import (
     Format,
-    PackedRecord,
     jsonl,
     pair_chat,
     pair_dialogue,
@@ -249,12 +250,16 @@ def test_time_running_backwards_is_one_warning_and_keeps_order(tmp_path: Path) -
     assert [r.turns[0].timestamp for r in found[:6]] == days
 
 
+def watched(watch: OrderWatch, turns: list[Turn]) -> list[tuple[int, str]]:
+    return list(watch.check_block(pack(turns), np.arange(len(turns))))
+
+
 def test_order_is_watched_in_bounded_memory(tmp_path: Path) -> None:
     path = write(tmp_path, *[line(session=f"s{i}", timestamp=f"2026-03-0{9 - i % 9}") for i in range(9)])
     watch = OrderWatch(capacity=2)
     turns = [t for r in records(path) for t in r.turns]
-    assert watch.check(turns) is None
-    assert watch.check(turns[-2:-1]) is None and len(watch._latest) == 2
+    assert watched(watch, turns) == []
+    assert watched(watch, turns[-2:-1]) == [] and len(watch._latest) == 2
 
 
 def test_blank_lines_bom_and_crlf_are_no_errors(tmp_path: Path) -> None:
@@ -323,11 +328,11 @@ def test_blocks_are_the_records(
 
 def test_a_plain_exchange_takes_the_short_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = LineParser("log", "log", LIMIT)
-    expected = PackedRecord.of(parser.record(1, GOOD))
+    expected = parser._parsed(1, GOOD)
     monkeypatch.setattr(LineParser, "_parsed", None)
     whole = {**GOOD, "messages": GOOD["messages"], "idempotency_key": "k", "metadata": {"a": 1}}
-    assert parser.unwatched(1, GOOD) == expected
-    assert parser.unwatched(2, whole).turns[0].dedupe_key == "k:0"
+    assert parser.record(1, GOOD) == expected
+    assert parser.record(2, whole).turns[0].dedupe_key == "k:0"
 
 
 moment = st.datetimes(
@@ -343,7 +348,7 @@ times = (moment | st.dates(date(1970, 1, 1), date(1970, 1, 3))).map(
 @given(times, times)
 def test_of_two_times_the_earlier_is_known(first: str, second: str) -> None:
     turns = [Turn("ann", (), "", timestamp=timestamp) for timestamp in (first, second)]
-    assert (OrderWatch().check(turns) is not None) == (time_key(second) < time_key(first))
+    assert bool(watched(OrderWatch(), turns)) == (time_key(second) < time_key(first))
 
 
 forms = st.sampled_from(["{}", "{}Z", "{}+00:00", "{}+05:30", " {}", "{}:00", "T{}"])
