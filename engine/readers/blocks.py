@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from undertow.engine.base.model import BadInput
 from undertow.engine.readers.messages import LineParser
 from undertow.engine.readers.plain_rows import PlainRows, plain_turns
-from undertow.engine.readers.record import OrderWatch, PackedRecord, TurnBlock, problems_of
+from undertow.engine.readers.record import OrderWatch, PackedRecord, TurnBlock
 from undertow.engine.readers.vectors import GivenVectors
-from undertow.engine.storage.row_codec import TURNS, turns_table
+from undertow.engine.storage.row_codec import TURNS
 
 Int64s = NDArray[np.int64]
 OddRows = Callable[[Int64s], Iterable[PackedRecord]]
@@ -25,12 +25,12 @@ LEAST_ROWS = 48
 _NO_ROWS = PlainRows(np.empty(0, np.int64), TURNS.empty_table())
 
 
+@dataclass
 class BlockBuilder:
     """Makes the blocks of one file, and issues its warnings once."""
 
-    def __init__(self, source: str, file_name: str, max_message_bytes: int) -> None:
-        self.parser = LineParser(source, file_name, max_message_bytes)
-        self._order = OrderWatch()
+    parser: LineParser
+    _order: OrderWatch = field(default_factory=OrderWatch)
 
     def block(
         self, rows: pa.Table | None, lines: Int64s, odd: OddRows, vectors: GivenVectors | None = None
@@ -47,17 +47,14 @@ class BlockBuilder:
         records = list(odd(np.flatnonzero(is_odd)))
         if vectors is not None:
             plain, records = vectors.checked(plain, records, lines, self.parser.source)
-        places = np.concatenate(
-            [lines[plain.rows], np.repeat(_positions(records), [len(r.turns) for r in records])]
-        ).astype(np.int64)
-        turns = plain.turns
-        if records:
-            turns = pa.concat_tables([turns, turns_table(turn for r in records for turn in r.turns)])
+        by_hand = TurnBlock.of(records)
+        places = np.concatenate([lines[plain.rows], by_hand.positions])
+        turns = pa.concat_tables([plain.turns, by_hand.turns])
         order = np.argsort(places, kind="stable")
         if records and len(plain.rows):
             turns = turns.take(pa.array(order))
         places = places[order]
-        problems = self._with_order_warnings(problems_of(records), turns, places)
+        problems = self._with_order_warnings(by_hand.problems, turns, places)
         if vectors is not None:
             given = vectors.of_rows(np.searchsorted(lines, places))
             turns = turns.set_column(TURNS.get_field_index("vector"), TURNS.field("vector"), given)
@@ -68,8 +65,7 @@ class BlockBuilder:
         kind = rows.schema.field("messages").type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         fields = kind.value_type if is_list and pa.types.is_struct(kind.value_type) else ()
-        names = [field.name for field in fields]
-        return self.parser.knows(rows.column_names, names)
+        return self.parser.knows(rows.column_names, [field.name for field in fields])
 
     def _with_order_warnings(
         self, problems: Sequence[PackedRecord], turns: pa.Table, places: Int64s
@@ -80,10 +76,6 @@ class BlockBuilder:
             warnings = (*record.warnings, f"{self.parser.source}:{position}: {late}")
             by_position[position] = replace(record, warnings=warnings)
         return tuple(by_position[position] for position in sorted(by_position))
-
-
-def _positions(records: Sequence[PackedRecord]) -> Int64s:
-    return np.array([record.position for record in records], np.int64)
 
 
 def block_of_error(position: int, problem: BadInput) -> TurnBlock:

@@ -38,7 +38,7 @@ def jsonl_blocks(log: Log, *, after: int, max_message_bytes: int) -> Iterator[Tu
     A line over MAX_LINE_BYTES is skipped without being held in memory. If the file cannot be read to its end
     (a truncated gzip, a disk error), the last block has the error.
     """
-    builder = BlockBuilder(str(log), log.name, max_message_bytes)
+    builder = BlockBuilder(LineParser(str(log), log.name, max_message_bytes))
 
     def odd_of(lines: _Lines) -> OddRows:
         def odd(places: NDArray[np.int64]) -> Iterator[PackedRecord]:

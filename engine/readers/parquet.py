@@ -21,8 +21,6 @@ from undertow.engine.readers.source import Log
 from undertow.engine.readers.vectors import COLUMN, StoreEncoder
 
 _REQUIRED = ("tenant", "messages")
-# the source of the rows of an `add_table`
-_CALL = "add_table"
 _BATCH_ROWS = 4_096
 _Row = dict[str, Any] | ValueError | OverflowError
 _JSON_COLUMNS = ("messages", "metadata")
@@ -39,7 +37,7 @@ def parquet_blocks(
     them.
     """
     file = _File(log, LINE_FIELDS | {COLUMN} if encoder else LINE_FIELDS, encoder)
-    builder = BlockBuilder(str(log), log.name, max_message_bytes)
+    builder = BlockBuilder(LineParser(str(log), log.name, max_message_bytes))
     for first, rows in file.batches(after):
         block = _block(builder, rows, first, encoder)
         problems = tuple(replace(r, errors=file.placed(r.errors)) for r in block.problems)
@@ -62,10 +60,10 @@ def turns_of_rows(
     `source`: where the rows are from, for their dedupe keys; None: all are new. A table comes in batches of
     at most `most_rows` rows. InputError names the row that is refused; none of its batch and later ones come.
     """
-    if refusal := _refusal(table.schema, _CALL, encoder):
+    if refusal := _refusal(table.schema, "add_table", encoder):
         raise InputError(refusal)
     name = secrets.token_hex(12) if source is None else source
-    builder = BlockBuilder(_CALL, name, max_message_bytes)
+    builder = BlockBuilder(LineParser("add_table", name, max_message_bytes))
     first = 1
     for batch in table.to_batches(most_rows) if isinstance(table, pa.Table) else table:
         if batch.num_rows:

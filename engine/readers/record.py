@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -59,24 +61,21 @@ class TurnBlock:
 
     @classmethod
     def of(cls, records: Sequence[PackedRecord]) -> TurnBlock:
-        """The block of some records, at least one."""
-        positions = np.repeat([r.position for r in records], [len(r.turns) for r in records])
+        """The block of some records."""
+        positions = np.array([r.position for r in records for _ in r.turns], np.int64)
         turns = turns_table(turn for r in records for turn in r.turns)
-        return cls(records[-1].position, turns, positions.astype(np.int64), problems_of(records))
+        problems = tuple(replace(r, turns=()) for r in records if r.errors or r.warnings)
+        return cls(records[-1].position if records else 0, turns, positions, problems)
 
     def records(self) -> Iterator[Record]:
         """Its records with turns, errors or warnings, one by one."""
-        turns: defaultdict[int, list[Turn]] = defaultdict(list)
-        problems: defaultdict[int, list[PackedRecord]] = defaultdict(list)
-        for position, packed in zip(self.positions.tolist(), unpack(self.turns), strict=True):
-            turns[position].append(unpack_turn(packed))
-        for problem in self.problems:
-            problems[problem.position].append(problem)
-        for position in sorted({*turns, *problems}):
-            found = problems[position]
-            errors = tuple(error for problem in found for error in problem.errors)
-            warnings = tuple(warning for problem in found for warning in problem.warnings)
-            yield Record(position, tuple(turns[position]), errors, warnings)
+        turns = map(PackedRecord, self.positions.tolist(), zip(unpack(self.turns), strict=True))
+        place = attrgetter("position")
+        for position, parts in groupby(sorted([*turns, *self.problems], key=place), place):
+            found = list(parts)
+            errors = tuple(error for record in found for error in record.errors)
+            warnings = tuple(warning for record in found for warning in record.warnings)
+            yield Record(position, tuple(unpack_turn(t) for r in found for t in r.turns), errors, warnings)
 
     def before(self, position: int) -> int:
         """How many of the turns are of records up to a position."""
@@ -87,11 +86,6 @@ class TurnBlock:
         start = self.before(position)
         problems = tuple(record for record in self.problems if record.position > position)
         return TurnBlock(self.position, self.turns.slice(start), self.positions[start:], problems)
-
-
-def problems_of(records: Iterable[PackedRecord]) -> tuple[PackedRecord, ...]:
-    """The records with errors or warnings, without their turns."""
-    return tuple(replace(r, turns=()) for r in records if r.errors or r.warnings)
 
 
 # The default cure: the other lines of the file are read anyway.

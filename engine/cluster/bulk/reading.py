@@ -47,7 +47,7 @@ class FileReport:
         found = [record for record in block.problems if record.position <= position]
         errors = [error for record in found for error in record.errors]
         warnings = [warning for record in found for warning in record.warnings]
-        counts = (block.before(position), len(errors), len(warnings))
+        counts = block.before(position), len(errors), len(warnings)
         self.extend(FileReport(self.file, position, self.head, *counts, errors, warnings))
 
     def extend(self, later: FileReport) -> None:

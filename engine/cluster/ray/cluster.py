@@ -33,8 +33,7 @@ class Cluster(Router):
         self._start.check(shards)
         for shard in shards:  # side by side, while the first turns are read
             self._start(shard)
-        bound = settings.max_message_bytes
-        super().__init__(root, lambda shard: RayShard(self._start, shard), resources, bound)
+        super().__init__(root, lambda id: RayShard(self._start, id), resources, settings.max_message_bytes)
 
     @classmethod
     def open(

@@ -66,10 +66,7 @@ class Router(MemoryApi):
         settings: ClusterSettings | None = None,
         max_message_bytes: int = 1_000_000,
     ) -> None:
-        """`connect`: the calls of a shard, by its id. `max_message_bytes`: of a message of `add_table`.
-
-        StoreError if a root has no map.
-        """
+        """`connect`: a shard's calls, by its id. `max_message_bytes`: see Settings. StoreError: no map."""
         self._max_message_bytes = max_message_bytes
         self.root = SharedRoot.of(where)
         self.settings = settings or ClusterSettings()
@@ -241,8 +238,7 @@ class Router(MemoryApi):
         shards = self._pool.routes.map.all_shards
         made = (shard for shard in shards if self.root.store(shard).exists(DESCRIPTION))
         if (shard := next(made, None)) is None:
-            shard = shards[0]
-            self.ask_shard(shard, "ready")
+            self.ask_shard(shard := shards[0], "ready")
         info = read_info(self.root.store(shard))
         return StoreEncoder(info.dim, info.encoder["digest"])
 

@@ -77,7 +77,7 @@ class Quarantine:
         row = [column[0].as_py() for column in table.columns]
         metadata = table.schema.metadata or {}
         texts = (metadata.get(name, b"").decode() for name in (REASON, ERROR, PARKED_AT))
-        return QuarantinedTurn(PackedTurn._make(row), *texts)
+        return QuarantinedTurn(PackedTurn(*row), *texts)
 
     def report(self) -> list[dict[str, str]]:
         """The file and the reason of each parked turn, without its text."""

@@ -86,6 +86,9 @@ def test_a_shard_refuses_a_table_of_something_else() -> None:
     holed = sound_table().set_column(4, TURNS.field(4), pa.array(["x", None]))
     with pytest.raises(ValueError, match="'text'"):
         check_turns(holed)
+    for vectors, dim in (([b"ab", b"abcd"], None), ([b"abc", None], None), ([b"ab", None], 2)):
+        with pytest.raises(ValueError, match="vectors"):
+            check_turns(sound_table().set_column(6, TURNS.field(6), pa.array(vectors)), dim)
 
 
 def test_receipts_keep_their_order_and_say_what_became_of_each() -> None:
