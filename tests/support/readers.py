@@ -68,11 +68,10 @@ def compare_blocks(path: Path, limit: int = LIMIT, after: int = 0) -> None:
 def late(turns: Sequence[PackedTurn], positions: Sequence[int]) -> list[int]:
     """The records with a turn that is earlier than the one before it in its session."""
     latest: dict[tuple[str, str], str] = {}
-    found = []
-    for turn, position in zip(turns, positions, strict=True):
-        if turn.timestamp is not None:
-            session = (turn.tenant, turn.session_id)
-            if time_key(turn.timestamp) < time_key(latest.get(session, turn.timestamp)):
-                found.append(position)
-            latest[session] = turn.timestamp
-    return sorted(set(found))
+    found = set()
+    for (tenant, _, session, time, *_), position in zip(turns, positions, strict=True):
+        if time is not None:
+            if time_key(time) < time_key(latest.get((tenant, session), time)):
+                found.add(position)
+            latest[tenant, session] = time
+    return sorted(found)
