@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import pyarrow as pa
 
-from undertow.engine.storage.fenced_log import FencedLog
+from undertow.engine.storage.fenced_log import FencedLog, JournalError
 from undertow.engine.storage.journal_rows import (
     ROWS_PER_BATCH,
     SCHEMA,
@@ -17,6 +18,7 @@ from undertow.engine.storage.journal_rows import (
     key_groups,
     to_rows,
 )
+from undertow.engine.storage.lance_log import LANCE_ERRORS
 
 NO_MARKS = "kind != 'epoch'"
 
@@ -61,16 +63,17 @@ class JournalReads(FencedLog):
         for keys in key_groups(tenant_keys):
             filter = self._counting(all_of(any_of("tenant_key", keys), wanted))
             self.settle()
-            yield from self._scan(columns, filter)
+            with self._reading():
+                yield from self._scan(columns, filter)
 
     def columns(self, names: Sequence[str], *, kinds: Sequence[str] | None = None) -> pa.Table:
         """Some columns of all rows (of `kinds`), in append order: cheap even for millions of rows."""
         self.settle()
         filter = self._counting(any_of("kind", kinds))
-        if self._ordered:
-            return pa.concat_tables(view.scanner(names, filter).to_table() for view in self._views)
-        tables = [view.scanner([*{*names, "lsn"}], filter).to_table() for view in self._views]
-        return pa.concat_tables(tables).sort_by("lsn").select(list(names))
+        read = names if self._ordered else [*{*names, "lsn"}]
+        with self._reading():
+            table = pa.concat_tables(view.scanner(read, filter).to_table() for view in self._views)
+        return table if self._ordered else table.sort_by("lsn").select(list(names))
 
     def _scan(self, columns: Sequence[str], filter: str | None) -> Iterator[pa.RecordBatch]:
         scanners = [view.scanner(columns, filter, batch_size=ROWS_PER_BATCH) for view in self._views]
@@ -93,7 +96,18 @@ class JournalReads(FencedLog):
 
     def _count(self, filter: str | None) -> int:
         self.settle()
-        return sum(view.count(self._counting(filter)) for view in self._views)
+        with self._reading():
+            return sum(view.count(self._counting(filter)) for view in self._views)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except LANCE_ERRORS as error:
+            raise JournalError(
+                f"cannot read {self._where}: {error}. If another writer has purged it meanwhile, open the "
+                "store again; else check the disk."
+            ) from error
 
     @property
     def next_lsn(self) -> int:

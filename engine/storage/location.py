@@ -106,6 +106,12 @@ class Location:
             fsync_path(target.parent)
             return True
 
+    def begin(self, name: str, *, fsync: bool) -> Appender:
+        """Create a file of a folder to append to. StoreError if there is one. `fsync`: make it durable."""
+        assert self.folder is not None, "objects cannot be appended to"
+        with _store_errors("write", self / name):
+            return Appender(self.folder / name, fsync)
+
     def exists(self, name: str = "") -> bool:
         """Whether there is a file or folder of this name (on an object store: anything below it)."""
         with _store_errors("read", self / name):
@@ -175,6 +181,28 @@ class Location:
     def _name(self, key: str) -> str:
         _, _, prefix = self.uri.removeprefix(S3).partition("/")
         return key.removeprefix(f"{prefix}/") if prefix else key
+
+
+class Appender:
+    """A new file that grows. `fsync`: each append is durable on return."""
+
+    def __init__(self, path: Path, fsync: bool) -> None:
+        make_folder(path.parent)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+        self._fsync = fsync
+        if fsync:
+            fsync_path(path.parent)
+
+    def append(self, data: bytes) -> None:
+        """Write data at the end of the file. OSError: a part of it may be there."""
+        written = 0
+        while written < len(data):
+            written += os.write(self._descriptor, data[written:] if written else data)
+        if self._fsync:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 def _below(key: str) -> str | None:

@@ -3,14 +3,13 @@
 wal/EPOCH-LSN.log   a segment: entries of one writer in order, named by its epoch and the first lsn
 wal/claim           which writer opened the store last
 
-An entry is one commit: a header with its own checksum, then a record batch without lsns and epochs. In a
+An entry is one commit: a header with its own checksum, a record batch without lsns and epochs, END. In a
 folder a segment grows by entries; in a bucket each entry is an object. Who may append, and which segments
 count, is a part of the rules in engine/storage/fencing.py.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import psutil
 import pyarrow as pa
 
 from undertow.engine.storage.journal_rows import SCHEMA
-from undertow.engine.storage.location import Location, fsync_path, make_folder, remove_drafts
+from undertow.engine.storage.location import Appender, Location, remove_drafts
 
 FOLDER = "wal"
 CLAIM = "claim"
@@ -52,6 +51,8 @@ MAGIC = b"UWL1"
 # magic, checksum of the rest of the header; epoch, first lsn, rows, bytes of the body, checksum of the body
 _HEADER = struct.Struct("<4sIQQIQI")
 _CHECKED = struct.Struct("<QQIQI")
+# The last bytes of an entry. A power failure may leave zeros where it was not written to its end.
+END = b"\xff" * 8  # a multiple of what Arrow aligns to
 
 
 class Entry(NamedTuple):
@@ -111,7 +112,7 @@ def packed(epoch: int, first_lsn: int, batch: pa.RecordBatch) -> bytes:
     """The bytes of an entry."""
     body = batch.serialize()
     checked = _CHECKED.pack(epoch, first_lsn, batch.num_rows, len(body), zlib.crc32(body))
-    return b"".join((MAGIC, struct.pack("<I", zlib.crc32(checked)), checked, body))
+    return b"".join((MAGIC, struct.pack("<I", zlib.crc32(checked)), checked, body, END))
 
 
 class WriteAheadLog:
@@ -124,7 +125,7 @@ class WriteAheadLog:
         self._epoch = 0
         # of this writer: the segments that hold entries, oldest first, and the open one
         self._segments: list[str] = []
-        self._descriptor: int | None = None
+        self._open: Appender | None = None
 
     @property
     def most_entries(self) -> int:
@@ -188,21 +189,10 @@ class WriteAheadLog:
             self._location.write(name, data)
             self._segments.append(name)
             return
-        if self._descriptor is None:
-            self._descriptor = self._open(self._location.folder / name)
+        if self._open is None:
+            self._open = self._location.begin(name, fsync=self._fsync)
             self._segments.append(name)
-        written = 0
-        while written < len(data):
-            written += os.write(self._descriptor, data[written:] if written else data)
-        if self._fsync:
-            os.fsync(self._descriptor)
-
-    def _open(self, path: Path) -> int:
-        make_folder(path.parent)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
-        if self._fsync:
-            fsync_path(path.parent)
-        return descriptor
+        self._open.append(data)
 
     def end_segments(self) -> Sequence[str]:
         """Have the next entry begin a segment. Returns the segments of this writer up to here."""
@@ -211,9 +201,9 @@ class WriteAheadLog:
         return ended
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
     # ---- removing
 
@@ -265,17 +255,23 @@ class _Segment:
                 offset, lsn = self._pass_over(offset, lsn)
                 continue
             start = offset + _HEADER.size
-            body = memoryview(self._data)[start : start + header.size_bytes]
-            if len(body) < header.size_bytes:
+            end = start + header.size_bytes
+            left = len(self._data) - end - len(END)
+            if left < 0 or (left == 0 and self._ends_in_zeros):
                 self._note_cut(offset, header.first_lsn)
                 return
             lsn = header.first_lsn + header.rows
-            if zlib.crc32(body) == header.checksum:
+            body = memoryview(self._data)[start:end]
+            if zlib.crc32(body) == header.checksum and self._data[end : end + len(END)] == END:
                 batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
                 self._content.entries.append(Entry(header.epoch, header.first_lsn, batch))
             else:
                 self._note_damage(offset, header.first_lsn, lsn)
-            offset = start + header.size_bytes
+            offset = end + len(END)
+
+    @property
+    def _ends_in_zeros(self) -> bool:
+        return not any(self._data[-len(END) :])
 
     def _header(self, offset: int) -> _Header | None:
         """A whole and sound header; None for anything else."""
@@ -287,16 +283,15 @@ class _Segment:
 
     def _pass_over(self, offset: int, lsn: int) -> tuple[int, int]:
         """Pass over bytes that are no header: where the next one stands, and its first lsn."""
-        # a system that loses its power may leave zeros where it has not written
-        if len(self._data) - offset < _HEADER.size or not any(self._data[offset:]):
-            self._note_cut(offset, lsn)
-            return len(self._data), lsn
         found = offset
         while (found := self._data.find(MAGIC, found + 1)) >= 0:
             if (header := self._header(found)) is not None:
                 self._note_damage(offset, lsn, header.first_lsn)
                 return found, header.first_lsn
-        self._note_damage(offset, lsn, self._end_lsn)
+        if len(self._data) - offset < _HEADER.size or self._ends_in_zeros:
+            self._note_cut(offset, lsn)
+        else:
+            self._note_damage(offset, lsn, self._end_lsn)
         return len(self._data), lsn
 
     def _note_cut(self, offset: int, lsn: int) -> None:

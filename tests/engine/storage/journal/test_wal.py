@@ -189,7 +189,7 @@ def ends_of(data: bytes) -> set[int]:
     """Where the entries of a segment begin and end."""
     ends, offset = {0}, 0
     while offset < len(data):
-        offset += wal._HEADER.size + wal._HEADER.unpack_from(data, offset)[5]
+        offset += wal._HEADER.size + wal._HEADER.unpack_from(data, offset)[5] + len(wal.END)
         ends.add(offset)
     return ends
 
