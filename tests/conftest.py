@@ -89,6 +89,7 @@ def ray_address(s3_variables: dict[str, str]) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_variables.items():
             patch.setenv(name, value)  # workers have the environment in which Ray was started
+        patch.setenv("RAY_worker_niceness", "0")  # else tests beside these would starve them
         ray.init(
             num_cpus=8,  # counted, not used: shards of several tests stand side by side
             object_store_memory=200 << 20,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -145,6 +146,8 @@ def connect(address: str | None = None, **options: Any) -> None:
     """
     if ray.is_initialized():
         return
+    # Ray's default of 15 would let this process starve the shards beside it
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(address=address, namespace=NAMESPACE, **options)
     except ConnectionError as error:

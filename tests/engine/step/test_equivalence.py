@@ -191,7 +191,8 @@ def test_tenants_put_out_of_memory_and_taken_back(
     evicted = note_evictions(monkeypatch)
     llm = RecordingLLM(REPLIES)
     turns = {name: locomo[name] for name in MIDDLE}
-    with opened(tmp_path, settings_of(**options, arena_bytes=1 << 20), encoder, llm) as engine:
+    small = settings_of(**options).model_copy(update={"arena_bytes": 1 << 19})
+    with opened(tmp_path, small, encoder, llm) as engine:
         for part in range(4):  # a quarter of each tenant's turns at a time, one tenant after the other
             for of_tenant in turns.values():
                 size = -(-len(of_tenant) // 4)
