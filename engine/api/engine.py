@@ -27,6 +27,7 @@ from undertow.engine.base.results import Certificate, Receipt
 from undertow.engine.base.trace import Trace
 from undertow.engine.encoders.base import Encoder, Fingerprint
 from undertow.engine.encoders.embedding_cache import EmbeddingCache
+from undertow.engine.encoders.encode_ahead import EncodeAhead
 from undertow.engine.llm.client import LLMClient, OpenAILLM
 from undertow.engine.policies.base import PromptBudget, Thresholds
 from undertow.engine.policies.registry import Policies
@@ -107,6 +108,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             if llm is not None:
                 llm.on_call = self.trace.llm_request
             self._texts = EmbeddingCache(encoder, settings.encode_cache_texts)
+            self._encode_ahead = EncodeAhead(self._texts)
             gate = make_gate(self.arena)
             self._effects = EffectReader(self.arena, gate, self._texts)
             self.ranker = Ranker(
@@ -130,7 +132,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             Admission(
                 self.tenants,
                 self.arena,
-                self._texts,
+                self._encode_ahead,
                 thresholds,
                 embed_timestamp=s.embed_timestamp,
                 trace=self.trace,
@@ -182,6 +184,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
                 with suppress(JournalError):  # what has to be stored is by now
                     self._log_feedback(len(self._feedback))
         finally:
+            self._encode_ahead.close()
             # not left to the collector: tenants and indexes refer to it, and a card holds few pools
             self.arena.close()
             self.tenants.texts.close()
@@ -233,10 +236,6 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         while left := len(self.scheduler.inbox):
             self.step(WAIT_FOR_REPLY_S, storing=left > MOST_TURNS)
         return [ticket.receipt for ticket in tickets if ticket.receipt is not None]
-
-    def note(self, row: Row) -> None:
-        """Have a row of the shard's own (a source offset) committed once all queued turns are stored."""
-        self.scheduler.append_after_turns(row)
 
     def step(self, wait_s: float = 0.0, *, storing: bool = False) -> StepReport:
         """One round of the step loop; see Scheduler.step.
@@ -364,7 +363,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         self.tenants.require(tenant)
         self.scheduler.drop_tenant(tenant)
         self._feedback.forget([tenant])
-        self._texts.forget(tenant)
+        self._forget_vectors([tenant])
         bury(self.journal, self.tenants, tenant)
         forget_parked(self.journal.location, key)  # quarantined by a service on this store
         return self.purge().get(key) if command.now else None
@@ -383,10 +382,15 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
             self._failure = error  # work was dropped that the journal still holds here
             raise
         self._feedback.forget(tenants)
+        self._forget_vectors(tenants)
         for name in tenants:
-            self._texts.forget(name)
             self.tenants.remove(name)
         return tickets
+
+    def _forget_vectors(self, tenants: Sequence[str]) -> None:
+        self._encode_ahead.forget()
+        for tenant in tenants:
+            self._texts.forget(tenant)
 
     def take_up(self, tenants: Sequence[str]) -> None:
         """Queue the undecided records of tenants that have moved here."""

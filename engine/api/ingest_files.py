@@ -20,6 +20,7 @@ from undertow.engine.readers import Format, Log, TurnBlock, read_blocks
 from undertow.engine.step.batch_size import MOST_BULK_TURNS
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
+from undertow.engine.storage.row_codec import TURNS
 from undertow.engine.tenants.turn_columns import TurnColumns
 
 # Blocks that are read while a step stores those before: about as many as one step takes.
@@ -69,6 +70,8 @@ class Ingest:
                 self._feed_file(Log.of(path))
         if not self.report.ended:
             self._flush()
+        if not self.report.interrupted:
+            self._step_until(lambda: self._engine.scheduler.inbox.is_empty)
         self._batch.clear()
         self._count = 0
         self._reached.clear()
@@ -139,25 +142,27 @@ class Ingest:
             start = end
 
     def _flush(self) -> None:
-        """One step: the batch and the positions that it completes, in one commit."""
+        """Queue the batch, and the positions that it completes for the commit of its last turn."""
         batch, self._batch = self._batch, []
         count, self._count = self._count, 0
         reached, self._reached = self._reached, {}
         if not batch and not reached:
             return
-        for body in reached.values():
-            self._engine.note(Row("source_offset", "", "", -1, orjson.dumps(body)))
-        if batch:
-            self._engine.scheduler.inbox.put_block(TurnColumns.of_table(pa.concat_tables(batch)))
-        stored = False
-        while not stored:  # where the arena is full, the batch waits for decisions
+        inbox = self._engine.scheduler.inbox
+        # one batch waits behind that which is stored, so that it is embedded meanwhile
+        self._step_until(lambda: inbox.has_room_for_block(count))
+        if not self.report.ended:
+            rows = [Row("source_offset", "", "", -1, orjson.dumps(body)) for body in reached.values()]
+            turns = pa.concat_tables(batch) if batch else TURNS.empty_table()
+            inbox.put_block(TurnColumns.of_table(turns), rows)
+
+    def _step_until(self, done: Callable[[], bool]) -> None:
+        """Store; where the arena is full, the turns wait for decisions. Ends early if `stop` says so."""
+        while not (done() or self._stopping()):
             step = self._engine.step(WAIT_FOR_REPLY_S, storing=True)
-            stored = len(self._engine.scheduler.inbox) == 0
             self.report.new_turns += step.admitted
+            self.report.read_turns += step.stored
             self._on_step(step)
-            if self._stopping():
-                break
-        self.report.read_turns += count if stored else 0
 
     def _start(self, log: Log, source: str) -> int:
         """After which position to read: the stored one where the file still begins as it did."""

@@ -32,20 +32,26 @@ class TableCalls(SearchCalls):
         InputError names the row, from 1 on, the field and the cure: no turn of its record batch and of later
         ones is stored. ArenaFull: see `step`; the turns of earlier steps may have been stored.
         """
-        stored = new = 0
-        for turns in turns_of_rows(table, source, self.settings.max_message_bytes, self.store_encoder):
-            self.tenants.require_here(pc.unique(turns.column("tenant")).to_pylist())
-            new += self._store(TurnColumns.of_table(turns))
-            stored += turns.num_rows
-        return TableReport(stored, new)
+        count = new = 0
+        try:
+            for turns in turns_of_rows(table, source, self.settings.max_message_bytes, self.store_encoder):
+                self.tenants.require_here(pc.unique(turns.column("tenant")).to_pylist())
+                new += self._queue(TurnColumns.of_table(turns))
+                count += turns.num_rows
+        finally:  # the record batches before a refused one are stored
+            while not self.scheduler.inbox.is_empty and self._failure is None:
+                new += self._store_batch()
+        return TableReport(count, new)
 
-    def _store(self, turns: TurnColumns) -> int:
-        """Store turns. Returns how many were new."""
-        inbox, new, start = self.scheduler.inbox, 0, 0
-        while start < turns.size or len(inbox):
-            if not len(inbox):
-                stop = min(turns.size, start + min(inbox.room, self.settings.batch_turns or MOST_BULK_TURNS))
-                inbox.put_block(turns.part(start, stop))
-                start = stop
-            new += self.step(WAIT_FOR_REPLY_S, storing=True).admitted
+    def _queue(self, turns: TurnColumns) -> int:
+        """Queue turns, and store most of those before them. Returns how many of these were new."""
+        inbox, new, most = self.scheduler.inbox, 0, min(self.settings.queue_turns, MOST_BULK_TURNS)
+        for start in range(0, turns.size, most):
+            part = turns.part(start, min(start + most, turns.size))
+            while not inbox.has_room_for_block(part.size):
+                new += self._store_batch()
+            inbox.put_block(part)
         return new
+
+    def _store_batch(self) -> int:
+        return self.step(WAIT_FOR_REPLY_S, storing=True).admitted

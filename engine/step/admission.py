@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from undertow.engine.tenants.turn_columns import PlacedTurns, TurnColumns
 if TYPE_CHECKING:  # callers that only pack turns for a shard must not load torch
     from undertow.engine.base.trace import Trace
     from undertow.engine.encoders.base import Float16
-    from undertow.engine.encoders.embedding_cache import EmbeddingCache
+    from undertow.engine.encoders.encode_ahead import EncodeAhead
     from undertow.engine.policies.base import Thresholds
     from undertow.engine.tenants.registry import TenantRegistry
     from undertow.engine.tenants.tenant import Tenant
@@ -43,52 +44,85 @@ class Ticket:
     traceparent: str | None = None
 
 
+@dataclass(eq=False)
+class Block:
+    """Turns of a bulk load; those from place `taken` on wait. `rows`: to be committed with the last one."""
+
+    turns: TurnColumns
+    rows: Sequence[Row] = ()
+    taken: int = 0
+
+    def __len__(self) -> int:
+        return self.turns.size - self.taken
+
+    @cached_property
+    def tenants(self) -> frozenset[str]:
+        return frozenset(self.turns.tenants)
+
+    def drop(self, tenant: str) -> None:
+        """Remove the waiting turns of a tenant."""
+        if tenant in self.tenants:
+            self.turns, self.taken = self.turns.part(self.taken, self.turns.size).without(tenant), 0
+            self.tenants -= {tenant}
+
+
 @dataclass(slots=True)
 class Batch:
-    """Turns taken from the queue, and the tickets of those that somebody waits for, by place."""
+    """Turns taken from the queue: of a block, or with a ticket each. `rows`: to be committed with them."""
 
     turns: TurnColumns
     tickets: Sequence[tuple[int, Ticket]] = ()
+    block: Block | None = None
+    rows: Sequence[Row] = ()
 
 
 class Inbox:
     """Owns the incoming turns: a bounded queue with one line per tenant, served round-robin.
 
-    A bulk load brings its turns as a block of columns, which is served once the lines are empty.
+    A bulk load brings its turns as blocks of columns, which are served in order once the lines are empty.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
-        self._len = 0
-        self._set_block(TurnColumns.of(()))
-
-    def _set_block(self, turns: TurnColumns) -> None:
-        self._block, self._taken = turns, 0
-        self._block_tenants = frozenset(turns.tenants)
+        self._line_turns = 0
+        self._blocks: deque[Block] = deque()
 
     def __len__(self) -> int:
-        return self._len + self._block_len
+        return self._line_turns + sum(map(len, self._blocks))
 
     @property
-    def _block_len(self) -> int:
-        return self._block.size - self._taken
+    def is_empty(self) -> bool:
+        """Whether there is nothing to take, not even a block's rows."""
+        return not (self._line_turns or self._blocks)
 
     @property
     def room(self) -> int:
         """How many turns `put` can queue now: none while a block waits, whose turns must not be overtaken."""
-        return 0 if self._block_len else self._limit - self._len
+        return 0 if self._blocks else self._limit - self._line_turns
+
+    @property
+    def has_tickets(self) -> bool:
+        """Whether turns wait that somebody waits for."""
+        return self._line_turns > 0
 
     @property
     def serves_block(self) -> bool:
         """Whether the next turns to be taken are those of a bulk load."""
-        return not self._len and self._block_len > 0
+        return not self._line_turns and bool(self._blocks)
 
-    def put_block(self, turns: TurnColumns) -> None:
-        """Queue the turns of a bulk load, without tickets. QueueFull: a block is waiting, or at the bound."""
-        if turns.size > self.room:
+    def has_room_for_block(self, turns: int) -> bool:
+        """Whether a block of so many turns can wait now: beside one that is served, one is made ready."""
+        return len(self._blocks) < 2 and self._line_turns + turns <= self._limit
+
+    def put_block(self, turns: TurnColumns, rows: Sequence[Row] = ()) -> None:
+        """Queue the turns of a bulk load, without tickets. `rows`: to be committed with the last of them.
+
+        QueueFull: see `has_room_for_block`.
+        """
+        if not self.has_room_for_block(turns.size):
             raise QueueFull(f"{len(self)} turns are waiting to be stored. Try again after a step.")
-        self._set_block(turns)
+        self._blocks.append(Block(turns, rows))
 
     def put(self, turn: Turn | PackedTurn, traceparent: str | None = None) -> Ticket:
         """Queue a turn. QueueFull at the bound, InputError if it cannot be stored; then nothing is queued."""
@@ -98,14 +132,13 @@ class Inbox:
             raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
         ticket = Ticket(turn, traceparent=traceparent)
         self._lines.setdefault(turn.tenant, deque()).append(ticket)
-        self._len += 1
+        self._line_turns += 1
         return ticket
 
     def take(self, count: int) -> Batch:
-        """Remove and return up to `count` turns: an equal share of each tenant's line, in its order."""
+        """Remove and return up to `count` turns: of a block, or an equal share of each tenant's line."""
         if self.serves_block:
-            start, self._taken = self._taken, min(self._taken + count, self._block.size)
-            return Batch(self._block.part(start, self._taken))
+            return self._take_of_block(self._blocks[0], count)
         taken: list[Ticket] = []
         share = max(1, count // max(1, len(self._lines)))
         while self._lines and len(taken) < count:
@@ -113,42 +146,58 @@ class Inbox:
             taken += [line.popleft() for _ in range(min(share, len(line), count - len(taken)))]
             if line:
                 self._lines[name] = line  # to the back of the round
-        self._len -= len(taken)
+        self._line_turns -= len(taken)
         return Batch(TurnColumns.of([ticket.turn for ticket in taken]), list(enumerate(taken)))
+
+    def _take_of_block(self, block: Block, count: int) -> Batch:
+        start, block.taken = block.taken, min(block.taken + count, block.turns.size)
+        turns = block.turns.part(start, block.taken)
+        if len(block):
+            return Batch(turns, block=block)
+        self._blocks.popleft()
+        return Batch(turns, block=block, rows=block.rows)
 
     def put_back(self, batch: Batch) -> None:
         """Undo the last `take`: lines and turns return to the front in their former order."""
-        if not batch.tickets:
-            self._taken -= batch.turns.size
+        if batch.block is not None:
+            if not len(batch.block):
+                self._blocks.appendleft(batch.block)
+            batch.block.taken -= batch.turns.size
             return
         lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
         for _, ticket in batch.tickets:
             lines.setdefault(ticket.turn.tenant, deque()).append(ticket)
-            self._len += 1
+            self._line_turns += 1
         for name, line in self._lines.items():
             lines.setdefault(name, deque()).extend(line)
         self._lines = lines
 
+    def peek(self, count: int) -> TurnColumns:
+        """The turns that `take` would return now."""
+        batch = self.take(count)
+        self.put_back(batch)
+        return batch.turns
+
     @property
     def tenants(self) -> Collection[str]:
         """The tenants with waiting turns."""
-        return self._lines.keys() | self._block_tenants if self._block_len else self._lines.keys()
+        return self._lines.keys() | {name for block in self._blocks for name in block.tenants}
 
     def holds(self, tenant: str) -> bool:
-        return tenant in self._lines or (self._block_len > 0 and tenant in self._block_tenants)
+        return tenant in self._lines or any(tenant in block.tenants for block in self._blocks)
 
     def clear(self) -> None:
-        """Drop all waiting turns."""
+        """Drop all that waits."""
         self._lines.clear()
-        self._len = 0
-        self._set_block(TurnColumns.of(()))
+        self._line_turns = 0
+        self._blocks.clear()
 
     def drop(self, tenant: str) -> Sequence[Ticket]:
         """Remove the waiting turns of a tenant, and return their tickets."""
         dropped = self._lines.pop(tenant, deque())
-        self._len -= len(dropped)
-        if tenant in self._block_tenants:
-            self._set_block(self._block.part(self._taken, self._block.size).without(tenant))
+        self._line_turns -= len(dropped)
+        for block in self._blocks:
+            block.drop(tenant)
         return list(dropped)
 
 
@@ -178,7 +227,7 @@ class Admission:
         self,
         tenants: TenantRegistry,
         arena: Arena,
-        encoder: EmbeddingCache,
+        encoder: EncodeAhead,
         thresholds: Thresholds,
         *,
         embed_timestamp: bool,
@@ -216,16 +265,23 @@ class Admission:
             if not missing:
                 return Encoded(vectors)
         names = [new.tenants[owner].name for owner in new.owners[missing].tolist()]
-        texts = [new.texts[n] for n in missing]
-        if self._embed_timestamp:
-            times = [new.timestamps[n] for n in missing]
-            texts = [as_embedded(text, at, True) for text, at in zip(texts, times, strict=True)]
+        texts = self._as_embedded([new.texts[n] for n in missing], [new.timestamps[n] for n in missing])
         with self._trace.span("encode", texts=len(texts)):
             encoded = self._encoder.embed(names, texts)
         if given is None:
             return encoded
         vectors[missing] = encoded.host
         return Encoded(vectors)
+
+    def encode_ahead(self, turns: TurnColumns) -> None:
+        """Begin to embed turns that are to be admitted next, but for those that bring their vectors."""
+        if turns.vectors is None:
+            self._encoder.begin(turns.tenants, self._as_embedded(turns.texts, turns.timestamps))
+
+    def _as_embedded(self, texts: Sequence[str], timestamps: Sequence[str | None]) -> Sequence[str]:
+        if not self._embed_timestamp:
+            return texts
+        return [as_embedded(text, at, True) for text, at in zip(texts, timestamps, strict=True)]
 
     def _append(self, new: PlacedTurns, vectors: Encoded, rows: list[Rows], count: int) -> Admitted:
         """Append the new ones of `count` turns to the logs and the arena, and their rows to `rows`."""

@@ -41,10 +41,9 @@ class BatchSizer:
         self._clock_s = clock_s
         self.turns = LEAST_TURNS if turns is None else turns
 
-    @property
-    def bulk_turns(self) -> int:
-        """The number of turns of a step of a bulk load."""
-        return self.turns if self._fixed else BULK_FACTOR * self.turns
+    def step_turns(self, *, bulk: bool) -> int:
+        """The number of turns of a step, of a bulk load or not."""
+        return BULK_FACTOR * self.turns if bulk and not self._fixed else self.turns
 
     @contextmanager
     def measured(self) -> Iterator[AdmissionSize]:

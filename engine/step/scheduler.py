@@ -18,6 +18,7 @@ import orjson
 from undertow.engine.base.model import Decision, Memory, Turn
 from undertow.engine.base.results import Receipt
 from undertow.engine.base.trace import Trace
+from undertow.engine.encoders.encode_ahead import LEAST_AHEAD
 from undertow.engine.llm.client import BadReply, Completions, ServerRefused
 from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGate
 from undertow.engine.policies.registry import Policies
@@ -91,8 +92,6 @@ class Scheduler:
         )
         self._redaction = Redaction(journal)
         self._rows: list[Rows] = []
-        # Rows of the shard itself, committed with the last turns of the inbox.
-        self._shard_rows: list[Row] = []
         # After the arena was full: admission resumes when at most this many tenants are active.
         self._resume_admission_at: int | None = None
         # True within a step once turns are admitted: a tenant may then be in use without being active.
@@ -149,10 +148,6 @@ class Scheduler:
     def _append(self, rows: Sequence[Rows]) -> None:
         with self._trace.span("commit", rows=row_count(rows)):
             self._journal.append(rows)
-
-    def append_after_turns(self, row: Row) -> None:
-        """Commit a row of the shard together with the last of the turns that are queued now."""
-        self._shard_rows.append(row)
 
     def drop_tenant(self, name: str) -> None:
         """Drop all work of a tenant that is being erased. Late replies are ignored."""
@@ -211,9 +206,7 @@ class Scheduler:
         """
         self._report = StepReport()
         stored = self._admit()
-        if not len(self.inbox):
-            self._rows += self._shard_rows
-            self._shard_rows.clear()
+        self._encode_next()
         self.deciding = True
         busy = self._report.stored > 0 or (len(self.inbox) > 0 and not self.admission_paused)
         self._resume_replied(0.0 if busy or self.decisions.ready_count else wait_s)
@@ -238,12 +231,11 @@ class Scheduler:
 
         Returns the receipts to hand out once the batch is committed.
         """
-        if not len(self.inbox):
+        if self.inbox.is_empty:
             self._resume_admission_at = None  # the waiting tenants may have been erased or moved away
-        if not len(self.inbox) or self.admission_paused:
+        if self.inbox.is_empty or self.admission_paused:
             return []
-        sizer = self._batch_sizer
-        batch = self.inbox.take(sizer.bulk_turns if self.inbox.serves_block else sizer.turns)
+        batch = self.inbox.take(self._batch_sizer.step_turns(bulk=self.inbox.serves_block))
         try:
             with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=batch.turns.size):
                 new = self._admission.admit(batch.turns)
@@ -258,7 +250,7 @@ class Scheduler:
             self.inbox.put_back(batch)
             return []
         self._resume_admission_at = None
-        self._rows += new.rows
+        self._rows += [*new.rows, *batch.rows]
         self._report.admitted = new.fresh_turns
         self._report.duplicates = batch.turns.size - new.fresh_turns
         stored = [(ticket, new.receipt(place, ticket.turn.tenant)) for place, ticket in batch.tickets]
@@ -267,11 +259,19 @@ class Scheduler:
             self.decisions.add(tenant)
         return stored
 
+    def _encode_next(self) -> None:
+        """Have the turns of the next step embedded beside what this one still has to do.
+
+        Not where turns were known: those that follow may be, too, and need no vector.
+        """
+        count = min(self._batch_sizer.step_turns(bulk=self.inbox.serves_block), len(self.inbox))
+        if count >= LEAST_AHEAD and self._report.admitted and not self._report.duplicates:
+            self._admission.encode_ahead(self.inbox.peek(count))
+
     def _drop_inbox(self) -> None:
         """Drop all waiting turns: a later turn of a tenant must not be stored without an earlier one."""
         self._resume_admission_at = None
         self.inbox.clear()
-        self._shard_rows.clear()
 
     def _resume_replied(self, wait_s: float) -> None:
         """Resume the jobs whose replies have arrived."""
@@ -303,7 +303,7 @@ class Scheduler:
         """Decide each ready tenant's records up to the first that needs more than the gate."""
         if not self.decisions.ready_count:
             return
-        if len(self.inbox) and self.llm_calls.is_saturated and not self.admission_paused:
+        if self.inbox.has_tickets and self.llm_calls.is_saturated and not self.admission_paused:
             return
         with self._trace.span("decide", tenants=self.decisions.ready_count):
             ahead = self.decisions.begin_ahead(self._lookahead_turns)

@@ -21,6 +21,7 @@ from undertow.engine.base.model import BadInput, InputError
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.engine.readers import blocks, jsonl, read
 from undertow.engine.readers.vectors import ENCODER_KEY
+from undertow.engine.step import scheduler
 
 from ...support.engine import (
     ENCODER,
@@ -107,9 +108,16 @@ def columns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lines=st.lists(rows, min_size=1, max_size=25),
     batch=st.sampled_from([1, 3, 8, 64]),
     cut=st.integers(0, 25),
+    least_ahead=st.sampled_from([1, 1, 1_000]),
+    embed_timestamp=st.booleans(),
 )
 def test_columns_rows_and_single_turns_make_the_same_memories(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[Row], batch: int, cut: int
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[Row],
+    batch: int,
+    cut: int,
+    least_ahead: int,
+    embed_timestamp: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("same")
     path = write_lines(folder / "log.jsonl", lines)
@@ -128,13 +136,15 @@ def test_columns_rows_and_single_turns_make_the_same_memories(
         Ingest(engine).feed([path])
         Ingest(engine).feed([path])
 
-    expected = store_of(folder / "single", one_by_one)
+    expected = store_of(folder / "single", one_by_one, embed_timestamp=embed_timestamp)
     for least in (1, 1_000_000):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "LEAST_ROWS", least)
             patch.setattr(jsonl, "LEAST_ROWS", 1)
+            patch.setattr(scheduler, "LEAST_AHEAD", least_ahead)
             for name, add in (("fed", fed), ("mixed", mixed)):
-                run, stored = store_of(folder / f"{name}{least}", add, batch_turns=batch)
+                options = {"batch_turns": batch, "embed_timestamp": embed_timestamp}
+                run, stored = store_of(folder / f"{name}{least}", add, **options)
                 assert stored == expected[1]
                 assert_same(run, expected[0])
 

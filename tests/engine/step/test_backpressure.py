@@ -190,14 +190,14 @@ def test_a_tenant_that_fits_nowhere_is_blocked_and_the_others_are_decided(
     assert all(len(decided[name]) == len(turns) for name, turns in log.items() if name != "big")
 
 
-def test_a_note_is_committed_with_the_last_of_the_turns_before_it(
+def test_a_blocks_rows_are_committed_with_the_last_of_its_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
 ) -> None:
     use_pool(monkeypatch, 200)
     llm = HeldLLM()
     with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
-        engine.note(Row("source_offset", "", "", -1, b"{}"))
-        put(engine, [turn for n in range(60) for turn in turns_of(f"t{n}", 1)])
+        turns = [pack_turn(turn) for n in range(60) for turn in turns_of(f"t{n}", 1)]
+        engine.scheduler.inbox.put_block(TurnColumns.of(turns), [Row("source_offset", "", "", -1, b"{}")])
         step_until_paused(engine)
         engine.step()
         assert not rows_of(tmp_path, "source_offset")

@@ -18,7 +18,9 @@ from undertow.engine.api import engine as engine_module
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 from undertow.engine.storage.journal import Row
+from undertow.engine.storage.row_codec import pack_turn
 from undertow.engine.tenants.registry import ArenaFull, UnknownTenant
+from undertow.engine.tenants.turn_columns import TurnColumns
 from undertow.kernels.arena.arena import Arena
 from undertow.kernels.arena.device_memory import DeviceMemory
 from undertow.kernels.gate.gate import Gate
@@ -53,8 +55,8 @@ THETA: dict[str, Any] = {"theta_sim": 0.5, "theta_merge": 0.6, "theta_count": 2}
 class ReadableArena(Arena):
     """Rows as the reference gate and the host's search read them."""
 
-    def vectors(self, segment: int) -> NDArray[np.float32]:
-        rows: NDArray[np.float32] = super().vectors(segment).float().numpy()
+    def vectors(self, segment: int) -> NDArray[np.float16]:
+        rows: NDArray[np.float16] = super().vectors(segment).contiguous().numpy()
         return rows
 
     def take(self, handles: ArrayLike) -> NDArray[np.float16]:
@@ -205,10 +207,15 @@ def test_a_batch_that_the_pool_cannot_hold_is_refused_and_nothing_of_it_is_store
     use_pool(monkeypatch, 200)
     with engine_module.Engine(tmp_path, settings_of(**NEVER), ENCODER) as engine:
         engine.add_batch(turns_of("a", 20))
-        # a source's position goes with the turns before it, or not at all
-        engine.note(Row("source_offset", "", "", -1, b"{}"))
         batch = [turn for n in range(100) for turn in turns_of(f"new{n}", 1)]
+        # a source's position goes with the turns before it, or not at all
+        columns = TurnColumns.of([pack_turn(turn) for turn in batch])
+        engine.scheduler.inbox.put_block(columns, [Row("source_offset", "", "", -1, b"{}")])
         with pytest.raises(ArenaFull, match=r"no room for .*UNDERTOW_CARD_SHARES.*UNDERTOW_BATCH_TURNS"):
+            while not engine.scheduler.inbox.is_empty:
+                engine.step(storing=True)
+        assert engine.scheduler.inbox.is_empty
+        with pytest.raises(ArenaFull):
             engine.add_batch(batch)
         assert len(engine.add_batch(turns_of("a", 1, start=20))) == 1
     assert {row.kind for row in rows_of(tmp_path)} == {"control", "turn", "decision"}
