@@ -95,6 +95,7 @@ class Settings(BaseSettings):
     durability: Literal["commit", "fsync"] = "commit"
     # Turns of one step; None: as many as are admitted in half a second (engine/step/batch_size.py).
     batch_turns: int | None = Field(default=None, ge=1, le=65_536)
+    # Turns that wait to be stored; a bulk load has as many again behind those that are being stored.
     queue_turns: int = Field(default=8_192, ge=1)
     gate_lookahead_turns: int = Field(default=64, ge=1)
     max_message_bytes: int = Field(default=1_000_000, ge=1)

@@ -74,7 +74,10 @@ class Fingerprint:
 
 
 class Encoder(Protocol):
-    """The interface of an encoder. The bits of row i depend on text i alone."""
+    """The interface of an encoder. The bits of row i depend on text i alone.
+
+    Two threads may call it at a time: a bulk load embeds its next turns while others are searched.
+    """
 
     @property
     def dim(self) -> int: ...

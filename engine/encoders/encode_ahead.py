@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 
@@ -27,8 +28,9 @@ class EncodeAhead:
     def begin(self, tenants: Sequence[str], texts: Sequence[str]) -> None:
         """Begin to embed text i for tenant i, unless a batch was begun that `embed` has not asked for."""
         if self._ahead is None:
-            embedding = self._thread.submit(self._encoder.embed, tenants, texts)
-            self._ahead = list(zip(tenants, texts, strict=True)), embedding
+            with suppress(RuntimeError):  # no thread can be started: `embed` does it
+                embedding = self._thread.submit(self._encoder.embed, tenants, texts)
+                self._ahead = list(zip(tenants, texts, strict=True)), embedding
 
     def embed(self, tenants: Sequence[str], texts: Sequence[str]) -> Encoded:
         """As EmbeddingCache.embed, with what was embedded ahead."""

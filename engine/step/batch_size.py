@@ -31,7 +31,8 @@ class AdmissionSize:
 class BatchSizer:
     """The number of turns whose admission takes about `ADMISSION_S`, measured on earlier steps.
 
-    It shrinks at once and at most doubles: duplicate turns cost nothing, and say nothing about later turns.
+    What was embedded ahead counts as far as the step has waited for it. It shrinks at once and at most
+    doubles: duplicate turns cost nothing, and say nothing about later turns.
     Decisions do not depend on it: batched equals streamed.
     """
 

@@ -50,7 +50,7 @@ from undertow.engine.storage.store_info import (
 )
 from undertow.engine.storage.tail import Tail
 from undertow.engine.storage.version_cleanup import VersionCleaner
-from undertow.engine.storage.wal import LogContent, WriteAheadLog
+from undertow.engine.storage.wal import WriteAheadLog
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +120,9 @@ class Journal(JournalReads):
         """
         location = Location.of(where)
         info = read_info(location)  # raises before anything is written if this is no store
-        wal = WriteAheadLog(location, fsync=durability == "fsync") if WriteAheadLog.suits(location) else None
+        wal = WriteAheadLog(location, fsync=durability == "fsync")
         if not writable:
-            content = wal.read() if wal is not None else LogContent()
+            content = wal.read()
             journal = cls(location, info, durability=durability)
             with journal._opening():
                 journal._begin_reading(content)
@@ -161,7 +161,7 @@ class Journal(JournalReads):
 
     @cached_property
     def _tail(self) -> Tail | None:
-        return None if self._wal is None else Tail(self._wal, self._move)
+        return Tail(self._wal, self._move) if self._wal is not None and self._wal.takes_commits else None
 
     def close(self) -> None:
         if self.writable and self._failure is None:
@@ -213,7 +213,8 @@ class Journal(JournalReads):
             self.append_copies(RowStream(rows, self._next_lsn, self.epoch))
             return
         with self._putting():
-            batch = pa.concat_batches(list(in_batches(rows)))
+            batches = list(in_batches(rows))
+            batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
             self._tail.append(self._next_lsn, batch, self.epoch)
             self._check_claim()
         self._next_lsn += batch.num_rows

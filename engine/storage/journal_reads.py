@@ -61,8 +61,8 @@ class JournalReads(FencedLog):
         late = f"lsn > {after_lsn}" if after_lsn >= 0 else None
         wanted = all_of(any_of("kind", kinds), any_of("id", ids), late)
         for keys in key_groups(tenant_keys):
+            self.settle()  # it may find that another writer has added rows that do not count
             filter = self._counting(all_of(any_of("tenant_key", keys), wanted))
-            self.settle()
             with self._reading():
                 yield from self._scan(columns, filter)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,8 @@ SCHEMA = pa.schema(
         ("payload", pa.binary()),
     ]
 )
+
+_LSN, _EPOCH = map(SCHEMA.get_field_index, ("lsn", "epoch"))
 
 KEYS_PER_FILTER = 512
 ROWS_PER_BATCH = 4_096
@@ -91,10 +93,9 @@ class RowStream:
 
 def numbered(batch: pa.RecordBatch, first_lsn: int, epoch: int) -> pa.RecordBatch:
     """The batch with lsns from `first_lsn` on, and an epoch."""
-    lsns = np.arange(first_lsn, first_lsn + batch.num_rows)
-    columns = {name: batch.column(name) for name in SCHEMA.names}
-    columns |= {"lsn": pa.array(lsns), "epoch": pa.array(np.full_like(lsns, epoch))}
-    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+    lsns, columns = np.arange(first_lsn, first_lsn + batch.num_rows), batch.columns
+    columns[_LSN], columns[_EPOCH] = pa.array(lsns), pa.array(np.full_like(lsns, epoch))
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
 def in_batches(rows: Iterable[Rows]) -> Iterator[pa.RecordBatch]:
@@ -104,23 +105,29 @@ def in_batches(rows: Iterable[Rows]) -> Iterator[pa.RecordBatch]:
         if isinstance(row, Row):
             waiting.append(row)
         if waiting and (len(waiting) == ROWS_PER_BATCH or not isinstance(row, Row)):
-            yield from to_table(waiting).to_batches()
+            yield to_batch(waiting)
             waiting = []
         if not isinstance(row, Row):
             yield row
     if waiting:
-        yield from to_table(waiting).to_batches()
+        yield to_batch(waiting)
 
 
 def row_count(rows: Iterable[Rows]) -> int:
     return sum(1 if isinstance(row, Row) else row.num_rows for row in rows)
 
 
+def to_batch(rows: Sequence[Row]) -> pa.RecordBatch:
+    """The rows as a record batch with SCHEMA."""
+    columns: dict[str, Any] = {name: list(map(attrgetter(name), rows)) for name in SCHEMA.names}
+    columns["vector"] = [None if vector is None else vector.tobytes() for vector in columns["vector"]]
+    arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
 def to_table(rows: Sequence[Row]) -> pa.Table:
     """The rows as a table with SCHEMA."""
-    columns = {name: list(map(attrgetter(name), rows)) for name in SCHEMA.names}
-    columns["vector"] = [None if vector is None else vector.tobytes() for vector in columns["vector"]]
-    return pa.Table.from_pydict(columns, schema=SCHEMA)
+    return pa.Table.from_batches([to_batch(rows)])
 
 
 def binary_vectors(vectors: NDArray[np.float16]) -> pa.Array:

@@ -188,6 +188,9 @@ class LanceLog:
         self._dataset.cleanup_old_versions(older_than=timedelta(0), delete_unverified=alone)
         if not alone:
             self._remove_leftovers(datetime.now(UTC) - READER_GRACE)
+        if self._folder is not None:  # else a power failure might bring a file back
+            for folder, _, _ in os.walk(self._folder):
+                fsync_path(Path(folder))
 
     def _remove_leftovers(self, before: datetime) -> None:
         self.reload()

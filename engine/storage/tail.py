@@ -41,22 +41,21 @@ class Tail:
         self._flush: Future[None] | None = None
 
     def append(self, first_lsn: int, batch: pa.RecordBatch, epoch: int) -> None:
-        """Write a batch to the log, as rows from `first_lsn` on. OSError, StoreError."""
+        """Write a batch to the log, as rows from `first_lsn` on. OSError, StoreError; else as `settle`."""
+        if len(self._moving) > MOST_FLUSHES * self._wal.most_entries:  # flushes keep failing
+            self.settle()
         self._wal.append(first_lsn, batch)
         self._waiting.append(numbered(batch, first_lsn, epoch))
         self._waiting_rows += batch.num_rows
 
     def flush_if_due(self) -> None:
-        """Begin a flush in the background once there is enough for one. Fenced; else as `settle`."""
+        """Begin a flush in the background once there is enough for one. Fenced."""
         if self._waiting_rows < ROWS_PER_FLUSH and len(self._waiting) < self._wal.most_entries:
             return
         is_late = self._waiting_rows >= MOST_FLUSHES * ROWS_PER_FLUSH
         if self._flush is not None and not (is_late or self._flush.done()):
             return
         self._end_flush()
-        if len(self._moving) > MOST_FLUSHES * self._wal.most_entries:  # flushes keep failing
-            self.settle()
-            return
         self._begin_flush()
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="flush")
         try:

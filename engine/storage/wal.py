@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ import psutil
 import pyarrow as pa
 
 from undertow.engine.storage.journal_rows import SCHEMA
-from undertow.engine.storage.location import Appender, Location, remove_drafts
+from undertow.engine.storage.location import Appender, Location, fsync_path, remove_drafts
 
 FOLDER = "wal"
 CLAIM = "claim"
@@ -119,6 +120,7 @@ class WriteAheadLog:
     """The log of one store. A writer calls `claim` first. Methods raise StoreError or OSError."""
 
     def __init__(self, store: Location, *, fsync: bool = False) -> None:
+        self._store = store
         self._location = store / FOLDER
         self._fsync = fsync
         self._claim = b""
@@ -132,13 +134,16 @@ class WriteAheadLog:
         """With so many entries a flush is due."""
         return OBJECTS_PER_FLUSH if self._location.folder is None else ENTRIES_PER_FLUSH
 
-    @staticmethod
-    def suits(store: Location) -> bool:
-        """Whether writers on several machines see each other's files at once, in the order of writing."""
-        if store.folder is None:
+    @cached_property
+    def takes_commits(self) -> bool:
+        """Whether writers on several machines see each other's files at once, in the order of writing.
+
+        Elsewhere a log may be read and moved to Lance: that of a store which was copied there.
+        """
+        if self._store.folder is None:
             return True
         mounts = {Path(m.mountpoint): m.fstype for m in psutil.disk_partitions(all=True)}
-        folder = store.folder.resolve()
+        folder = self._store.folder.resolve()
         return (
             next((mounts[p] for p in (folder, *folder.parents) if p in mounts), "") in COHERENT_FILE_SYSTEMS
         )
@@ -171,18 +176,19 @@ class WriteAheadLog:
         The claim must be committed in Lance before.
         """
         self._epoch, self._claim = epoch, f"{epoch} {writer}".encode()
-        self.renew_claim()
+        if self.takes_commits:
+            self.renew_claim()
 
     def renew_claim(self) -> None:
         self._location.write(CLAIM, self._claim)
 
     @property
     def is_claimed_by_another(self) -> bool:
-        """Whether another writer has opened the store, or has tried to."""
-        return self._location.read(CLAIM) != self._claim
+        """Whether another writer has opened the store, or has tried to, where a log takes commits."""
+        return self.takes_commits and self._location.read(CLAIM) != self._claim
 
     def append(self, first_lsn: int, batch: pa.RecordBatch) -> None:
-        """Write one entry. It counts once the caller has found that the store `is_claimed_by` nobody else."""
+        """Write one entry. It counts once the caller has found that the store is not claimed by another."""
         data = packed(self._epoch, first_lsn, batch)
         name = segment_name(self._epoch, first_lsn)
         if self._location.folder is None:
@@ -211,10 +217,11 @@ class WriteAheadLog:
         self._location.remove_files(segments)
 
     def remove_former(self) -> None:
-        """Remove every segment of former writers, and what a kill has left of their claims."""
+        """Remove every segment of former writers, for good, and what a kill has left of their claims."""
         self.remove([name for name in self._names() if _parts(name)[0] < self._epoch])
-        if self._location.folder is not None:
+        if self._location.folder is not None and self._location.exists():
             remove_drafts(self._location.folder / CLAIM)
+            fsync_path(self._location.folder)
 
 
 def segment_name(epoch: int, first_lsn: int) -> str:
@@ -274,12 +281,14 @@ class _Segment:
         return not any(self._data[-len(END) :])
 
     def _header(self, offset: int) -> _Header | None:
-        """A whole and sound header; None for anything else."""
+        """A whole and sound header of the segment's writer; None for anything else."""
         raw = self._data[offset : offset + _HEADER.size]
         if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
             return None
         _, checksum, *fields = _HEADER.unpack(raw)
-        return _Header(*fields) if zlib.crc32(raw[-_CHECKED.size :]) == checksum else None
+        header = _Header(*fields)
+        sound = zlib.crc32(raw[-_CHECKED.size :]) == checksum and header.epoch == self._epoch
+        return header if sound else None
 
     def _pass_over(self, offset: int, lsn: int) -> tuple[int, int]:
         """Pass over bytes that are no header: where the next one stands, and its first lsn."""

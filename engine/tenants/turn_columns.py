@@ -167,7 +167,7 @@ class PlacedTurns:
             "vector": binary_vectors(vectors),
             "payload": pa.array(self.payloads, pa.binary()),
         }
-        return ids, pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+        return ids, pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def turn_ids(tenants: Sequence[Tenant], owners: NDArray[np.int64], seqs: NDArray[np.int64]) -> list[str]:

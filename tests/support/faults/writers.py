@@ -80,9 +80,11 @@ class Kills:
                 writer.join(SOON_S)
                 assert writer.exitcode == 0, "the overtaken writer was not stopped"
                 self.overtaken += 1
-            writer.kill()
-            writer.join()
-            self.kills += 1
+            else:
+                writer.kill()
+                writer.join()
+                assert writer.exitcode == -signal.SIGKILL, f"writer {name} had ended by itself"
+                self.kills += 1
             with suppress(EOFError):
                 while True:
                     self._hear(ours.recv())

@@ -174,7 +174,10 @@ class LateThread:
     def submit(self, work: Callable[[], None]) -> LateThread:
         self._work = work
         if self.simulation.rng.random() < 0.5:
-            self.result()
+            try:
+                self.result()
+            except Exception as error:  # noqa: BLE001 - told to whoever waits for the work
+                self._work = partial(_raise, error)
         return self
 
     def done(self) -> bool:
@@ -187,6 +190,10 @@ class LateThread:
 
     def shutdown(self) -> None:
         self.result()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 @dataclass

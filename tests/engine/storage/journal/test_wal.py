@@ -15,7 +15,8 @@ import pytest
 from undertow.engine.storage import journal as journal_module
 from undertow.engine.storage import tail, wal
 from undertow.engine.storage.fenced_log import DamagedLog
-from undertow.engine.storage.journal import Fenced, Journal, JournalError
+from undertow.engine.storage.journal import Fenced, Journal, JournalError, Row
+from undertow.engine.storage.journal_rows import to_table
 from undertow.engine.storage.lance_log import LanceLog
 from undertow.engine.storage.location import Location
 from undertow.engine.storage.wal import WriteAheadLog
@@ -149,6 +150,31 @@ def test_where_machines_do_not_see_each_others_files_at_once_lance_takes_every_c
     assert raw_texts(store)[-1] == "first" and not (store / "wal").exists()
     assert stored(store) == ["first"]
     journal.close()
+
+
+def test_a_log_that_was_copied_to_such_a_file_system_is_read_and_moved_to_lance(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a backup is that was restored there: with the log that a killed writer has left."""
+    _, said = written(store)
+    mount = Mock(mountpoint=str(store.parent), fstype="nfs4")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [mount])
+    assert stored(store) == said
+    journal = Journal.open(store, writable=True)
+    assert raw_texts(store)[-len(said) - 1 : -1] == said and not segments(store)
+    journal.append([row("more")])
+    assert raw_texts(store)[-1] == "more" and not segments(store)
+    assert stored(store) == [*said, "more"]
+    journal.close()
+
+
+def test_rows_that_a_former_writer_adds_late_are_not_read_by_the_writer_in_force(store: Path) -> None:
+    former = Journal.open(store, writable=True)
+    journal = taken_over(store)
+    journal.append([row("mine")])
+    late = Row("turn", "ann", "ann", 0, b"late", lsn=10, epoch=former.epoch)
+    LanceLog(Location.of(store) / "journal.lance").append(to_table([late]))
+    assert texts(journal) == ["mine"]
 
 
 # ---- damage
