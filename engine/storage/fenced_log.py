@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 import numpy as np
@@ -253,10 +253,13 @@ class FencedLog:
 
     @contextmanager
     def _rewriting(self) -> Iterator[None]:
-        """Around deletions and purges: repeatable after an error, since deleted rows stay deleted."""
+        """Around deletions and purges: repeatable after an error, since deleted rows stay deleted. Fenced."""
         try:
             yield
         except LANCE_ERRORS as error:
+            with suppress(*LANCE_ERRORS):  # a writer that has taken over may be the reason
+                self._table.reload()
+                self._look()
             raise JournalError(
                 f"cannot rewrite {self._where}: {error}. Free space or fix the disk, then run it again."
             ) from error
