@@ -245,6 +245,7 @@ class FencedLog:
         except (*LANCE_ERRORS, StoreError) as error:
             if stream is not None and stream.error is not None:
                 raise stream.error from None
+            self._look_for_takeover()
             self._failure = JournalError(
                 f"cannot write to {self._where}: {error}. Nothing of this step was acknowledged; "
                 "free space or fix the disk, then run again."
@@ -257,12 +258,16 @@ class FencedLog:
         try:
             yield
         except LANCE_ERRORS as error:
-            with suppress(*LANCE_ERRORS):  # a writer that has taken over may be the reason
-                self._table.reload()
-                self._look()
+            self._look_for_takeover()
             raise JournalError(
                 f"cannot rewrite {self._where}: {error}. Free space or fix the disk, then run it again."
             ) from error
+
+    def _look_for_takeover(self) -> None:
+        """After an error of the table: Fenced if another writer may be the reason."""
+        with suppress(*LANCE_ERRORS):
+            self._table.reload()
+            self._look()
 
     @property
     def _alone(self) -> bool:

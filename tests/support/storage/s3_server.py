@@ -10,12 +10,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.error import URLError
 
+# One request at a time: moto looks whether a key is there and then stores it, so that without the lock two
+# conditional writes at once may both succeed, as on no real object store.
 SERVER = """
 import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
+from threading import Lock, Thread
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+moto, lock = DomainDispatcherApplication(create_backend_app), Lock()
+
+def one_at_a_time(environ, start_response):
+    with lock:
+        return moto(environ, start_response)
+
+server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True, request_handler=MotoRequestHandler)
+Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_address[1], flush=True)
 sys.stdin.read()
 """
 START_TIMEOUT_S = 60
