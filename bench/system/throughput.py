@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -91,7 +92,8 @@ class Watch:
     def offer(self, turns: Iterator[Turn]) -> None:
         """Fill the queue."""
         inbox = self.engine.scheduler.inbox
-        while inbox.room > 0 and (turn := next(turns, None)) is not None:
+        room = self.engine.settings.queue_turns - len(inbox)
+        for turn in islice(turns, room):
             self.waiting.append((inbox.put(turn), time.perf_counter()))
 
     def stepped(self) -> None:

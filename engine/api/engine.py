@@ -32,7 +32,7 @@ from undertow.engine.llm.client import LLMClient, OpenAILLM
 from undertow.engine.policies.base import PromptBudget, Thresholds
 from undertow.engine.policies.registry import Policies
 from undertow.engine.search.ranking import Ranker
-from undertow.engine.step.admission import Admission, Ticket
+from undertow.engine.step.admission import Admission
 from undertow.engine.step.answer_feedback import FEEDBACK_PER_STEP, FeedbackQueue
 from undertow.engine.step.batch_size import MOST_TURNS, BatchSizer
 from undertow.engine.step.effects import EffectReader
@@ -230,7 +230,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         self.tenants.require_here(turn.tenant for turn in turns)
         tickets = []
         for turn in turns:
-            while self.scheduler.inbox.room <= 0:
+            while not self.scheduler.inbox.has_room_for(turn.tenant):
                 self.step(WAIT_FOR_REPLY_S)
             tickets.append(self.scheduler.inbox.put(turn))
         while left := len(self.scheduler.inbox):
@@ -370,14 +370,14 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
 
     # ---- moving to and from other shards (engine/cluster/resharding/participant.py)
 
-    def dismiss(self, tenants: Sequence[str], records: Sequence[Row]) -> list[Ticket]:
+    def dismiss(self, tenants: Sequence[str], records: Sequence[Row]) -> list[str]:
         """Stop all work of tenants that leave, and commit `records`, the last of their logs here.
 
-        Returns the tickets of their turns that were still queued: those are not stored.
+        Returns those of them that had turns in the queue: these are dropped, and not stored.
         """
         self._check_sound()
         try:
-            tickets = self.scheduler.release_tenants(tenants, records)
+            dropped = self.scheduler.release_tenants(tenants, records)
         except BaseException as error:
             self._failure = error  # work was dropped that the journal still holds here
             raise
@@ -385,7 +385,7 @@ class Engine(MemoryApi, EditCalls, AnswerCalls, TableCalls, TenantCalls):
         self._forget_vectors(tenants)
         for name in tenants:
             self.tenants.remove(name)
-        return tickets
+        return dropped
 
     def _forget_vectors(self, tenants: Sequence[str]) -> None:
         self._encode_ahead.forget()

@@ -17,6 +17,7 @@ from undertow.engine.api.engine import WAIT_FOR_REPLY_S, Engine
 from undertow.engine.base.model import BadInput
 from undertow.engine.base.results import IngestReport
 from undertow.engine.readers import Format, Log, TurnBlock, read_blocks
+from undertow.engine.step.admission import Block
 from undertow.engine.step.batch_size import MOST_BULK_TURNS
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
@@ -154,7 +155,7 @@ class Ingest:
         if not self.report.ended:
             rows = [Row("source_offset", "", "", -1, orjson.dumps(body)) for body in reached.values()]
             turns = pa.concat_tables(batch) if batch else TURNS.empty_table()
-            inbox.put_block(TurnColumns.of_table(turns), rows)
+            inbox.put_block(Block(TurnColumns.of_table(turns), rows))
 
     def _step_until(self, done: Callable[[], bool]) -> None:
         """Store; where the arena is full, the turns wait for decisions. Ends early if `stop` says so."""

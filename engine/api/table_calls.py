@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 from undertow.engine.api.search_calls import WAIT_FOR_REPLY_S, SearchCalls
 from undertow.engine.base.results import TableReport
 from undertow.engine.readers import StoreEncoder, turns_of_rows
+from undertow.engine.step.admission import Block
 from undertow.engine.step.batch_size import MOST_BULK_TURNS
 from undertow.engine.tenants.turn_columns import TurnColumns
 
@@ -50,7 +51,7 @@ class TableCalls(SearchCalls):
             part = turns.part(start, min(start + most, turns.size))
             while not inbox.has_room_for_block(part.size):
                 new += self._store_batch()
-            inbox.put_block(part)
+            inbox.put_block(Block(part))
         return new
 
     def _store_batch(self) -> int:

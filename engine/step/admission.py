@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,17 @@ class Ticket:
 
 @dataclass(eq=False)
 class Block:
-    """Turns of a bulk load; those from place `taken` on wait. `rows`: to be committed with the last one."""
+    """Turns that came together, as columns; those from place `taken` on wait.
+
+    `rows`: to be committed with the last turn. `stored`: the id and seq of each turn that is durable and
+    searchable, in order; None and None for a duplicate. Whoever wants them removes them.
+    """
 
     turns: TurnColumns
     rows: Sequence[Row] = ()
+    traceparent: str | None = None
     taken: int = 0
+    stored: list[tuple[str | None, int | None]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.turns.size - self.taken
@@ -59,34 +65,62 @@ class Block:
     def tenants(self) -> frozenset[str]:
         return frozenset(self.turns.tenants)
 
-    def drop(self, tenant: str) -> None:
-        """Remove the waiting turns of a tenant."""
-        if tenant in self.tenants:
-            self.turns, self.taken = self.turns.part(self.taken, self.turns.size).without(tenant), 0
-            self.tenants -= {tenant}
+    def drop(self, tenant: str) -> bool:
+        """Remove the waiting turns of a tenant. Whether there were any."""
+        if tenant not in self.tenants:
+            return False
+        before = len(self)
+        self.turns, self.taken = self.turns.part(self.taken, self.turns.size).without(tenant), 0
+        self.tenants -= {tenant}
+        return len(self) < before
 
 
 @dataclass(slots=True)
 class Batch:
-    """Turns taken from the queue: of a block, or with a ticket each. `rows`: to be committed with them."""
+    """Turns taken from the queue: with a ticket each, or parts of blocks, each with the number of its turns.
+
+    `rows`: to be committed with them.
+    """
 
     turns: TurnColumns
-    tickets: Sequence[tuple[int, Ticket]] = ()
-    block: Block | None = None
+    tickets: Sequence[Ticket] = ()
+    parts: Sequence[tuple[Block, int]] = ()
     rows: Sequence[Row] = ()
+
+    @property
+    def traceparents(self) -> Sequence[str | None]:
+        """That of each turn; nothing if none has one."""
+        parents = [ticket.traceparent for ticket in self.tickets]
+        for block, count in self.parts:
+            parents += [block.traceparent] * count
+        return parents if any(parents) else ()
+
+    def acknowledge(self, new: Admitted) -> None:
+        """Hand out what the turns have become. They are durable and searchable."""
+        for place, ticket in enumerate(self.tickets):
+            ticket.receipt = new.receipt(place, ticket.turn.tenant)
+        start = 0
+        for block, count in self.parts:
+            end = start + count
+            block.stored += zip(new.ids[start:end], new.seqs[start:end], strict=True)
+            start = end
 
 
 class Inbox:
-    """Owns the incoming turns: a bounded queue with one line per tenant, served round-robin.
+    """Owns the incoming turns: a queue with one line per tenant, served round-robin.
 
-    A bulk load brings its turns as blocks of columns, which are served in order once the lines are empty.
+    Turns that come together may wait as a block of columns. Blocks are served in order; where turns wait in
+    lines too, they and the blocks take turns. A tenant's turns never overtake each other.
     """
 
     def __init__(self, limit: int) -> None:
+        """`limit`: of the turns in lines, and of those in blocks."""
         self._limit = limit
         self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
         self._line_turns = 0
         self._blocks: deque[Block] = deque()
+        # whether the blocks are next, if turns wait in lines too
+        self._blocks_next = False
 
     def __len__(self) -> int:
         return self._line_turns + sum(map(len, self._blocks))
@@ -97,48 +131,54 @@ class Inbox:
         return not (self._line_turns or self._blocks)
 
     @property
-    def room(self) -> int:
-        """How many turns `put` can queue now: none while a block waits, whose turns must not be overtaken."""
-        return 0 if self._blocks else self._limit - self._line_turns
-
-    @property
     def has_tickets(self) -> bool:
-        """Whether turns wait that somebody waits for."""
+        """Whether turns wait in lines."""
         return self._line_turns > 0
 
     @property
     def serves_block(self) -> bool:
-        """Whether the next turns to be taken are those of a bulk load."""
-        return not self._line_turns and bool(self._blocks)
+        """Whether the next turns to be taken are those of a block."""
+        if not self._line_turns:
+            return bool(self._blocks)
+        return self._blocks_next and bool(self._blocks) and self._may_serve(self._blocks[0])
+
+    def _may_serve(self, block: Block) -> bool:
+        """Whether a block has no tenant whose turns wait in a line: those came first."""
+        return block.tenants.isdisjoint(self._lines)
+
+    def has_room_for(self, tenant: str) -> bool:
+        """Whether a turn of the tenant can be queued now: not while a block waits that holds earlier ones."""
+        return self._line_turns < self._limit and not any(tenant in block.tenants for block in self._blocks)
 
     def has_room_for_block(self, turns: int) -> bool:
-        """Whether a block of so many turns can wait now: beside one that is served, one is made ready."""
-        return len(self._blocks) < 2 and self._line_turns + turns <= self._limit
+        """Whether a block of so many turns can wait now, whatever waits in lines.
 
-    def put_block(self, turns: TurnColumns, rows: Sequence[Row] = ()) -> None:
-        """Queue the turns of a bulk load, without tickets. `rows`: to be committed with the last of them.
-
-        QueueFull: see `has_room_for_block`.
+        Beside one that is served, one is made ready; more wait up to the bound.
         """
-        if not self.has_room_for_block(turns.size):
+        return len(self._blocks) < 2 or sum(map(len, self._blocks)) + turns <= self._limit
+
+    def put_block(self, block: Block) -> None:
+        """Queue turns that came together. QueueFull: see `has_room_for_block`."""
+        if not self.has_room_for_block(len(block)):
             raise QueueFull(f"{len(self)} turns are waiting to be stored. Try again after a step.")
-        self._blocks.append(Block(turns, rows))
+        self._blocks.append(block)
 
     def put(self, turn: Turn | PackedTurn, traceparent: str | None = None) -> Ticket:
-        """Queue a turn. QueueFull at the bound, InputError if it cannot be stored; then nothing is queued."""
+        """Queue a turn. QueueFull: see `has_room_for`. InputError: it cannot be stored."""
         if isinstance(turn, Turn):
             turn = pack_turn(turn)
-        if self.room <= 0:
-            raise QueueFull(f"{self._limit} turns are waiting to be stored. Try again in a moment.")
+        if not self.has_room_for(turn.tenant):
+            raise QueueFull(f"{len(self)} turns are waiting to be stored. Try again in a moment.")
         ticket = Ticket(turn, traceparent=traceparent)
         self._lines.setdefault(turn.tenant, deque()).append(ticket)
         self._line_turns += 1
         return ticket
 
     def take(self, count: int) -> Batch:
-        """Remove and return up to `count` turns: of a block, or an equal share of each tenant's line."""
+        """Remove and return up to `count` turns: of blocks, or an equal share of each tenant's line."""
         if self.serves_block:
-            return self._take_of_block(self._blocks[0], count)
+            return self._take_of_blocks(count)
+        self._blocks_next = True
         taken: list[Ticket] = []
         share = max(1, count // max(1, len(self._lines)))
         while self._lines and len(taken) < count:
@@ -147,25 +187,32 @@ class Inbox:
             if line:
                 self._lines[name] = line  # to the back of the round
         self._line_turns -= len(taken)
-        return Batch(TurnColumns.of([ticket.turn for ticket in taken]), list(enumerate(taken)))
+        return Batch(TurnColumns.of([ticket.turn for ticket in taken]), taken)
 
-    def _take_of_block(self, block: Block, count: int) -> Batch:
-        start, block.taken = block.taken, min(block.taken + count, block.turns.size)
-        turns = block.turns.part(start, block.taken)
-        if len(block):
-            return Batch(turns, block=block)
-        self._blocks.popleft()
-        return Batch(turns, block=block, rows=block.rows)
+    def _take_of_blocks(self, count: int) -> Batch:
+        self._blocks_next = False
+        columns: list[TurnColumns] = []
+        parts: list[tuple[Block, int]] = []
+        rows: list[Row] = []
+        while self._blocks and count > 0 and (not parts or self._may_serve(self._blocks[0])):
+            block = self._blocks[0]
+            start, block.taken = block.taken, min(block.taken + count, block.turns.size)
+            columns.append(block.turns.part(start, block.taken))
+            parts.append((block, block.taken - start))
+            count -= block.taken - start
+            if not len(block):
+                rows += self._blocks.popleft().rows
+        return Batch(TurnColumns.joined(columns), parts=parts, rows=rows)
 
     def put_back(self, batch: Batch) -> None:
-        """Undo the last `take`: lines and turns return to the front in their former order."""
-        if batch.block is not None:
-            if not len(batch.block):
-                self._blocks.appendleft(batch.block)
-            batch.block.taken -= batch.turns.size
-            return
+        """Undo the last `take`: lines, blocks and turns return to the front in their former order."""
+        self._blocks_next = bool(batch.parts)
+        for block, count in reversed(batch.parts):
+            if not len(block):
+                self._blocks.appendleft(block)
+            block.taken -= count
         lines: OrderedDict[str, deque[Ticket]] = OrderedDict()
-        for _, ticket in batch.tickets:
+        for ticket in batch.tickets:
             lines.setdefault(ticket.turn.tenant, deque()).append(ticket)
             self._line_turns += 1
         for name, line in self._lines.items():
@@ -192,13 +239,12 @@ class Inbox:
         self._line_turns = 0
         self._blocks.clear()
 
-    def drop(self, tenant: str) -> Sequence[Ticket]:
-        """Remove the waiting turns of a tenant, and return their tickets."""
+    def drop(self, tenant: str) -> bool:
+        """Remove the waiting turns of a tenant. Whether there were any."""
         dropped = self._lines.pop(tenant, deque())
         self._line_turns -= len(dropped)
-        for block in self._blocks:
-            block.drop(tenant)
-        return list(dropped)
+        of_blocks = [block.drop(tenant) for block in self._blocks]
+        return bool(dropped) or any(of_blocks)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from undertow.engine.llm.client import BadReply, Completions, ServerRefused
 from undertow.engine.policies.base import Complete, Effect, PolicyResult, ReadGate
 from undertow.engine.policies.registry import Policies
 from undertow.engine.step import job_ledger
-from undertow.engine.step.admission import Admission, Inbox, Ticket
+from undertow.engine.step.admission import Admission, Admitted, Batch, Inbox
 from undertow.engine.step.batch_size import BatchSizer, DecidingShare
 from undertow.engine.step.decision_queue import DecisionQueue, DecisionRun
 from undertow.engine.step.dispatch import begin, decision_body
@@ -155,19 +155,19 @@ class Scheduler:
         if run := self._remove(name):
             run.steps.close()
 
-    def release_tenants(self, names: Sequence[str], records: Sequence[Row]) -> list[Ticket]:
+    def release_tenants(self, names: Sequence[str], records: Sequence[Row]) -> list[str]:
         """Stop all work of tenants that move away, and commit `records`, the last of their logs here.
 
         The tokens of their running jobs are metered; the other shard runs these jobs again. Returns the
-        tickets of turns that were not stored yet.
+        tenants whose waiting turns were dropped: those are not stored.
         """
-        tickets = [ticket for name in names for ticket in self.inbox.drop(name)]
+        dropped = [name for name in names if self.inbox.drop(name)]
         for name in names:
             if run := self._remove(name):
                 self._rows += job_ledger.abandon(run)
         self._rows += records
         self._commit()
-        return tickets
+        return dropped
 
     def _remove(self, name: str) -> DecisionRun | None:
         """Take a tenant out of every queue. Returns its run, which the caller closes."""
@@ -214,8 +214,9 @@ class Scheduler:
             with self._deciding_share.measured():
                 self._decide()
         self._commit()
-        for ticket, receipt in stored:
-            ticket.receipt = receipt
+        if stored is not None:
+            batch, new = stored
+            batch.acknowledge(new)
         self.llm_calls.submit()
         self.deciding = False
         return self._report
@@ -226,21 +227,21 @@ class Scheduler:
             self._journal.append(rows)
             self._redaction.delete_obsolete_rows()
 
-    def _admit(self) -> list[tuple[Ticket, Receipt]]:
+    def _admit(self) -> tuple[Batch, Admitted] | None:
         """Store a batch of the inbox, if there is one and the arena has room for it.
 
-        Returns the receipts to hand out once the batch is committed.
+        Returns the batch, to be acknowledged once it is committed.
         """
         if self.inbox.is_empty:
             self._resume_admission_at = None  # the waiting tenants may have been erased or moved away
         if self.inbox.is_empty or self.admission_paused:
-            return []
+            return None
         batch = self.inbox.take(self._batch_sizer.step_turns(bulk=self.inbox.serves_block))
         try:
             with self._batch_sizer.measured() as admitted, self._trace.span("admit", turns=batch.turns.size):
                 new = self._admission.admit(batch.turns)
                 admitted.fresh_turns = new.fresh_turns
-                self._trace.link(ticket.traceparent for _, ticket in batch.tickets)
+                self._trace.link(batch.traceparents)
         except ArenaFull:
             if not self.decisions.active_count:
                 self._drop_inbox()
@@ -248,16 +249,15 @@ class Scheduler:
             # Half as many: few attempts, and room for more than a turn or two.
             self._resume_admission_at = self.decisions.active_count // 2
             self.inbox.put_back(batch)
-            return []
+            return None
         self._resume_admission_at = None
         self._rows += [*new.rows, *batch.rows]
         self._report.admitted = new.fresh_turns
         self._report.duplicates = batch.turns.size - new.fresh_turns
-        stored = [(ticket, new.receipt(place, ticket.turn.tenant)) for place, ticket in batch.tickets]
-        _note_arrivals(self.decisions.lag_tracker, stored)
+        _note_arrivals(self.decisions.lag_tracker, batch, new)
         for tenant in new.tenants:
             self.decisions.add(tenant)
-        return stored
+        return batch, new
 
     def _encode_next(self) -> None:
         """Have the turns of the next step embedded beside what this one still has to do.
@@ -425,9 +425,9 @@ def _signed(run: DecisionRun, memory: Memory) -> Memory:
     return replace(memory, generation=run.tenant.making.number, model=model)
 
 
-def _note_arrivals(tracker: LagTracker, stored: Sequence[tuple[Ticket, Receipt]]) -> None:
+def _note_arrivals(tracker: LagTracker, batch: Batch, new: Admitted) -> None:
     """Note each record's arrival if a request is traced; else `DecisionQueue.add` notes one a tenant."""
-    if any(ticket.traceparent is not None for ticket, _ in stored):
-        for ticket, receipt in stored:
-            if receipt.seq is not None:
-                tracker.note(receipt.tenant, receipt.seq, ticket.traceparent)
+    if parents := batch.traceparents:
+        for tenant, seq, parent in zip(batch.turns.tenants, new.seqs, parents, strict=True):
+            if seq is not None:
+                tracker.note(tenant, seq, parent)

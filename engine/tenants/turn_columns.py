@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -48,6 +49,19 @@ class TurnColumns(NamedTuple):
         """The turns of a table of TURNS."""
         columns: list[Any] = [column.to_pylist() for column in turns.columns[:-1]]
         columns.append(given_vectors(turns.column("vector")))
+        return cls(*columns)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """All turns of the parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        columns: list[Any] = [list(chain(*column)) for column in zip(*(p[:-1] for p in parts), strict=True)]
+        dims = [part.vectors.shape[1] for part in parts if part.vectors is not None]
+        if dims:
+            none = [np.zeros((part.size, dims[0]), np.float16) for part in parts]
+            given = [n if p.vectors is None else p.vectors for n, p in zip(none, parts, strict=True)]
+            columns.append(np.concatenate(given))
         return cls(*columns)
 
     @property

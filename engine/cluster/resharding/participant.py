@@ -22,7 +22,6 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.results import Certificate
 from undertow.engine.cluster.resharding.transfer import CONTENTS, TenantTransfer, reading
 from undertow.engine.encoders.base import Fingerprint
-from undertow.engine.step.admission import Ticket
 from undertow.engine.storage.journal import Journal, Row
 from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import (
@@ -139,10 +138,10 @@ class ReshardingParticipant:
         rows = self._rows_of(destinations)
         return [DepartingTenant(key, to, rows.get(key, 0)) for key, to in destinations.items()]
 
-    def seal(self, version: int, keys: Sequence[str]) -> list[Ticket]:
+    def seal(self, version: int, keys: Sequence[str]) -> list[str]:
         """End the logs of these tenants here: from now on they are `InTransit`, also after a restart.
 
-        Jobs under way are abandoned. Returns the tickets of turns that were queued; they are not stored.
+        Jobs under way are abandoned. Returns those of them whose queued turns were dropped, and not stored.
         StaleMap; ValueError for a tenant that need not leave.
         """
         self._expect(version, "moving", "closing")
@@ -154,10 +153,10 @@ class ReshardingParticipant:
         rows = [move_row(key, Move("sealed", to, version)) for key, to in destinations.items()]
         queued = {self.map.tenant_key(name): name for name in self._engine.scheduler.inbox.tenants}
         names = queued | tenants.names_of(fresh)
-        tickets = self._engine.dismiss([names[key] for key in fresh if key in names], rows)
+        dropped = self._engine.dismiss([names[key] for key in fresh if key in names], rows)
         self._note(rows)
         self._engine.journal.sync()  # if lost, they would be served here again as well as over there
-        return tickets
+        return dropped
 
     def pull(self, version: int, source: str, keys: Sequence[str]) -> int:
         """Take tenants over out of the journal of the shard that has sealed them; returns their rows.

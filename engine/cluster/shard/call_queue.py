@@ -11,14 +11,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from undertow.engine.base.model import PackedTurn, UndertowError
 from undertow.engine.base.results import Receipt
 from undertow.engine.base.trace_context import current_traceparent
 from undertow.engine.cluster.wire import Status, check_turns, receipts_table, unpack
-from undertow.engine.step.admission import Inbox, QueueFull, Ticket
+from undertow.engine.step.admission import Block, Inbox, QueueFull, Ticket
+from undertow.engine.tenants.turn_columns import TurnColumns
 
 Outcome = tuple[Status, str | None, int | None, str | None]
+
+# the turns of a call of so many or more go to the engine as a block of columns
+BLOCK_TURNS = 128
 
 # clients whose sessions a shard keeps; a forgotten one begins a new session
 CLIENTS = 4_096
@@ -71,9 +76,12 @@ class TurnCall:
         self.future: Future[pa.Table] = Future()
         self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         self._traceparent = current_traceparent()
-        self._table: pa.Table | None = table
+        self._table = table
         self._outcomes: list[Outcome | None] = [None] * len(table)
+        # of turns in the engine's queue: with a ticket each, or as a block, and the places of its turns
         self._tickets: list[tuple[int, Ticket]] = []
+        self._block: Block | None = None
+        self._block_places: list[int] = []
         self._pending = deque(range(len(table)))
 
     def __len__(self) -> int:
@@ -82,29 +90,40 @@ class TurnCall:
     @cached_property
     def turns(self) -> list[PackedTurn]:
         """Unpacked when first needed, on the engine thread, so that the thread that takes calls is free."""
-        table, self._table = self._table, None
-        assert table is not None, "a call is unpacked once"
-        return unpack(table)
+        return unpack(self._table)
 
     @cached_property
     def tenants(self) -> frozenset[str]:
-        return frozenset(turn.tenant for turn in self.turns)
+        return frozenset(pc.unique(self._table.column("tenant")).to_pylist())
 
-    def feed(self, inbox: Inbox, refuse: Callable[[PackedTurn], Outcome | None] | None) -> bool:
-        """Offer the turns, in order, while there is room. Whether all have been offered.
+    @property
+    def is_fed(self) -> bool:
+        """Whether all turns have been offered to the engine."""
+        return not self._pending
+
+    def feed(self, inbox: Inbox, refuse: Callable[[PackedTurn], Outcome | None] | None) -> None:
+        """Offer the turns, in order, while there is room.
 
         `refuse` gives the outcome of a turn that is not for this engine; None: all are for it.
         """
-        turns, pending, room = self.turns, self._pending, inbox.room
-        while pending and room > 0:
-            place = pending.popleft()
-            outcome = None if refuse is None else refuse(turns[place])
+        if refuse is None and len(self._pending) == len(self) >= BLOCK_TURNS:
+            if inbox.has_room_for_block(len(self)):
+                self._block = Block(TurnColumns.of_table(self._table), traceparent=self._traceparent)
+                self._block_places = list(self._pending)
+                self._pending.clear()
+                inbox.put_block(self._block)
+            return
+        turns, pending = self.turns, self._pending
+        while pending:
+            turn = turns[pending[0]]
+            outcome = None if refuse is None else refuse(turn)
             if outcome is None:
-                self._tickets.append((place, inbox.put(turns[place], self._traceparent)))
-                room -= 1
+                if not inbox.has_room_for(turn.tenant):
+                    return
+                self._tickets.append((pending[0], inbox.put(turn, self._traceparent)))
             else:
-                self._outcomes[place] = outcome
-        return not pending
+                self._outcomes[pending[0]] = outcome
+            pending.popleft()
 
     def settle(self) -> bool:
         """Set the receipts once every turn has one. Whether the call is over."""
@@ -113,6 +132,8 @@ class TurnCall:
         if self._pending or any(ticket.receipt is None for _, ticket in self._tickets):
             return False
         self._collect()
+        if self._block_places:
+            return False
         self.future.set_result(receipts_table([outcome for outcome in self._outcomes if outcome is not None]))
         return True
 
@@ -121,12 +142,18 @@ class TurnCall:
             if ticket.receipt is not None:
                 self._outcomes[place] = outcome_of(ticket.receipt)
         self._tickets = [(place, ticket) for place, ticket in self._tickets if ticket.receipt is None]
+        if self._block is not None:
+            stored, self._block.stored = self._block.stored, []
+            for place, (id, seq) in zip(self._block_places, stored, strict=False):
+                status = Status.DUPLICATE if id is None else Status.STORED
+                self._outcomes[place] = status, id, seq, None
+            del self._block_places[: len(stored)]
 
     def recall(self) -> list[int]:
         """The engine has lost its queue: the positions of the turns that were in it without a receipt."""
         self._collect()
-        lost = [place for place, _ in self._tickets]
-        self._tickets = []
+        lost = [*self._block_places, *(place for place, _ in self._tickets)]
+        self._tickets, self._block_places = [], []
         return lost
 
     def restore(self, places: Sequence[int]) -> None:
@@ -139,10 +166,14 @@ class TurnCall:
     def withdraw(self, tenant: str, outcome: Outcome) -> None:
         """The engine has dropped a tenant's queued turns: set their outcome."""
         self._collect()
-        for place, ticket in self._tickets:
-            if ticket.turn.tenant == tenant:
-                self._outcomes[place] = outcome
+        dropped = [place for place, ticket in self._tickets if ticket.turn.tenant == tenant]
         self._tickets = [(place, t) for place, t in self._tickets if t.turn.tenant != tenant]
+        if self._block_places and tenant in self.tenants:
+            names = self._table.column("tenant").to_pylist()
+            dropped += [place for place in self._block_places if names[place] == tenant]
+            self._block_places = [place for place in self._block_places if names[place] != tenant]
+        for place in dropped:
+            self._outcomes[place] = outcome
 
     def fail(self, error: Exception) -> None:
         """Fail the call; none of its turns is acknowledged any more."""

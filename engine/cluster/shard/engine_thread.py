@@ -214,14 +214,18 @@ class EngineThread:
         self._settle()
 
     def _feed(self, engine: Engine) -> None:
+        """Offer the calls' turns to the engine; none overtakes an earlier turn of its tenant."""
         quarantine = self.supervisor.quarantine
+        waiting: set[str] = set()  # tenants with turns that had no room yet
         for call in self.calls:
-            # else it might refuse a turn and take later ones
-            self.supervisor.keep_up(call.map_version)
-            elsewhere = {name: _refused(why) for name, why in self.refusals(call.tenants).items()}
-            refuse = partial(self._refuse, elsewhere) if elsewhere or len(quarantine) else None
-            if not call.feed(engine.scheduler.inbox, refuse):
-                return
+            if waiting.isdisjoint(call.tenants):
+                # else it might refuse a turn and take later ones
+                self.supervisor.keep_up(call.map_version)
+                elsewhere = {name: _refused(why) for name, why in self.refusals(call.tenants).items()}
+                looks_at_each = elsewhere or quarantine.concerns(call.tenants)
+                call.feed(engine.scheduler.inbox, partial(self._refuse, elsewhere) if looks_at_each else None)
+            if not call.is_fed:
+                waiting |= call.tenants
 
     def _refuse(self, elsewhere: dict[str, Outcome], turn: PackedTurn) -> Outcome | None:
         """The outcome of a turn that is not to be stored here; None: it is."""
@@ -300,8 +304,7 @@ class EngineThread:
         moving = self.supervisor.resharding
         if method != "seal":
             return getattr(moving, method)(*args)
-        dropped = {ticket.turn.tenant for ticket in moving.seal(*args)}
-        refusals = moving.refusals(list(dropped))
+        refusals = moving.refusals(moving.seal(*args))
         for call in self.calls:
             for tenant, refusal in refusals.items():
                 call.withdraw(tenant, _refused(refusal))

@@ -10,7 +10,7 @@ the records of a bulk ingest, which no erasure reaches.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -47,8 +47,10 @@ class Quarantine:
         self._tenant_key = tenant_key
         self._reasons = {name: self.read(name).reason for name in root.list(self._folder)}
 
-    def __len__(self) -> int:
-        return len(self._reasons)
+    def concerns(self, tenants: Iterable[str]) -> bool:
+        """Whether a turn of one of the tenants is parked."""
+        keys = {name.split("/")[-2] for name in self._reasons}
+        return bool(keys) and any(self._tenant_key(tenant) in keys for tenant in tenants)
 
     def reason(self, turn: PackedTurn) -> str | None:
         """Why the turn is parked; None: it is not."""

@@ -11,6 +11,7 @@ import pytest
 
 from undertow.engine.base.model import PolicyName, Turn
 from undertow.engine.cluster.resharding.coordinator import reshard, resume
+from undertow.engine.cluster.shard import call_queue
 from undertow.engine.storage.location import Location
 
 from ...support.cluster.in_process import cluster_state
@@ -84,10 +85,16 @@ def test_cut_off_after_any_commit(turns: list[Turn], expected: State, tmp_path: 
     [("recmem", 0), ("recmem", 1), ("recmem", 2), ("eager", 3), ("nemori", 4), ("himem", 5)],
 )
 def test_killed_again_and_again(
-    policy: PolicyName, seed: int, turns: list[Turn], expected: State, tmp_path: Path
+    policy: PolicyName,
+    seed: int,
+    turns: list[Turn],
+    expected: State,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also while it takes up what an earlier kill has left, there and back, with turns in between."""
     rng = random.Random(seed)
+    monkeypatch.setattr(call_queue, "BLOCK_TURNS", 1 + 9 * (seed % 2))  # of calls of up to 20 turns
     line = list(turns)
     most_commits = 40 if policy == "recmem" else 20  # the others' worlds are smaller
     kills = 0

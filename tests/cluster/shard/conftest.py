@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
+from undertow.engine.cluster.shard import call_queue
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.storage.location import Location
 
 from ...support.cluster.in_process import PARTS, begin, settings
 
 Start = Callable[..., Shard]
+
+
+@pytest.fixture(params=[1, 10_000], ids=["as blocks", "turn by turn"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go to the engine as blocks of columns, whatever their size, or turn by turn."""
+    monkeypatch.setattr(call_queue, "BLOCK_TURNS", request.param)
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from undertow.engine.api.engine import Engine
@@ -26,11 +28,12 @@ from undertow.engine.base.queries import (
 from undertow.engine.base.results import Certificate, Updated
 from undertow.engine.cluster import shard_map
 from undertow.engine.cluster.root import agree_on_thresholds, with_thresholds
-from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession
+from undertow.engine.cluster.shard import call_queue
+from undertow.engine.cluster.shard.call_queue import CallStamp, StaleSession, TurnCall
 from undertow.engine.cluster.shard.shard import Shard
 from undertow.engine.cluster.shard_map import STORES, ShardMap
-from undertow.engine.cluster.wire import pack
-from undertow.engine.step.admission import QueueFull
+from undertow.engine.cluster.wire import Status, pack
+from undertow.engine.step.admission import Admitted, Inbox, QueueFull
 from undertow.engine.storage.location import Location, StoreError
 from undertow.engine.tenants.migration_records import Move, Moved
 from undertow.engine.tenants.registry import UnknownTenant
@@ -41,6 +44,8 @@ from ...support.cluster.shard import SOON_S, Sender, ask, hold, some
 from ...support.engine import bytes_hold, turn_of
 from ...support.faults.harness import THETA
 from .conftest import Start
+
+pytestmark = pytest.mark.usefixtures("either_way")
 
 # ---- the engine's calls
 
@@ -84,6 +89,50 @@ def test_a_full_shard_refuses_and_keeps_the_order(start: Start) -> None:
         8,
     ]
     assert behind.result(SOON_S).column("seq").to_pylist() == [9]
+
+
+def test_a_call_that_waits_for_a_block_is_not_overtaken(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_queue, "BLOCK_TURNS", 5)
+    shard = start(batch_turns=2)
+    senders = [Sender(shard, name) for name in ("bulk", "mixed", "late", "other")]
+    calls = [
+        some("ann", *range(8)),
+        some("ann", 8) + some("bob", 0),
+        some("bob", 1),
+        some("cat", 0),
+    ]
+    release = hold(shard)
+    futures = [shard.add(pack(turns), s.stamp()) for s, turns in zip(senders, calls, strict=True)]
+    ended: list[Future[pa.Table]] = []
+    for future in futures:
+        future.add_done_callback(ended.append)
+    release()
+    seqs = [future.result(SOON_S).column("seq").to_pylist() for future in futures]
+    assert seqs == [list(range(8)), [8, 0], [1], [0]]
+    assert ended[0] is futures[3], "another tenant's turn does not wait for the block"
+
+
+def test_turns_of_a_block_that_the_engine_has_dropped_are_returned_and_the_others_stored() -> None:
+    turns = [*some("ann", 0), *some("bob", 0), *some("ann", 1), *some("bob", 1), *some("ann", 2)]
+    call, inbox = TurnCall(pack(turns)), Inbox(8)
+    call.feed(inbox, None)
+    stored = inbox.take(2)
+    stored.acknowledge(Admitted([], ["a0", "b0"], [0, 0], 2, []))
+    assert inbox.drop("ann")
+    call.withdraw("ann", (Status.IN_TRANSIT, None, None, "elsewhere"))
+    assert not call.settle()
+    inbox.take(8).acknowledge(Admitted([], [None], [None], 0, []))
+    assert call.settle()
+    receipts = call.future.result().to_pylist()
+    assert [(r["status"], r["id"]) for r in receipts] == [
+        (Status.STORED, "a0"),
+        (Status.STORED, "b0"),
+        (Status.IN_TRANSIT, None),
+        (Status.DUPLICATE, None),
+        (Status.IN_TRANSIT, None),
+    ]
 
 
 def test_a_call_of_more_turns_than_may_wait_is_taken_all_the_same(start: Start) -> None:

@@ -32,6 +32,8 @@ from ...support.engine import turn_of
 from ...support.faults.harness import assert_same_state, end_state
 from .conftest import Start
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 # ---- what fails
 
 

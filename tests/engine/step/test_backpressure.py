@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api.engine import Engine
 from undertow.engine.api.ingest_files import Ingest
 from undertow.engine.base.config import Settings
-from undertow.engine.step.admission import Inbox, QueueFull
+from undertow.engine.step.admission import Block, Inbox, QueueFull
 from undertow.engine.step.scheduler import StepReport
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import pack_turn
@@ -197,7 +198,9 @@ def test_a_blocks_rows_are_committed_with_the_last_of_its_turns(
     llm = HeldLLM()
     with open_engine(tmp_path, llm, **ALONE, batch_turns=8) as engine:
         turns = [pack_turn(turn) for n in range(60) for turn in turns_of(f"t{n}", 1)]
-        engine.scheduler.inbox.put_block(TurnColumns.of(turns), [Row("source_offset", "", "", -1, b"{}")])
+        engine.scheduler.inbox.put_block(
+            Block(TurnColumns.of(turns), [Row("source_offset", "", "", -1, b"{}")])
+        )
         step_until_paused(engine)
         engine.step()
         assert not rows_of(tmp_path, "source_offset")
@@ -250,38 +253,68 @@ def test_what_is_put_back_stands_as_it_stood(seed: int, count: int) -> None:
     names = [f"t{rng.randrange(5)}" for _ in range(rng.randrange(1, 25))]
     turns = [turn for n, name in enumerate(names) for turn in turns_of(name, 1, start=n)]
     one, two = Inbox(100), Inbox(100)
-    if seed % 3 == 0:
-        for inbox in (one, two):
-            inbox.put_block(TurnColumns.of(list(map(pack_turn, turns))))
-    else:
-        for turn in turns:
-            one.put(turn)
-            two.put(turn)
+    blocks = [turns[:9], turns[9:20], turns[20:]] if seed % 3 else []
+    lined = turns_of("t5", 3) if blocks else turns
+    for inbox in (one, two):
+        for turn in lined:
+            inbox.put(turn)
+        for block in blocks:
+            inbox.put_block(Block(TurnColumns.of(list(map(pack_turn, block)))))
     one.put_back(one.take(count))
-    later = turns_of("t0", 2, start=90)
+    later = turns_of("t6", 2, start=90)
     while len(two):
         assert len(one) == len(two)
         size = rng.randrange(1, 6)
         assert one.take(size).turns == two.take(size).turns
-        if later and one.room and rng.random() < 0.3:
+        if later and rng.random() < 0.3:
             turn = later.pop()
             one.put(turn)
             two.put(turn)
     assert len(one) == 0
 
 
-def test_a_block_is_not_overtaken_and_loses_an_erased_tenant() -> None:
-    first, late = turns_of("t0", 2), turns_of("t1", 1)
-    block = TurnColumns.of([pack_turn(turn) for n in (1, 2, 1) for turn in turns_of(f"t{n}", 2)])
+def test_turns_of_a_tenant_do_not_overtake_each_other_between_lines_and_blocks() -> None:
+    first = turns_of("t0", 3)
+    blocks = [
+        Block(TurnColumns.of([pack_turn(turn) for name in names for turn in turns_of(name, 2)]))
+        for names in (["t1", "t2"], ["t0"], ["t2"])
+    ]
     inbox = Inbox(10)
     for turn in first:
         inbox.put(turn)
-    inbox.put_block(block)
-    assert (len(inbox), inbox.room, set(inbox.tenants)) == (8, 0, {"t0", "t1", "t2"})
+    for block in blocks:
+        inbox.put_block(block)
+    assert (len(inbox), set(inbox.tenants)) == (11, {"t0", "t1", "t2"})
     with pytest.raises(QueueFull):
-        inbox.put(late[0])
-    assert inbox.take(5).turns.tenants == ("t0", "t0"), "single calls come first"
+        inbox.put(turns_of("t1", 1)[0])
+    assert list(inbox.take(1).turns.tenants) == ["t0"]
+    assert list(inbox.take(9).turns.tenants) == ["t1", "t1", "t2", "t2"], "blocks have their turn, up to t0"
+    inbox.put(turns_of("t3", 1)[0])
+    assert list(inbox.take(2).turns.tenants) == ["t0", "t3"]
+    assert list(inbox.take(9).turns.tenants) == ["t0"], "before the block that holds later ones"
+    assert list(inbox.take(9).turns.tenants) == ["t0", "t0", "t2", "t2"], "blocks are taken together"
+    assert inbox.is_empty and inbox.has_room_for("t1")
+
+
+def test_turns_with_and_without_vectors_are_taken_together() -> None:
+    plain, inbox = TurnColumns.of([pack_turn(turn) for turn in turns_of("t0", 2)]), Inbox(10)
+    given = plain._replace(vectors=np.ones((2, 4), np.float16))
+    for columns in (plain, given, plain):
+        inbox.put_block(Block(columns))
+    taken = inbox.take(5).turns
+    assert taken.texts == [*plain.texts, *plain.texts, plain.texts[0]]
+    assert taken.vectors is not None and taken.vectors.any(axis=1).tolist() == [False] * 2 + [True] * 2 + [
+        False
+    ]
+    assert inbox.take(5).turns.vectors is None
+
+
+def test_a_block_loses_an_erased_tenant() -> None:
+    inbox = Inbox(10)
+    block = Block(TurnColumns.of([pack_turn(turn) for n in (1, 2, 1) for turn in turns_of(f"t{n}", 2)]))
+    inbox.put_block(block)
     assert list(inbox.take(1).turns.tenants) == ["t1"]
-    assert inbox.drop("t1") == [] and not inbox.holds("t1") and inbox.holds("t2")
+    assert inbox.drop("t1") and not inbox.holds("t1") and inbox.holds("t2")
+    assert not inbox.drop("t1") and not inbox.drop("t3")
     assert list(inbox.take(9).turns.tenants) == ["t2", "t2"]
-    assert (len(inbox), inbox.room, inbox.holds("t2")) == (0, 10, False)
+    assert inbox.is_empty

@@ -13,6 +13,7 @@ import pytest
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
 from undertow.engine.encoders.base import Fingerprint, Float16
+from undertow.engine.step.admission import Block
 from undertow.engine.storage.journal import Journal
 from undertow.engine.storage.row_codec import pack_turn
 from undertow.engine.tenants.turn_columns import TurnColumns
@@ -46,7 +47,7 @@ def opened_with(encoder: WatchedEncoder, store: Path, **more: int) -> Engine:
 
 
 def queue(engine: Engine, turns: Sequence[Turn]) -> None:
-    engine.scheduler.inbox.put_block(TurnColumns.of([pack_turn(turn) for turn in turns]))
+    engine.scheduler.inbox.put_block(Block(TurnColumns.of([pack_turn(turn) for turn in turns])))
 
 
 def test_the_next_turns_are_embedded_before_those_before_them_are_committed(

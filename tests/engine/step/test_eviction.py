@@ -17,6 +17,7 @@ from undertow.bench.mock.replies import MockReplies
 from undertow.engine.api import engine as engine_module
 from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Turn
+from undertow.engine.step.admission import Block
 from undertow.engine.storage.journal import Row
 from undertow.engine.storage.row_codec import pack_turn
 from undertow.engine.tenants.registry import ArenaFull, UnknownTenant
@@ -210,7 +211,7 @@ def test_a_batch_that_the_pool_cannot_hold_is_refused_and_nothing_of_it_is_store
         batch = [turn for n in range(100) for turn in turns_of(f"new{n}", 1)]
         # a source's position goes with the turns before it, or not at all
         columns = TurnColumns.of([pack_turn(turn) for turn in batch])
-        engine.scheduler.inbox.put_block(columns, [Row("source_offset", "", "", -1, b"{}")])
+        engine.scheduler.inbox.put_block(Block(columns, [Row("source_offset", "", "", -1, b"{}")]))
         with pytest.raises(ArenaFull, match=r"no room for .*UNDERTOW_CARD_SHARES.*UNDERTOW_BATCH_TURNS"):
             while not engine.scheduler.inbox.is_empty:
                 engine.step(storing=True)
