@@ -10,6 +10,7 @@ of all. About 10 bytes a posting.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,8 +18,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.kernels.arena.compiled_rows import jit, lean
+
 Float64s = NDArray[np.float64]
 Int32s = NDArray[np.int32]
+Uint32s = NDArray[np.uint32]
+Int64s = NDArray[np.int64]
 
 # Saturation of term frequency, and length normalisation: the usual values.
 K1, B = 1.2, 0.75
@@ -27,6 +32,100 @@ _GONE = -1
 # New postings that may stay unsorted: this number, or this share of the sorted ones.
 _UNSORTED = 8_192
 _UNSORTED_SHARE = 1 / 8
+
+
+@lean
+def _score(
+    asked: Uint32s,
+    terms: Uint32s,
+    docs: Int32s,
+    counts: Int32s,
+    new_terms: Uint32s,
+    new_docs: Int32s,
+    new_counts: Int32s,
+    row_of_doc: Int32s,
+    length_of_doc: Int32s,
+    texts: int,
+    total_length: int,
+    out: Float64s,
+) -> None:
+    """Add up the scores of the asked terms, each once, in `out` [rows], as shares of the maximum."""
+    most = 0.0
+    for term in asked:
+        start, stop = _first(terms, int(term)), _first(terms, int(term) + 1)
+        holders = 0
+        for i in range(start, stop):
+            holders += row_of_doc[docs[i]] != _GONE
+        for i in range(new_terms.shape[0]):
+            holders += new_terms[i] == term and row_of_doc[new_docs[i]] != _GONE
+        weight = math.log1p((texts - holders + 0.5) / (holders + 0.5))
+        most += weight
+        if not holders:
+            continue
+        for i in range(start, stop):
+            _add(out, weight, docs[i], counts[i], row_of_doc, length_of_doc, texts / total_length)
+        for i in range(new_terms.shape[0]):
+            if new_terms[i] == term:
+                _add(out, weight, new_docs[i], new_counts[i], row_of_doc, length_of_doc, texts / total_length)
+    if most:
+        out /= most
+
+
+@lean
+def _add(
+    out: Float64s,
+    weight: float,
+    doc: int,
+    count: int,
+    row_of_doc: Int32s,
+    length_of_doc: Int32s,
+    per_length: float,
+) -> None:
+    """Add one term's score for a text, unless that was removed. `per_length`: 1 / the mean length."""
+    if row_of_doc[doc] != _GONE:
+        norm = K1 * (1 - B + B * length_of_doc[doc] * per_length)
+        out[row_of_doc[doc]] += weight * (count / (count + norm))
+
+
+@lean
+def _first(terms: Uint32s, term: int) -> int:
+    """The first place of `term` or a higher one among sorted terms."""
+    low, high = 0, terms.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if np.int64(terms[middle]) < term:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@jit
+def add_context(
+    own: Float64s,
+    before: Int64s,
+    after: Int64s,
+    stretch: Int64s,
+    neighbour_share: float,
+    stretch_share: float,
+    shares: Float64s,
+) -> None:
+    """Add parts of the scores of neighbours and of a stretch's best to `shares` [rows], a copy of `own`.
+
+    Row `before[i]` is right before row `after[i]`, int64 [pairs] each; `stretch`, int64 [rows]: the number of
+    a row's stretch, -1 for none.
+    """
+    for i in range(before.shape[0]):
+        shares[after[i]] += neighbour_share * own[before[i]]
+    for i in range(before.shape[0]):
+        shares[before[i]] += neighbour_share * own[after[i]]
+    most = np.zeros(stretch.shape[0])  # there are no more stretches than rows
+    for row in range(shares.shape[0]):
+        if shares[row]:
+            most[stretch[row]] = max(most[stretch[row]], shares[row])
+    for row in range(shares.shape[0]):
+        if shares[row]:
+            shares[row] += min(shares[row], stretch_share * most[stretch[row]])
 
 
 class Bm25:
@@ -78,30 +177,22 @@ class Bm25:
         no text has: a query of such words cannot be answered by keywords.
         """
         self.sort_in()
-        out, most = np.zeros(rows), 0.0
-        row_of_doc = np.frombuffer(self._row_of_doc, np.int32)
-        length_of_doc = np.frombuffer(self._length_of_doc, np.int32)
-        for term in dict.fromkeys(terms):
-            docs, counts = self._postings(term)
-            owners, lengths = row_of_doc[docs], length_of_doc[docs]
-            if len(self) < len(row_of_doc):  # some were removed
-                there = owners != _GONE
-                owners, counts, lengths = owners[there], counts[there], lengths[there]
-            weight = np.log1p((len(self) - len(owners) + 0.5) / (len(owners) + 0.5))
-            most += weight
-            if len(owners):
-                norm = K1 * (1 - B + B * lengths * (len(self) / self._total_length))
-                out[owners] += weight * (counts / (counts + norm))
-        return out / most if most else out
-
-    def _postings(self, term: int) -> tuple[Int32s, Int32s]:
-        """The docs with a term, and its frequencies. Removed docs may be included."""
-        key = np.uint32(term)  # the array's own dtype; otherwise the whole array would be converted
-        start, stop = self._terms.searchsorted(key, "left"), self._terms.searchsorted(key, "right")
-        new = np.flatnonzero(np.frombuffer(self._new_terms, np.uint32) == term)
-        docs = np.concatenate((self._docs[start:stop], np.frombuffer(self._new_docs, np.int32)[new]))
-        counts = np.concatenate((self._counts[start:stop], np.frombuffer(self._new_counts, np.int32)[new]))
-        return docs, counts
+        out = np.zeros(rows)
+        _score(
+            np.fromiter(dict.fromkeys(terms), np.uint32),
+            self._terms,
+            self._docs,
+            self._counts,
+            np.frombuffer(self._new_terms, np.uint32),
+            np.frombuffer(self._new_docs, np.int32),
+            np.frombuffer(self._new_counts, np.int32),
+            np.frombuffer(self._row_of_doc, np.int32),
+            np.frombuffer(self._length_of_doc, np.int32),
+            len(self),
+            self._total_length,
+            out,
+        )
+        return out
 
     def sort_in(self) -> None:
         """Sort in new postings once there are enough, without those of removed texts.

@@ -77,16 +77,6 @@ def nvtx_ranges() -> Any | None:
     return importlib.import_module("torch.cuda.nvtx")
 
 
-def load_faiss() -> Any:
-    """The `faiss` module, imported on first use. ImportError names the cure."""
-    try:
-        return importlib.import_module("faiss")
-    except ImportError as error:
-        raise ImportError(
-            "this top-k search needs FAISS, which is not installed: pip install faiss-cpu"
-        ) from error
-
-
 @cache
 def load_faiss_gpu() -> Any | None:
     """The `faiss` module, prepared for torch tensors on a device; None without FAISS's GPU part.

@@ -20,8 +20,7 @@ MAX_NORM = 4.0
 def error_slack(dim: int) -> float:
     """How far the fp32 score of two vectors can be from the exact one."""
     terms = dim * 2.0**-24
-    # the last term covers the underflow that a float32 query (top-k takes them) can meet
-    return terms / (1.0 - terms) * MAX_NORM**2 + 2.0**-100
+    return terms / (1.0 - terms) * MAX_NORM**2
 
 
 def tensor_core_slack(dim: int) -> float:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import faiss
 import numpy as np
 import psutil
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from undertow.bench.gpu.rig import Rig
 from undertow.bench.machine import describe
 from undertow.bench.micro.timing import in_turns
 from undertow.kernels.arena.compiled_rows import halves_at, jit
-from undertow.kernels.device import cpu_count, load_faiss
+from undertow.kernels.device import cpu_count
 from undertow.kernels.gate.factory import make_gate
 
 
@@ -66,7 +67,6 @@ def main() -> None:
     world = World(Rig("cpu"), sizes, given.episodes, given.dim)
     gc.collect()
     resident = process.memory_info().rss - before
-    faiss = load_faiss()
     faiss.omp_set_num_threads(given.threads)
     gate, asked = make_gate(world.arena), world.questions(1)
     tasks = {

@@ -19,7 +19,7 @@ from undertow.engine.base.timestamps import day_in_words
 from undertow.engine.search.analyzer import Analyzer
 from undertow.engine.storage.row_codec import messages_of
 from undertow.engine.tenants.tenant import Tenant
-from undertow.kernels.bm25 import Bm25, Float64s
+from undertow.kernels.bm25 import Bm25, Float64s, add_context
 
 # The weight of the turns right before and after in a session: an answer often does not repeat the words of
 # its question.
@@ -125,14 +125,8 @@ def in_context(
     stretch_share: float = STRETCH_SHARE,
 ) -> Float64s:
     """float64 [rows]: each turn's own score, plus parts of its neighbours' and of its stretch's best."""
-    before, after, stretch = places
     shares = own.copy()
-    shares[after] += neighbour_share * own[before]
-    shares[before] += neighbour_share * own[after]
-    said = np.flatnonzero(shares)
-    most = np.zeros(stretch.max(initial=_NONE) + 1)
-    np.maximum.at(most, stretch[said], shares[said])
-    shares[said] += np.minimum(shares[said], stretch_share * most[stretch[said]])
+    add_context(own, *places, neighbour_share, stretch_share, shares)
     return shares
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -23,23 +22,16 @@ from undertow.engine.search.time_index import TimeIndex
 from undertow.engine.storage.row_codec import turn_id
 from undertow.engine.tenants.tenant import Tenant
 from undertow.kernels.arena.arena import Arena
-from undertow.kernels.arena.vector_checks import widened
 from undertow.kernels.bm25 import Float64s
 from undertow.kernels.gate.gate import Gate
+from undertow.kernels.topk.hybrid import hybrid_top_k
 from undertow.kernels.topk.ivf import IvfIndex, IvfReport
-from undertow.kernels.topk.topk import Int64s, rows_of, top_k
 from undertow.prompts.builders import Prompt, ShownMemory, answer_prompt
 
 # A selection of a segment's rows: bool [rows].
 Rows = NDArray[np.bool_]
 
 EVERYWHERE = Where()
-
-# A text with every word of the query has a BM25 share of about 0.45, which moves its cosine three quarters of
-# the way to 1. Quality is the same from 2 to 5, see docs/quality.md.
-WORDS_WEIGHT = 3.0
-# The best candidates of each search method, which are then scored by both.
-CANDIDATES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +219,8 @@ class Ranker:
         passing: Rows | None,
     ) -> list[Hit]:
         tier = tenant.tiers[kind]
+        if not tier.rows:
+            return []
         allowed = None
         if not window.open or passing is not None or tenant.counts["deleted"] or tenant.may_change:
             allowed = np.array(
@@ -258,28 +252,11 @@ class Ranker:
         index: IvfIndex | None = None,
     ) -> list[tuple[float, int]]:
         """The k best (score, row), best first, ties by row. `shares`: keyword scores, float64 [rows]."""
-        if k == 0 or self._arena.length(segment) == 0:
+        if index is None or shares is not None:
+            return hybrid_top_k(self._arena, segment, query.vector, k, allowed, shares, self._gate)
+        if k == 0:
             return []
-        if shares is None:
-            return self._nearest(segment, query, k, allowed, index)
-        depth = max(k, CANDIDATES)
-        near = self._nearest(segment, query, depth, allowed)
-        said = np.setdiff1d(most_said(shares, depth, allowed), [row for _, row in near])
-        if len(said):
-            asked = widened(query.vector, self._arena.dim)
-            cosines = rows_of(self._arena, segment).scores(asked, said.reshape(1, -1))[0]
-            near += zip(cosines.tolist(), said.tolist(), strict=True)
-        scored = [(raised(cosine, float(shares[row])), row) for cosine, row in near]
-        return sorted(scored, key=lambda found: (-found[0], found[1]))[:k]
-
-    def _nearest(
-        self, segment: int, query: Query, k: int, allowed: Rows | None, index: IvfIndex | None = None
-    ) -> list[tuple[float, int]]:
-        """The k nearest (cosine, row)."""
-        if index is not None:
-            scores, rows = index.search(query.vector, k)
-        else:
-            scores, rows = top_k(self._arena, segment, query.vector, k, allowed, self._gate)
+        scores, rows = index.search(query.vector, k)
         return [(s, r) for s, r in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if r >= 0]
 
 
@@ -318,25 +295,6 @@ def live_turns(tenant: Tenant) -> int:
 def size_of(tenant: Tenant) -> int:
     """The number of turns and memories."""
     return live_turns(tenant) + sum(len(tier.rows) for tier in tenant.tiers.values())
-
-
-def raised(cosine: float, share: float) -> float:
-    """The cosine, moved towards 1 by the text's share of the query's keywords.
-
-    Never below the cosine, never above 1, and 1 for the query itself. So scores keep the range that they have
-    without keywords.
-    """
-    if share == 0.0:
-        return cosine  # bit-identical
-    return 1.0 - (1.0 - cosine) * math.exp(-WORDS_WEIGHT * share)
-
-
-def most_said(shares: Float64s, count: int, allowed: Rows | None) -> Int64s:
-    """At most `count` rows with the highest keyword shares; ties go to the lower row."""
-    rows = np.flatnonzero(shares if allowed is None else np.where(allowed, shares, 0.0))
-    if len(rows) > count:  # sort only possible results
-        rows = rows[shares[rows] >= np.partition(shares[rows], -count)[-count]]
-    return rows[np.argsort(-shares[rows], kind="stable")[:count]]
 
 
 def shows(tenant: Tenant, memory: Memory, window: Window) -> bool:

@@ -13,8 +13,10 @@ from undertow.engine.base.model import UndertowError
 from undertow.engine.encoders.base import Encoder, Float16
 from undertow.engine.encoders.hashing import HashingEncoder
 from undertow.kernels.arena.arena import Arena, make_arena
+from undertow.kernels.bm25 import Bm25, Float64s, add_context
 from undertow.kernels.gate.factory import make_gate
 from undertow.kernels.key_table import KeyTable, add_keys, may_hold
+from undertow.kernels.topk.hybrid import hybrid_top_k
 from undertow.kernels.topk.topk import top_k_many
 
 TEXTS = ("Nobody has said this.", "Nor has anybody said that, at any other time or in any other place.")
@@ -57,9 +59,21 @@ def _read(vectors: Float16, arena: Arena) -> None:
             k=np.full(count, count),
         )
         top_k_many(arena, np.array([turns, episodes]), vectors, count, gate)
+        for shares in (None, _shares_of_words(count)):
+            hybrid_top_k(arena, turns, vectors[:1], count, None, shares, gate)
     finally:
         arena.release(turns)
         arena.release(episodes)
+
+
+def _shares_of_words(count: int) -> Float64s:
+    """Run the kernels of a search by keywords over so many texts: their scores, float64 [count]."""
+    index, places = Bm25(), np.arange(count)
+    for row in places.tolist():
+        index.put(row, [row])
+    shares = index.scores([0], count)
+    add_context(shares.copy(), places[:-1], places[1:], places, 0.5, 0.5, shares)
+    return shares
 
 
 def _find_keys() -> None:

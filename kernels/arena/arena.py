@@ -72,7 +72,7 @@ class Arena(SlabTable):
 
     def release(self, segment: int) -> None:
         """Zero and free a segment's memory. Its id is not reused."""
-        slot = int(self._slots_of(segment)[0])
+        slot = self._slot_of(segment)
         self._drop(slot)
         self._length[slot] = 0
         self._ids.give(segment)
@@ -133,7 +133,7 @@ class Arena(SlabTable):
 
     def length(self, segment: int) -> int:
         """Rows of a segment, redacted ones included."""
-        return int(self._length[self._slots_of(segment)[0]])
+        return int(self._length[self._slot_of(segment)])
 
     def vectors(self, segment: int) -> Any:
         """A view of the rows, valid until the next extend, release or compact of any segment.
@@ -180,7 +180,7 @@ class Arena(SlabTable):
 
     def _slab_of(self, segment: int) -> tuple[Any, int]:
         """A segment's slab, or None, and its number of rows."""
-        slot = int(self._slots_of(segment)[0])
+        slot = self._slot_of(segment)
         return self._slabs.get(slot), int(self._length[slot])
 
     def _resolve(self, handles: ArrayLike) -> tuple[Int64s, Int64s]:
@@ -201,6 +201,12 @@ class Arena(SlabTable):
         if isinstance(self._memory, ClosedMemory):
             raise ValueError(CLOSED)
         return self._ids.slots_of(segments)
+
+    def _slot_of(self, segment: int) -> int:
+        """The slot of an existing segment. ValueError."""
+        if isinstance(self._memory, ClosedMemory):
+            raise ValueError(CLOSED)
+        return self._ids.slot_of(int(segment))
 
     def _check_present(self, slots: Int64s, rows: Int64s) -> None:
         flags = self._memory.read_flags(self._flag_addresses(slots, rows))

@@ -61,6 +61,13 @@ class SegmentIds:
             raise ValueError(self._refusal(int(ids[gone[0]])))
         return slots
 
+    def slot_of(self, segment: int) -> int:
+        """`slots_of` for one segment."""
+        slot = segment & self._slot_mask
+        if segment < 0 or slot >= self._slots or self._ids[slot] != segment:
+            raise ValueError(self._refusal(segment))
+        return slot
+
     def id_of(self, slot: int) -> int:
         """The id of the segment in a slot."""
         return int(self._ids[slot])

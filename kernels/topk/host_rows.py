@@ -1,70 +1,127 @@
-"""The search for the nearest rows of one segment in host memory: FAISS finds candidates in fp32 copies."""
+"""The search for the best rows of one segment in host memory: one compiled call."""
 
 from __future__ import annotations
-
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.kernels.arena.compiled_rows import halves_at, jit, widen_rows
+from undertow.kernels.arena.arena import PRESENT
+from undertow.kernels.arena.compiled_rows import Bytes, Halves, fit_rows, jit, lean
 from undertow.kernels.arena.vector_checks import Float16s
-from undertow.kernels.device import load_faiss
 from undertow.kernels.error_bounds import error_slack
-from undertow.kernels.gate.cpu_gate import dot64
+from undertow.kernels.gate.cpu_gate import TILE, dot64, offer, sort_heap, stream32, widen_row
+from undertow.kernels.topk.combined_score import CANDIDATES, raised
 
+Rows = NDArray[np.bool_]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 
-# Rows searched at a time: their fp32 copies should stay in a cache.
-_BLOCK_ROWS = 8192
+_EVERY_ROW = np.empty(0, np.bool_)
+_NO_SHARES = np.empty(0)
+_raised = lean(raised)
+
+
+def best_of_rows(
+    vectors: Float16s,
+    flags: Bytes,
+    query: Float16s,
+    k: int,
+    allowed: Rows | None = None,
+    shares: Float64s | None = None,
+) -> tuple[Float64s, Int64s]:
+    """`hybrid_top_k` over a host arena's rows, float16 [n, dim], and their flags, uint8 [n].
+
+    query: float16 [1, dim]. Returns scores float64 and rows int64, [at most k] each.
+    """
+    count, dim = vectors.shape
+    asked = fit_rows(query, dim)
+    k = min(k, count)
+    scores, rows = np.empty(k), np.empty(k, np.int64)
+    size = _best(
+        vectors.view(np.uint16),
+        flags,
+        asked.view(np.uint16),
+        _EVERY_ROW if allowed is None else allowed,
+        _NO_SHARES if shares is None else shares,
+        error_slack(dim),
+        scores,
+        rows,
+    )
+    return scores[:size], rows[:size]
 
 
 @jit
-def score_rows(
-    address: int, shape: tuple[int, int], queries: Float32s, picked: Int64s, scores: Float64s
-) -> None:
-    """scores[i, j] = the fp64 score of queries[i] with row picked[i, j] of the fp16 array at `address`."""
-    rows = halves_at(address, shape)
-    for i in range(picked.shape[0]):
-        for j in range(picked.shape[1]):
-            scores[i, j] = dot64(rows, picked[i, j], queries[i])
+def _best(
+    vectors: Halves,
+    flags: Bytes,
+    asked: Halves,
+    allowed: Rows,
+    shares: Float64s,
+    slack: float,
+    scores: Float64s,
+    rows: Int64s,
+) -> int:
+    """Write the best rows to `scores` and `rows` [k]; their number. An empty array: all rows, no shares."""
+    count, k = vectors.shape[0], scores.shape[0]
+    query = np.empty(vectors.shape[1], np.float32)
+    widen_row(asked, 0, query)
+    if not shares.shape[0]:
+        size = _nearest(vectors, flags, query, allowed, slack, scores, rows)
+        sort_heap(scores, rows, 0, size)
+        return size
+    depth = min(max(k, CANDIDATES), count)
+    near, near_rows = np.empty(depth), np.empty(depth, np.int64)
+    found = _nearest(vectors, flags, query, allowed, slack, near, near_rows)
+    said, said_rows = np.empty(depth), np.empty(depth, np.int64)
+    told = _most_said(allowed, shares, said, said_rows)
+    known = np.zeros(count, np.bool_)
+    size = 0
+    for i in range(found):
+        known[near_rows[i]] = True
+        score = _raised(near[i], shares[near_rows[i]])
+        size = offer(scores, rows, 0, size, k, score, near_rows[i])
+    for i in range(told):
+        if not known[said_rows[i]]:
+            score = _raised(dot64(vectors, said_rows[i], query), said[i])
+            size = offer(scores, rows, 0, size, k, score, said_rows[i])
+    sort_heap(scores, rows, 0, size)
+    return size
 
 
-class HostRows:
-    """Rows float16 [n, dim] of the host arena, contiguous, with the methods of `DeviceRows`."""
+@jit
+def _nearest(
+    vectors: Halves,
+    flags: Bytes,
+    query: Float32s,
+    allowed: Rows,
+    slack: float,
+    scores: Float64s,
+    rows: Int64s,
+) -> int:
+    """Fill a heap with the nearest rows by exact score; its size. The fp32 score rules the others out."""
+    picked, fast = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
+    row, size = 0, 0
+    while row < vectors.shape[0]:
+        count = 0
+        while row < vectors.shape[0] and count < TILE:
+            if flags[row] & PRESENT and (not allowed.shape[0] or allowed[row]):
+                picked[count] = row
+                count += 1
+            row += 1
+        stream32(vectors, picked, count, query, fast)
+        for i in range(count):
+            if size < scores.shape[0] or np.float64(fast[i]) >= scores[0] - slack:
+                exact = dot64(vectors, picked[i], query)
+                size = offer(scores, rows, 0, size, scores.shape[0], exact, picked[i])
+    return size
 
-    def __init__(self, vectors: Float16s) -> None:
-        self._vectors = vectors
 
-    def __len__(self) -> int:
-        return len(self._vectors)
-
-    def block_rows(self, queries: int) -> int:
-        return _BLOCK_ROWS
-
-    def part(self, start: int, stop: int) -> Self:
-        return type(self)(self._vectors[start:stop])
-
-    def pick(self, rows: Int64s) -> Self:
-        return type(self)(self._vectors.take(rows, axis=0))
-
-    def slack(self, queries: Float32s) -> Float64s:
-        return np.full(len(queries), error_slack(self._vectors.shape[1]))
-
-    def nearest(self, queries: Float32s, take: int) -> tuple[Float32s, Int64s]:
-        faiss = load_faiss()
-        wide = np.empty(self._vectors.shape, np.float32)
-        widen_rows(self._vectors.ctypes.data, wide)
-        near, found = faiss.knn(queries, wide, take, metric=faiss.METRIC_INNER_PRODUCT)
-        return near, found
-
-    def scores(self, queries: Float32s, rows: Int64s | None) -> Float64s:
-        if rows is None:  # one query at a time: the numbers of all rows for every query could be large
-            every = np.arange(len(self))[None]
-            return np.concatenate([self.scores(query[None], every) for query in queries])
-        scores = np.empty(rows.shape)
-        asked, picked = np.ascontiguousarray(queries), np.ascontiguousarray(rows)
-        score_rows(self._vectors.ctypes.data, self._vectors.shape, asked, picked, scores)
-        return scores
+@lean
+def _most_said(allowed: Rows, shares: Float64s, scores: Float64s, rows: Int64s) -> int:
+    """Fill a heap with the rows of the highest shares above 0; its size."""
+    size = 0
+    for row in range(shares.shape[0]):
+        if shares[row] > 0.0 and (not allowed.shape[0] or allowed[row]):
+            size = offer(scores, rows, 0, size, scores.shape[0], shares[row], row)
+    return size

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from undertow.kernels.device import load_faiss_gpu
-from undertow.kernels.error_bounds import MAX_NORM, tensor_core_slack
+from undertow.kernels.error_bounds import tensor_core_slack
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
@@ -66,12 +66,10 @@ class DeviceRows:
         """A copy of some of these rows."""
         return type(self)(self._rows.index_select(0, self._tensor(rows)), self._dim)
 
-    def slack(self, queries: Float32s) -> Float64s:
-        """float64 [q]: the maximum error of the scores of `nearest`."""
-        # Candidates are found for queries rounded to fp16.
-        lost = np.linalg.norm(queries - queries.astype(np.float16).astype(np.float32), axis=1)
-        slack: Float64s = tensor_core_slack(self._dim) + MAX_NORM * lost.astype(np.float64)
-        return slack
+    @property
+    def slack(self) -> float:
+        """The maximum error of the scores of `nearest`."""
+        return tensor_core_slack(self._dim)
 
     def nearest(self, queries: Float32s, take: int) -> tuple[Float32s, Int64s]:
         """The `take` nearest rows by fast arithmetic, and their scores, [q, take], by score descending."""

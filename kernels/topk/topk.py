@@ -1,16 +1,15 @@
 """Exact top-k by inner product over arena slabs.
 
-A gate's scan, if given, is exact by itself and reads many segments, or some rows of one, in one pass. Other
-searches (float32 queries, k above the scan's limit) go through one segment block by block: fast arithmetic
-finds candidates, and fp64 orders them. The fast sums are fp32 in an order that depends on the machine and the
-number of queries, so near-equal scores may come in any order. The candidates are therefore scored again in
-fp64 (exact for fp16-valued vectors, see `kernels/error_bounds.py`), and more are fetched until no other row
-can belong to the k best. `rows.py` and `host_rows.py` find the candidates.
+A gate's scan, if given, is exact by itself and reads many segments, or some rows of one, in one pass. In host
+memory other searches read one segment after the other (`host_rows.py`). On a device those with k above the
+scan's limit go through a segment block by block (`rows.py`): fast arithmetic finds candidates, and fp64
+orders them. The fast sums are fp32 in an order that depends on the machine and the number of queries, so
+near-equal scores may come in any order. The candidates are therefore scored again in fp64 (exact for
+fp16-valued vectors, see `kernels/error_bounds.py`), and more are fetched until no other row can belong to the
+k best.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -21,14 +20,10 @@ from undertow.kernels.arena.vector_checks import widened
 from undertow.kernels.gate.gate import Gate
 from undertow.kernels.topk.rows import DeviceRows
 
-if TYPE_CHECKING:  # needs numba, which a machine with a GPU may lack
-    from undertow.kernels.topk.host_rows import HostRows
-
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
-Queries = NDArray[np.float16] | Float32s
-Rows: TypeAlias = "DeviceRows | HostRows"
+Queries = NDArray[np.float16]
 
 # A scan keeps its best rows by insertion, which for a large k costs more than reading.
 _SCAN_K = 256
@@ -46,23 +41,27 @@ def top_k(
 ) -> tuple[Float64s, Int64s]:
     """The k rows of a segment nearest to each query, among PRESENT (and `allowed`) rows.
 
-    queries: float16 or float32 [q, dim], norms at most 4; allowed: bool [rows of the segment]. scan: a gate
-    over the same arena, used for float16 queries and k up to 256. It makes one pass, copies nothing, and
-    reads only allowed rows. Returns scores float64 [q, k] and rows int64 [q, k], by score descending, then
-    row ascending, also at the cut at k. Missing rows are -inf and -1. Scores are exact for fp16-valued
-    queries; for other float32 queries they are fp64 sums. Raises ValueError for wrong shapes, dtypes or
-    segments, ImportError if the host lacks FAISS.
+    queries: float16 [q, dim], norms at most 4; allowed: bool [rows of the segment]. scan: a gate over the
+    same arena, used for k up to 256. It makes one pass, copies nothing, and reads only allowed rows. Returns
+    scores float64 [q, k] and rows int64 [q, k], by score descending, then row ascending, also at the cut at
+    k. Missing rows are -inf and -1. Scores are exact. ValueError for wrong shapes, dtypes or segments.
     """
-    wide = widened(queries, arena.dim, np.float16, np.float32)
-    if allowed is not None:
-        length = arena.length(segment)
-        if np.shape(allowed) != (length,) or np.asarray(allowed).dtype != np.bool_:
-            raise ValueError(f"allowed must be bool [{length}], one entry a row of segment {segment}")
-    if scan is not None and _scannable(queries, k):
+    wide = widened(queries, arena.dim)
+    check_allowed(arena.length(segment), segment, allowed)
+    if scan is not None and 0 < k <= _SCAN_K:
         return scanned(scan, np.full(len(wide), segment), queries, k, allowed)
-    present = arena.flags(segment) & PRESENT != 0
+    vectors, flags = arena.vectors(segment), arena.flags(segment)
+    if not isinstance(vectors, torch.Tensor):
+        return _search_host(vectors, flags, queries, k, allowed)
+    present = flags & PRESENT != 0
     wanted = present if allowed is None else present & allowed
-    return _search(rows_of(arena, segment), np.flatnonzero(wanted), wide, k)
+    return _search(DeviceRows.of(vectors), np.flatnonzero(wanted), wide, k)
+
+
+def check_allowed(length: int, segment: int, allowed: NDArray[np.bool_] | None) -> None:
+    """ValueError unless `allowed` is bool [length] or None: an entry for each row of a segment."""
+    if allowed is not None and (np.shape(allowed) != (length,) or np.asarray(allowed).dtype != np.bool_):
+        raise ValueError(f"allowed must be bool [{length}], one entry a row of segment {segment}")
 
 
 def top_k_many(
@@ -72,23 +71,19 @@ def top_k_many(
 
     With a scan all segments are read in one pass; otherwise one after the other.
     """
-    wide = widened(queries, arena.dim, np.float16, np.float32)
+    wide = widened(queries, arena.dim)
     owners = np.asarray(segments)
     if owners.shape != (len(wide),) or (len(owners) and owners.dtype.kind not in "iu"):
         raise ValueError(f"segments must be {len(wide)} integers, one a query")
-    if scan is not None and _scannable(queries, k):
+    if scan is not None and 0 < k <= _SCAN_K:
         return scanned(scan, owners, queries, k)
     scores, rows = _padded(len(wide), k)
     order = np.argsort(owners, kind="stable")
     ids, starts = np.unique(owners[order], return_index=True)
     for segment, start, stop in zip(ids, starts, [*starts[1:], len(order)], strict=False):
         members = order[start:stop]
-        scores[members], rows[members] = top_k(arena, int(segment), wide[members], k)
+        scores[members], rows[members] = top_k(arena, int(segment), queries[members], k)
     return scores, rows
-
-
-def _scannable(queries: Queries, k: int) -> bool:
-    return queries.dtype == np.float16 and 0 < k <= _SCAN_K
 
 
 def scanned(
@@ -98,26 +93,32 @@ def scanned(
     k: int,
     allowed: NDArray[np.bool_] | torch.Tensor | None = None,
 ) -> tuple[Float64s, Int64s]:
-    """`top_k_many` of float16 queries by one scan; `allowed` is `wanted` of `Gate.nearest`."""
-    halves = queries.astype(np.float16, copy=False)
+    """`top_k_many` by one scan; `allowed` is `wanted` of `Gate.nearest`."""
     offsets, found, near = scan.nearest(
-        queries=halves, segments=segments, k=np.full(len(halves), k), wanted=allowed
+        queries=queries, segments=segments, k=np.full(len(queries), k), wanted=allowed
     )
-    scores, rows = _padded(len(halves), k)
-    query = np.repeat(np.arange(len(halves)), np.diff(offsets))
+    scores, rows = _padded(len(queries), k)
+    query = np.repeat(np.arange(len(queries)), np.diff(offsets))
     place = np.arange(len(found)) - offsets[query]
     scores[query, place], rows[query, place] = near, found
     return scores, rows
 
 
-def rows_of(arena: Arena, segment: int) -> Rows:
-    """A segment's rows, with the search for their memory."""
-    vectors = arena.vectors(segment)
-    if isinstance(vectors, torch.Tensor):
-        return DeviceRows.of(vectors)
-    from undertow.kernels.topk.host_rows import HostRows
+def _search_host(
+    vectors: NDArray[np.float16],
+    flags: NDArray[np.uint8],
+    queries: Queries,
+    k: int,
+    allowed: NDArray[np.bool_] | None,
+) -> tuple[Float64s, Int64s]:
+    # Imported here: it needs numba, which a machine with a GPU may lack.
+    from undertow.kernels.topk.host_rows import best_of_rows
 
-    return HostRows(vectors)
+    scores, rows = _padded(len(queries), k)
+    for i in range(len(queries)):
+        near, found = best_of_rows(vectors, flags, queries[i : i + 1], k, allowed)
+        scores[i, : len(near)], rows[i, : len(near)] = near, found
+    return scores, rows
 
 
 def _padded(count: int, k: int) -> tuple[Float64s, Int64s]:
@@ -126,7 +127,7 @@ def _padded(count: int, k: int) -> tuple[Float64s, Int64s]:
     return np.full((count, k), -np.inf), np.full((count, k), -1, np.int64)
 
 
-def _search(rows: Rows, wanted: Int64s, queries: Float32s, k: int) -> tuple[Float64s, Int64s]:
+def _search(rows: DeviceRows, wanted: Int64s, queries: Float32s, k: int) -> tuple[Float64s, Int64s]:
     """Exact top-k over the wanted rows (ascending), block by block, each block exact by itself."""
     scores, places = _padded(len(queries), k)
     step = rows.block_rows(len(queries))
@@ -143,23 +144,23 @@ def _search(rows: Rows, wanted: Int64s, queries: Float32s, k: int) -> tuple[Floa
     return scores, places
 
 
-def _block(block: Rows, queries: Float32s, k: int) -> tuple[Float64s, Int64s]:
+def _block(block: DeviceRows, queries: Float32s, k: int) -> tuple[Float64s, Int64s]:
     """Exact scores and rows [q, k] within one block of at least k rows."""
     scores, rows = _padded(len(queries), k)
     pending = np.arange(len(queries))
-    slack, take = block.slack(queries), k + _SPARE
+    slack, take = block.slack, k + _SPARE
     while len(pending) and take * 4 < len(block):
         near, found = block.nearest(queries[pending], take)
         scores[pending], rows[pending] = _best(block, queries[pending], np.sort(found, axis=1), k)
         # Any other row has a fast score of at most near[:, -1], so its exact score is at most slack higher.
-        pending = pending[near[:, -1] + slack[pending] >= scores[pending, -1]]
+        pending = pending[near[:, -1] + slack >= scores[pending, -1]]
         take *= 4
     if len(pending):
         scores[pending], rows[pending] = _best(block, queries[pending], None, k)
     return scores, rows
 
 
-def _best(block: Rows, queries: Float32s, candidates: Int64s | None, k: int) -> tuple[Float64s, Int64s]:
+def _best(block: DeviceRows, queries: Float32s, candidates: Int64s | None, k: int) -> tuple[Float64s, Int64s]:
     """The k best of the candidates [q, c] (ascending), or of all rows, by exact score, then row."""
     scores = block.scores(queries, candidates)
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from undertow.engine.search.analyzer import Analyzer, root, stem
 from undertow.engine.search.irregular_forms import BASE_FORMS
@@ -67,6 +69,45 @@ def test_scores_depend_on_the_texts_that_are_there_and_on_nothing_else(
     for query in ([3], [1, 2, 3, 4, 5], [39, 7, 41]):
         assert np.array_equal(moved.scores(query, 60), plain.scores(query, 60))
         assert not moved.scores(query, 80)[60:].any()
+
+
+def by_columns(texts: Mapping[int, Sequence[int]], query: Sequence[int], rows: int) -> list[float]:
+    """The same arithmetic in the same order in NumPy: the oracle of every bit."""
+    out, most = np.zeros(rows), 0.0
+    mean = len(texts) / max(1, sum(map(len, texts.values())))
+    for term in dict.fromkeys(query):
+        owners = np.array([row for row, text in texts.items() if term in text], np.int64)
+        counts = np.array([texts[row].count(term) for row in owners.tolist()], np.int32)
+        lengths = np.array([len(texts[row]) for row in owners.tolist()], np.int32)
+        weight = np.log1p((len(texts) - len(owners) + 0.5) / (len(owners) + 0.5))
+        most += weight
+        out[owners] += weight * (counts / (counts + K1 * (1 - B + B * lengths * mean)))
+    scores: list[float] = (out / most if most else out).tolist()
+    return scores
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_the_compiled_scores_are_those_of_numpy_to_the_last_bit(seed: int) -> None:
+    rng = random.Random(seed)
+    terms = [rng.randrange(2**32) for _ in range(30)] + [0, 2**32 - 1]
+    texts: dict[int, list[int]] = {}
+    index = Bm25()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bm25, "_UNSORTED", rng.choice([8, 10_000]))
+        for _ in range(rng.randrange(1, 80)):
+            row = rng.randrange(50)
+            if rng.random() < 0.2:
+                texts.pop(row, None)
+                index.drop(row)
+            else:
+                texts[row] = rng.choices(terms, k=rng.randrange(0, 15))
+                index.put(row, texts[row])
+            if rng.random() < 0.1:
+                index.sort_in()
+        for _ in range(5):
+            query = rng.choices([*terms, 7], k=rng.randrange(0, 8))
+            assert index.scores(query, 50).tolist() == by_columns(texts, query, 50)
 
 
 def test_an_index_without_texts_gives_nothing() -> None:

@@ -12,8 +12,15 @@ from undertow.engine.api.engine import Engine
 from undertow.engine.base.model import Memory, Turn
 from undertow.engine.base.results import Hit
 from undertow.engine.search.analyzer import Analyzer
-from undertow.engine.search.keyword_index import STRETCH_TURNS, MemoryWords, in_context, places
-from undertow.engine.search.ranking import raised
+from undertow.engine.search.keyword_index import (
+    NEIGHBOUR_SHARE,
+    STRETCH_SHARE,
+    STRETCH_TURNS,
+    MemoryWords,
+    in_context,
+    places,
+)
+from undertow.kernels.topk.combined_score import raised
 
 from ...support.engine import NEVER, open_engine, turn_of
 
@@ -171,6 +178,22 @@ def test_neighbours_and_stretches_by_hand() -> None:
         np.array([0.4, 0.0, 0.0, 0.0, 0.0, 0.01]), where, neighbour_share=0, stretch_share=0.1
     )
     assert little == pytest.approx([0.44, 0.0, 0.0, 0.0, 0.0, 0.02]), "at most as much as it has itself"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_compiled_context_is_that_of_numpy_to_the_last_bit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    where = places(rng.integers(-1, 4, 200).astype(np.int32))
+    there = where.stretch >= 0
+    own = np.where(there & (rng.random(200) < 0.3), rng.random(200), 0.0)
+    shares = own.copy()
+    shares[where.after] += NEIGHBOUR_SHARE * own[where.before]
+    shares[where.before] += NEIGHBOUR_SHARE * own[where.after]
+    said = np.flatnonzero(shares)
+    most = np.zeros(200)
+    np.maximum.at(most, where.stretch[said], shares[said])
+    shares[said] += np.minimum(shares[said], STRETCH_SHARE * most[where.stretch[said]])
+    assert in_context(own, where).tolist() == shares.tolist()
 
 
 def test_a_session_without_end_has_stretches() -> None:

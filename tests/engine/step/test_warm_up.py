@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,44 @@ def test_the_kernels_have_read_and_the_arena_is_as_before() -> None:
     warm_up(HashingEncoder(384), arena)
     assert arena.rows == 2 * len(TEXTS)
     assert arena.used_bytes == 0
+
+
+COMPILED = """
+import sys
+import numba
+from pathlib import Path
+from undertow.engine.api.engine import Engine
+from undertow.engine.base.config import Settings
+from undertow.engine.base.model import Message, Turn
+from undertow.engine.encoders.hashing import HashingEncoder
+from undertow.engine.step.warm_up import warm_up
+from undertow.kernels.arena.arena import make_arena
+
+encoder = HashingEncoder(16)
+warm_up(encoder, make_arena(16, "cpu"))
+
+def compiled():
+    return {
+        (name, value.__name__): len(value.signatures)
+        for name, module in sys.modules.items() if name.startswith("undertow.")
+        for value in vars(module).values() if isinstance(value, numba.core.dispatcher.Dispatcher)
+    }
+
+with Engine(Path(sys.argv[1]), Settings(device="cpu", llm_url=None), encoder) as engine:
+    before = compiled()
+    engine.add_batch([Turn("ann", (Message("user", f"boat {n}"),), str(n)) for n in range(5)])
+    while engine.step().decided:
+        pass
+    assert engine.search("ann", "the boat").turns and engine.search("ann", "the boat", since="2020-01-01")
+    print({key: now for key, now in compiled().items() if now != before.get(key)})
+"""
+
+
+def test_after_it_a_tenants_first_turns_and_search_compile_nothing(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", COMPILED, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert (told.stdout.strip(), told.returncode) == ("{}", 0), told.stderr
 
 
 def test_a_shard_is_open_when_it_is_warm_and_has_counted_nothing(tmp_path: Path) -> None:

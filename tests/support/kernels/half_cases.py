@@ -32,7 +32,7 @@ def widened_halves() -> NDArray[np.float32]:
 
 
 def readings() -> list[bytes]:
-    """The bytes of all that a gate and a search with fp32 queries find in small worlds full of ties."""
+    """The bytes of all that a gate and a search find in small worlds full of ties."""
     found = [widened_halves().tobytes()]
     for dim in DIMS:
         rng = np.random.default_rng(dim)
@@ -41,7 +41,7 @@ def readings() -> list[bytes]:
         vectors = unit(rng.standard_normal((2000, dim)))
         arena = host_arena(dim)
         arena.extend(np.full(2000, arena.new_segment()), vectors, live=True)
-        found += [value.tobytes() for value in top_k(arena, 0, vectors[:3].astype(np.float32), 20)]
+        found += [value.tobytes() for value in top_k(arena, 0, vectors[:3], 20)]
         found += [refusal(arena, value).encode() for value in (np.nan, np.inf, -np.inf, 4.004)]
     return found
 
