@@ -1,0 +1,6 @@
+"""Bounds on the arguments of one call, the same in every interface: HTTP, MCP, the clients, the program."""
+
+MAX_FILTER_KEYS = 16
+# of one key; texts, and what is no text, are counted apart: in a query string 5 stands for both
+MAX_FILTER_VALUES = 64
+MAX_QUERY_CHARS = 8_192

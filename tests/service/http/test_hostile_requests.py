@@ -1,0 +1,50 @@
+"""Legal requests that would cost everyone else: each is bounded, and says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import pytest
+
+from ...support.service.http import at, is_problem, said
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ann(client: httpx2.Client) -> None:
+    """A tenant that exists."""
+    client.post(at("ann", "/memories"), json={"messages": said("the boat"), "metadata": {"n": 5}})
+
+
+KEYS: dict[str, Any] = {f"key {n}": n for n in range(17)}
+VALUES: dict[str, Any] = {"n": list(range(65))}
+
+
+@pytest.mark.parametrize(("filters", "words"), [(KEYS, "at most 16"), (VALUES, "at most 64")])
+def test_filters_are_bounded_in_bodies_and_in_query_strings(
+    client: httpx2.Client, filters: dict[str, Any], words: str
+) -> None:
+    asked = {"query": "boat", "filters": filters}
+    for response in (
+        client.post(at("ann", "/search"), json=asked),
+        client.get(
+            at("ann", "/memories"), params={f"filter.{key}": values for key, values in filters.items()}
+        ),
+    ):
+        assert words in is_problem(response, 422, "input")["detail"]
+
+
+def test_filters_within_their_bounds_are_taken(client: httpx2.Client) -> None:
+    """In a query string each number stands for a text as well."""
+    filters = {f"key {n}": "x" for n in range(15)} | {"n": list(range(64))}
+    asked = client.post(at("ann", "/search"), json={"query": "boat", "filters": filters})
+    assert asked.json()["results"] == []
+    listed = client.get(at("ann", "/memories"), params={"filter.n": list(range(64))})
+    assert [memory["metadata"] for memory in listed.json()["results"]] == [{"n": 5}]
+
+
+def test_queries_and_questions_are_bounded(client: httpx2.Client) -> None:
+    assert client.post(at("ann", "/search"), json={"query": "x" * 8_192}).status_code == 200
+    for path, field in (("/search", "query"), ("/answer", "question")):
+        document = is_problem(client.post(at("ann", path), json={field: "x" * 8_193}), 422, "input")
+        assert document["errors"][0]["field"] == field and "8192" in document["detail"]
