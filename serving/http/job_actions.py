@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from undertow.engine.api.erasure import NotCertified
-from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.api.transfer.record_lines import RecordLines
 from undertow.engine.base.queries import EraseCommand, FlushCommand, ImportCommand
 from undertow.engine.base.results import Certificate
 from undertow.engine.tenants.registry import UnknownTenant
@@ -56,31 +54,10 @@ async def flush(service: Service, tenant: str, *, again: bool = False) -> dict[s
 
 
 async def import_(service: Service, tenant: str, body: bytes, *, again: bool = False) -> dict[str, Any]:
-    """Import the body of an export. InputError names the line; TenantExists."""
-    records = await asyncio.to_thread(parsed, body)
+    """Import the body of an export. InputError names the record; TenantExists."""
+    records = await asyncio.to_thread(RecordLines, body)
     report = await service.memories.call(ImportCommand(tenant, records, again=again))
     return asdict(report)
-
-
-def parsed(body: bytes) -> list[dict[str, Any]]:
-    """The records of JSON lines. InputError."""
-    records = []
-    for number, line in enumerate(body.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise _bad_line(number, f"is no JSON ({error.msg})") from None
-        if not isinstance(record, dict):
-            raise _bad_line(number, "is no JSON object")
-        records.append(record)
-    return records
-
-
-def _bad_line(number: int, reason: str) -> InputError:
-    cure = "Send what an export gave, one record a line. Nothing was stored."
-    return InputError(BadInput("import", number, None, reason, cure))
 
 
 async def erase(service: Service, tenant: str, by: str) -> dict[str, Any]:

@@ -48,3 +48,8 @@ def test_queries_and_questions_are_bounded(client: httpx2.Client) -> None:
     for path, field in (("/search", "query"), ("/answer", "question")):
         document = is_problem(client.post(at("ann", path), json={field: "x" * 8_193}), 422, "input")
         assert document["errors"][0]["field"] == field and "8192" in document["detail"]
+
+
+def test_an_import_of_too_many_lines_is_refused_unread(client: httpx2.Client) -> None:
+    document = is_problem(client.post(at("new", "/import"), content=b"{}\n" * 1_000_001), 422, "input")
+    assert "more than 1,000,000 lines" in document["detail"]
