@@ -81,6 +81,11 @@ class Service:
             raise
         await asyncio.to_thread(self.audit.write_end, entry, AuditOutcome.DONE)
 
+    async def refused(self, act: str, key_id: str, tenant: str | None = None) -> None:
+        """As AuditLog.refused, off the event loop. AuditError."""
+        key = None if tenant is None else self.memories.tenant_key(tenant)
+        await asyncio.to_thread(self.audit.refused, act, key_id, tenant_key=key)
+
 
 # FastAPI would call these in a thread if they were not asynchronous
 

@@ -33,6 +33,7 @@ from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, Memory, MemoryKind, Turn, UndertowError, memory_id
 from undertow.engine.base.queries import ImportCommand
 from undertow.engine.base.results import ImportReport
+from undertow.engine.policies.base import Thresholds
 from undertow.engine.readers import parse_messages
 from undertow.engine.readers.record import BadField
 from undertow.engine.storage.journal import Row
@@ -62,6 +63,10 @@ class TenantExists(UndertowError):
         return f"tenant {self.args[0]!r} has memories here. Import under another name, or erase it first."
 
 
+class ImportNeedsAdmin(UndertowError):
+    """An export sets what only an administrator may set; nothing of it is stored."""
+
+
 class ImportCancelled(UndertowError):
     """The tenant was erased while an export was being taken in for it; nothing of that is stored."""
 
@@ -84,6 +89,7 @@ class Import:
         self.rows: list[Row] = []
         self.steps = self._steps(encode)
         self._records = command.records
+        self._as_admin = command.as_admin
         self._settings = settings
         self._checks = ImportValidator()
 
@@ -138,11 +144,23 @@ class Import:
                 if content.tenant != source:
                     raise BadField("tenant", f"is not {source!r:.80}, as in the first record", EDITED)
                 self._checks.take(content)
+                if isinstance(content, ControlRecord) and not self._as_admin:
+                    self._check_rights(content)
             yield line
         with _about(len(records)):
             if records[-1] != seal.end(source):
                 raise BadField("fingerprint", "is not that of the records: some were lost or changed", EDITED)
             self._checks.finish()
+
+    def _check_rights(self, record: ControlRecord) -> None:
+        """ImportNeedsAdmin: it sets what this store does not set by itself."""
+        s = self._settings
+        own = Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count)
+        if record.control == "policy" or (record.control == "settings" and record.body != asdict(own)):
+            raise ImportNeedsAdmin(
+                f"the export sets {'a policy' if record.control == 'policy' else 'thresholds of its own'}, "
+                "which an administrator may do. Import it with a key that has the scope admin as well."
+            )
 
     def _ends(self) -> str:
         """The tenant that was exported, as the first record says, if the last one is an end."""

@@ -6,7 +6,6 @@ Access is checked before the body is read, and the response is the same whether 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 from collections.abc import Callable, Coroutine
@@ -153,8 +152,7 @@ class GuardedRoute(APIRoute):
     async def _refuse(self, service: Service, principal: Principal, tenant: str | None) -> None:
         """Raise Problem 403; log the refusal if the audit log covers the act."""
         if self.access.act is not None:
-            key = None if tenant is None else service.memories.tenant_key(tenant)
-            await asyncio.to_thread(service.audit.refused, self.access.act, principal.key_id, tenant_key=key)
+            await service.refused(self.access.act, principal.key_id, tenant)
         scope, reaches = self.access.scope, self.access.reaches.value
         raise Problem(403, "forbidden", FORBIDDEN.format(scope=scope and scope.value, reaches=reaches))
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import httpx2
+import orjson
 import pytest
 
-from ...support.service.http import at, is_problem, said
+from undertow.engine.api.transfer.export import ExportTrailer
+from undertow.serving.auth.principal import Scope
+
+from ...support.llm_servers import wait_until
+from ...support.service.http import Running, at, is_problem, said
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,3 +58,40 @@ def test_queries_and_questions_are_bounded(client: httpx2.Client) -> None:
 def test_an_import_of_too_many_lines_is_refused_unread(client: httpx2.Client) -> None:
     document = is_problem(client.post(at("new", "/import"), content=b"{}\n" * 1_000_001), 422, "input")
     assert "more than 1,000,000 lines" in document["detail"]
+
+
+def audited(running: Running, act: str) -> list[str]:
+    """The outcomes of an act in the audit log."""
+    lines = map(orjson.loads, (running.folder / "audit.jsonl").read_bytes().splitlines())
+    return [line["outcome"] for line in lines if line["act"] == act]
+
+
+@pytest.mark.parametrize("sets", ["policy", "settings"])
+def test_an_import_that_sets_policy_or_thresholds_needs_the_scope_admin(
+    running: Running, client: httpx2.Client, sets: str
+) -> None:
+    first, *records, _ = map(orjson.loads, client.get(at("ann", "/export")).content.splitlines())
+    plain = running.client(Scope.READ, Scope.WRITE)
+
+    def sent(by: httpx2.Client, to: str, **headers: str) -> httpx2.Response:
+        seal = ExportTrailer()
+        for record in records:
+            seal.add(record)
+        body = b"\n".join(map(orjson.dumps, [first, *records, seal.end("ann")]))
+        return by.post(at(to, "/import"), content=body, headers=headers)
+
+    assert sent(plain, f"{sets} 1").status_code == 200, "a plain export sets what the store has"
+    if sets == "policy":
+        policy = {"kind": "control", "tenant": "ann", "seq": -1, "control": "policy"}
+        records.insert(1, policy | {"body": {"policy": "eager"}})
+    else:
+        records[0]["body"]["theta_count"] = 1
+    refused = is_problem(sent(plain, f"{sets} 2"), 403, "import-settings")
+    assert "scope admin" in refused["detail"]
+    job = sent(plain, f"{sets} 2", Prefer="respond-async").headers["location"]
+    wait_until(lambda: plain.get(job).json()["status"] == "failed")
+    assert plain.get(job).json()["error"]["type"] == refused["type"]
+    is_problem(client.get(at(f"{sets} 2", "/stats")), 404, "unknown-tenant")
+    assert "refused" in audited(running, "import")
+    assert sent(client, f"{sets} 2").status_code == 200
+    assert audited(running, "import")[-2:] == ["begun", "done"]

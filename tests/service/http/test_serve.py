@@ -231,6 +231,7 @@ def test_too_few_files_end_the_start(tmp_path: Path) -> None:
         env={**os.environ, **ENV},
         capture_output=True,
         text=True,
+        timeout=SOON_S,
     )
     assert ended.returncode == 1
     assert "may open 400 files, and needs over 512. Raise it to 4,608 (ulimit -n" in ended.stderr
