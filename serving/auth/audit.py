@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 FILE_NAME = "audit.jsonl"
 LINE_BYTES = 2_048
 MODE = 0o600
+REFUSALS_S = 60.0
 MOST_COUNTS = 16
 LARGEST_COUNT = 2**53
 WITHOUT_KEY = "no-auth"
@@ -135,6 +137,28 @@ class AuditLog:
         except AuditError as trouble:
             told = (entry.act_id, entry.act, outcome.value, trouble.__cause__)
             log.error("the audit log does not say how act %s (%s) ended, which is %s: %s", *told)
+
+class RefusalCounts:
+    """Which refused acts the log gets: the first of a key and an act, then one in `REFUSALS_S`.
+
+    Each line waits for the disk, and a key may be refused as often as it asks. Used on one thread.
+    """
+
+    def __init__(self, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        # when the last line was written, and how many refusals have had none since
+        self._last: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def take(self, act: str, by: str) -> dict[str, int] | None:
+        """The counts of the line that this refusal gets; None: it is counted in a later one."""
+        now_s = self._clock_s()
+        at_s, unwritten = self._last.get((act, by), (now_s - REFUSALS_S, 0))
+        if now_s - at_s < REFUSALS_S:
+            self._last[act, by] = at_s, unwritten + 1
+            return None
+        self._last[act, by] = now_s, 0
+        return {"refused_before": unwritten} if unwritten else {}
+
 
 
 @contextmanager

@@ -126,7 +126,10 @@ class GuardedRoute(APIRoute):
         tenant = decode_path(scope)
         principal = sender_of(scope)
         if not self.access.allows(principal, tenant):
-            await self._refuse(service, principal, tenant)
+            # a key takes no place of a tenant that it does not cover
+            covered = tenant if tenant is not None and principal.reach.covers(tenant) else None
+            with service.load.share(principal.key_id, covered):
+                await self._refuse(service, principal, tenant)
         headers = Headers(scope=scope)
         with service.load.share(principal.key_id, tenant), self._room(service.load):
             within = bounded(receive, headers, *self._bounds(service.settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,7 +13,8 @@ from undertow.engine.api.transfer.export import ExportTrailer
 from undertow.serving.auth.principal import Scope
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import Running, at, is_problem, said
+from ...support.service.http import Running, at, is_problem, said, serving
+from ...support.service.wire import Wire
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,3 +97,17 @@ def test_an_import_that_sets_policy_or_thresholds_needs_the_scope_admin(
     assert "refused" in audited(running, "import")
     assert sent(client, f"{sets} 2").status_code == 200
     assert audited(running, "import")[-2:] == ["begun", "done"]
+
+
+def test_refused_acts_have_a_share_and_one_line_a_minute(tmp_path: Path) -> None:
+    with serving(tmp_path, max_tenant_requests=1, max_key_requests=1) as running:
+        key, other = running.key(Scope.WRITE), running.client(Scope.READ, tenants=("bob",))
+        for _ in range(5):
+            is_problem(other.delete(at("ann")), 403, "forbidden")
+        assert audited(running, "erase") == ["refused"]
+        with Wire(running) as wire:
+            wire.head(key, "Content-Length: 100")
+            wait_until(lambda: running.service.load.under_way == 1)
+            is_problem(running.client_of(key).delete(at("bob")), 429, "key-busy")
+            is_problem(running.client(Scope.READ).delete(at("ann")), 429, "tenant-busy")
+            is_problem(other.delete(at("ann")), 403, "forbidden")
