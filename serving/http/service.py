@@ -61,7 +61,7 @@ class Service:
         self.refusals = RefusalCounts()
         self.key_file = key_file
         self.load = LoadLimits(self.settings)
-        self.adding = AddCalls(memories)
+        self.adding = AddCalls(memories, self.load)
         self.once = IdempotencyStore(state, self.settings.keep_s)
         self.jobs = JobQueue(state, self.settings)
         self.readiness = Readiness(memories, llm=engine.llm_url is not None)

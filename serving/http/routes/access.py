@@ -131,19 +131,22 @@ class GuardedRoute(APIRoute):
             with service.load.share(principal.key_id, covered):
                 await self._refuse(service, principal, tenant)
         headers = Headers(scope=scope)
-        with service.load.share(principal.key_id, tenant), self._room(service.load):
-            within = bounded(receive, headers, *self._bounds(service.settings))
+        load, key_id = service.load, principal.key_id
+        with load.share(key_id, tenant), self._room(load, key_id, tenant):
+            within = bounded(
+                receive, headers, *self._bounds(service.settings), grace_s=service.settings.body_timeout_s
+            )
             if self.access.once and KEY_HEADER in headers:
                 owner = None if tenant is None else service.memories.tenant_key(tenant)
-                sender = KeyOwner(principal.key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
+                sender = KeyOwner(key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
                 await answer_once(service.once, sender, super().handle, scope, within, send)
             else:
                 await super().handle(scope, within, send)
 
-    def _room(self, load: LoadLimits) -> AbstractContextManager[None]:
+    def _room(self, load: LoadLimits, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
         """A slot under the limit for this kind of request."""
         if self.access.imports:
-            return load.importing()
+            return load.importing(key_id, tenant)
         return load.long() if self.access.long else nullcontext()
 
     def _bounds(self, settings: ServiceSettings) -> tuple[int, float]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_QUERY_CHARS
+from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_MESSAGES, MAX_QUERY_CHARS
 from undertow.engine.base.model import AnswerMode
 from undertow.engine.base.timestamps import ACCEPTED, parse_timestamp
 from undertow.engine.search.metadata_index import Where
@@ -46,8 +46,11 @@ Moment = Annotated[
 MomentText = Annotated[str, AfterValidator(_moment), Field(description=ACCEPTED)]
 Messages = Annotated[
     list[dict[str, Any]],
-    WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}),
-    Field(description="Messages of one session, in order. A user message and its reply make one turn."),
+    WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": MESSAGE_SCHEMA}),
+    Field(
+        max_length=MAX_MESSAGES,
+        description="Messages of one session, in order. A user message and its reply make one turn.",
+    ),
 ]
 Filters = Annotated[
     dict[str, Any],

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +15,13 @@ import orjson
 import pytest
 
 from undertow.engine.api.transfer.export import ExportTrailer
+from undertow.engine.base.memory_api import Receipts
+from undertow.engine.base.model import Turn
+from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.principal import Scope
 
 from ...support.llm_servers import wait_until
-from ...support.service.http import Running, at, is_problem, said, serving
+from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
 from ...support.service.wire import Wire
 
 
@@ -111,3 +119,62 @@ def test_refused_acts_have_a_share_and_one_line_a_minute(tmp_path: Path) -> None
             is_problem(running.client_of(key).delete(at("bob")), 429, "key-busy")
             is_problem(running.client(Scope.READ).delete(at("ann")), 429, "tenant-busy")
             is_problem(other.delete(at("ann")), 403, "forbidden")
+
+
+def test_messages_of_an_add_are_bounded(client: httpx2.Client) -> None:
+    one = {"role": "user", "content": "x"}
+    whole = client.post(at("new", "/memories"), json={"messages": [one] * 2_049})
+    assert is_problem(whole, 422, "input")["errors"][0]["field"] == "messages"
+    items = client.post(at("new", "/memories"), json={"items": [{"messages": [one] * 700}] * 3})
+    assert "2,100 messages; give at most 2,048" in is_problem(items, 422, "input")["detail"]
+
+
+def test_a_tenant_has_its_share_of_the_turns_that_are_stored(tmp_path: Path) -> None:
+    go, begun = threading.Event(), threading.Event()
+
+    def held(memories: AsyncMemories) -> AsyncMemories:
+        add = memories.add
+
+        async def wait(turns: Sequence[Turn]) -> Receipts:
+            if turns[0].tenant == "ann":
+                begun.set()
+                await asyncio.to_thread(go.wait, SOON_S)
+            return await add(turns)
+
+        memories.add = wait  # type: ignore[method-assign]
+        return memories
+
+    body = {"messages": [*said("one"), *said("two"), *said("three")]}
+    with ThreadPoolExecutor(1) as pool, serving(tmp_path, wrap=held, max_tenant_turns=2) as running:
+        client = running.client()
+        try:
+            first = pool.submit(client.post, at("ann", "/memories"), json=body)
+            assert begun.wait(SOON_S)
+            refused = client.post(at("ann", "/memories"), json={"messages": said("four")})
+            is_problem(refused, 429, "tenant-queue")
+            assert client.post(at("bob", "/memories"), json=body).status_code == 200
+        finally:
+            go.set()
+        assert first.result(SOON_S).status_code == 200, "larger than the share, and alone"
+        assert client.post(at("ann", "/memories"), json=body).status_code == 200
+
+
+def test_imports_have_shares_and_slow_ones_lose_their_place(tmp_path: Path) -> None:
+    with serving(tmp_path, max_imports=4, body_timeout_s=1.0) as running, ExitStack() as stack:
+        keys = [running.key() for _ in range(2)]
+
+        def slow(key: str, tenant: str) -> Wire:
+            wire = stack.enter_context(Wire(running))
+            wire.head(key, "Content-Length: 1000000", path=at(tenant, "/import"))
+            return wire
+
+        first = slow(keys[0], "ann")
+        wait_until(lambda: running.service.load.under_way == 1)
+        slow(keys[0], "bob")
+        wait_until(lambda: running.service.load.under_way == 2)
+        for key, tenant in ((keys[0], "cy"), (keys[1], "ann")):
+            is_problem(running.client_of(key).post(at(tenant, "/import"), content=b"{}"), 429, "imports")
+        is_problem(running.client_of(keys[1]).post(at("cy", "/import"), content=b"{}"), 422, "input")
+        status, problem = first.heard()
+        assert (status, problem["type"]) == (408, "urn:undertow:error:slow")
+        wait_until(lambda: running.service.load.under_way == 0)
