@@ -26,15 +26,14 @@ from typing import Any
 import orjson
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.location import fsync_path, make_folder
+from undertow.engine.storage.location import PRIVATE_FILE, fsync_path, make_folder
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "audit.jsonl"
 LINE_BYTES = 2_048
-MODE = 0o600
-REFUSALS_S = 60.0
 MOST_COUNTS = 16
+REFUSALS_S = 60.0
 LARGEST_COUNT = 2**53
 WITHOUT_KEY = "no-auth"
 
@@ -138,6 +137,7 @@ class AuditLog:
             told = (entry.act_id, entry.act, outcome.value, trouble.__cause__)
             log.error("the audit log does not say how act %s (%s) ended, which is %s: %s", *told)
 
+
 class RefusalCounts:
     """Which refused acts the log gets: the first of a key and an act, then one in `REFUSALS_S`.
 
@@ -160,7 +160,6 @@ class RefusalCounts:
         return {"refused_before": unwritten} if unwritten else {}
 
 
-
 @contextmanager
 def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
     """Records an act of this process's user in the folder's audit log; see `AuditLog.act`.
@@ -177,7 +176,7 @@ def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
 def _append(path: Path, line: bytes) -> None:
     """Adds a whole line or nothing. Opens the file each time: lines are rare, and it may have been moved."""
     make_folder(path.parent)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, MODE)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
