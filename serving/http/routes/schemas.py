@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+    model_validator,
+)
 
 from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_MESSAGES, MAX_QUERY_CHARS
 from undertow.engine.base.model import AnswerMode
@@ -41,7 +51,9 @@ def _filters(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Moment = Annotated[
-    str | int | float, AfterValidator(_moment), Field(description=ACCEPTED, examples=["2026-05-08T13:56:00Z"])
+    StrictStr | StrictInt | StrictFloat,  # true is no second
+    AfterValidator(_moment),
+    Field(description=ACCEPTED, examples=["2026-05-08T13:56:00Z"]),
 ]
 MomentText = Annotated[str, AfterValidator(_moment), Field(description=ACCEPTED)]
 Messages = Annotated[

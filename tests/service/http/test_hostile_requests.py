@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,15 @@ from typing import Any
 import httpx2
 import orjson
 import pytest
+from starlette.datastructures import Headers
 
 from undertow.engine.api.transfer.export import ExportTrailer
 from undertow.engine.base.memory_api import Receipts
 from undertow.engine.base.model import Turn
 from undertow.serving.async_memories import AsyncMemories
 from undertow.serving.auth.principal import Scope
+from undertow.serving.http.middleware.guard import OpenGuard
+from undertow.serving.http.problems import Problem
 
 from ...support.llm_servers import wait_until
 from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
@@ -178,3 +182,36 @@ def test_imports_have_shares_and_slow_ones_lose_their_place(tmp_path: Path) -> N
         status, problem = first.heard()
         assert (status, problem["type"]) == (408, "urn:undertow:error:slow")
         wait_until(lambda: running.service.load.under_way == 0)
+
+
+def test_a_request_with_two_lengths_is_refused(running: Running) -> None:
+    with Wire(running) as wire:
+        wire.head(running.key(), "Content-Length: 4", "Transfer-Encoding: chunked")
+        wire.socket.sendall(b"0\r\n\r\n")
+        status, problem = wire.heard()
+    assert status == 400 and "both Content-Length and Transfer-Encoding" in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    "host", ["[::1]evil.example", "[::1]:80evil", "localhost:80:80", "localhost/", "[::1"]
+)
+def test_a_host_is_parsed_whole(host: str) -> None:
+    with pytest.raises(Problem):
+        OpenGuard().admit(Headers({"host": host}))
+    for good in ("[::1]:8080", "[::1]", "LOCALHOST:80", "127.0.0.1"):
+        OpenGuard().admit(Headers({"host": good}))
+
+
+def test_true_is_no_timestamp(client: httpx2.Client) -> None:
+    body = {"messages": said("the boat"), "timestamp": True}
+    document = is_problem(client.post(at("ann", "/memories"), json=body), 422, "input")
+    assert {error["field"] for error in document["errors"]} == {"timestamp"}
+    for moment in (1_700_000_000, 1_700_000_000.5, "2023-05-08"):
+        assert client.post(at("ann", "/memories"), json=body | {"timestamp": moment}).status_code == 200
+
+
+def test_what_the_page_loads_has_a_hash(client: httpx2.Client) -> None:
+    page = client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html") and "/openapi.json" in page.text
+    loaded = re.findall(r"<[^>]*https?://[^>]*>", page.text)
+    assert len(loaded) == 2 and all('integrity="sha384-' in tag for tag in loaded)
