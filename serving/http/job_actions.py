@@ -76,12 +76,14 @@ async def import_(
     command = ImportCommand(tenant, records, as_admin, again=again)
     if as_admin:
         async with service.audited("import", by, tenant):
-            return asdict(await service.memories.call(command))
+            report = await service.memories.call(command)
+        return asdict(report)
     try:
-        return asdict(await service.memories.call(command))
+        report = await service.memories.call(command)
     except ImportNeedsAdmin:
         await service.refused("import", by, tenant)
         raise
+    return asdict(report)
 
 
 async def erase(service: Service, tenant: str, by: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -163,23 +162,22 @@ def test_a_tenant_has_its_share_of_the_turns_that_are_stored(tmp_path: Path) -> 
         assert client.post(at("ann", "/memories"), json=body).status_code == 200
 
 
-def test_imports_have_shares_and_slow_ones_lose_their_place(tmp_path: Path) -> None:
-    with serving(tmp_path, max_imports=4, body_timeout_s=1.0) as running, ExitStack() as stack:
-        keys = [running.key() for _ in range(2)]
-
-        def slow(key: str, tenant: str) -> Wire:
-            wire = stack.enter_context(Wire(running))
-            wire.head(key, "Content-Length: 1000000", path=at(tenant, "/import"))
-            return wire
-
-        first = slow(keys[0], "ann")
-        wait_until(lambda: running.service.load.under_way == 1)
-        slow(keys[0], "bob")
+def test_imports_have_shares(running: Running) -> None:
+    keys = [running.key() for _ in range(2)]
+    with Wire(running) as one, Wire(running) as two:
+        for wire, tenant in ((one, "cat"), (two, "bob")):
+            wire.head(keys[0], "Content-Length: 1000000", path=at(tenant, "/import"))
         wait_until(lambda: running.service.load.under_way == 2)
-        for key, tenant in ((keys[0], "cy"), (keys[1], "ann")):
+        for key, tenant in ((keys[0], "cy"), (keys[1], "cat")):
             is_problem(running.client_of(key).post(at(tenant, "/import"), content=b"{}"), 429, "imports")
         is_problem(running.client_of(keys[1]).post(at("cy", "/import"), content=b"{}"), 422, "input")
-        status, problem = first.heard()
+    wait_until(lambda: running.service.load.under_way == 0)
+
+
+def test_a_slow_import_loses_its_place(tmp_path: Path) -> None:
+    with serving(tmp_path, body_timeout_s=0.2) as running, Wire(running) as wire:
+        wire.head(running.key(), "Content-Length: 1000000", path=at("ann", "/import"))
+        status, problem = wire.heard()
         assert (status, problem["type"]) == (408, "urn:undertow:error:slow")
         wait_until(lambda: running.service.load.under_way == 0)
 
