@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import stat
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -187,8 +188,25 @@ def _store(settings: Settings, store: Location) -> list[Finding]:
     return [
         finding,
         Finding("store folder", writable, text, needed=True),
+        _rights(store.folder),
         Finding("disk", ok, f"{_gib(free_bytes)} GiB free" + ("" if ok else ": free some")),
     ]
+
+
+def _rights(folder: Path) -> Finding:
+    """Whether other users of this machine can read what is in a store's folder."""
+    try:
+        shared = _is_shared(folder) and sorted(path.name for path in folder.iterdir() if _is_shared(path))
+    except OSError as error:
+        return Finding("store rights", True, f"cannot be read: {error.strerror}")
+    if not shared:
+        return Finding("store rights", True, "other users cannot read its files")
+    return Finding("store rights", False, f"other users can read {shared[0]} in it: chmod -R go-rwx {folder}")
+
+
+def _is_shared(path: Path) -> bool:
+    """Whether its group, or everybody, may read or enter it."""
+    return bool(path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
 
 
 def _server(settings: Settings) -> Finding:

@@ -11,6 +11,7 @@ import orjson
 
 from undertow.engine.api.views.reports import Reports
 from undertow.engine.base.config import Settings
+from undertow.engine.base.limits import MAX_QUERY_CHARS
 from undertow.engine.base.model import Memory, unknown_memory
 from undertow.engine.base.queries import GetQuery, HistoryQuery, MemoriesQuery, SearchQuery, TurnsByKeyQuery
 from undertow.engine.base.results import Report, SearchResult
@@ -82,6 +83,8 @@ class SearchCalls(ABC):
         of = self._tenant(tenant)
         if not text.strip():
             raise ValueError("the query is empty. Give some words to search for.")
+        if len(text) > MAX_QUERY_CHARS:
+            raise ValueError(f"the query has {len(text):,} characters. Ask in at most {MAX_QUERY_CHARS:,}.")
         with self.trace.span("encode_query", texts=1):
             vector = self._texts.encode([tenant], [text])[0]
         with self.trace.span("rank", asks=1):

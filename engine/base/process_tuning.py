@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 import sys
 import threading
 from collections.abc import Iterator
@@ -31,6 +32,15 @@ def settle_in() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
+
+
+def open_files(wanted: int) -> int:
+    """How many files this process may have open, after raising its limit towards `wanted`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 class _NoPandas(MetaPathFinder):

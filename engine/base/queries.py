@@ -214,8 +214,11 @@ class EraseCommand(Repeatable, TenantCall["Certificate | None"]):
 
 @dataclass(frozen=True)
 class ImportCommand(Repeatable, TenantCall[ImportReport]):
+    """`as_admin`: the records may set thresholds other than the store's, and a policy."""
+
     name: ClassVar[str] = "import_"
     records: Sequence[Report]
+    as_admin: bool = True
 
 
 @dataclass(frozen=True)

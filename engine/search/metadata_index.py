@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES
 from undertow.engine.tenants.tenant import Tenant
 
 Scalar = str | int | float | bool
@@ -19,7 +20,7 @@ Scalar = str | int | float | bool
 Value = tuple[bool, Scalar]
 
 # The most recently used keys of a tenant that stay in memory: 4 bytes a turn each, plus the values.
-KEYS_KEPT = 16
+KEYS_KEPT = MAX_FILTER_KEYS
 NO_VALUE = -1
 # Every payload with metadata contains this.
 MARK = b'"metadata":'
@@ -38,7 +39,10 @@ class Where:
     @classmethod
     def of(cls, where: Mapping[str, Any] | None) -> Where:
         """From {key: value} or {key: [value, ...]} (any of them). ValueError names the key."""
-        return cls({key: frozenset(_values(key, asked)) for key, asked in (where or {}).items()})
+        asked = where or {}
+        if len(asked) > MAX_FILTER_KEYS:
+            raise ValueError(f"where: {len(asked):,} keys. Filter by at most {MAX_FILTER_KEYS}.")
+        return cls({key: frozenset(_values(key, values)) for key, values in asked.items()})
 
     @property
     def open(self) -> bool:
@@ -49,6 +53,10 @@ def _values(key: str, asked: Any) -> list[Value]:
     values = asked if isinstance(asked, list | tuple | set | frozenset) else [asked]
     if not values:
         raise ValueError(f"where: {key!r} has an empty list, which no turn can match. Name a value.")
+    texts = sum(isinstance(value, str) for value in values)
+    if max(texts, len(values) - texts) > MAX_FILTER_VALUES:
+        most = f"Name at most {MAX_FILTER_VALUES}, or search in parts."
+        raise ValueError(f"where: {key!r:.80} has {len(values):,} values. {most}")
     if wrong := [value for value in values if not isinstance(value, Scalar)]:
         raise ValueError(
             f"where: {key!r} is {wrong[0]!r:.80}. Give text, a number, true or false, or a list of those."
@@ -72,17 +80,26 @@ class MetadataIndex:
     def passing(self, tenant: Tenant, where: Where) -> NDArray[np.bool_]:
         """Which turns match the filter: bool [turns] by arena row."""
         passes = np.ones(len(tenant.seq_by_row), dtype=bool)
-        for key, values in where.wanted.items():
-            passes &= self._column(tenant, key).any_of(values)
+        columns = [self._column(key) for key in where.wanted]
+        _follow(tenant, columns)
+        for column, values in zip(columns, where.wanted.values(), strict=True):
+            passes &= column.any_of(values)
         return passes
 
-    def _column(self, tenant: Tenant, key: str) -> _Column:
-        column = self._columns.pop(key, None) or _Column(key)
-        self._columns[key] = column
+    def _column(self, key: str) -> _Column:
+        self._columns[key] = column = self._columns.pop(key, _Column(key))
         if len(self._columns) > KEYS_KEPT:
             self._columns.popitem(last=False)
-        column.follow(tenant)
         return column
+
+
+def _follow(tenant: Tenant, columns: Sequence[_Column]) -> None:
+    """Add the turns that are new in the log. Each is read once, whatever the number of keys."""
+    for row in range(min(map(len, columns), default=0), len(tenant.seq_by_row)):
+        metadata = _metadata(tenant.payload(tenant.seq_by_row[row]))
+        for column in columns:
+            if len(column) == row:
+                column.append(metadata)
 
 
 class _Column:
@@ -93,14 +110,15 @@ class _Column:
         self._numbers: dict[Value, int] = {}
         self._of_row = array("i")
 
-    def follow(self, tenant: Tenant) -> None:
-        """Add the turns that are new in the log."""
-        for seq in tenant.seq_by_row[len(self._of_row) :]:
-            value = _metadata(tenant.payload(seq)).get(self._key)
-            number = NO_VALUE
-            if isinstance(value, Scalar):
-                number = self._numbers.setdefault(_typed(value), len(self._numbers))
-            self._of_row.append(number)
+    def __len__(self) -> int:
+        return len(self._of_row)
+
+    def append(self, metadata: Mapping[str, Any]) -> None:
+        value = metadata.get(self._key)
+        number = NO_VALUE
+        if isinstance(value, Scalar):
+            number = self._numbers.setdefault(_typed(value), len(self._numbers))
+        self._of_row.append(number)
 
     def any_of(self, values: frozenset[Value]) -> NDArray[np.bool_]:
         wanted = [number for value in values if (number := self._numbers.get(value)) is not None]

@@ -70,7 +70,7 @@ class LanceLog:
         if _is_whole(location):
             return
         if location.folder is not None:
-            make_folder(location.folder.parent)  # Lance would not make the parent folders durable
+            make_folder(location.folder)  # by Lance it would be neither durable nor private
         empty = lance.LanceOperation.Overwrite(schema, [])
         try:
             # Without retries only the first version can succeed: a late creator must not replace a dataset.

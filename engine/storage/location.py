@@ -26,6 +26,9 @@ from undertow.engine.base.model import UndertowError
 
 S3 = "s3://"
 DRAFT = ".draft"
+# other users of the machine read neither turns nor the hash key; what is there already keeps its rights
+PRIVATE_FOLDER = 0o700
+PRIVATE_FILE = 0o600
 
 
 class StoreError(UndertowError):
@@ -188,7 +191,7 @@ class Appender:
 
     def __init__(self, path: Path, fsync: bool) -> None:
         make_folder(path.parent)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
         self._fsync = fsync
         if fsync:
             fsync_path(path.parent)
@@ -223,12 +226,9 @@ def _files(root: Path, prefix: str) -> Iterator[tuple[str, datetime]]:
             yield path.relative_to(root).as_posix(), datetime.fromtimestamp(path.stat().st_mtime, UTC)
 
 
-def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Create or replace a file, atomically and durably. OSError.
-
-    `mode`: its permissions from the start, reduced by the umask.
-    """
-    with _draft(target, data, mode) as draft:
+def replace_file(target: Path, data: bytes) -> None:
+    """Create or replace a file, atomically and durably. OSError."""
+    with _draft(target, data) as draft:
         draft.replace(target)
     fsync_path(target.parent)
 
@@ -240,12 +240,12 @@ def remove_drafts(target: Path) -> None:
 
 
 @contextmanager
-def _draft(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
+def _draft(target: Path, data: bytes) -> Iterator[Path]:
     """A durable file with `data` beside `target`, with a unique name."""
     make_folder(target.parent)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}{DRAFT}")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -255,10 +255,10 @@ def _draft(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents durably. OSError."""
+    """Create a folder and its parents durably, for this user alone. OSError."""
     if not folder.is_dir():
         make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
         fsync_path(folder.parent)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Self, get_type_hints
 import orjson
 from filelock import FileLock, Timeout
 
-from undertow.engine.storage.location import Location
+from undertow.engine.storage.location import PRIVATE_FILE, Location
 from undertow.engine.storage.location import StoreError as StoreError
 
 FORMAT_VERSION = 3
@@ -137,7 +137,7 @@ class WriterLock:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "writer.lock"
-        self._lock = FileLock(path)
+        self._lock = FileLock(path, mode=PRIVATE_FILE)
         since = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self._lock.acquire(timeout=0)

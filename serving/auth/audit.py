@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,14 +26,14 @@ from typing import Any
 import orjson
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.location import fsync_path, make_folder
+from undertow.engine.storage.location import PRIVATE_FILE, fsync_path, make_folder
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "audit.jsonl"
 LINE_BYTES = 2_048
-MODE = 0o600
 MOST_COUNTS = 16
+REFUSALS_S = 60.0
 LARGEST_COUNT = 2**53
 WITHOUT_KEY = "no-auth"
 
@@ -137,6 +138,28 @@ class AuditLog:
             log.error("the audit log does not say how act %s (%s) ended, which is %s: %s", *told)
 
 
+class RefusalCounts:
+    """Which refused acts the log gets: the first of a key and an act, then one in `REFUSALS_S`.
+
+    Each line waits for the disk, and a key may be refused as often as it asks. Used on one thread.
+    """
+
+    def __init__(self, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        # when the last line was written, and how many refusals have had none since
+        self._last: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def take(self, act: str, by: str) -> dict[str, int] | None:
+        """The counts of the line that this refusal gets; None: it is counted in a later one."""
+        now_s = self._clock_s()
+        at_s, unwritten = self._last.get((act, by), (now_s - REFUSALS_S, 0))
+        if now_s - at_s < REFUSALS_S:
+            self._last[act, by] = at_s, unwritten + 1
+            return None
+        self._last[act, by] = now_s, 0
+        return {"refused_before": unwritten} if unwritten else {}
+
+
 @contextmanager
 def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
     """Records an act of this process's user in the folder's audit log; see `AuditLog.act`.
@@ -153,7 +176,7 @@ def audited(folder: Path | None, act: str, **known: Any) -> Iterator[Entry]:
 def _append(path: Path, line: bytes) -> None:
     """Adds a whole line or nothing. Opens the file each time: lines are rare, and it may have been moved."""
     make_folder(path.parent)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, MODE)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size

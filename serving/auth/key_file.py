@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.location import make_folder, remove_drafts, replace_file
+from undertow.engine.storage.location import PRIVATE_FILE, make_folder, remove_drafts, replace_file
 from undertow.serving.auth.principal import (
     LONGEST_LABEL_CHARS,
     NO_LIMITS,
@@ -42,7 +42,6 @@ KEY_ID = re.compile(r"[0-9a-f]{12}")
 KEY_TEXT = re.compile(rf"ut_({KEY_ID.pattern})_[A-Za-z0-9_-]{{43}}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 # for its owner alone: whoever can write it can make keys
-MODE = 0o600
 PATIENCE_S = 10.0
 
 
@@ -251,7 +250,7 @@ class KeyFile:
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Key]]:
         """The keys, to be changed in place: written unless the body raises or leaves them as they were."""
-        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=PATIENCE_S, mode=MODE)
+        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=PATIENCE_S, mode=PRIVATE_FILE)
         try:
             make_folder(self.path.parent)
             lock.acquire()
@@ -277,7 +276,7 @@ class KeyFile:
             if self.path.exists() and (owner := self.path.stat().st_uid) != os.geteuid():
                 raise KeyFileError(f"{self.path} belongs to user {owner}. Run this as that user.")
             remove_drafts(self.path)
-            replace_file(self.path, _CONTENTS.dump_json(contents, indent=2), mode=MODE)
+            replace_file(self.path, _CONTENTS.dump_json(contents, indent=2))
         except OSError as error:
             raise self._unwritable(error) from error
 

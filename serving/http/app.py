@@ -30,6 +30,7 @@ def make_app(service: Service, tracing: Tracing | None = None) -> FastAPI:
         title=TITLE,
         version=version("undertow"),
         redirect_slashes=False,
+        docs_url=None,
         redoc_url=None,
         lifespan=_lifespan,
         exception_handlers={HTTPException: _problem, RequestValidationError: _problem},

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from undertow.engine.api.erasure import NotCertified
-from undertow.engine.base.model import BadInput, InputError
+from undertow.engine.api.transfer.import_ import ImportNeedsAdmin
+from undertow.engine.api.transfer.record_lines import RecordLines
 from undertow.engine.base.queries import EraseCommand, FlushCommand, ImportCommand
 from undertow.engine.base.results import Certificate
 from undertow.engine.tenants.registry import UnknownTenant
-from undertow.serving.auth.key_file import KeyFileError
+from undertow.serving.auth.key_file import KeyFileError, utc_now
+from undertow.serving.auth.principal import Scope
 from undertow.serving.http.jobs import Operation, ServiceJob, Work
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def works(service: Service) -> Mapping[Operation, Work]:
 
     async def import_job(job: ServiceJob) -> Mapping[str, Any]:
         body = await asyncio.to_thread(service.jobs.body_of(job).read_bytes)
-        return await import_(service, _tenant(job), body, again=job.again)
+        admin = await asyncio.to_thread(_is_admin, service, job.key_id)
+        return await import_(service, _tenant(job), body, job.key_id, as_admin=admin, again=job.again)
 
     return {
         "flush": lambda job: flush(service, _tenant(job), again=job.again),
@@ -55,32 +56,34 @@ async def flush(service: Service, tenant: str, *, again: bool = False) -> dict[s
     return {"decided": await service.memories.call(FlushCommand(tenant, again=again))}
 
 
-async def import_(service: Service, tenant: str, body: bytes, *, again: bool = False) -> dict[str, Any]:
-    """Import the body of an export. InputError names the line; TenantExists."""
-    records = await asyncio.to_thread(parsed, body)
-    report = await service.memories.call(ImportCommand(tenant, records, again=again))
+def _is_admin(service: Service, key_id: str) -> bool:
+    """Whether the key of a job has the scope admin as the job runs."""
+    if service.key_file is None:
+        return True
+    key = service.key_file.read().get(key_id)
+    return key is not None and key.state(utc_now()) == "active" and Scope.ADMIN in key.scopes
+
+
+async def import_(
+    service: Service, tenant: str, body: bytes, by: str, *, as_admin: bool, again: bool = False
+) -> dict[str, Any]:
+    """Import the body of an export. InputError names the record; TenantExists.
+
+    `by`: a key's id. `as_admin`: the export may set a policy and thresholds, which the audit log tells; else
+    ImportNeedsAdmin.
+    """
+    records = await asyncio.to_thread(RecordLines, body)
+    command = ImportCommand(tenant, records, as_admin, again=again)
+    if as_admin:
+        async with service.audited("import", by, tenant):
+            report = await service.memories.call(command)
+        return asdict(report)
+    try:
+        report = await service.memories.call(command)
+    except ImportNeedsAdmin:
+        await service.refused("import", by, tenant)
+        raise
     return asdict(report)
-
-
-def parsed(body: bytes) -> list[dict[str, Any]]:
-    """The records of JSON lines. InputError."""
-    records = []
-    for number, line in enumerate(body.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise _bad_line(number, f"is no JSON ({error.msg})") from None
-        if not isinstance(record, dict):
-            raise _bad_line(number, "is no JSON object")
-        records.append(record)
-    return records
-
-
-def _bad_line(number: int, reason: str) -> InputError:
-    cure = "Send what an export gave, one record a line. Nothing was stored."
-    return InputError(BadInput("import", number, None, reason, cure))
 
 
 async def erase(service: Service, tenant: str, by: str) -> dict[str, Any]:

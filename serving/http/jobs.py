@@ -20,7 +20,7 @@ import orjson
 from undertow.engine.storage.location import fsync_path, replace_file
 from undertow.serving.http.problems import Problem, problem_of
 from undertow.serving.http.service_settings import ServiceSettings
-from undertow.serving.http.state_db import MODE, StateDb
+from undertow.serving.http.state_db import StateDb
 
 Operation = Literal["flush", "import", "erase"]
 Status = Literal["queued", "running", "done", "failed"]
@@ -167,7 +167,7 @@ class JobQueue:
 
     def _write_body(self, job: ServiceJob, body: bytes) -> None:
         path = self.body_of(job)
-        replace_file(path, body, mode=MODE)
+        replace_file(path, body)
         fsync_path(path.parent)
 
     def _drop_body(self, job: ServiceJob) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
 from undertow.serving.client.results import Model
 from undertow.serving.http.problems import MEDIA_TYPE
@@ -97,8 +99,29 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
 """The error responses of every route that needs a key."""
 
 
+# the files of this very version, or none: the browser compares their hashes
+UI = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5.17.14"
+SCRIPT_HASH = "sha384-wmyclcVGX/WhUkdkATwhaK1X1JtiNrr2EoYJ+diV3vj4v6OC5yCeSu+yW13SYJep"
+STYLE_HASH = "sha384-wxLW6kwyHktdDGr6Pv1zgm/VGJh99lfUbzSn6HNHBENZlCN7W602k9VkGdxuFvPn"
+PAGE = f"""\
+<!DOCTYPE html>
+<html lang="en">
+<title>{TITLE}</title>
+<meta charset="utf-8">
+<link rel="stylesheet" href="{UI}/swagger-ui.css" integrity="{STYLE_HASH}" crossorigin="anonymous">
+<div id="page"></div>
+<script src="{UI}/swagger-ui-bundle.js" integrity="{SCRIPT_HASH}" crossorigin="anonymous"></script>
+<script>SwaggerUIBundle({{url: "/openapi.json", dom_id: "#page"}})</script>
+</html>
+"""
+
+
+async def _page(_: Request) -> Response:
+    return HTMLResponse(PAGE)
+
+
 def describe(app: FastAPI) -> None:
-    """Make the application serve this document."""
+    """Make the application serve this document, and its page."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -112,4 +135,5 @@ def describe(app: FastAPI) -> None:
             app.openapi_schema = document
         return app.openapi_schema
 
+    app.add_route("/docs", _page, include_in_schema=False)
     app.openapi = openapi  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from undertow.engine.api.erasure import NotCertified
 from undertow.engine.api.policy_change import PolicyConflict
 from undertow.engine.api.transfer.export import ExportBroken
-from undertow.engine.api.transfer.import_ import ImportCancelled, TenantExists
+from undertow.engine.api.transfer.import_ import ImportCancelled, ImportNeedsAdmin, TenantExists
 from undertow.engine.base.model import BadInput, InputError, NoLLM, UndertowError, UnknownMemory
 from undertow.engine.cluster.routing.errors import ShardDown, ShardGone
 from undertow.engine.llm.replies import BadReply, BrokenOff, ServerRefused
@@ -129,6 +129,7 @@ KINDS: Mapping[type[Exception], _Kind] = {
     ),
     PolicyConflict: _Kind(409, "policy", None),
     NotCertified: _Kind(503, "resharding", None, 30),
+    ImportNeedsAdmin: _Kind(403, "import-settings", None),
     ImportCancelled: _Kind(409, "called-off", "The tenant was erased meanwhile; nothing was imported."),
     ExportBroken: _Kind(
         503, "export-broken", "The tenant was erased or moved meanwhile. Export it again.", 1

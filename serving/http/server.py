@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from undertow.engine.base.model import UndertowError
+from undertow.engine.base.process_tuning import open_files
 from undertow.serving.http.problems import MEDIA_TYPE, Problem
 from undertow.serving.http.service import Service
 from undertow.serving.http.service_settings import ServiceSettings
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
 BACKLOG = 2_048
+# connections that the event loop takes at once, before any of them can be refused
+ACCEPTED_AT_ONCE = 64
+# files that connections leave free: for the store, and for connections that are about to be refused
+FILES_KEPT = 512
+ACCEPT_LOG_S = 60.0
 NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 TOO_MANY = "Too many connections are open. Try again in a moment."
 
@@ -39,14 +45,19 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: FastAPI, host: str, port: int, on_start: Callable[[int], None] = lambda _: None
     ) -> None:
-        """`on_start` gets the port once requests are accepted."""
+        """`on_start` gets the port once requests are accepted. UndertowError: too few files may be open."""
         self._on_start = on_start
         self._service: Service = app.state.service
+        app.state.max_connections = connections_possible(self._service.settings.max_connections)
+        self._accept_failed_at = -ACCEPT_LOG_S
         super().__init__(config_of(app, host, port, self._service.settings))
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)  # asyncio made it as short as what it takes at once
         if self.started:
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
 
@@ -56,6 +67,15 @@ class HttpServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._service.load.draining = True
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """As by default, but for connections that cannot be accepted: asyncio reports each, every second."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._accept_failed_at >= ACCEPT_LOG_S:
+            self._accept_failed_at = loop.time()
+            log.error("connections cannot be accepted: %s. Raise the limit of open files.", error)
 
     async def on_tick(self, counter: int) -> bool:
         if self._service.load.draining and self._draining is None:
@@ -71,6 +91,21 @@ class HttpServer(uvicorn.Server):
         except TimeoutError:
             log.warning("%d requests are cut off", self._service.load.under_way)
         self.should_exit = True
+
+
+def connections_possible(wanted: int) -> int:
+    """How many connections may be open at once, at most `wanted`, beside the files of the store.
+
+    Raises this process's limit of open files as far as it may. UndertowError: it leaves none.
+    """
+    files = open_files(wanted + FILES_KEPT)
+    possible = min(wanted, files - FILES_KEPT)
+    cure = f"Raise it to {wanted + FILES_KEPT:,} (ulimit -n, or LimitNOFILE of a systemd unit)"
+    if possible < 1:
+        raise UndertowError(f"this process may open {files:,} files, and needs over {FILES_KEPT}. {cure}.")
+    if possible < wanted:
+        log.warning("at most %d connections at once: %d files may be open. %s.", possible, files, cure)
+    return possible
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
@@ -124,7 +159,7 @@ def config_of(app: FastAPI, host: str, port: int, settings: ServiceSettings) -> 
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
+        backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=1,  # `_drain` has waited already
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -144,7 +179,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         super().connection_made(transport)
-        if len(self.connections) > self._settings.max_connections:
+        if len(self.connections) > self.config.app.state.max_connections:  # type: ignore[union-attr]
             self._say(Problem(429, "connections", TOO_MANY, retry_after_s=1))
         else:
             self._start("headers", self._settings.header_timeout_s, self._too_slow)

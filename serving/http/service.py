@@ -12,7 +12,7 @@ from fastapi import Depends, Header, Path, Request
 
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import AnswerMode
-from undertow.serving.auth.audit import AuditLog, AuditOutcome, Entry
+from undertow.serving.auth.audit import AuditLog, AuditOutcome, Entry, RefusalCounts
 from undertow.serving.auth.key_file import KeyFile
 from undertow.serving.auth.limits import answer_tokens
 from undertow.serving.auth.principal import Principal
@@ -58,9 +58,10 @@ class Service:
         self.guard = guard
         self.budgets = budgets
         self.audit = audit
+        self.refusals = RefusalCounts()
         self.key_file = key_file
         self.load = LoadLimits(self.settings)
-        self.adding = AddCalls(memories)
+        self.adding = AddCalls(memories, self.load)
         self.once = IdempotencyStore(state, self.settings.keep_s)
         self.jobs = JobQueue(state, self.settings)
         self.readiness = Readiness(memories, llm=engine.llm_url is not None)
@@ -80,6 +81,12 @@ class Service:
             await asyncio.to_thread(self.audit.write_end, entry, failed, error=name)
             raise
         await asyncio.to_thread(self.audit.write_end, entry, AuditOutcome.DONE)
+
+    async def refused(self, act: str, key_id: str, tenant: str | None = None) -> None:
+        """As AuditLog.refused, off the event loop, for as many as RefusalCounts lets through. AuditError."""
+        if (counts := self.refusals.take(act, key_id)) is not None:
+            key = None if tenant is None else self.memories.tenant_key(tenant)
+            await asyncio.to_thread(self.audit.refused, act, key_id, tenant_key=key, counts=counts)
 
 
 # FastAPI would call these in a thread if they were not asynchronous

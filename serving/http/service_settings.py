@@ -38,7 +38,10 @@ class ServiceSettings(BaseSettings):
     max_requests: int = Field(default=256, ge=2)
     max_tenant_requests: int = Field(default=32, ge=1)
     max_key_requests: int = Field(default=128, ge=1)
-    # of those, requests that wait for an LLM or a reader; and imports, whose bodies are in memory
+    # turns of one tenant that are being stored: a quarter of the engine's queue_turns
+    max_tenant_turns: int = Field(default=2_048, ge=1)
+    # requests that wait for an LLM or a reader; and imports, whose bodies are in memory: one of a tenant, and
+    # half of them with one key
     max_long_requests: int = Field(default=128, ge=1)
     max_imports: int = Field(default=4, ge=1)
     max_connections: int = Field(default=4_096, ge=1)

@@ -19,13 +19,12 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from undertow.engine.base.model import UndertowError
-from undertow.engine.storage.location import make_folder
+from undertow.engine.storage.location import PRIVATE_FILE, make_folder
 
 T = TypeVar("T")
 
 FILE_NAME = "service.sqlite3"
 LOCK_NAME = ".service.lock"
-MODE = 0o600
 VERSION = 1
 
 SCHEMA = """
@@ -56,7 +55,7 @@ class StateDb:
     def __init__(self, folder: Path) -> None:
         """Makes the folder where it is missing. StateError."""
         self.folder = folder
-        self._lock = FileLock(folder / LOCK_NAME, mode=MODE, thread_local=False)
+        self._lock = FileLock(folder / LOCK_NAME, mode=PRIVATE_FILE, thread_local=False)
         try:
             make_folder(folder)
             make_folder(folder / "jobs")
@@ -80,7 +79,7 @@ class StateDb:
     def _open(self) -> sqlite3.Connection:
         try:
             db = sqlite3.connect(self.folder / FILE_NAME, isolation_level=None)
-            (self.folder / FILE_NAME).chmod(MODE)
+            (self.folder / FILE_NAME).chmod(PRIVATE_FILE)
             db.execute("pragma journal_mode = wal")
             db.execute("pragma synchronous = full")
             db.execute("pragma secure_delete = on")  # what is deleted is overwritten

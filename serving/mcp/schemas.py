@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_QUERY_CHARS
 from undertow.serving.client.results import Added, AnswerMode, Changed, Hit, Kind, Memory
 
 TENANT = "tenant"
@@ -28,7 +29,11 @@ MemoryId = Annotated[
 Text = Annotated[str, Field(min_length=1, max_length=32_768)]
 Query = Annotated[
     str,
-    Field(min_length=1, max_length=8_192, description="What to look for: a question or a topic, in words."),
+    Field(
+        min_length=1,
+        max_length=MAX_QUERY_CHARS,
+        description="What to look for: a question or a topic, in words.",
+    ),
 ]
 Moment = Annotated[
     str, Field(max_length=64, description="ISO 8601, such as 2026-05-08 or 2026-05-08T13:56:00.")
@@ -49,9 +54,10 @@ Metadata = Annotated[
     Field(max_length=32, description='Labels to filter by later, such as {"project": "kiln"}.'),
 ]
 Filters = Annotated[
-    dict[Label, Scalar | Annotated[list[Scalar], Field(max_length=64)]],
+    dict[Label, Scalar | Annotated[list[Scalar], Field(max_length=MAX_FILTER_VALUES)]],
     Field(
-        max_length=16, description="Only memories whose metadata have these values; of a list, one of them."
+        max_length=MAX_FILTER_KEYS,
+        description="Only memories whose metadata have these values; of a list, one of them.",
     ),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,3 +129,16 @@ def test_the_reason_says_which_of_cupy_and_torch_sees_no_card(
     assert says in str(device.why_no_cuda())
     with pytest.raises(ValueError, match=says):
         device.resolve("cuda")
+
+
+def test_a_store_that_others_can_read_is_reported(tmp_path: Path) -> None:
+    store, info = tmp_path / "store", tmp_path / "store" / "store.json"
+    assert doctor._rights(store).ok, "there is none yet"
+    store.mkdir(0o755)
+    info.touch(0o600)
+    assert doctor._rights(store).ok
+    info.chmod(0o640)
+    found = doctor._rights(store)
+    assert not found.ok and f"can read store.json in it: chmod -R go-rwx {store}" in found.text
+    store.chmod(0o700)
+    assert doctor._rights(store).ok

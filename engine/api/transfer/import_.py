@@ -27,11 +27,13 @@ from undertow.engine.api.transfer.import_schema import (
     content_of,
 )
 from undertow.engine.api.transfer.import_validation import ImportValidator, Versions
+from undertow.engine.api.transfer.record_lines import too_large
 from undertow.engine.api.transfer.reindex import Encode, embed_rows
 from undertow.engine.base.config import Settings
 from undertow.engine.base.model import InputError, Memory, MemoryKind, Turn, UndertowError, memory_id
 from undertow.engine.base.queries import ImportCommand
-from undertow.engine.base.results import ImportReport, Report
+from undertow.engine.base.results import ImportReport
+from undertow.engine.policies.base import Thresholds
 from undertow.engine.readers import parse_messages
 from undertow.engine.readers.record import BadField
 from undertow.engine.storage.journal import Row
@@ -61,6 +63,10 @@ class TenantExists(UndertowError):
         return f"tenant {self.args[0]!r} has memories here. Import under another name, or erase it first."
 
 
+class ImportNeedsAdmin(UndertowError):
+    """An export sets what only an administrator may set; nothing of it is stored."""
+
+
 class ImportCancelled(UndertowError):
     """The tenant was erased while an export was being taken in for it; nothing of that is stored."""
 
@@ -83,6 +89,7 @@ class Import:
         self.rows: list[Row] = []
         self.steps = self._steps(encode)
         self._records = command.records
+        self._as_admin = command.as_admin
         self._settings = settings
         self._checks = ImportValidator()
 
@@ -104,14 +111,13 @@ class Import:
         return self._checks.decided == self._checks.log_len
 
     def _steps(self, encode: Encode) -> Iterator[None]:
-        contents: list[tuple[int, Content]] = []
-        for checked in self._checked():
-            contents.append(checked)
-            if len(contents) % RECORDS_PER_STEP == 0:
+        for line in self._checked():
+            if line % RECORDS_PER_STEP == 0:
                 yield
         rows: list[Row] = []
-        for line, content in contents:
-            rows.append(self._row(line, content))
+        # parsed once more: kept as objects, the records would take many times the memory of their lines
+        for line in range(2, len(self._records)):
+            rows.append(self._row(line, content_of(self._records[line - 1])))
             rows[-1].lsn = line  # its order, and what an error names
             if len(rows) % RECORDS_PER_STEP == 0:
                 yield
@@ -123,25 +129,38 @@ class Import:
 
     # ---- reading
 
-    def _checked(self) -> Iterator[tuple[int, Content]]:
-        """The records between head and end, each with its number, from 1, once it is checked."""
+    def _checked(self) -> Iterator[int]:
+        """The number, from 1, of each record between head and end, once it is checked."""
         records, max_bytes = self._records, self._settings.max_import_bytes
         source = self._ends()
         seal, size = ExportTrailer(), 0
-        for line, record in enumerate(records[1:-1], 2):
+        for line in range(2, len(records)):
+            record = records[line - 1]
             with _about(line):
                 size += _size(seal, record)
                 if size > max_bytes:
-                    raise _too_large(max_bytes)
+                    raise too_large(max_bytes)
                 content = content_of(record)
                 if content.tenant != source:
                     raise BadField("tenant", f"is not {source!r:.80}, as in the first record", EDITED)
                 self._checks.take(content)
-            yield line, content
+                if isinstance(content, ControlRecord) and not self._as_admin:
+                    self._check_rights(content)
+            yield line
         with _about(len(records)):
             if records[-1] != seal.end(source):
                 raise BadField("fingerprint", "is not that of the records: some were lost or changed", EDITED)
             self._checks.finish()
+
+    def _check_rights(self, record: ControlRecord) -> None:
+        """ImportNeedsAdmin: it sets what this store does not set by itself."""
+        s = self._settings
+        own = Thresholds(s.similarity_threshold, s.merge_threshold, s.recurrence_count)
+        if record.control == "policy" or (record.control == "settings" and record.body != asdict(own)):
+            raise ImportNeedsAdmin(
+                f"the export sets {'a policy' if record.control == 'policy' else 'thresholds of its own'}, "
+                "which an administrator may do. Import it with a key that has the scope admin as well."
+            )
 
     def _ends(self) -> str:
         """The tenant that was exported, as the first record says, if the last one is an end."""
@@ -261,27 +280,6 @@ class Import:
                 with _about(row.lsn):
                     versions.take(memory_of(row))
         return kept
-
-
-def read_records(lines: Iterable[bytes], max_bytes: int) -> list[Report]:
-    """An export's lines of JSON as records, for `Import`. InputError: one is no JSON, or all are too long."""
-    records: list[Report] = []
-    size = 0
-    for line, text in enumerate(lines, 1):
-        size += len(text)
-        with _about(line):
-            if size > max_bytes:
-                raise _too_large(max_bytes)
-            try:
-                records.append(orjson.loads(text))
-            except orjson.JSONDecodeError as error:
-                raise BadField(None, f"is no JSON ({error})", "Export it again.") from None
-    return records
-
-
-def _too_large(max_bytes: int) -> BadField:
-    cure = "Export it without vectors, or raise UNDERTOW_MAX_IMPORT_BYTES."
-    return BadField(None, f"the export is larger than {max_bytes:,} bytes", cure)
 
 
 def note_row(work: Import) -> Row:

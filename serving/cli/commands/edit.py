@@ -133,11 +133,11 @@ def import_(
     If one record is refused, nothing is stored. Texts are embedded again. Records that were undecided are
     decided here, which may need an LLM: without one that work stays pending.
     """
-    from undertow.engine.api.transfer.import_ import read_records
+    from undertow.engine.api.transfer.record_lines import RecordLines
 
     settings = models.settings()
     with file.open("rb") as lines:
-        records = read_records(lines, settings.max_import_bytes)
+        records = RecordLines.read(lines, settings.max_import_bytes)
     with open_memory(store, settings, ray, create=True) as memory:
         imported = memory.import_(tenant, records)
         settled, code = drain(memory)

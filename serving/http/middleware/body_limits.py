@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
 from undertow.serving.http.problems import CLOSE, Problem
 
+# after the time of grace; a body that comes more slowly holds a place for nothing
+MIN_BYTES_PER_S = 64 << 10
 
-def bounded(receive: Receive, headers: Headers, max_bytes: int, timeout_s: float) -> Receive:
+
+def bounded(
+    receive: Receive, headers: Headers, max_bytes: int, timeout_s: float, grace_s: float = math.inf
+) -> Receive:
     """`receive` for a body of at most `max_bytes` that must be complete within `timeout_s` from now.
 
+    After `grace_s` it must have come at MIN_BYTES_PER_S at least.
     Problem at once if the announced length is too large. The returned function raises Problem 413, 408, or
     400 for a client that disconnects before the end. A response before the end closes the connection.
     """
     announced = headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large(max_bytes)
-    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    begun_s = asyncio.get_running_loop().time()
     taken, complete = 0, False
 
     async def receive_within() -> Message:
         nonlocal taken, complete
         if complete:  # the next message is the disconnect
             return await receive()
+        allowed_s = min(timeout_s, grace_s + taken / MIN_BYTES_PER_S)
         try:
-            async with asyncio.timeout_at(deadline_s):
+            async with asyncio.timeout_at(begun_s + allowed_s):
                 message = await receive()
         except TimeoutError:
-            detail = f"The request's body was not complete after {timeout_s:g} s. Send it faster, or less."
+            detail = f"The request's body was not complete after {allowed_s:.3g} s. Send it faster, or less."
             raise Problem(408, "slow", detail, headers=CLOSE) from None
         if message["type"] == "http.disconnect":
             raise Problem(400, "cut-off", "The connection ended within the request's body.", headers=CLOSE)

@@ -17,13 +17,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from undertow.serving.auth.principal import Principal
 from undertow.serving.http.middleware.guard import Guard
 from undertow.serving.http.middleware.load_limits import LoadLimits
-from undertow.serving.http.problems import SLUG, problem_of
+from undertow.serving.http.problems import CLOSE, SLUG, Problem, problem_of
 from undertow.serving.telemetry.logs import log_failure
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/openapi.json", "/docs"})
 VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# a proxy in front may go by the other one, and see another request's beginning in the body
+TWO_LENGTHS = "The request has both Content-Length and Transfer-Encoding. Send one of them."
 # in a request's scope: the id in its response; its sender, if it needs a key; its tenant, once decoded
 REQUEST_ID = "undertow.request_id"
 PRINCIPAL = "undertow.principal"
@@ -75,6 +77,8 @@ class Front:
                 await problem.response(scope, receive, answer)
 
     async def _pass(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        if "transfer-encoding" in headers and "content-length" in headers:
+            raise Problem(400, "", TWO_LENGTHS, headers=CLOSE)
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return

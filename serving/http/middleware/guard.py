@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 from typing import Protocol
 
 from starlette.datastructures import Headers
@@ -21,6 +22,8 @@ NO_KEY = "Send your key as Authorization: Bearer ut_... or as X-API-Key."
 NOT_LOOPBACK = (
     "Without keys, this service answers to localhost and the loopback addresses, 127.x.x.x and [::1]."
 )
+# an IPv6 address in brackets, or a name or IPv4 address; and a port
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
 ANYONE = Principal(WITHOUT_KEY, "", TenantScope(all_tenants=True), frozenset(Scope), NO_LIMITS)
 
 
@@ -64,9 +67,13 @@ class OpenGuard:
 
     def admit(self, headers: Headers) -> Principal:
         host = headers.get("host", "")
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        parts = HOST.fullmatch(host)
         origin = headers.get("origin")
-        if not is_loopback(name.lower()) or (origin is not None and origin.partition("//")[2] != host):
+        if (
+            parts is None
+            or not is_loopback((parts[1] or parts[2]).lower())
+            or (origin is not None and origin.partition("//")[2] != host)
+        ):
             raise Problem(403, "host", NOT_LOOPBACK)
         return ANYONE
 

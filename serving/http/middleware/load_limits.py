@@ -21,7 +21,7 @@ class LoadLimits:
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
-        # of all requests, and per ("key", id) and ("tenant", name)
+        # of all requests, and per ("key", id) and ("tenant", name); and what else is bounded, by its kind
         self._counts: Counter[tuple[str, str]] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -70,10 +70,26 @@ class LoadLimits:
             yield
 
     @contextmanager
-    def importing(self) -> Iterator[None]:
-        """Around a request with a large body in memory. Problem 429: there are too many."""
-        words = "Enough imports are under way. Try again when one has ended."
-        with self._counted("import", "", self._settings.max_imports, _busy("imports", words, close=True)):
+    def importing(self, key_id: str, tenant: str | None) -> Iterator[None]:
+        """Around a request with a large body in memory. Problem 429: too many, also of the key or tenant."""
+        most = self._settings.max_imports
+        busy = _busy("imports", "Enough imports are under way. Try again when one has ended.", close=True)
+        with (
+            self._counted("import of tenant", tenant or "", 1, busy),
+            self._counted("import with key", key_id, max(1, most // 2), busy),
+            self._counted("import", "", most, busy),
+        ):
+            yield
+
+    @contextmanager
+    def storing(self, tenant: str, turns: int) -> Iterator[None]:
+        """Around an add. Problem 429: the tenant has its share of the turns that wait to be stored.
+
+        An add that is larger than the share is taken where the tenant has no other.
+        """
+        most = max(self._settings.max_tenant_turns, turns)
+        busy = _busy("tenant-queue", "Too many turns of this tenant are being stored. Wait for some.")
+        with self._counted("turns", tenant, most, busy, count=turns):
             yield
 
     async def idle(self) -> None:
@@ -81,14 +97,16 @@ class LoadLimits:
         await self._idle.wait()
 
     @contextmanager
-    def _counted(self, kind: str, name: str, limit: int, refusal: Problem) -> Iterator[None]:
-        if self._counts[kind, name] >= limit:
+    def _counted(
+        self, kind: str, name: str, limit: int, refusal: Problem, *, count: int = 1
+    ) -> Iterator[None]:
+        if self._counts[kind, name] + count > limit:
             raise refusal
-        self._counts[kind, name] += 1
+        self._counts[kind, name] += count
         try:
             yield
         finally:
-            self._counts[kind, name] -= 1
+            self._counts[kind, name] -= count
             if not self._counts[kind, name]:
                 del self._counts[kind, name]  # the names are unbounded
 

@@ -6,7 +6,6 @@ Access is checked before the body is read, and the response is the same whether 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 from collections.abc import Callable, Coroutine
@@ -127,21 +126,27 @@ class GuardedRoute(APIRoute):
         tenant = decode_path(scope)
         principal = sender_of(scope)
         if not self.access.allows(principal, tenant):
-            await self._refuse(service, principal, tenant)
+            # a key takes no place of a tenant that it does not cover
+            covered = tenant if tenant is not None and principal.reach.covers(tenant) else None
+            with service.load.share(principal.key_id, covered):
+                await self._refuse(service, principal, tenant)
         headers = Headers(scope=scope)
-        with service.load.share(principal.key_id, tenant), self._room(service.load):
-            within = bounded(receive, headers, *self._bounds(service.settings))
+        load, key_id = service.load, principal.key_id
+        with load.share(key_id, tenant), self._room(load, key_id, tenant):
+            within = bounded(
+                receive, headers, *self._bounds(service.settings), grace_s=service.settings.body_timeout_s
+            )
             if self.access.once and KEY_HEADER in headers:
                 owner = None if tenant is None else service.memories.tenant_key(tenant)
-                sender = KeyOwner(principal.key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
+                sender = KeyOwner(key_id, tenant, owner, erases=self.access.scope is Scope.ERASE)
                 await answer_once(service.once, sender, super().handle, scope, within, send)
             else:
                 await super().handle(scope, within, send)
 
-    def _room(self, load: LoadLimits) -> AbstractContextManager[None]:
+    def _room(self, load: LoadLimits, key_id: str, tenant: str | None) -> AbstractContextManager[None]:
         """A slot under the limit for this kind of request."""
         if self.access.imports:
-            return load.importing()
+            return load.importing(key_id, tenant)
         return load.long() if self.access.long else nullcontext()
 
     def _bounds(self, settings: ServiceSettings) -> tuple[int, float]:
@@ -153,8 +158,7 @@ class GuardedRoute(APIRoute):
     async def _refuse(self, service: Service, principal: Principal, tenant: str | None) -> None:
         """Raise Problem 403; log the refusal if the audit log covers the act."""
         if self.access.act is not None:
-            key = None if tenant is None else service.memories.tenant_key(tenant)
-            await asyncio.to_thread(service.audit.refused, self.access.act, principal.key_id, tenant_key=key)
+            await service.refused(self.access.act, principal.key_id, tenant)
         scope, reaches = self.access.scope, self.access.reaches.value
         raise Problem(403, "forbidden", FORBIDDEN.format(scope=scope and scope.value, reaches=reaches))
 

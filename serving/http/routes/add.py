@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from undertow.engine.base.limits import MAX_MESSAGES
 from undertow.engine.base.model import InputError
 from undertow.serving.auth.principal import Scope
 from undertow.serving.client.results import AddedItem
@@ -58,7 +59,11 @@ async def add(
 async def _add_items(
     service: Service, tenant: str, key_id: str, items: Sequence[Any], key: str | None
 ) -> tuple[AddedItem, ...]:
-    """The result of each item, in order. `key`: for items without a key, with their position."""
+    """The result of each item, in order. `key`: for items without a key, with their position. Problem 422."""
+    given = (item.get("messages") for item in items if isinstance(item, dict))
+    count = sum(len(messages) for messages in given if isinstance(messages, list))
+    if count > MAX_MESSAGES:
+        raise bad_field("items", f"holds {count:,} messages; give at most {MAX_MESSAGES:,} at a time.")
     batches: list[AddBatch] = []
     rejected: dict[int, Problem] = {}
     for n, raw in enumerate(items):

@@ -14,6 +14,7 @@ from undertow.engine.base.results import Receipt, Report
 from undertow.engine.storage.row_codec import check_turn
 from undertow.serving.client.results import Added
 from undertow.serving.http.middleware.idempotency import under_way
+from undertow.serving.http.middleware.load_limits import LoadLimits
 from undertow.serving.http.problems import Problem
 from undertow.serving.http.routes.schemas import Item
 
@@ -59,12 +60,20 @@ BatchResult = tuple[Added, ...] | Problem
 class AddCalls:
     """Stores batches and reports each turn. One request at a time may add under an Idempotency-Key."""
 
-    def __init__(self, memories: AsyncMemories) -> None:
+    def __init__(self, memories: AsyncMemories, load: LoadLimits) -> None:
         self._memories = memories
+        self._load = load
         self._under_way: set[tuple[str, str]] = set()
 
     async def add(self, tenant: str, batches: Sequence[AddBatch]) -> list[BatchResult]:
-        """Store batches of one tenant. For each: its results, or why nothing of it was stored."""
+        """Store batches of one tenant. For each: its results, or why nothing of it was stored.
+
+        Problem 429: too many of the tenant's turns are being stored.
+        """
+        with self._load.storing(tenant, sum(len(batch.turns) for batch in batches)):
+            return await self._add_each(tenant, batches)
+
+    async def _add_each(self, tenant: str, batches: Sequence[AddBatch]) -> list[BatchResult]:
         results: dict[int, BatchResult] = {}
         mine: set[tuple[str, str]] = set()
         try:

@@ -16,6 +16,7 @@ from undertow.engine.base.queries import (
     ListQuery,
     UpdateCommand,
 )
+from undertow.engine.search.metadata_index import Where
 from undertow.serving.auth.principal import Scope
 from undertow.serving.client.results import Changed, Kind, Listed, Memory, Page
 from undertow.serving.http.problems import bad_field
@@ -45,8 +46,8 @@ async def list_(
     """A tenant's memories in creation order, page by page.
 
     `filter.KEY=VALUE` selects turns with that value of a metadata key, and memories made from them; repeated
-    for one key it means any of the values. A value that parses as a JSON number, true or false matches that
-    too.
+    for one key it means any of the values; at most 16 keys, with 64 values each. A value that parses as a
+    JSON number, true or false matches that too.
     """
     if limit > service.settings.max_page:
         raise bad_field("limit", f"is {limit}; ask for at most {service.settings.max_page:,}.")
@@ -115,11 +116,15 @@ def _view(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filters(request: Request) -> dict[str, list[Any]]:
-    """The metadata filters of a query string."""
+    """The metadata filters of a query string. Problem 422: too many."""
     where: dict[str, list[Any]] = {}
     for name, value in request.query_params.multi_items():
         if name.startswith(FILTER):
             where.setdefault(name.removeprefix(FILTER), []).extend([value, *_scalar(value)])
+    try:
+        Where.of(where)
+    except ValueError as error:
+        raise bad_field("filter", str(error)) from None
     return where
 
 

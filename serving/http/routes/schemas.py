@@ -8,8 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+    model_validator,
+)
 
+from undertow.engine.base.limits import MAX_FILTER_KEYS, MAX_FILTER_VALUES, MAX_MESSAGES, MAX_QUERY_CHARS
 from undertow.engine.base.model import AnswerMode
 from undertow.engine.base.timestamps import ACCEPTED, parse_timestamp
 from undertow.engine.search.metadata_index import Where
@@ -40,13 +51,18 @@ def _filters(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Moment = Annotated[
-    str | int | float, AfterValidator(_moment), Field(description=ACCEPTED, examples=["2026-05-08T13:56:00Z"])
+    StrictStr | StrictInt | StrictFloat,  # true is no second
+    AfterValidator(_moment),
+    Field(description=ACCEPTED, examples=["2026-05-08T13:56:00Z"]),
 ]
 MomentText = Annotated[str, AfterValidator(_moment), Field(description=ACCEPTED)]
 Messages = Annotated[
     list[dict[str, Any]],
-    WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}),
-    Field(description="Messages of one session, in order. A user message and its reply make one turn."),
+    WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": MESSAGE_SCHEMA}),
+    Field(
+        max_length=MAX_MESSAGES,
+        description="Messages of one session, in order. A user message and its reply make one turn.",
+    ),
 ]
 Filters = Annotated[
     dict[str, Any],
@@ -54,11 +70,12 @@ Filters = Annotated[
     Field(
         description="For each metadata key the value that a turn must have, or a list of accepted values. An "
         "episode or a fact passes if one of its source turns does. Values compare as in JSON: 1 equals 1.0, "
-        'but neither true nor "1".',
+        f'but neither true nor "1". At most {MAX_FILTER_KEYS} keys, with {MAX_FILTER_VALUES} values each.',
         examples=[{"topic": ["sailing", "work"], "rating": 5}],
     ),
 ]
 Words = Annotated[str, Field(min_length=1, pattern=r"\S")]
+Query = Annotated[Words, Field(max_length=MAX_QUERY_CHARS)]
 
 
 class RequestModel(BaseModel):
@@ -118,7 +135,7 @@ class AddResponse(Model):
 
 
 class SearchRequest(RequestModel):
-    query: Words
+    query: Query
     top_k: int | None = Field(default=None, ge=1, le=1000, description="Default: a count for each kind.")
     kinds: list[Kind] | None = Field(default=None, min_length=1, description="Default: all three.")
     filters: Filters = Field(default_factory=dict)
@@ -128,7 +145,7 @@ class SearchRequest(RequestModel):
 
 
 class AnswerRequest(RequestModel):
-    question: Words
+    question: Query
     as_of: Moment | None = Field(default=None, description="When the question is asked.")
     mode: AnswerMode | None = Field(
         default=None,

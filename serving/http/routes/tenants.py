@@ -126,12 +126,14 @@ async def _lines(records: AsyncGenerator[Mapping[str, Any]]) -> AsyncGenerator[b
 async def import_(asked: Asked, again: Again) -> Any:
     """Import an export into a tenant without memories; 409 if it has any.
 
-    Everything is stored, or nothing. The tenant's name may differ from the exported one.
+    Everything is stored, or nothing. The tenant's name may differ from the exported one. An export that sets
+    a policy, or other thresholds than this store's, needs a key that has the scope `admin` as well.
     """
     body = await asked.request.body()
     if asked.respond_async:
         return await asked.accept("import", body)
-    return await acts.import_(asked.service, asked.tenant, body, again=again)
+    key_id, admin = asked.sender.key_id, Scope.ADMIN in asked.sender.scopes
+    return await acts.import_(asked.service, asked.tenant, body, key_id, as_admin=admin, again=again)
 
 
 @router.get("/v1/tenants/{tenant}/policy", response_model=Policy)

@@ -167,13 +167,28 @@ def test_a_tenant_with_an_index_is_searched_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "match"),
-    [({"topic": []}, "empty list"), ({"topic": None}, "None"), ({"a": [1, {}]}, "'a' is {}")],
+    [
+        ({"topic": []}, "empty list"),
+        ({"topic": None}, "None"),
+        ({"a": [1, {}]}, "'a' is {}"),
+        ({f"key {n}": 1 for n in range(17)}, "at most 16"),
+        ({"a": list(range(65))}, "at most 64"),
+    ],
 )
 def test_what_cannot_be_asked_for_is_refused(where: dict[str, Any], match: str, engine: Engine) -> None:
     with engine:
         engine.add_batch([marked("ann", 0, {})])
         with pytest.raises(ValueError, match=match):
             engine.search("ann", QUERY, where=where)
+
+
+def test_a_query_is_bounded(engine: Engine) -> None:
+    with engine:
+        engine.add_batch([marked("ann", 0, {})])
+        with pytest.raises(ValueError, match="at most 8,192"):
+            engine.search("ann", "x" * 8_193)
+        with pytest.raises(ValueError, match="at most 8,192"):
+            engine.recall("ann", "x" * 8_193)
 
 
 def test_metadata_is_read_once_and_kept_within_bounds(
@@ -196,6 +211,8 @@ def test_metadata_is_read_once_and_kept_within_bounds(
         engine.add_batch([marked("ann", n, {}) for n in range(40, 45)])
         engine.search("ann", QUERY, where={"topic": "work"})
         assert reads == 45
+        engine.search("ann", QUERY, where={f"new {n}": "work" for n in range(10)} | {"topic": "work"})
+        assert reads == 90, "all new keys are read in one pass"
         for n in range(3 * KEYS_KEPT):
             engine.search("ann", QUERY, where={f"key {n}": 1})
         tenant = engine.tenants.get("ann")

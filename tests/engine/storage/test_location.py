@@ -11,6 +11,7 @@ import pytest
 
 from undertow.engine.storage.location import DRAFT, Location, StoreError
 
+from ...support.engine import open_engine
 from ...support.storage.location_contract import assert_is_a_place
 
 
@@ -94,3 +95,17 @@ def test_a_write_is_on_the_disk_when_it_returns(tmp_path: Path, monkeypatch: pyt
         folder = tmp_path / act.__name__
         assert {str(tmp_path), str(folder), str(folder / "deep")} <= set(synced), "every new folder's entry"
         assert any(".file." in path and path.endswith(DRAFT) for path in synced), "the contents"
+
+
+def test_a_store_is_for_its_user_alone(tmp_path: Path) -> None:
+    """Also in a folder that was there before, and that others may enter."""
+    there = tmp_path / "there"
+    there.mkdir(0o755)
+    for folder in (tmp_path / "new" / "store", there):
+        with open_engine(folder) as engine:
+            engine.add("ann", [{"role": "user", "content": "the boat"}])
+            logs = [path.stat().st_mode & 0o777 for path in (folder / "wal").iterdir()]
+        assert set(logs) == {0o600}
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    shared = {path.name: oct(path.stat().st_mode) for path in there.iterdir() if path.stat().st_mode & 0o077}
+    assert shared == {}

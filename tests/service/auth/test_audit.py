@@ -29,6 +29,7 @@ from undertow.serving.auth.audit import (
     AuditLog,
     AuditOutcome,
     Entry,
+    RefusalCounts,
     local_user,
 )
 
@@ -242,3 +243,14 @@ def test_processes_write_while_the_log_is_moved_and_no_line_is_lost(path: Path) 
     assert by.count("00000000000a") == by.count("00000000000b") == 300
     acknowledged = int(printed["00000000000c"][-1]) if printed["00000000000c"] else 0
     assert acknowledged <= by.count("00000000000c") <= acknowledged + 1
+
+
+def test_refusals_of_a_key_are_written_once_a_minute_with_their_number() -> None:
+    now_s = 0.0
+    counts = RefusalCounts(clock_s=lambda: now_s)
+    assert [counts.take("erase", KEY) for _ in range(4)] == [{}, None, None, None]
+    assert (counts.take("purge", KEY), counts.take("erase", "00000000000a")) == ({}, {})
+    now_s = 60.0
+    assert [counts.take("erase", KEY) for _ in range(2)] == [{"refused_before": 3}, None]
+    now_s = 120.0
+    assert [counts.take("purge", KEY), counts.take("erase", KEY)] == [{}, {"refused_before": 1}]

@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx2
@@ -31,10 +31,14 @@ THETAS = {"UNDERTOW_THETA_SIM": "0.5", "UNDERTOW_THETA_MERGE": "0.55", "UNDERTOW
 class Process:
     """A service in a process of its own."""
 
-    def __init__(self, store: Path, *options: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, store: Path, *options: str, env: dict[str, str] | None = None, files: int | None = None
+    ) -> None:
+        """`files`: how many it may open."""
+        limits = () if files is None else ("prlimit", f"--nofile={files // 2}:{files}")
         self.store = store
         self.popen = subprocess.Popen(
-            [*PROGRAM, "serve", "--store", str(store), "--port", "0", *options],
+            [*limits, *PROGRAM, "serve", "--store", str(store), "--port", "0", *options],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **ENV, **THETAS, **(env or {})},
@@ -70,8 +74,10 @@ class Process:
 
 
 @contextmanager
-def process(store: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Process]:
-    service = Process(store, *options, env=env)
+def process(
+    store: Path, *options: str, env: dict[str, str] | None = None, files: int | None = None
+) -> Iterator[Process]:
+    service = Process(store, *options, env=env, files=files)
     try:
         yield service
     finally:
@@ -202,3 +208,30 @@ def test_a_second_service_is_refused(tmp_path: Path) -> None:
         ran = run("serve", "--store", tmp_path, "--port", "0", "--insecure-no-auth")
         assert ran.code == 1
         assert "is being written by process" in ran.err
+
+
+def test_idle_connections_leave_files_for_the_store_and_for_others(tmp_path: Path) -> None:
+    """More connections than files: those above the bound are refused, and the log stays short."""
+    with process(tmp_path, files=700) as service, service.client() as client, ExitStack() as stack:
+        port = int(service.url.rpartition(":")[2])
+        assert client.post(at("ann", "/memories"), json={"messages": said("the boat")}).status_code == 200
+        begun = len(service.said)
+        for _ in range(720):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=SOON_S))
+        added = client.post(at("bob", "/memories"), json={"messages": said("the garden")})
+        assert (added.status_code, client.get("/v1/stats").json()["turns"]) == (200, 2)
+        assert len(service.said) < begun + 100
+    assert "at most 188 connections at once" in "".join(service.said)
+
+
+def test_too_few_files_end_the_start(tmp_path: Path) -> None:
+    options = ("serve", "--store", str(tmp_path), "--port", "0", "--insecure-no-auth")
+    ended = subprocess.run(
+        ["prlimit", "--nofile=400:400", *PROGRAM, *options],
+        env={**os.environ, **ENV},
+        capture_output=True,
+        text=True,
+        timeout=SOON_S,
+    )
+    assert ended.returncode == 1
+    assert "may open 400 files, and needs over 512. Raise it to 4,608 (ulimit -n" in ended.stderr

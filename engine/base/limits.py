@@ -1,0 +1,11 @@
+"""Bounds on the arguments of one call, the same in every interface: HTTP, MCP, the clients, the program."""
+
+MAX_FILTER_KEYS = 16
+# of one key; texts, and what is no text, are counted apart: in a query string 5 stands for both
+MAX_FILTER_VALUES = 64
+MAX_QUERY_CHARS = 8_192
+# of one add or update: each may be a turn, and the queue is everybody's
+MAX_MESSAGES = 2_048
+# of an export that is imported: its lines, and the bytes of one
+MAX_IMPORT_RECORDS = 1_000_000
+MAX_RECORD_BYTES = 16 << 20

@@ -1,0 +1,215 @@
+"""Legal requests that would cost everyone else: each is bounded, and says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+from starlette.datastructures import Headers
+
+from undertow.engine.api.transfer.export import ExportTrailer
+from undertow.engine.base.memory_api import Receipts
+from undertow.engine.base.model import Turn
+from undertow.serving.async_memories import AsyncMemories
+from undertow.serving.auth.principal import Scope
+from undertow.serving.http.middleware.guard import OpenGuard
+from undertow.serving.http.problems import Problem
+
+from ...support.llm_servers import wait_until
+from ...support.service.http import SOON_S, Running, at, is_problem, said, serving
+from ...support.service.wire import Wire
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ann(client: httpx2.Client) -> None:
+    """A tenant that exists."""
+    client.post(at("ann", "/memories"), json={"messages": said("the boat"), "metadata": {"n": 5}})
+
+
+KEYS: dict[str, Any] = {f"key {n}": n for n in range(17)}
+VALUES: dict[str, Any] = {"n": list(range(65))}
+
+
+@pytest.mark.parametrize(("filters", "words"), [(KEYS, "at most 16"), (VALUES, "at most 64")])
+def test_filters_are_bounded_in_bodies_and_in_query_strings(
+    client: httpx2.Client, filters: dict[str, Any], words: str
+) -> None:
+    asked = {"query": "boat", "filters": filters}
+    for response in (
+        client.post(at("ann", "/search"), json=asked),
+        client.get(
+            at("ann", "/memories"), params={f"filter.{key}": values for key, values in filters.items()}
+        ),
+    ):
+        assert words in is_problem(response, 422, "input")["detail"]
+
+
+def test_filters_within_their_bounds_are_taken(client: httpx2.Client) -> None:
+    """In a query string each number stands for a text as well."""
+    filters = {f"key {n}": "x" for n in range(15)} | {"n": list(range(64))}
+    asked = client.post(at("ann", "/search"), json={"query": "boat", "filters": filters})
+    assert asked.json()["results"] == []
+    listed = client.get(at("ann", "/memories"), params={"filter.n": list(range(64))})
+    assert [memory["metadata"] for memory in listed.json()["results"]] == [{"n": 5}]
+
+
+def test_queries_and_questions_are_bounded(client: httpx2.Client) -> None:
+    assert client.post(at("ann", "/search"), json={"query": "x" * 8_192}).status_code == 200
+    for path, field in (("/search", "query"), ("/answer", "question")):
+        document = is_problem(client.post(at("ann", path), json={field: "x" * 8_193}), 422, "input")
+        assert document["errors"][0]["field"] == field and "8192" in document["detail"]
+
+
+def test_an_import_of_too_many_lines_is_refused_unread(client: httpx2.Client) -> None:
+    document = is_problem(client.post(at("new", "/import"), content=b"{}\n" * 1_000_001), 422, "input")
+    assert "more than 1,000,000 lines" in document["detail"]
+
+
+def audited(running: Running, act: str) -> list[str]:
+    """The outcomes of an act in the audit log."""
+    lines = map(orjson.loads, (running.folder / "audit.jsonl").read_bytes().splitlines())
+    return [line["outcome"] for line in lines if line["act"] == act]
+
+
+@pytest.mark.parametrize("sets", ["policy", "settings"])
+def test_an_import_that_sets_policy_or_thresholds_needs_the_scope_admin(
+    running: Running, client: httpx2.Client, sets: str
+) -> None:
+    first, *records, _ = map(orjson.loads, client.get(at("ann", "/export")).content.splitlines())
+    plain = running.client(Scope.READ, Scope.WRITE)
+
+    def sent(by: httpx2.Client, to: str, **headers: str) -> httpx2.Response:
+        seal = ExportTrailer()
+        for record in records:
+            seal.add(record)
+        body = b"\n".join(map(orjson.dumps, [first, *records, seal.end("ann")]))
+        return by.post(at(to, "/import"), content=body, headers=headers)
+
+    assert sent(plain, f"{sets} 1").status_code == 200, "a plain export sets what the store has"
+    if sets == "policy":
+        policy = {"kind": "control", "tenant": "ann", "seq": -1, "control": "policy"}
+        records.insert(1, policy | {"body": {"policy": "eager"}})
+    else:
+        records[0]["body"]["theta_count"] = 1
+    refused = is_problem(sent(plain, f"{sets} 2"), 403, "import-settings")
+    assert "scope admin" in refused["detail"]
+    job = sent(plain, f"{sets} 2", Prefer="respond-async").headers["location"]
+    wait_until(lambda: plain.get(job).json()["status"] == "failed")
+    assert plain.get(job).json()["error"]["type"] == refused["type"]
+    is_problem(client.get(at(f"{sets} 2", "/stats")), 404, "unknown-tenant")
+    assert "refused" in audited(running, "import")
+    assert sent(client, f"{sets} 2").status_code == 200
+    assert audited(running, "import")[-2:] == ["begun", "done"]
+
+
+def test_refused_acts_have_a_share_and_one_line_a_minute(tmp_path: Path) -> None:
+    with serving(tmp_path, max_tenant_requests=1, max_key_requests=1) as running:
+        key, other = running.key(Scope.WRITE), running.client(Scope.READ, tenants=("bob",))
+        for _ in range(5):
+            is_problem(other.delete(at("ann")), 403, "forbidden")
+        assert audited(running, "erase") == ["refused"]
+        with Wire(running) as wire:
+            wire.head(key, "Content-Length: 100")
+            wait_until(lambda: running.service.load.under_way == 1)
+            is_problem(running.client_of(key).delete(at("bob")), 429, "key-busy")
+            is_problem(running.client(Scope.READ).delete(at("ann")), 429, "tenant-busy")
+            is_problem(other.delete(at("ann")), 403, "forbidden")
+
+
+def test_messages_of_an_add_are_bounded(client: httpx2.Client) -> None:
+    one = {"role": "user", "content": "x"}
+    whole = client.post(at("new", "/memories"), json={"messages": [one] * 2_049})
+    assert is_problem(whole, 422, "input")["errors"][0]["field"] == "messages"
+    items = client.post(at("new", "/memories"), json={"items": [{"messages": [one] * 700}] * 3})
+    assert "2,100 messages; give at most 2,048" in is_problem(items, 422, "input")["detail"]
+
+
+def test_a_tenant_has_its_share_of_the_turns_that_are_stored(tmp_path: Path) -> None:
+    go, begun = threading.Event(), threading.Event()
+
+    def held(memories: AsyncMemories) -> AsyncMemories:
+        add = memories.add
+
+        async def wait(turns: Sequence[Turn]) -> Receipts:
+            if turns[0].tenant == "ann":
+                begun.set()
+                await asyncio.to_thread(go.wait, SOON_S)
+            return await add(turns)
+
+        memories.add = wait  # type: ignore[method-assign]
+        return memories
+
+    body = {"messages": [*said("one"), *said("two"), *said("three")]}
+    with ThreadPoolExecutor(1) as pool, serving(tmp_path, wrap=held, max_tenant_turns=2) as running:
+        client = running.client()
+        try:
+            first = pool.submit(client.post, at("ann", "/memories"), json=body)
+            assert begun.wait(SOON_S)
+            refused = client.post(at("ann", "/memories"), json={"messages": said("four")})
+            is_problem(refused, 429, "tenant-queue")
+            assert client.post(at("bob", "/memories"), json=body).status_code == 200
+        finally:
+            go.set()
+        assert first.result(SOON_S).status_code == 200, "larger than the share, and alone"
+        assert client.post(at("ann", "/memories"), json=body).status_code == 200
+
+
+def test_imports_have_shares(running: Running) -> None:
+    keys = [running.key() for _ in range(2)]
+    with Wire(running) as one, Wire(running) as two:
+        for wire, tenant in ((one, "cat"), (two, "bob")):
+            wire.head(keys[0], "Content-Length: 1000000", path=at(tenant, "/import"))
+        wait_until(lambda: running.service.load.under_way == 2)
+        for key, tenant in ((keys[0], "cy"), (keys[1], "cat")):
+            is_problem(running.client_of(key).post(at(tenant, "/import"), content=b"{}"), 429, "imports")
+        is_problem(running.client_of(keys[1]).post(at("cy", "/import"), content=b"{}"), 422, "input")
+    wait_until(lambda: running.service.load.under_way == 0)
+
+
+def test_a_slow_import_loses_its_place(tmp_path: Path) -> None:
+    with serving(tmp_path, body_timeout_s=0.2) as running, Wire(running) as wire:
+        wire.head(running.key(), "Content-Length: 1000000", path=at("ann", "/import"))
+        status, problem = wire.heard()
+        assert (status, problem["type"]) == (408, "urn:undertow:error:slow")
+        wait_until(lambda: running.service.load.under_way == 0)
+
+
+def test_a_request_with_two_lengths_is_refused(running: Running) -> None:
+    with Wire(running) as wire:
+        wire.head(running.key(), "Content-Length: 4", "Transfer-Encoding: chunked")
+        wire.socket.sendall(b"0\r\n\r\n")
+        status, problem = wire.heard()
+    assert status == 400 and "both Content-Length and Transfer-Encoding" in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    "host", ["[::1]evil.example", "[::1]:80evil", "localhost:80:80", "localhost/", "[::1"]
+)
+def test_a_host_is_parsed_whole(host: str) -> None:
+    with pytest.raises(Problem):
+        OpenGuard().admit(Headers({"host": host}))
+    for good in ("[::1]:8080", "[::1]", "LOCALHOST:80", "127.0.0.1"):
+        OpenGuard().admit(Headers({"host": good}))
+
+
+def test_true_is_no_timestamp(client: httpx2.Client) -> None:
+    body = {"messages": said("the boat"), "timestamp": True}
+    document = is_problem(client.post(at("ann", "/memories"), json=body), 422, "input")
+    assert {error["field"] for error in document["errors"]} == {"timestamp"}
+    for moment in (1_700_000_000, 1_700_000_000.5, "2023-05-08"):
+        assert client.post(at("ann", "/memories"), json=body | {"timestamp": moment}).status_code == 200
+
+
+def test_what_the_page_loads_has_a_hash(client: httpx2.Client) -> None:
+    page = client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html") and "/openapi.json" in page.text
+    loaded = re.findall(r"<[^>]*https?://[^>]*>", page.text)
+    assert len(loaded) == 2 and all('integrity="sha384-' in tag for tag in loaded)
