@@ -1,7 +1,7 @@
 """Bounds on the arguments of one call, the same in every interface: HTTP, MCP, the clients, the program."""
 
 MAX_FILTER_KEYS = 16
-# of one key; texts, and what is no text, are counted apart: in a query string 5 stands for both
+# for each key; texts and other values are counted apart, as 5 in a query string stands for one of each
 MAX_FILTER_VALUES = 64
 MAX_QUERY_CHARS = 8_192
 # of one add or update: each may be a turn, and the queue is everybody's

@@ -159,7 +159,7 @@ class Import:
         if record.control == "policy" or (record.control == "settings" and record.body != asdict(own)):
             raise ImportNeedsAdmin(
                 f"the export sets {'a policy' if record.control == 'policy' else 'thresholds of its own'}, "
-                "which an administrator may do. Import it with a key that has the scope admin as well."
+                "which only an administrator may do. Import it with a key that has the scope admin as well."
             )
 
     def _ends(self) -> str:

@@ -25,7 +25,7 @@ class RecordLines(Sequence[Report]):
         self._body = body
         if body.count(b"\n") > MAX_IMPORT_RECORDS:
             reason = f"the export has more than {MAX_IMPORT_RECORDS:,} lines"
-            raise _refused(1, reason, "Send what an export gave, one record a line")
+            raise _refused(1, reason, "Send what an export gave, one record a line.")
         self._places = array("q")
         start = 0
         while start < len(body):
